@@ -15,7 +15,7 @@ setup(
     # An installed copy carries the DeepSpeed configurations that sit at the top of the repository.
     package_dir={"deepspeed_nmt": "deepspeed_nmt", "deepspeed_nmt.ds_configs": "ds_configs"},
     package_data={
-        "deepspeed_nmt": ["recipes/*.yaml", "recipes/sweeps/*.yaml", "evaluate/page/page.*", "py.typed"],
+        "deepspeed_nmt": ["recipes/*.yaml", "recipes/sweeps/*.yaml", "reports/page.html", "py.typed"],
         "deepspeed_nmt.ds_configs": ["*.json"],
     },
     install_requires=[
@@ -33,6 +33,7 @@ setup(
         "safetensors>=0.5",
         "sentencepiece>=0.2",
         "sacrebleu>=2.4,<3",
+        "tabulate>=0.9",
         "tensorboard>=2.17",
         "tqdm>=4.66",
         "typing-extensions>=4.5",

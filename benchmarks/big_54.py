@@ -60,7 +60,6 @@ def run_rank(arguments: argparse.Namespace) -> None:
     from deepspeed_nmt.engine.settings import resolve_engine
     from deepspeed_nmt.parallel.collectives import gather_lists
     from deepspeed_nmt.parallel.world import join_world, leave_world
-    from deepspeed_nmt.train.optimizer import build_optimizer
 
     world = join_world("cpu", timeout_s=1200)
     vocabulary = Vocabulary(VOCABULARY)
@@ -82,9 +81,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
     module = TrainModule(model, build_objective(config, vocabulary))
     parameters = sum(p.numel() for p in module.parameters())
     layers = (config.model.model_dump()["encoder_layers"], config.model.model_dump()["decoder_layers"])
-    optimizer = build_optimizer(config.optimizer, module)
     dummy = collate(corpus, np.empty(0, dtype=np.int64), vocabulary)
-    engine = build_engine(resolve_engine(config.engine, 1.0, world), module, optimizer, world, dummy)
+    engine = build_engine(resolve_engine(config.engine, config.optimizer, world), module, world, dummy)
     if world.is_main:
         output(f"{parameters:,} parameters, {layers[0]}+{layers[1]} layers, {world.ranks} ranks, ZeRO-3")
     for update in loader.updates(Cursor(), 1):

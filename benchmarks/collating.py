@@ -40,7 +40,7 @@ def main() -> None:
         corpus = write_corpus(Path(directory), 60000, VOCABULARY)
         for layout in ("packed", "padded"):
             config = BatchConfig(update_tokens=32768, micro_tokens=8192, layout=layout)
-            loader = TrainLoader(corpus, config, 1, 0, 1, VOCABULARY)
+            loader = TrainLoader.of_corpus(corpus, config, 1, 0, 1, VOCABULARY)
             milliseconds, pairs = [], []
             window = loader.order.sample()
             for number in itertools.islice(itertools.cycle(range(len(window) - 1)), arguments.updates + 1):

@@ -2,21 +2,19 @@
 
     git worktree add ../old COMMIT
     python benchmarks/compare_commits.py ../old . [--family NAME ...] [--layout plain|zero2 ...] [--work DIR]
-    python benchmarks/compare_commits.py ../old . --setting batch.order=epochs    # OLD is older than that setting
 
-Both checkouts are run through their command lines. The old commit makes the text and the data directories. Then
-each family of methods trains a tiny model with dropout for 30 updates, on two ranks under ZeRO-2 and in one process
-of plain torch. The rows of the report compare
+Both checkouts are run through their command lines, each on data directories of its own; the old commit makes the
+text. Each family of methods trains a tiny model with dropout for 30 updates, on two ranks under ZeRO-2 and in one
+process of plain torch. The rows of the report compare
 
     files         of data directories that both commits prepare from the same text: those that the old commit writes,
                   and all values in its meta.json but the version
     weights       of the last checkpoint, by name and SHA-256; likewise Adam's moments
     log           metrics.jsonl without timings: losses, gradient norms, validation, collapse monitor
     translations  of fifty lines by the run's own search: four hypotheses of each line, with their scores
-    resumed       weights, moments and log of the old commit's run, resumed by the new commit after update 15
-    old run       translations of the old commit's run by the new commit
+    resumed       weights, moments and log of the new commit's run, and of a copy that it resumes after update 15
 
-The resumed run is a copy of the old commit's without its last checkpoint. The exit status is 1 if anything differs.
+The exit status is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -74,7 +72,7 @@ class Stage(NamedTuple):
     searches: tuple[list[str], ...] = ([],)
 
 
-FAMILIES = {  # longest first; a second stage grows on the old commit's first stage
+FAMILIES = {  # longest first; a second stage grows on the first stage
     "depth_growing": [Stage("depth_growing_base_6", TINY), Stage("depth_growing_base_8", TOP, searches=BOTH_NETS)],
     "deep_decoder": [Stage("deep_decoder_base_30", [*TINY, "layer.drop_depth=1"])],
     "abnet": [Stage("abnet_parallel", [*BERTS, *ADAPTERS], "bert-data")],
@@ -179,39 +177,37 @@ def compare_family(commits: Commits, family: str, layout: str) -> Iterator[tuple
     origin: list[str] = []
     for number, stage in enumerate(FAMILIES[family], start=1):
         name, ranks = f"{family}-{number}-{layout}", commits.ranks if layout == "zero2" else 1
-        words = ["train", "--recipe", stage.recipe, "--data", f"old/{stage.data}", "--run", "{out}", *origin]
-        words += [*COMMON, *stage.settings, *LAYOUTS[layout]]
-        run = commits.make("old", name, words, ranks)
-        old, new = measure(run), measure(commits.make("new", name, [*words, *commits.settings], ranks))
-        resumed = measure(commits.make("new", f"{name}-resumed", words, ranks, resumes=run))
-        right = translate(commits, "old", f"old/{name}", stage.searches)
+        runs, results, translations = {}, {}, {}
+        for commit, settings in (("old", []), ("new", commits.settings)):
+            words = ["train", "--recipe", stage.recipe, "--data", f"{commit}/{stage.data}", "--run", "{out}"]
+            words += [word.format(commit) for word in origin] + [
+                *COMMON,
+                *stage.settings,
+                *LAYOUTS[layout],
+                *settings,
+            ]
+            runs[commit] = commits.make(commit, name, words, ranks)
+            results[commit] = measure(runs[commit])
+            translations[commit] = translate(commits, commit, f"{commit}/{name}", stage.searches)
+        old, new = results["old"], results["new"]
+        resumed = measure(commits.make("new", f"{name}-resumed", words, ranks, resumes=runs["new"]))
         checks = {check: first_difference(old[check], new[check]) for check in ("weights", "moments", "log")}
-        checks["translations"] = first_difference(right, translate(commits, "new", f"new/{name}", stage.searches))
-        checks["resumed"] = next(filter(None, (first_difference(old[check], resumed[check]) for check in old)), "")
-        checks["old run"] = first_difference(right, translate(commits, "new", f"old/{name}", stage.searches))
+        checks["translations"] = first_difference(translations["old"], translations["new"])
+        checks["resumed"] = next(filter(None, (first_difference(new[check], resumed[check]) for check in new)), "")
         yield f"{stage.recipe}, {layout}", checks
-        origin = ["--grow-from", f"old/{name}", "--from-checkpoint", "last"]
+        origin = ["--grow-from", f"{{}}/{name}", "--from-checkpoint", "last"]
 
 
 def translate(commits: Commits, commit: str, run: str, searches: tuple[list[str], ...]) -> dict[str, str]:
     """Translate the test text with a run; returns hypotheses by search and line."""
     words = ["translate", "--run", run, "--checkpoint", "last", "--device", "cpu", "--nbest", "4"]
     words += ["--input", "old/text/test.en", "--output", "{out}"]
-    found: dict[str, str] = {}
+    hypotheses: dict[str, str] = {}
     for number, options in enumerate(searches):
         file = commits.make(commit, f"{run.replace('/', '-')}-{number}.txt", [*words, *options])
-        lines = map(candidate, file.read_text(encoding="utf-8").splitlines())
-        found |= {" ".join([*options, f"line {index}"]): line for index, line in enumerate(lines, start=1)}
-    return found
-
-
-def candidate(line: str) -> str:
-    """Return number, score and text of a line of an n-best list, also of that of commits before Moses' format."""
-    if "\t" in line:
-        return line
-    number, rest = line.split(" ||| ", 1)
-    text, _, score = rest.rsplit(" ||| ", 2)
-    return f"{number}\t{float(score):.4f}\t{text}"
+        lines = file.read_text(encoding="utf-8").splitlines()
+        hypotheses |= {" ".join([*options, f"line {index}"]): line for index, line in enumerate(lines, start=1)}
+    return hypotheses
 
 
 def newest(run: Path) -> Path:
@@ -226,7 +222,8 @@ def measure(run: Path) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {"weights": {}, "moments": {}, "log": {}, "start": start}
     for file in newest(run).glob("*-*.safetensors"):
         for name, array in load_file(file).items():
-            found[file.name[:7]][name] = hashlib.sha256(str(array.shape).encode() + array.tobytes()).hexdigest()
+            kind = "weights" if file.name.startswith("weights") else "moments"
+            found[kind][name] = hashlib.sha256(str(array.shape).encode() + array.tobytes()).hexdigest()
     for entry in entries:
         for tag in (tag for tag in entry if tag not in {"update", *TIMINGS}):
             key = f"{tag} at update {entry['update']}"
@@ -300,12 +297,15 @@ def main() -> int:
     work = (arguments.work or Path(tempfile.mkdtemp(prefix="compare-"))).resolve()
     for name in ("old", "new", "logs"):
         (work / name).mkdir(parents=True, exist_ok=True)
+    # Older commits timed two libraries for products; both commits take the one that this CPU is to take.
+    amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    os.environ.setdefault("DEEPSPEED_NMT_CPU_PRODUCTS", "onednn" if amd else "blas")
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
     PROCESSES.set_forkserver_preload(["__main__", "deepspeed.runtime.zero.muon.original_muon"])
     del sys.path[0]  # otherwise transformers would import kernels.py of this directory as the package `kernels`
     cells = [(family, layout) for layout in arguments.layout for family in arguments.family]
     data = {stage.data for family in arguments.family for stage in FAMILIES[family]}
-    runs = sum(3 + 3 * len(stage.searches) for family, _ in cells for stage in FAMILIES[family])
+    runs = sum(3 + 2 * len(stage.searches) for family, _ in cells for stage in FAMILIES[family])
     with ThreadPoolExecutor(arguments.jobs) as pool, tqdm(total=1 + 2 * len(data) + runs, unit="command") as bar:
         try:
             commits = Commits(

@@ -8,7 +8,7 @@ trained before, and compares encoding with SentencePiece's own encoding of lists
 the limit.
 
 `plan` starts a run on corpora of these sizes at its beginning and in the middle of an epoch, each in a process of its
-own, by the plan of windows and by that of older versions, which plans an epoch at once (for the smallest sizes only).
+own.
 
 All variants of `prepare` run in turn in each round, so that others' load on the machine meets all of them. The table
 has medians of pairs a second of wall time, and of pairs a second of CPU time, which such a load changes less.
@@ -29,6 +29,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,11 +39,10 @@ from plans import write_lengths
 
 from deepspeed_nmt.console import output
 from deepspeed_nmt.core.vocabulary import SIDES
-from deepspeed_nmt.data import prepare as prepare_module
-from deepspeed_nmt.data.clean import batched
-from deepspeed_nmt.data.directory import open_tokenizer
+from deepspeed_nmt.data import preparation as prepare_module
+from deepspeed_nmt.data.data_directory import open_tokenizer
 from deepspeed_nmt.data.options import PrepareOptions
-from deepspeed_nmt.sample.corpus import LANGUAGES, write_sample
+from deepspeed_nmt.sample import LANGUAGES, write_sample
 
 VOCABULARY_PAIRS = 30_000
 BATCH = 10_000
@@ -63,7 +63,6 @@ def main() -> None:
     prepare.set_defaults(run=measure_prepare)
     plan = commands.add_parser("plan", help="start of a run on a large corpus")
     plan.add_argument("--pairs", type=int, nargs="+", default=[1_000_000, 10_000_000, 40_000_000], help="sizes")
-    plan.add_argument("--epochs-up-to", type=int, default=10_000_000, help="largest size for the older plan")
     plan.set_defaults(run=measure_plan)
     arguments = parser.parse_args()
     arguments.run(arguments)
@@ -71,17 +70,16 @@ def main() -> None:
 
 def measure_plan(arguments: argparse.Namespace) -> None:
     """Measure starts of runs for each size of the corpus."""
-    output(f"{'pairs':>12}{'plan':>9}{'layout':>8}{'from':>6}{'ready':>9}{'first update':>14}{'own memory':>12}")
+    output(f"{'pairs':>12}{'layout':>8}{'from':>6}{'ready':>9}{'first update':>14}{'own memory':>12}")
     with tempfile.TemporaryDirectory() as name:
         for pairs in arguments.pairs:
             directory = Path(name) / str(pairs)
             write_lengths(directory, pairs)
-            kinds = ["windows", *(["epochs"] if pairs <= arguments.epochs_up_to else [])]
-            for kind, layout, share in itertools.product(kinds, ("padded", "packed"), (0.0, 0.5)):
-                command = [sys.executable, str(Path(__file__).with_name("plans.py")), str(directory), kind, layout]
+            for layout, share in itertools.product(("padded", "packed"), (0.0, 0.5)):
+                command = [sys.executable, str(Path(__file__).with_name("plans.py")), str(directory), layout]
                 found = json.loads(subprocess.check_output([*command, str(share)]))
                 output(
-                    f"{pairs:>12,}{kind:>9}{layout:>8}{share:>6.0%}{found['ready']:>7.2f} s{found['first']:>12.2f} s"
+                    f"{pairs:>12,}{layout:>8}{share:>6.0%}{found['ready']:>7.2f} s{found['first']:>12.2f} s"
                     f"{found['memory']:>8.0f} MiB"
                 )
             shutil.rmtree(directory)
@@ -141,7 +139,7 @@ def _encode_in_threads(text: Path, vocabulary: Path, threads: int) -> None:
     tokenizer = open_tokenizer(vocabulary)
     for side, language in zip(SIDES, LANGUAGES, strict=True):
         with (text / f"train.{language}").open(encoding="utf-8") as lines:
-            for batch in batched(lines, BATCH):
+            while batch := list(islice(lines, BATCH)):
                 tokenizer.encode_batch(batch, side, threads)
 
 

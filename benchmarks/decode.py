@@ -49,11 +49,11 @@ from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.export.ctranslate2_weights import Precision, write_ctranslate2
 from deepspeed_nmt.export.huggingface_weights import write_huggingface
-from deepspeed_nmt.kernels import packed
+from deepspeed_nmt.kernels import onednn_ops
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
-from deepspeed_nmt.search.precision import prepare_to_decode
+from deepspeed_nmt.search.models import prepare_to_decode
 
 DIM, FFN, HEADS, ENCODER_LAYERS, VOCABULARY, SOURCE, STEPS, LONGEST = 256, 1024, 4, 6, 8000, 16, 24, 64
 PEERS: dict[Precision, str] = {"fp32": "float32", "int8": "int8"}
@@ -103,7 +103,7 @@ def random_subject(layers: int) -> Subject:
 
 def trained_subject(run: Run) -> Subject:
     """Return the best checkpoint of a run."""
-    layers = len(run.model("best").plain().decoder.layers)
+    layers = len(run.model("best").described().decoder.layers)
     return Subject(run.path.name, layers, run.tokenizer.vocabulary, lambda: run.model("best").eval(), 0, LONGEST)
 
 
@@ -131,7 +131,7 @@ def ctranslate2(subject: Subject, precision: Precision, directory: Path) -> Tran
     pieces = [f"t{number}" for number in range(vocabulary.size)]
     where = directory / f"ctranslate2-{subject.name}-{precision}"
     where.mkdir()
-    write_ctranslate2(where, subject.build().plain(), vocabulary, (pieces, pieces), subject.longest, precision)
+    write_ctranslate2(where, subject.build().described(), vocabulary, (pieces, pieces), subject.longest, precision)
     program = Translator(
         str(where), compute_type=PEERS[precision], inter_threads=1, intra_threads=torch.get_num_threads()
     )
@@ -160,7 +160,7 @@ def huggingface(subject: Subject, directory: Path) -> Translate:
     logging.disable_progress_bar()
     where = directory / f"huggingface-{subject.name}"
     where.mkdir()
-    write_huggingface(where, subject.build().plain(), subject.vocabulary, subject.longest)
+    write_huggingface(where, subject.build().described(), subject.vocabulary, subject.longest)
     model = AutoModelForSeq2SeqLM.from_pretrained(where).eval()
 
     def translate(source_BS: Tensor, beam: int) -> int:
@@ -320,8 +320,8 @@ def programs_of(subject: Subject, directory: Path, opennmt_py: Path | None) -> d
     """Return the programs that translate with a model, by name."""
     programs = {
         f"ours {precision}": ours(subject, precision)
-        for precision in packed.PACKED
-        if packed.obstacle(precision) is None
+        for precision in onednn_ops.PACKED
+        if onednn_ops.obstacle(precision) is None
     }
     for peer in PEERS:
         programs[f"CTranslate2 {peer}"] = ctranslate2(subject, peer, directory)

@@ -39,16 +39,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.engine.optimizer import Groups
 from deepspeed_nmt.engine.plain import PlainEngine
-from deepspeed_nmt.kernels import attention as kernels_of_attention
+from deepspeed_nmt.kernels import attention_ops as kernels_of_attention
 from deepspeed_nmt.kernels import choice
-from deepspeed_nmt.kernels.backends import is_installed
-from deepspeed_nmt.kernels.choice import Kernels
+from deepspeed_nmt.kernels.choice import Kernels, is_installed, use_kernels
 from deepspeed_nmt.kernels.segments import Segments
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
-from deepspeed_nmt.nn.fused import use_kernels
 from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.train.optimizers.adam import AdamConfig
 
 DIM, FFN, HEADS, LENGTH, VOCABULARY = 1024, 4096, 16, 32, 1000
 H100 = (9, 0)
@@ -90,6 +90,14 @@ class Count:
             (self.forward_bytes - other.forward_bytes) / MORE_LAYERS / tokens,
             (self.backward_bytes - other.backward_bytes) / MORE_LAYERS / tokens,
         )
+
+
+class MetaAdamConfig(AdamConfig):
+    """Adam without torch's fused kernel, which meta tensors do not have."""
+
+    def build(self, groups: Groups) -> torch.optim.Optimizer:
+        """Build the optimizer."""
+        return torch.optim.Adam(groups)
 
 
 class Launches(TorchDispatchMode):
@@ -251,8 +259,7 @@ def count(layers: tuple[int, int], tokens: int, layout: str, **settings: Any) ->
         model = build_transformer(TransformerConfig(**{**shape, **settings}), vocabulary)
     use_kernels(model, Kernels().planned_for(H100))
     module = TrainModule(model, Objective(LabelSmoothed(0.1, vocabulary.pad)))
-    optimizer = torch.optim.Adam(module.parameters())
-    engine = PlainEngine(module, optimizer, 1.0, "bf16", World(0, 1, 0, torch.device("meta")))
+    engine = PlainEngine(module, MetaAdamConfig(), "bf16", World(0, 1, 0, torch.device("meta")))
     counts = []
     with Launches().counting() as found:
         found.follow(module)

@@ -31,7 +31,7 @@ from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.train.optimizer import OptimizerConfig, build_optimizer
+from deepspeed_nmt.train.optimizers.adam import AdamConfig
 
 VOCABULARY = Vocabulary(8000)
 LAYOUTS = ("padded", "packed")
@@ -43,7 +43,7 @@ def engine() -> PlainEngine:
     shape = TransformerConfig(dim=256, ffn_dim=1024, heads=4)
     module = TrainModule(build_transformer(shape, VOCABULARY), Objective(LabelSmoothed(0.1, VOCABULARY.pad)))
     world = World(0, 1, 0, torch.device("cpu"))
-    return PlainEngine(module, build_optimizer(OptimizerConfig(), module), 1.0, "fp32", world)
+    return PlainEngine(module, AdamConfig(), "fp32", world)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Time and memory of the plan of a large corpus, for `benchmarks/data.py plan`; as a program, one start.
 
-    python benchmarks/plans.py DIRECTORY windows|epochs padded|packed FROM
+    python benchmarks/plans.py DIRECTORY padded|packed FROM
 
 FROM is the share of the first epoch at which the run starts. Prints seconds until the loader is ready, seconds until
 the first update, and MiB of its own memory at the peak: pages of the corpus, which ranks of a host share, are not
@@ -49,7 +49,7 @@ def _own_memory() -> float:
     return 0.0
 
 
-def _start(directory: Path, kind: str, layout: str, share: float) -> dict[str, float]:
+def _start(directory: Path, layout: str, share: float) -> dict[str, float]:
     from deepspeed_nmt.core.vocabulary import Vocabulary
     from deepspeed_nmt.data.batching import BatchConfig
     from deepspeed_nmt.data.corpus import Corpus
@@ -65,7 +65,7 @@ def _start(directory: Path, kind: str, layout: str, share: float) -> dict[str, f
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     started = time.perf_counter()
-    config = BatchConfig.model_validate({"plan": kind, "layout": layout})
+    config = BatchConfig.model_validate({"layout": layout})
     loader = TrainLoader.of_corpus(Corpus(directory, "train"), config, 1, 0, 8, Vocabulary(32000))
     update = int(share * loader.order.updates_in(0))
     ready = time.perf_counter()
@@ -77,4 +77,4 @@ def _start(directory: Path, kind: str, layout: str, share: float) -> dict[str, f
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(_start(Path(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4]))))
+    sys.stdout.write(json.dumps(_start(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]))))

@@ -21,18 +21,18 @@ from timing import parser, random_batch, synchronise
 
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.engine.checkpoint_size import checkpoint_bytes
+from deepspeed_nmt.engine.contract import checkpoint_bytes
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.errors import shown_bytes
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.train.optimizer import OptimizerConfig, build_optimizer
+from deepspeed_nmt.train.checkpoint import CheckpointStore
+from deepspeed_nmt.train.configuration import Save, TrainingConfig
+from deepspeed_nmt.train.optimizers.adam import AdamConfig
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.saving import Saver
-from deepspeed_nmt.train.session import Save, TrainingConfig
-from deepspeed_nmt.train.store import CheckpointStore
 
 
 def main() -> int:
@@ -54,7 +54,7 @@ def main() -> int:
     module = TrainModule(build_transformer(config, vocabulary), Objective(LabelSmoothed(0.1, vocabulary.pad), []))
     count = sum(parameter.numel() for parameter in module.parameters())
     precision = "bf16" if device.type == "cuda" else "fp32"
-    engine = PlainEngine(module, build_optimizer(OptimizerConfig(), module), 0.0, precision, world)
+    engine = PlainEngine(module, AdamConfig(clip_norm=0.0), precision, world)
     batch = random_batch(arguments, 1)
 
     def update() -> float:
@@ -65,7 +65,7 @@ def main() -> int:
         return time.perf_counter() - started
 
     update()
-    size = checkpoint_bytes(count, 0)
+    size = checkpoint_bytes(count, 0, len(AdamConfig.states))
     waited: dict[Save, list[float]] = {"blocking": [], "background": []}
     written: list[float] = []
     quiet: list[float] = []

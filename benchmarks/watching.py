@@ -32,9 +32,8 @@ from deepspeed_nmt.methods.transformer import TransformerConfig, build_transform
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run.attention_images import AttentionImages
 from deepspeed_nmt.train.events import Events
-from deepspeed_nmt.train.metrics import Metrics
-from deepspeed_nmt.train.norms import norms_by_layer
-from deepspeed_nmt.train.optimizer import OptimizerConfig, build_optimizer
+from deepspeed_nmt.train.log import Metrics, norms_by_layer
+from deepspeed_nmt.train.optimizers.adam import AdamWConfig
 from deepspeed_nmt.train.progress import Progress
 
 V = Vocabulary(32_000)
@@ -80,8 +79,7 @@ def main() -> None:
     torch.manual_seed(1)
     world = World(0, 1, 0, torch.device("cpu"))
     module = TrainModule(build_transformer(TransformerConfig(), V), Objective(LabelSmoothed(0.1, V.pad)))
-    optimizer = build_optimizer(OptimizerConfig(name="adamw", weight_decay=0.01), module)
-    engine = plain.PlainEngine(module, optimizer, 1.0, "fp32", world)
+    engine = plain.PlainEngine(module, AdamWConfig(weight_decay=0.01), "fp32", world)
     measured = 0.0
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:

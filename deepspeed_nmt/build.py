@@ -14,9 +14,8 @@ from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
+from deepspeed_nmt.kernels.choice import DEFAULT, Kernels, use_kernels
 from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, REGULARIZERS
-from deepspeed_nmt.nn.fused import use_kernels
 
 
 def build_kernels(config: RunConfig) -> Kernels:

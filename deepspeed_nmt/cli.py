@@ -84,8 +84,8 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
-        if command is not None and command != name:
-            commands.add_parser(name)
+        if command != name:
+            commands.add_parser(name, **({} if command else {"help": module_of(name).HELP}))
             continue
         module = module_of(name)
         module.add_arguments(

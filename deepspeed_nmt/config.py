@@ -17,19 +17,19 @@ from pydantic import SerializeAsAny, ValidationError
 from deepspeed_nmt.core.parts import LayerConfig, ModelConfig, PartConfig, Parts, SearchConfig
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.mixture import MixtureConfig
-from deepspeed_nmt.engine.config import EngineConfig
+from deepspeed_nmt.engine.optimizer import OptimizerConfig
+from deepspeed_nmt.engine.settings import EngineConfig
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, REGULARIZERS
 from deepspeed_nmt.recipes import load_recipe
 from deepspeed_nmt.recipes.reading import MAX_DEPTH, merge, parse_yaml, read_yaml
 from deepspeed_nmt.registry import Config, Registry, problem_of
-from deepspeed_nmt.run.validation import ValidationConfig
 from deepspeed_nmt.search import SEARCHES
-from deepspeed_nmt.train.collapse import CollapseConfig
-from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig
-from deepspeed_nmt.train.session import TrainingConfig
+from deepspeed_nmt.train.configuration import CollapseConfig, TrainingConfig, ValidationConfig
+from deepspeed_nmt.train.optimizers import OPTIMIZERS
+from deepspeed_nmt.train.schedule import ScheduleConfig
 
-NAMED: dict[str, Registry[Any]] = {"model": MODELS, "layer": LAYERS, "search": SEARCHES}
+NAMED: dict[str, Registry[Any]] = {"model": MODELS, "layer": LAYERS, "optimizer": OPTIMIZERS, "search": SEARCHES}
 """Sections whose class depends on their setting ``name``."""
 _MAX_HINTS = 10
 """Bound on the unknown settings that are searched for a similar name, and listed."""
@@ -54,7 +54,7 @@ class RunConfig(Config):
         model: the model, chosen by ``model.name``.
         layer: the decoder layer, chosen by ``layer.name``.
         objective: one likelihood and any number of regularizers, by name.
-        optimizer: the optimizer.
+        optimizer: the optimizer, chosen by ``optimizer.name``.
         schedule: the learning-rate schedule.
         batch: sizes of updates and micro-batches.
         mixture: training on several corpora.
@@ -68,7 +68,7 @@ class RunConfig(Config):
     model: SerializeAsAny[ModelConfig] = _default(MODELS)
     layer: SerializeAsAny[LayerConfig] = _default(LAYERS)
     objective: Mapping[str, SerializeAsAny[PartConfig]] = {LIKELIHOODS.default: _default(LIKELIHOODS)}
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: SerializeAsAny[OptimizerConfig] = _default(OPTIMIZERS)
     schedule: ScheduleConfig = ScheduleConfig()
     batch: BatchConfig = BatchConfig()
     mixture: MixtureConfig = MixtureConfig()
@@ -119,8 +119,7 @@ def load_config(
         recipe: name of a recipe.
         file: YAML file of settings.
         settings: of the form ``section.key=value``, with the value in YAML.
-        resumed: settings of the run that is resumed, as `train` wrote them. The settings that are newer than some
-            runs stay as they are there, unless another source gives them.
+        resumed: file with the settings of the run that is resumed. What it records is not the user's choice.
         options: settings by section that options of the command line give; ``settings`` override them.
 
     Raises:
@@ -136,7 +135,7 @@ def load_config(
     if recipe is not None:
         take(load_recipe(recipe))
     if file is not None:
-        take(_upgraded(read_yaml(file)), recorded=recipe is None and file == resumed)
+        take(read_yaml(file), recorded=recipe is None and file == resumed)
     take(options)
     problems: list[str] = []
     for setting in settings:
@@ -148,8 +147,6 @@ def load_config(
             take(_nested(key, _parsed(key, value)))
         except ConfigError as error:
             problems.extend(error.problems)
-    if resumed is not None:
-        merged = _with_older(merged, read_yaml(resumed))
     config = validate(merged, problems)
     return config.model_copy(update={"engine": config.engine.chosen_by(given.get("engine", {}))})
 
@@ -160,56 +157,7 @@ def load_recorded(file: Path) -> RunConfig:
     Raises:
         ConfigError: if the file cannot be read, or was changed to something else.
     """
-    return validate_recorded(read_yaml(file))
-
-
-def validate_recorded(record: Mapping[str, Any]) -> RunConfig:
-    """Validate the settings that a run recorded; those newer than the run have the values of older runs.
-
-    Raises:
-        ConfigError: if they are no settings.
-    """
-    return validate(_upgraded(_with_older(record, record)))
-
-
-def _with_older(content: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings, completed by those of a run for which :func:`~deepspeed_nmt.registry.older` is declared.
-
-    Args:
-        content: settings by section, which are kept.
-        record: settings of the run.
-    """
-    completed: dict[str, Any] = {}
-    for section in RunConfig.model_fields:
-        for prefix, name, kind in setting_classes(section):
-            own, recorded = _at(content, prefix), _at(record, prefix)
-            if own is None or recorded is None:
-                continue
-            if name and any(each.get("name", NAMED[section].default) != name for each in (own, recorded)):
-                continue
-            if older := kind.older_values():
-                values = {key: recorded.get(key, value) for key, value in older.items()}
-                merge(completed, _nested(prefix, values))
-    merge(completed, content)
-    return completed
-
-
-def _upgraded(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a file with the same meaning in this version; see :meth:`Config.upgraded`."""
-    result = dict(content)
-    for name in RunConfig.model_fields.keys() - NAMED.keys() - {"objective"}:
-        if isinstance(section := content.get(name), dict):
-            result[name] = dict(_section(name).upgraded(section))
-    return result
-
-
-def _at(content: Mapping[str, Any], prefix: str) -> Mapping[str, Any] | None:
-    """Return the settings under a prefix; None if it is a part of the objective that is not used."""
-    section, _, part = prefix.partition(".")
-    found = content.get(section, {})
-    if part and isinstance(found, Mapping):
-        found = found.get(part)
-    return found if isinstance(found, Mapping) else None
+    return validate(read_yaml(file))
 
 
 def _parsed(key: str, value: str) -> Any:

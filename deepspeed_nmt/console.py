@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import logging
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -32,8 +34,8 @@ _HINTS = {
     errno.EACCES: "; change its permissions, or work with a copy of it",
 }
 """Hints for errors of the system."""
-_REQUIREMENTS = {errno.EROFS: "writable", errno.EACCES: "accessible"}
-"""Properties that a file must have and lacks, by the error of the system."""
+_MISTAKES = (errno.EROFS, errno.EACCES, errno.ENAMETOOLONG)
+"""Errors of the system that are mistakes of the user."""
 PLAIN_LINE_EVERY_S = 10.0
 """Seconds between two lines of progress if stderr is not a terminal."""
 ON_BAR = "on_bar"
@@ -153,17 +155,60 @@ def report(error: Exception) -> int:
     named = isinstance(error.filename, (str, bytes)) and error.filename  # it may be a descriptor
     name = shown(os.fsdecode(error.filename)) if named else ""
     reason, hint = error.strerror or error, _HINTS.get(error.errno or 0, "")
-    if (required := _REQUIREMENTS.get(error.errno or 0)) is not None:
-        logger.error("error: %s must be %s, but is not (%s)%s", name or "a file", required, reason, hint)
-        return EXIT_USER_ERROR
     logger.error("error: %s%s%s", reason, f" ({name})" if name else "", hint)
-    return EXIT_USER_ERROR if error.errno == errno.ENAMETOOLONG else 1
+    return EXIT_USER_ERROR if error.errno in _MISTAKES else 1
 
 
 def output(text: str) -> None:
     """Write a command's result to stdout."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+def table(rows: Sequence[Sequence[str]], *, left: int = 1, markdown: bool = False) -> str:
+    """Return a table.
+
+    Args:
+        rows: lines of equally many cells; the first line is the head.
+        left: number of columns that are left-aligned; the others are right-aligned.
+        markdown: Markdown instead of columns with two spaces between them.
+    """
+    from tabulate import tabulate
+
+    options: dict[str, object] = {"tablefmt": "plain"}  # in which the head is a line as others
+    if markdown:
+        rows = [[text.replace("|", "\\|") for text in row] for row in rows]
+        options = {"tablefmt": "pipe", "headers": "firstrow"}
+    sides = ["left" if column < left else "right" for column in range(len(rows[0]))]
+    text = str(tabulate(rows, colalign=sides, disable_numparse=True, **options))
+    return "\n".join(line.rstrip() for line in text.split("\n"))
+
+
+def cell(value: object, digits: int = 3) -> str:
+    """Return a value as it stands in a table: ``-`` for None, thousands separated, a float with ``digits``."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.{digits}f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def setting(value: object) -> str:
+    """Return the value of a setting as it stands in a table: unrounded."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def json_line(values: Mapping[str, object]) -> str:
+    """Return values as one line of JSON, which has neither infinity nor NaN: null stands for them."""
+    return json.dumps(_finite(values), ensure_ascii=False)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def progress(items: Iterable[T], description: str, unit: str, total: int | None = None) -> Iterator[T]:

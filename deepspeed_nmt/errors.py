@@ -1,7 +1,7 @@
 """Errors that end a command, and exit statuses.
 
-A message states the requirement, the actual value and a remedy. The command line prints the message of a
-:class:`UserError` without a traceback and exits with :data:`EXIT_USER_ERROR`.
+A message states the fact, then the way out. The command line prints the message of a :class:`UserError` without a
+traceback and exits with :data:`EXIT_USER_ERROR`.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         "; did you mean 'x'?" if a correct word is similar, else a list of the correct words; of many, the nearest.
     """
     choices = sorted(known)
-    alike = [each for each in choices if min(len(each), len(word)) > 0.5 * max(len(each), len(word))]
+    alike = [choice for choice in choices if min(len(choice), len(word)) > 0.5 * max(len(choice), len(word))]
     close = difflib.get_close_matches(word, alike, n=1, cutoff=0.6)  # "ter" is a part of "meteor", no misspelling
     if close:
         return f"; did you mean '{close[0]}'?"

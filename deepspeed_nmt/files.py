@@ -1,8 +1,12 @@
-"""Hashing, reading and atomic writing of files.
+"""Hashing, reading, locking and atomic writing of files and directories.
 
 A file is written under a temporary name beside it, then renamed. A process that is killed leaves its temporary file
 behind. The next one that writes the same file removes it: a living process holds a lock on its temporary file, which
 the kernel releases when the process ends, however it ends.
+
+A directory is filled under a hidden name beside the old one, which is moved away and then removed. A process that is
+killed leaves one of them, or both: :func:`restore_directory` brings the old one back if nothing has its name, and
+:func:`clear_hidden` removes the rest.
 """
 
 from __future__ import annotations
@@ -12,16 +16,19 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 import re
+import shutil
 import stat
 import sys
+import time
 import uuid
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any, BinaryIO, TextIO
+from typing import IO, Any, TextIO
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import DataError
@@ -33,6 +40,9 @@ _OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TEMPORARY_END = r"[0-9a-f]{8}\.tmp"
 _TEMPORARY = re.compile(rf"\..*\.{_TEMPORARY_END}", re.DOTALL)
 """Names of temporary files."""
+_PARTIAL, _OLD, _NUMBER = "partial-", "old-", "[0-9a-f]{8}"
+_LEFT = rf"(?:{_PARTIAL}|{_OLD}){_NUMBER}"
+"""Ends of the hidden names of directories."""
 MAX_LINE_BYTES = 1 << 26
 """Bound of a line of text, far above any sentence: a device can be one line without an end."""
 _NOT_PLAIN = {
@@ -77,11 +87,11 @@ def open_text(name: Path | str) -> Iterator[BufferedReader]:
     try:
         stream = Path(name).open("rb")  # noqa: SIM115
     except FileNotFoundError as error:
-        raise DataError(f"{name} must be a text file, but does not exist; check the path") from error
+        raise DataError(f"{name} does not exist; check the path") from error
     except IsADirectoryError as error:
-        raise DataError(f"{name} must be a text file, but is a directory; give a file in it") from error
+        raise DataError(f"{name} is a directory; give a file in it") from error
     except OSError as error:
-        raise DataError(f"{name} must be readable, but is not ({error.strerror or error})") from error
+        raise DataError(f"{name} cannot be read ({error.strerror or error})") from error
     with stream:
         if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
             check_plain(stream, name)
@@ -102,7 +112,7 @@ def check_plain(stream: BufferedReader[Any], name: Path | str) -> None:
     for magic, (kind, command) in _NOT_PLAIN.items():
         if start.startswith(magic):
             command = f"{command} {name}" if Path(name).is_file() else command.removesuffix(" -k")
-            raise DataError(f"{shown_name(name)} must be plain text, but is {kind}; run `{command}` first")
+            raise DataError(f"{shown_name(name)} is {kind}; run `{command}` first")
 
 
 def skip_byte_order_mark(stream: BufferedReader[Any], name: Path | str | None = None) -> None:
@@ -159,8 +169,7 @@ def raw_lines(stream: BufferedReader[Any], name: Path | str, before: int | None 
         number += 1
         if len(line) > MAX_LINE_BYTES:
             raise DataError(
-                f"{shown_name(name)} must have one sentence a line, but line {number:,} has more than "
-                f"{MAX_LINE_BYTES >> 20} MiB; check the path"
+                f"line {number:,} of {shown_name(name)} has more than {MAX_LINE_BYTES >> 20} MiB; check the path"
             )
         yield line
 
@@ -219,7 +228,7 @@ def check_utf8_name(path: Path, name: str) -> None:
         str(path).encode()
     except UnicodeEncodeError as error:
         shown = str(path).encode(errors="backslashreplace").decode()
-        raise DataError(f"{name} must have a name in UTF-8, but is {shown}; rename it") from error
+        raise DataError(f"the name of {name} is not UTF-8: {shown}; rename it") from error
 
 
 def resolved(path: Path) -> Path:
@@ -257,65 +266,35 @@ def hidden_beside(path: Path, suffix: str) -> list[Path]:
 
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:
-    """Replace the content of a file atomically: after a crash it has either the old or the new content.
-
-    A file that exists keeps its permissions. If ``path`` is a symbolic link, the file that it leads to is replaced.
-    Pipes, devices and open descriptors (``/dev/stdout``, ``/dev/fd/3``) are written to directly.
-
-    Args:
-        path: of the file, which need not exist.
-        data: new content.
-
-    Raises:
-        OSError: if the file cannot be written, for example because the disk is full; it is then unchanged.
-    """
-    with _replacing(path, "wb") as file:
+    """Replace the content of a file atomically; see :func:`atomic_writer`."""
+    with atomic_writer(path) as file:
         file.write(data)
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Replace the content of a file by UTF-8 text atomically; see :func:`atomic_write_bytes`."""
+    """Replace the content of a file by UTF-8 text atomically; see :func:`atomic_writer`."""
     atomic_write_bytes(path, text.encode("utf-8"))
 
 
 @contextmanager
-def atomic_text_writer(path: Path) -> Iterator[TextIO]:
-    """Open a text file that replaces ``path`` atomically when the block ends without an error.
+def atomic_writer(path: Path, mode: str = "wb") -> Iterator[Any]:
+    """Open a file that replaces ``path`` when the block ends without an error; otherwise ``path`` is unchanged.
 
-    If the block fails, ``path`` is unchanged. Otherwise as :func:`atomic_write_bytes`.
+    After a crash it has either the old or the new content. A file that exists keeps its permissions. If ``path`` is a
+    symbolic link, the file that it leads to is replaced. Pipes, devices and open descriptors (``/dev/stdout``,
+    ``/dev/fd/3``) are written to directly.
 
     Args:
         path: of the file, which need not exist.
+        mode: "wb" for bytes, "w" for text in UTF-8.
 
     Yields:
-        The file to write to, as UTF-8.
+        The file to write to.
 
     Raises:
-        OSError: if the file cannot be written.
+        OSError: if the file cannot be written, for example because the disk is full.
     """
-    with _replacing(path, "w", encoding="utf-8", newline="\n") as file:
-        yield file
-
-
-@contextmanager
-def atomic_writer(path: Path) -> Iterator[BinaryIO]:
-    """Open a file of bytes that replaces ``path``; see :func:`atomic_text_writer`."""
-    with _replacing(path, "wb") as file:
-        yield file
-
-
-@contextmanager
-def _replacing(path: Path, mode: str, **options: Any) -> Iterator[Any]:
-    """Open a temporary file that replaces ``path`` when the block ends without an error.
-
-    Args:
-        path: of the file to replace.
-        mode: in which to open the temporary file.
-        options: of `open`.
-
-    Yields:
-        The temporary file; ``path`` itself if it is no file that can be replaced.
-    """
+    options: dict[str, Any] = {} if mode == "wb" else {"encoding": "utf-8", "newline": "\n"}
     if not is_replaceable(path):
         descriptor = _descriptor(path)
         # A descriptor is written to where it stands: opened by its path, a file would be truncated.
@@ -394,3 +373,218 @@ def _remove_orphan(temporary: Path) -> None:
     with suppress(OSError), temporary.open("rb+") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         temporary.unlink()
+
+
+@contextmanager
+def exclusive(path: Path, refusal: str, patience_s: float = 0.0) -> Iterator[bool]:
+    """Hold a lock during the block. It is released when the process ends, however it ends.
+
+    Args:
+        path: of the lock file, which is removed at the end.
+        refusal: message if another process holds the lock, with ``{holder}`` for that process.
+        patience_s: time limit in seconds of waiting for another holder. A network file system may release the lock of
+            a lost host late.
+
+    Yields:
+        True; False without a lock, because the directory is read-only or the file system has no locks.
+
+    Raises:
+        DataError: if another process holds the lock.
+    """
+    deadline = time.monotonic() + patience_s
+    try:
+        while True:
+            try:
+                file = _open_locked(path)
+                break
+            except BlockingIOError:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0.0:
+                    raise
+                logger.info("%s is still locked by %s; waiting, %.0f s at most", path, _holder(path), left_s)
+                time.sleep(min(left_s, 10.0))
+    except BlockingIOError as error:
+        raise DataError(refusal.replace("{holder}", _holder(path))) from error
+    except OSError:
+        yield False
+        return
+    with file:
+        try:
+            file.write(f"process {os.getpid()} on {platform.node()}\n")
+            file.flush()
+            yield True
+        finally:
+            path.unlink(missing_ok=True)  # before it is released, so it is still this process's file
+
+
+def _holder(path: Path) -> str:
+    holder = ""
+    with suppress(OSError):
+        holder = path.read_text(encoding="utf-8").strip()
+    return holder or "another process"
+
+
+def _open_locked(path: Path) -> TextIO:
+    """Open and lock a file, which need not exist.
+
+    Raises:
+        BlockingIOError: if another process holds the lock.
+        OSError: if the file cannot be opened or locked.
+    """
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)  # a holder that wrote nothing may have removed it
+        file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise
+        except OSError:
+            path.unlink(missing_ok=True)
+            file.close()
+            raise
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                file.truncate(0)
+                return file
+        file.close()  # its holder removed it before this process locked it
+
+
+@contextmanager
+def made(path: Path) -> Iterator[None]:
+    """Make a directory, and those above it. At the end of the block, those of them that are empty are removed again.
+
+    Args:
+        path: of the directory; one that exists stays.
+
+    Raises:
+        OSError: if it cannot be made.
+    """
+    missing = [directory for directory in (path, *path.parents) if not directory.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # not empty, and so are those above it
+            for directory in missing:
+                directory.rmdir()
+
+
+@contextmanager
+def replacing(path: Path, is_whole: Callable[[Path], bool]) -> Iterator[None]:
+    """Hold the right to replace a directory during the block, once what killed processes left is cleared away.
+
+    Args:
+        path: of the directory, given by ``--out``, which need not exist; directories above it are made.
+        is_whole: returns True for a directory that may be restored.
+
+    Raises:
+        DataError: if another process is replacing it.
+        OSError: if the directories above it cannot be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    refusal = f"{{holder}} is writing {path}; wait for it, or choose another --out"
+    with exclusive(hidden(path, "lock"), refusal) as locked:
+        if locked:  # without a lock, the others may be alive
+            restore_directory(path, is_whole)
+            clear_hidden(path)
+        yield
+
+
+def restore_directory(path: Path, is_whole: Callable[[Path], bool]) -> None:
+    """Restore a directory that a killed process had moved away to replace it, if nothing has its name.
+
+    Args:
+        path: of the directory.
+        is_whole: returns True for a directory that may be restored.
+    """
+    for old in hidden_beside(path, _OLD + _NUMBER):
+        if not _exists(path) and is_whole(old):
+            with suppress(FileNotFoundError):  # another rank has restored it
+                old.rename(path)
+                logger.warning("%s is restored: a killed process had moved it away to replace it", path)
+
+
+def clear_hidden(path: Path) -> None:
+    """Remove what killed processes left of a directory under hidden names."""
+    for rest in hidden_beside(path, _LEFT):
+        remove(rest)
+
+
+def restore_directories(directory: Path, names: str, is_whole: Callable[[Path], bool], *, clear: bool) -> None:
+    """Restore those directories in another one that killed processes had moved away to replace them.
+
+    Args:
+        directory: that they are in.
+        names: regular expression of their names.
+        is_whole: returns True for a directory that may be restored.
+        clear: True to remove what else is left of them, which no living process may be writing.
+
+    Raises:
+        OSError: if one cannot be restored.
+    """
+    pattern = re.compile(rf"\.({names})\.{_LEFT}")
+    matches = filter(None, (pattern.fullmatch(path.name) for path in directory.glob(".*")))
+    for name in sorted({match[1] for match in matches}):
+        restore_directory(directory / name, is_whole)
+        if clear:
+            clear_hidden(directory / name)
+
+
+@contextmanager
+def staged(path: Path) -> Iterator[Path]:
+    """Make a directory that replaces ``path`` when the block ends without an error.
+
+    Only one process may replace it at a time. If ``path`` is a symbolic link, it is replaced, and what it leads to
+    stays.
+
+    Args:
+        path: of the directory, which need not exist.
+
+    Yields:
+        The path of the new directory, which is removed if the block fails.
+
+    Raises:
+        OSError: if it cannot be made or renamed; ``path`` is then unchanged.
+    """
+    number = uuid.uuid4().hex[:8]
+    new, old = hidden(path, _PARTIAL + number), hidden(path, _OLD + number)
+    try:
+        new.mkdir()
+        yield new
+        sync_directory(new)
+        if path.exists():
+            copy_permissions(path.stat(), new)
+        if path.is_symlink() or path.is_dir():
+            path.rename(old)
+        new.rename(path)
+        sync_directory(path.parent)
+    finally:
+        if _exists(old) and not _exists(path):
+            old.rename(path)
+        for rest in (new, old):
+            remove(rest)
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory, or the symbolic link that leads to it; errors are ignored.
+
+    It is renamed first, so that a process that is killed does not leave a part of it under its name.
+    """
+    rest = hidden(path, _PARTIAL + uuid.uuid4().hex[:8])
+    with suppress(OSError):
+        path.rename(rest)
+        remove(rest)
+
+
+def remove(path: Path) -> None:
+    """Remove a directory, a file or a symbolic link, if it exists; errors are ignored."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with suppress(OSError):
+        path.unlink()
+
+
+def _exists(path: Path) -> bool:
+    return path.is_symlink() or path.exists()

@@ -54,11 +54,11 @@ def load_shape(name: str, option: str) -> dict[str, Any]:
     """
     config = _load("AutoConfig", name, option, "config.json of a BERT")
     if config.model_type != "bert":
-        raise ConfigError(f"{option} must be a BERT, but {name} has model_type={config.model_type}; name another")
+        raise ConfigError(f"{option}: {name} has model_type={config.model_type}; name a BERT")
     if config.hidden_act not in ("gelu", "relu"):
-        raise ConfigError(f"{option} must have hidden_act gelu or relu, but that of {name} is {config.hidden_act}")
+        raise ConfigError(f"{option}: {name} has hidden_act={config.hidden_act}; name a BERT with gelu or relu")
     if not config.tie_word_embeddings:
-        raise ConfigError(f"{option} must have an output matrix tied to its embeddings, but that of {name} is not")
+        raise ConfigError(f"{option}: the output matrix of {name} is not tied to its embeddings; name another BERT")
     return {
         "dim": config.hidden_size,
         "layers": config.num_hidden_layers,
@@ -89,7 +89,7 @@ def load_weights(name: str, option: str) -> dict[str, Tensor]:
     missing = {key for key in info["missing_keys"] if not key.startswith("cls.")}
     if missing or info["mismatched_keys"]:
         first = sorted(missing)[0] if missing else str(sorted(info["mismatched_keys"])[0])
-        raise ConfigError(f"{option} must have all weights of a BERT, but {name} lacks {first}; name another")
+        raise ConfigError(f"{option}: {name} lacks the weight {first} of a BERT; name another")
     weights: dict[str, Tensor] = model.float().state_dict()
     return {key: weight for key, weight in weights.items() if not (info["missing_keys"] and key.startswith("cls."))}
 
@@ -105,13 +105,13 @@ def load_vocabulary(name: str, option: str) -> TokenizerFile:
         ConfigError: if the tokenizer cannot be loaded, or lacks a special token or a vocabulary.
     """
     tokenizer = _load("AutoTokenizer", name, option, "tokenizer of a BERT")
-    numbers = {each: getattr(tokenizer, f"{each}_token_id", None) for each in SPECIAL}
-    special = {each: int(number) for each, number in numbers.items() if number is not None}
+    numbers = {token: getattr(tokenizer, f"{token}_token_id", None) for token in SPECIAL}
+    special = {token: int(number) for token, number in numbers.items() if number is not None}
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    lacking = [each.upper() for each in SPECIAL if each not in special]
+    lacking = [token.upper() for token in SPECIAL if token not in special]
     if backend is None or lacking or backend.get_vocab_size() <= len(SPECIAL):
         what = f"special tokens for {', '.join(lacking)}" if lacking else "a vocabulary (vocab.txt or tokenizer.json)"
-        raise ConfigError(f"{option} must have a BERT's tokenizer, but {name} lacks {what}; name another")
+        raise ConfigError(f"{option}: the tokenizer of {name} lacks {what}; name another BERT")
     return TokenizerFile(backend.to_str(), special, backend.get_vocab_size())
 
 
@@ -148,13 +148,13 @@ def load_marian(name: str, option: str) -> MarianFiles:
     config = _load("AutoConfig", name, option, "config.json of a MarianMT model")
     if config.model_type != "marian":
         raise ConfigError(
-            f"{option} must be a MarianMT model, but {name} has model_type={config.model_type}; name another, or use "
-            "the run of which it is an export (that of a pre-norm run is Pegasus, which is not imported)"
+            f"{name} has model_type={config.model_type}; name a MarianMT model, or use the run of which it is an "
+            "export (that of a pre-norm run is Pegasus, which is not imported)"
         )
     model, info = _load("MarianMTModel", name, option, "weights of a MarianMT model", output_loading_info=True)
     # Positions are not saved by most programs, and then computed.
     if missing := sorted(key for key in info["missing_keys"] if "embed_positions" not in key):
-        raise ConfigError(f"{option} must have all weights of a MarianMT model, but {name} lacks {missing[0]}")
+        raise ConfigError(f"{name} lacks the weight {missing[0]} of a MarianMT model")
     tokenizer = _load("MarianTokenizer", name, option, "tokenizer of a MarianMT model")
     source, target = (Path(file).read_bytes() for file in tokenizer.spm_files)
     numbers = dict(tokenizer.encoder)
@@ -168,32 +168,13 @@ def load_marian(name: str, option: str) -> MarianFiles:
     )
 
 
-class TranslationProgram:
-    """A translation model in `transformers`, as it translates by itself.
-
-    Args:
-        directory: folder of the model.
+def load_translation_model(directory: Path) -> Any:
+    """Load a translation model from a folder, in eval mode.
 
     Raises:
         ConfigError: if it cannot be loaded.
     """
-
-    def __init__(self, directory: Path) -> None:
-        option = "--out"
-        self.model = _load("AutoModelForSeq2SeqLM", str(directory), option, "weights of a translation model").eval()
-
-    def translate(self, source_BS: Tensor, mask_BS: Tensor, **options: Any) -> Any:
-        """Return what ``generate`` returns for a batch of sources, whose padding has a mask of 0."""
-        return self.model.generate(input_ids=source_BS, attention_mask=mask_BS, **options)
-
-    def log_probs(self, source_BS: Tensor, mask_BS: Tensor, target_input_BT: Tensor) -> Tensor:
-        """Compute the log-probabilities of all tokens after each prefix. Shape: (B,S), (B,S), (B,T) -> (B,T,V)."""
-        import torch
-
-        with torch.inference_mode():
-            found = self.model(input_ids=source_BS, attention_mask=mask_BS, decoder_input_ids=target_input_BT)
-        log_probs: Tensor = found.logits.float().log_softmax(dim=2)
-        return log_probs
+    return _load("AutoModelForSeq2SeqLM", str(directory), "--out", "weights of a translation model").eval()
 
 
 def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:
@@ -213,15 +194,13 @@ def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:
         import transformers
     except ImportError as error:
         raise ConfigError(
-            f"{option} needs the package transformers, which is not installed; install it ({EXTRA})"
+            f"the package transformers, which {option} needs, is not installed; install it ({EXTRA})"
         ) from error
     local = Path(name).expanduser()
     # "berts/de" is a name on the hub, unless there is a folder "berts".
     looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1 or ("/" in name and local.parent.is_dir())
     if not local.is_dir() and (looks_local or local.exists()):
-        raise ConfigError(
-            f"{option} must be a folder or a name on the Hugging Face hub, but there is no folder {name}"
-        )
+        raise ConfigError(f"{option}: there is no folder {name}; give a folder or a name on the Hugging Face hub")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     load: Callable[..., Any] = getattr(transformers, kind).from_pretrained
@@ -237,8 +216,7 @@ def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:
                 f"the hub cannot be reached ({unreachable}), and its cache on this machine lacks it; give a folder"
             )
         raise ConfigError(
-            f"{option} must be a folder or a name on the Hugging Face hub with the {what}, but {name} "
-            f"could not be loaded: {reason or type(error).__name__}"
+            f"{option}: the {what} could not be loaded from {name}: {reason or type(error).__name__}"
         ) from error
 
 

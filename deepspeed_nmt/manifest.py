@@ -73,16 +73,8 @@ def write_record(path: Path, content: bytes) -> None:
         _write_hashes(path, hashes[:1])
 
 
-def adopt_record(path: Path) -> None:
-    """Write the hash of a record that has none because an older version wrote it."""
-    _write_hashes(path, [sha256_of(path)])
-
-
-def read_record(path: Path) -> tuple[bytes, bool]:
-    """Read a record.
-
-    Returns:
-        Its content, and True if it has a hash, which was compared; an older version wrote none.
+def read_record(path: Path) -> bytes:
+    """Read a record, and compare it with its hash.
 
     Raises:
         DamagedRecordError: if it cannot be read, or does not match its hash.
@@ -92,17 +84,15 @@ def read_record(path: Path) -> tuple[bytes, bool]:
         if file.exists() and not file.is_file():  # reading a pipe would never end
             raise DamagedRecordError(f"{file} is not a file")
     try:
-        content = path.read_bytes()
-        hashes = hash_file.read_bytes().decode("ascii", errors="replace") if hash_file.exists() else None
+        content, hashes = path.read_bytes(), hash_file.read_bytes().decode("ascii", errors="replace")
     except FileNotFoundError as error:
-        raise DamagedRecordError(f"{path} is missing") from error
+        what = f"the hash of {path}" if error.filename == str(hash_file) else str(path)
+        raise DamagedRecordError(f"{what} is missing") from error
     except OSError as error:
         raise DamagedRecordError(f"{error.filename} cannot be read ({error.strerror})") from error
-    if hashes is None:
-        return content, False
     if FileRecord.of(content).sha256 not in {line.partition(" ")[0] for line in hashes.splitlines()}:
         raise DamagedRecordError(f"{path} does not match its hash in {hash_file.name}")
-    return content, True
+    return content
 
 
 def _write_hashes(path: Path, hashes: Iterable[str]) -> None:

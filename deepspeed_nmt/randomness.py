@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import IntEnum
 from math import isqrt
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -136,6 +139,8 @@ def uniforms(numbers_B: Tensor, count: int, *parts: int) -> Tensor:
         count: values per row.
         parts: the first parts of every key.
     """
+    import torch  # takes seconds, and the order of sentences needs none
+
     golden = _signed(_GOLDEN)
     base_B = _mix_tensor(numbers_B + _signed((key(*parts) + _GOLDEN) & _MASK))
     positions = torch.arange(count, device=numbers_B.device)
@@ -145,6 +150,8 @@ def uniforms(numbers_B: Tensor, count: int, *parts: int) -> Tensor:
 
 def key_tensor(values: Iterable[int], device: torch.device | str | None = None) -> Tensor:
     """Return keys as a tensor, for :func:`uniform_after`. Shape: -> int64 (N,)."""
+    import torch
+
     return torch.tensor([_signed(value) for value in values], dtype=torch.long, device=device)
 
 

@@ -11,47 +11,16 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
-from pydantic.config import JsonDict, JsonValue
 
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 
 T = TypeVar("T")
-_OLDER = "older"
-
-
-def older(value: JsonValue) -> JsonDict:
-    """Declare the value of a setting in runs that are older than it.
-
-    A run's files contain all settings that existed when the run began. A setting that they lack gets this value, if
-    its default would change what the run computes:
-
-        unbiased: bool = Field(default=True, json_schema_extra=older(False), description="...")
-
-    Args:
-        value: as in YAML.
-    """
-    return {_OLDER: value}
 
 
 class Config(BaseModel):
     """Base of every configuration class: frozen, validated on construction, without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
-
-    @classmethod
-    def older_values(cls) -> dict[str, Any]:
-        """Return the values that settings have in runs that are older than they; see :func:`older`."""
-        extras = {name: field.json_schema_extra for name, field in cls.model_fields.items()}
-        return {name: extra[_OLDER] for name, extra in extras.items() if isinstance(extra, dict) and _OLDER in extra}
-
-    @classmethod
-    def upgraded(cls, recorded: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the settings of a file with the same meaning in this version; older ones recorded some differently.
-
-        Args:
-            recorded: settings of the section.
-        """
-        return recorded
 
 
 _REQUIREMENTS = {
@@ -81,7 +50,9 @@ def problem_of(error: Mapping[str, Any], name: str) -> str:
     kind: str = error["type"]
     if kind == "value_error":  # of a validator of ours, which shows the value itself
         message = str(error["ctx"]["error"])
-        return f"{name} {message}" if message.startswith("must ") else f"{name}: {message}".removeprefix(": ")
+        return (
+            f"{name} {message}" if message.startswith(("must ", "is ")) else f"{name}: {message}".removeprefix(": ")
+        )
     if kind == "json_invalid":
         return f"{name} must be JSON, but is not ({error['ctx']['error']})"
     if kind == "missing":

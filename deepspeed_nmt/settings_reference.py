@@ -18,7 +18,12 @@ Each setting with its default, the values it takes, and its meaning. [Settings](
 them. (This page is generated: `python launch/docs/tables.py` writes it from the code.)
 """
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-_MEANINGS = {"model": "model", "layer": "kind of the decoder layers", "search": "search for translations"}
+_MEANINGS = {
+    "model": "model",
+    "layer": "kind of the decoder layers",
+    "optimizer": "optimizer",
+    "search": "search for translations",
+}
 
 
 def settings_reference() -> str:

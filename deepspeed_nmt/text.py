@@ -32,6 +32,10 @@ _WORD_WITH_STOP = re.compile(r"[^\W_][.!?]$")
 _LINE_BREAK = re.compile("[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 """Characters at which a program may cut lines: those of :meth:`str.splitlines`."""
 
+# A translation that ends inside a word leaves `@@` at the end of its line.
+_SEGMENT_MARK = re.compile(r"@@(?: |$)")
+_SEGMENTED_WORD = re.compile(r"[^ \t\n\r\v\f]+")
+
 
 class DamagedLine(str):
     """A line of text that had bytes that are not UTF-8, with U+FFFD in their place."""
@@ -49,6 +53,16 @@ def text_of(line: bytes) -> str:
 def one_line(text: str) -> str:
     """Return text with spaces in place of line breaks, so that it remains one line of a file."""
     return _LINE_BREAK.sub(" ", text)
+
+
+def segmented_words(text: str) -> list[str]:
+    """Split already segmented text at ASCII white space; a no-break space belongs to its token."""
+    return _SEGMENTED_WORD.findall(text)
+
+
+def normalise_whitespace(text: str, segmented: bool = False) -> str:
+    """Put single spaces between words and none around them; raw text may have any Unicode white space."""
+    return " ".join(segmented_words(text) if segmented else text.split())
 
 
 @dataclass(frozen=True)
@@ -118,7 +132,7 @@ class TextForm:
         try:
             return cls("moses", target_lang=check_language(target_lang))
         except ValueError as error:
-            raise ConfigError(f"{option} {error}") from error
+            raise ConfigError(f"{option}: {error}") from error
 
     def __str__(self) -> str:
         """Return the form and the languages, as far as they are known."""
@@ -183,7 +197,7 @@ def check_language(code: str) -> str:
         ValueError: if it is none.
     """
     if not re.fullmatch("[a-z]{2,3}", code):
-        raise ValueError(f"must be a language code, for example de, but is {shown(code)}")
+        raise ValueError(f"{shown(code)} is no language code, for example de")
     return code
 
 
@@ -248,6 +262,11 @@ def detokenise(lines: Iterable[str], language: str) -> list[str]:
     return [detokenizer.detokenize(line.split()) for line in lines]
 
 
+def join_segments(line: str) -> str:
+    """Undo subword-nmt's segmentation: ``er sch@@ läft`` becomes ``er schläft``."""
+    return _SEGMENT_MARK.sub("", line)
+
+
 def looks_tokenised(lines: Sequence[str]) -> int:
     """Return the number of lines that end in " .", if they are so many that the text looks tokenised; else 0.
 
@@ -298,6 +317,5 @@ def sacremoses() -> ModuleType:
         return importlib.import_module("sacremoses")
     except ImportError as error:
         raise ConfigError(
-            "sacremoses must be installed to tokenise and detokenise as Moses does, but is not; run "
-            "`pip install sacremoses`"
+            "sacremoses is not installed, which tokenises and detokenises as Moses does; run `pip install sacremoses`"
         ) from error

@@ -40,7 +40,7 @@ while [ $# -gt 0 ]; do
     -h | --help) print_help "${BASH_SOURCE[0]}" && exit ;;
     --run) run="$(value "$@")" || exit; runs+=("$run"); shift ;;
     --text)
-        [ $# -gt 1 ] || die "--text must have a value, but has none; see --help"
+        [ $# -gt 1 ] || die "--text has no value; see --help"
         while [ $# -gt 1 ] && [[ "$2" != --* ]]; do
             texts+=("$2")
             shift
@@ -65,15 +65,15 @@ while [ $# -gt 0 ]; do
     shift
 done
 options=("$@") # of translate
-[ ${#runs[@]} -gt 0 ] || die "--run must be the run that translates the text, but is missing; see --help"
-[ ${#texts[@]} -gt 0 ] || die "--text must be monolingual text, but is missing; see --help"
-[ -n "$data" ] || die "--data must be the data directory of the parallel text, but is missing; see --help"
-[ -n "$out" ] || die "--out must be the directory of the results, but is missing; see --help"
+[ ${#runs[@]} -gt 0 ] || die "no --run, which translates the text; see --help"
+[ ${#texts[@]} -gt 0 ] || die "no --text, which is monolingual; see --help"
+[ -n "$data" ] || die "no --data, the directory of the parallel text; see --help"
+[ -n "$out" ] || die "no --out, the directory of the results; see --help"
 [ ! -e "$out" ] || [ -d "$out/.steps" ] || [ -z "$(ls -A "$out")" ] ||
-    die "--out must be new or a directory that this script has made, but $out has other files; choose another"
-for file in "${texts[@]}"; do [ -f "$file" ] || die "--text must be files, but $file is not one; check the path"; done
-[ -z "$scorer" ] || [ -n "$minimum" ] || die "--score-run needs the smallest score of a pair to keep; give --min-score, for example -3"
-[ -n "$scorer" ] || [ -z "$minimum" ] || die "--min-score needs a run that scores the pairs; give --score-run"
+    die "$out has files that this script has not made; choose another --out"
+for file in "${texts[@]}"; do [ -f "$file" ] || die "no file $file; check --text"; done
+[ -z "$scorer" ] || [ -n "$minimum" ] || die "no smallest score for --score-run; give --min-score, for example -3"
+[ -n "$scorer" ] || [ -z "$minimum" ] || die "no run that scores the pairs for --min-score; give --score-run"
 [ -z "$recipe" ] || [ -n "$new" ] || die "--train needs a directory for the run; give --new-run"
 for word in ${options[@]+"${options[@]}"}; do
     case "$word" in --run | --input | --output | --checkpoint | --nbest | --token-scores | --alignment | --workers)
@@ -155,7 +155,7 @@ while IFS= read -r line; do lines+=("$line"); done <<<"$found"
 model="${lines[0]}" scoring="${lines[1]}" parallel="${lines[2]}"
 prepare=("${lines[@]:4}")
 [ -z "${lines[3]}" ] || options+=(--suppress "${lines[3]}") # a text has no tag but in front of it
-mkdir -p "$out/.steps" 2>/dev/null || die "--out must be a directory that can be written, but $out is not; choose another"
+mkdir -p "$out/.steps" 2>/dev/null || die "$out cannot be written; choose another --out"
 trap 'rm -f "$out"/*.tmp' EXIT
 
 plain() {
@@ -173,7 +173,7 @@ key="$(cat -- "${texts[@]}" | digest)"
 if ! is_finished text "$key" "$out/text"; then
     plain "${texts[@]}" >"$out/text.tmp" ||
         die "$out/text could not be written, for the reason above; check the files of --text, and the free disk space"
-    grep -q '[^[:space:]]' "$out/text.tmp" || die "--text must have a sentence, but ${texts[*]} is empty; check the files"
+    grep -q '[^[:space:]]' "$out/text.tmp" || die "${texts[*]} has no sentence; check --text"
     mv "$out/text.tmp" "$out/text"
     finish text "$key"
 fi

@@ -25,12 +25,12 @@ if [ -n "${CONTAINER_RUN:-}" ]; then
     # shellcheck disable=SC2086 # several words
     exec $CONTAINER_RUN python3 "$@"
 fi
-[ -n "${CONTAINER:-}" ] || die "CONTAINER must be an image, but is missing; see --help"
-[ -e "$CONTAINER" ] || die "CONTAINER must be an image, but there is no $CONTAINER on $(uname -n); check the path"
+[ -n "${CONTAINER:-}" ] || die "CONTAINER is not set; see --help"
+[ -e "$CONTAINER" ] || die "no image $CONTAINER on $(uname -n); check CONTAINER"
 program=apptainer
 command -v "$program" >/dev/null || program=singularity
 command -v "$program" >/dev/null ||
-    die "apptainer must be on PATH, but is not on $(uname -n); load its module, or set CONTAINER_RUN (see --help)"
+    die "no apptainer on PATH on $(uname -n); load its module, or set CONTAINER_RUN (see --help)"
 options=(--pwd "$PWD")
 for directory in "$PWD" "$ROOT" "${TMPDIR:-}" "${SLURM_TMPDIR:-}"; do
     [ ! -d "$directory" ] || options+=(--bind "$directory")

@@ -19,22 +19,22 @@ die() {
 }
 
 # value OPTION [VALUE]: print VALUE, which is required.
-value() { [ -n "${2:-}" ] || die "$1 must have a value, but has none; see --help"; printf '%s\n' "$2"; }
+value() { [ -n "${2:-}" ] || die "$1 has no value; see --help"; printf '%s\n' "$2"; }
 # number OPTION [VALUE]: print VALUE, which must be a positive number.
 number() {
-    case "${2:-}" in '' | *[!0-9]* | 0) die "$1 must be a positive number, but is '${2:-}'; see --help" ;; esac
+    case "${2:-}" in '' | *[!0-9]* | 0) die "$1 is '${2:-}', which is no positive number; see --help" ;; esac
     printf '%s\n' "$2"
 }
 # lock_named OPTION [NAME]: print NAME, which must be that of a lock in requirements/.
 lock_named() {
     case "${2:-}" in
     cpu | cuda | v100) printf '%s\n' "$2" ;;
-    *) die "$1 must be cpu, cuda or v100, but is '${2:-}'; leave it out to have the one for this machine" ;;
+    *) die "$1 is '${2:-}'; use cpu, cuda or v100, or leave it out to have the one for this machine" ;;
     esac
 }
 # directory_named OPTION [DIR]: print the absolute path of DIR, which must be a directory.
 directory_named() {
-    [ -d "${2:-}" ] || die "$1 must be a directory, but '${2:-}' is not one; check the path"
+    [ -d "${2:-}" ] || die "no directory '${2:-}'; check $1"
     (cd "$2" && pwd)
 }
 
@@ -139,7 +139,7 @@ take_gpus() {
     where=(--num_gpus "$ranks")
     [ -n "${CUDA_VISIBLE_DEVICES:-}" ] || return 0
     # With --num_gpus, DeepSpeed ignores CUDA_VISIBLE_DEVICES and starts at GPU 0.
-    case "$CUDA_VISIBLE_DEVICES" in *[!0-9,]*) die "CUDA_VISIBLE_DEVICES must be numbers of GPUs such as 0,1, but is $CUDA_VISIBLE_DEVICES; use numbers" ;; esac
+    case "$CUDA_VISIBLE_DEVICES" in *[!0-9,]*) die "CUDA_VISIBLE_DEVICES is $CUDA_VISIBLE_DEVICES; use numbers such as 0,1" ;; esac
     local visible
     visible="$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | head -n "$ranks")"
     ranks="$(wc -l <<<"$visible")"
@@ -168,7 +168,7 @@ of_wheelhouse() { sed -n "s/^$1=//p" "$WHEELHOUSE/wheelhouse.txt" 2>/dev/null ||
 # once, that it is whole.
 check_wheelhouse() {
     [ -f "$WHEELHOUSE/SHA256SUMS" ] ||
-        die "WHEELHOUSE must be a directory that launch/wheelhouse.sh has completed, but $WHEELHOUSE is not;" \
+        die "$WHEELHOUSE was not completed by launch/wheelhouse.sh;" \
             "complete it where there is a network, and copy all of it"
     local name needed found
     for name in machine python; do
@@ -176,17 +176,17 @@ check_wheelhouse() {
         [ "$name" = machine ] || needed="$("$VENV/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
         found="$(of_wheelhouse "$name")"
         [ "$needed" = "$found" ] ||
-            die "WHEELHOUSE must be for the $name $needed, but $WHEELHOUSE is for $found;" \
+            die "$WHEELHOUSE is for the $name $found, not for $needed;" \
                 "make another with --$name $needed"
     done
     found="$(of_wheelhouse lock) $(of_wheelhouse also)"
     case " $found " in *" $1 "*) ;; *)
-        die "WHEELHOUSE must have requirements/$1.txt, but $WHEELHOUSE is for $found; see launch/wheelhouse.sh --help" ;;
+        die "$WHEELHOUSE lacks requirements/$1.txt, and is for $found; see launch/wheelhouse.sh --help" ;;
     esac
     [ "$WHEELHOUSE" != "$whole_wheelhouse" ] || return 0
     say "checking $WHEELHOUSE"
     (cd "$WHEELHOUSE" && sha256sum --check --quiet SHA256SUMS) >&2 ||
-        die "the files of WHEELHOUSE must be as launch/wheelhouse.sh left them, but those above are not; copy them again"
+        die "the files above of WHEELHOUSE have changed since launch/wheelhouse.sh; copy them again"
     whole_wheelhouse="$WHEELHOUSE"
 }
 whole_wheelhouse="" # the one that is known to be whole
@@ -216,7 +216,7 @@ apt_install() {
 make_venv() {
     [ -x "$VENV/bin/python" ] && is_new_enough "$VENV/bin/python" && "$VENV/bin/python" -m pip --version >/dev/null 2>&1 && return
     if [ -e "$VENV" ] && [ ! -e "$VENV/pyvenv.cfg" ]; then
-        die "VENV must be a virtual environment or a new directory, but $VENV is something else; set VENV to another path"
+        die "$VENV is no virtual environment; set VENV to another path"
     fi
     if [ "$SYSTEM" = yes ] && command -v apt-get >/dev/null; then
         if ! find_python >/dev/null || ! "$(find_python)" -c 'import ensurepip, venv' 2>/dev/null; then
@@ -279,7 +279,7 @@ install_package() {
 install() {
     if [ -n "${SKIP_INSTALL:-}" ]; then
         [ -x "$VENV/bin/python" ] ||
-            die "VENV must be a virtual environment if SKIP_INSTALL is set, but $VENV is not one; set VENV to one"
+            die "$VENV is no virtual environment, which SKIP_INSTALL needs; set VENV to one"
         return
     fi
     make_venv

@@ -31,7 +31,7 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-[ $# -gt 0 ] || die "arguments of \`deepspeed-nmt train\` must come after --, but there are none; see --help"
+[ $# -gt 0 ] || die "no arguments of \`deepspeed-nmt train\` after --; see --help"
 
 use_venv
 make_scratch

@@ -36,17 +36,17 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-[ -n "$hostfile" ] || die "--hostfile must be given, but is not; see --help"
-[ -f "$hostfile" ] || die "--hostfile must be a file, but $hostfile is not one; check the path"
-[ $# -gt 0 ] || die "arguments of \`deepspeed-nmt train\` must come after --, but there are none; see --help"
+[ -n "$hostfile" ] || die "no --hostfile; see --help"
+[ -f "$hostfile" ] || die "no file $hostfile; check --hostfile"
+[ $# -gt 0 ] || die "no arguments of \`deepspeed-nmt train\` after --; see --help"
 wrong="$(grep -vnE '^[[:space:]]*(#|$)|^[^[:space:]#]+[[:space:]]+slots=[1-9][0-9]*[[:space:]]*(#.*)?$' "$hostfile" | head -n 1 || true)"
-[ -z "$wrong" ] || die "--hostfile must have lines such as 'host1 slots=8', but $hostfile has $wrong; correct that line"
+[ -z "$wrong" ] || die "$hostfile has the line $wrong; write lines such as 'host1 slots=8'"
 hosts="$(awk '!/^[ \t]*(#|$)/ { print $1 }' "$hostfile" | paste -sd, -)"
-[ -n "$hosts" ] || die "--hostfile must name a host, but $hostfile names none; add lines such as 'host1 slots=8'"
+[ -n "$hosts" ] || die "$hostfile names no host; add lines such as 'host1 slots=8'"
 count="$(tr ',' '\n' <<<"$hosts" | wc -l | tr -d ' ')"
-case "$node_rank" in *[!0-9]*) die "--node-rank must be a number from 0 to $((count - 1)), but is '$node_rank'; see --help" ;; esac
+case "$node_rank" in *[!0-9]*) die "--node-rank is '$node_rank'; give a number from 0 to $((count - 1))" ;; esac
 [ -z "$node_rank" ] || [ "$node_rank" -lt "$count" ] ||
-    die "--node-rank must be at most $((count - 1)), because $hostfile names $count hosts, but is $node_rank; see --help"
+    die "--node-rank is $node_rank, but $hostfile names $count hosts; give at most $((count - 1))"
 master="${master:-${hosts%%,*}}"
 
 use_venv
@@ -58,10 +58,10 @@ launcher=(--hostfile "$hostfile" --master_addr "$master" --master_port "$port")
 if [ -n "$node_rank" ]; then
     launcher+=(--no_ssh --node_rank "$node_rank")
 else
-    command -v pdsh >/dev/null || die "pdsh must be installed to start ranks by ssh, but is not; install it, or use --node-rank on each host"
+    command -v pdsh >/dev/null || die "no pdsh, which starts ranks by ssh; install it, or use --node-rank on each host"
     for host in $(tr ',' ' ' <<<"$hosts"); do
         ssh -o BatchMode=yes -o ConnectTimeout=10 "$host" true </dev/null 2>"$SCRATCH/ssh" ||
-            die "ssh must reach $host without a password, but does not: $(tail -n 1 "$SCRATCH/ssh");" \
+            die "ssh does not reach $host without a password: $(tail -n 1 "$SCRATCH/ssh");" \
                 "set up a key, or use --node-rank on each host"
     done
     launcher+=(--launcher pdsh --force_multi)

@@ -18,6 +18,7 @@
 #
 # Settings from the environment:
 #
+#   RECIPE           recipe to train [sample_quick; for your own text sample_small]
 #   OUT              directory of the results: new, empty, or written by this script [quickstart/]
 #   RANKS            number of processes [one for each GPU; without a GPU 2]
 #   VOCAB_SIZE       tokens of the joint vocabulary [500, 2,000 or 8,000, depending on the size of the text]
@@ -48,7 +49,7 @@ done
 case $# in
 0) ;;
 2) SOURCE="$1" TARGET="$2" ;;
-*) die "SOURCE and TARGET must be two files or none, but $# arguments are given; see --help" ;;
+*) die "$# arguments are given; give the files SOURCE and TARGET, or none" ;;
 esac
 SOURCE="${SOURCE:-}" TARGET="${TARGET:-}" OUT="${OUT:-$ROOT/quickstart}"
 export LC_ALL="${LC_ALL:-C.UTF-8}"
@@ -61,21 +62,21 @@ count_lines() { LC_ALL=C awk 'END { print NR }' "$1"; }
 
 check_text() {
     [[ -n "$SOURCE" && -n "$TARGET" ]] ||
-        die "SOURCE and TARGET must be given together, but one is missing; name the other file too"
+        die "one of SOURCE and TARGET is missing; name the other file too"
     local file sources targets
     for file in "$SOURCE" "$TARGET"; do
         [[ -f "$file" && -r "$file" ]] ||
-            die "$file must be a text file, but is missing or cannot be read; check the path"
+            die "$file is missing or cannot be read; check the path"
     done
     sources="$(count_lines "$SOURCE")" targets="$(count_lines "$TARGET")"
     [ "$sources" = "$targets" ] ||
-        die "line N of TARGET must translate line N of SOURCE, but $SOURCE has $sources lines and $TARGET has $targets;" \
+        die "$SOURCE has $sources lines and $TARGET has $targets;" \
             "align them sentence by sentence"
-    [ "$sources" -ge "$MIN_LINES" ] || die "$SOURCE must have at least $MIN_LINES lines, but has $sources; add more text"
+    [ "$sources" -ge "$MIN_LINES" ] || die "$SOURCE has $sources lines, fewer than $MIN_LINES; add more text"
     # Also by another name, as a link: what is here may be overwritten or removed.
     for file in "$SOURCE" "$TARGET"; do
         [ -z "$(find -L "$MARKER" "$TEXT" "$OUT/data" "$RUN" "$OUT/test.translation" -samefile "$file" 2>/dev/null)" ] ||
-            die "SOURCE and TARGET must not be among the files of OUT, but $file is in $OUT;" \
+            die "$file is among the files of OUT, $OUT;" \
                 "copy it elsewhere, or set OUT to another path"
     done
 }
@@ -93,21 +94,17 @@ describe_input() {
 # Make $OUT, unless an earlier run of this script has, and mark it by a file with the identifier of the input.
 claim_out() {
     local input
-    [ -d "$OUT" ] || [ ! -e "$OUT" ] || die "OUT must be a directory, but $OUT is a file; set OUT to another path"
+    [ -d "$OUT" ] || [ ! -e "$OUT" ] || die "$OUT is a file; set OUT to another path"
     mkdir -p "$OUT" 2>/dev/null || true
     [[ -d "$OUT" && -w "$OUT" && -x "$OUT" ]] ||
-        die "OUT must be a directory that can be written, but $OUT is not; set OUT to another path"
+        die "$OUT cannot be written; set OUT to another path"
     input="$(describe_input)"
-    # Starts before there was the marker called it `input`.
-    if [ ! -e "$MARKER" ] && [ -e "$OUT/.done-corpus" ] && [ "$(cat "$OUT/input" 2>/dev/null)" = "$input" ]; then
-        mv "$OUT/input" "$MARKER"
-    fi
     [ -e "$MARKER" ] || [ -z "$(ls -A "$OUT")" ] ||
-        die "OUT must be new, empty, or hold results of this script, but $OUT has other files; set OUT to another path"
+        die "$OUT has files that this script has not made; set OUT to another path"
     if [ -n "$fresh" ]; then
         remove_results
     elif [ -s "$MARKER" ] && [ "$(cat "$MARKER")" != "$input" ]; then
-        die "$OUT must hold results of the same text, but was made from other text; start over with --fresh, or set OUT"
+        die "$OUT was made from other text; start over with --fresh, or set OUT"
     fi
     printf '%s\n' "$input" >"$MARKER"
 }
@@ -228,12 +225,12 @@ prepare() {
 }
 
 train() {
-    local options=()
-    [ "$lock" != cpu ] || options+=(--cpu)
+    local options=() preset=zero2
+    [ "$lock" != cpu ] || options+=(--cpu) preset=cpu
     [ -z "${RANKS:-}" ] || options+=(--ranks "$RANKS")
     say "watch it with: $VENV/bin/tensorboard --logdir $RUN"
-    exec "$ROOT/launch/local.sh" ${options[@]+"${options[@]}"} -- --recipe sample_small --data "$OUT/data" --run "$RUN" \
-        engine.name=deepspeed engine.ds_config=zero2
+    exec "$ROOT/launch/local.sh" ${options[@]+"${options[@]}"} -- --recipe "$RECIPE" --data "$OUT/data" --run "$RUN" \
+        engine.name=deepspeed engine.ds_config="$preset"
 }
 
 translate() {
@@ -248,7 +245,8 @@ score() {
 
 case "$OUT" in /*) ;; *) OUT="$PWD/$OUT" ;; esac # the launcher's processes may have another working directory
 TEXT="$OUT/text" RUN="$OUT/run" MARKER="$OUT/.quickstart" SOURCE_SUFFIX=en TARGET_SUFFIX=de
-[ -z "$SOURCE" ] || SOURCE_SUFFIX=source TARGET_SUFFIX=target
+[ -z "$SOURCE" ] || SOURCE_SUFFIX=source TARGET_SUFFIX=target RECIPE="${RECIPE:-sample_small}"
+RECIPE="${RECIPE:-sample_quick}"
 [ -z "$SOURCE$TARGET" ] || check_text
 claim_out
 
@@ -271,4 +269,10 @@ step 4 "$RUN/checkpoints"
 step 5 "$OUT/test.translation"
 say "6/6 score"
 attend_step score
+for number in 1 2 3; do
+    printf '%s\n' "" "source       $(sed -n "${number}p" "$TEXT/test.$SOURCE_SUFFIX")" \
+        "translation  $(sed -n "${number}p" "$OUT/test.translation")" \
+        "reference    $(sed -n "${number}p" "$TEXT/test.$TARGET_SUFFIX")"
+done
+echo
 say "done; the run is in $RUN; its curves: $VENV/bin/tensorboard --logdir $RUN"

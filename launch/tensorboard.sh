@@ -22,11 +22,11 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-[ $# -gt 0 ] || die "DIR must be a run or a directory of runs, but is missing; see --help"
+[ $# -gt 0 ] || die "no DIR, a run or a directory of runs; see --help"
 named=""
 for directory in "$@"; do
-    [ -d "$directory" ] || die "DIR must be a directory, but $directory is not one; check the path"
-    case "$directory" in *[,:]*) [ $# = 1 ] || die "names of several runs must not have commas or colons, but $directory has one; show it alone" ;; esac
+    [ -d "$directory" ] || die "no directory $directory; check the path"
+    case "$directory" in *[,:]*) [ $# = 1 ] || die "$directory has a comma or a colon; show it alone" ;; esac
     named="$named${named:+,}$directory:$directory" # the whole path: runs of two sweeps have the same last names
 done
 use_venv

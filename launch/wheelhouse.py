@@ -97,9 +97,7 @@ class Wheel:
                 (name,) = (each for each in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", each))
                 found = email.message_from_bytes(archive.read(name))
         except (zipfile.BadZipFile, ValueError):
-            raise WheelhouseError(
-                f"{path} must be a wheel, but is damaged; remove it and start this script again"
-            ) from None
+            raise WheelhouseError(f"{path} is damaged; remove it and start this script again") from None
         requires = tuple(Requirement(text) for text in found.get_all("Requires-Dist", []))
         return cls(path, canonicalize_name(found["Name"]), found["Version"], requires)
 
@@ -171,7 +169,7 @@ def build(out: Path, what: str) -> None:
         (wheel,) = Path(scratch).glob("*.whl")
         if not wheel.name.endswith("-none-any.whl"):
             raise WheelhouseError(
-                f"the wheel of {what} must be pure Python, but is {wheel.name}; unset DS_BUILD_OPS, and start again"
+                f"the wheel of {what} is {wheel.name}, which is not pure Python; unset DS_BUILD_OPS, and start again"
             )
         shutil.move(wheel, out / wheel.name)
 
@@ -218,7 +216,7 @@ def fill(out: Path, target: Target) -> list[Wheel]:
         if follow(roots, wheels_in(out), target)[1] == unmet:
             lacking = ", ".join(map(str, unmet))
             raise WheelhouseError(
-                f"{lacking} must be among the wheels of {out}, but pip found another version; correct the lock"
+                f"{lacking} is not among the wheels of {out}, because pip found another version; correct the lock"
             )
 
 
@@ -236,15 +234,11 @@ def claim(out: Path, target: Target) -> None:
     out.mkdir(parents=True, exist_ok=True)
     mark = out / "wheelhouse.txt"
     if not mark.exists() and any(out.iterdir()):
-        raise WheelhouseError(
-            f"--out must be new, empty, or written by this script, but {out} has other files; give another"
-        )
+        raise WheelhouseError(f"{out} has files that this script has not written; give another --out")
     if mark.exists():
         words = mark.read_text(encoding="utf-8").split("also=")[0]
         if words != target.text.split("also=")[0]:
-            raise WheelhouseError(
-                f"--out is for {', '.join(words.split())}, which must not change; give another directory"
-            )
+            raise WheelhouseError(f"{out} is for {', '.join(words.split())}; give another --out")
     (out / "SHA256SUMS").unlink(missing_ok=True)  # incomplete from now on
     mark.write_text(target.text, encoding="utf-8")
 

@@ -37,11 +37,11 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-[ -n "$out" ] || die "--out must be the directory of the wheels, but is missing; see --help"
-case "$python" in '' | 3.1[0-9]) ;; *) die "--python must be a version such as 3.12, but is '$python'; see --help" ;; esac
+[ -n "$out" ] || die "no --out, the directory of the wheels; see --help"
+case "$python" in '' | 3.1[0-9]) ;; *) die "--python is '$python'; give a version such as 3.12" ;; esac
 machine="${machine:-$(uname -m)}"
 case "$machine" in arm64) machine=aarch64 ;; esac # as macOS calls it
-case "$machine" in x86_64 | aarch64) ;; *) die "--machine must be x86_64 or aarch64, but is '$machine'; see --help" ;; esac
+case "$machine" in x86_64 | aarch64) ;; *) die "--machine is '$machine'; use x86_64 or aarch64" ;; esac
 WHEELHOUSE="" # what is to be made, not used
 lock="$(lock_to_install)"
 make_venv

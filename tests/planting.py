@@ -6,6 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
+import torch
+
 NVIDIA_SMI = """#!/bin/sh
 echo "Tesla V100-SXM2-16GB, 470.82.01, 16384, 3000, 7.0, Enabled, Disabled, 3, Active, Not Active, Not Active"
 """
@@ -26,11 +28,11 @@ def plant(place: Path, *, clock: bool = False) -> Path:
         clock: True for a clock that is 90 s ahead.
     """
     programs, packages = place / "bin", place / "packages"
-    for each in (programs, packages / "deepspeed"):
-        each.mkdir(parents=True)
+    for directory in (programs, packages / "deepspeed"):
+        directory.mkdir(parents=True)
     for name in PROGRAMS:
-        if found := shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin"):
-            (programs / name).symlink_to(found)
+        if program := shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin"):
+            (programs / name).symlink_to(program)
     (programs / "nvidia-smi").write_text(NVIDIA_SMI)
     (programs / "nvidia-smi").chmod(0o755)
     (packages / "deepspeed/__init__.py").write_text("raise ImportError('libaio.so.1 is missing')\n")
@@ -45,21 +47,21 @@ def plant(place: Path, *, clock: bool = False) -> Path:
 
 
 HOST_FAULTS = (
-    "tqdm>=4.66 must be installed, but is 3.0; `pip install -r requirements/v100.txt`",
-    "deepspeed must be importable for training on several ranks, but is not (ImportError: libaio.so.1 is missing)",
-    "a C compiler is required for Triton's kernels, but neither gcc nor clang is on PATH",
-    "GPU 0 (Tesla V100-SXM2-16GB) must have no uncorrected memory errors, but has 3",
-    "torch must be built for CUDA to use the Tesla V100-SXM2-16GB here, but ",
-    "kernels must run on the GPU, but the trial ends with an error (",
-    "GLOO_SOCKET_IFNAME must name a network interface of each host, but is eth99, and here are ",
-    "OMP_NUM_THREADS must not exceed the CPUs of a rank (",
-    "the limit of open files must be at least 7",
+    "tqdm>=4.66 is required, but 3.0",
+    "deepspeed, by which several ranks train, cannot be imported (ImportError: libaio.so.1 is missing)",
+    "no C compiler (gcc or clang) is on PATH, which Triton's kernels require",
+    "GPU 0 (Tesla V100-SXM2-16GB) has 3 uncorrected memory errors",
+    f"torch {torch.__version__} is built for CPUs and cannot use the Tesla V100-SXM2-16GB",
+    "the trial of kernels on the GPU ended with an error (",
+    "GLOO_SOCKET_IFNAME is eth99",
+    "OMP_NUM_THREADS is 4096",
+    "the limit of open files is 300",
 )
 """Beginnings of the faults that a host has with what :func:`plant` makes, a limit of open files of 300,
 GLOO_SOCKET_IFNAME=eth99 and OMP_NUM_THREADS=4096."""
 HOST_WARNINGS = (
-    "GPU 0 (Tesla V100-SXM2-16GB) should not be divided for training on several ranks, but its MIG mode is on",
-    "GPU 0 (Tesla V100-SXM2-16GB) should run at its full clock, but is slowed down (hw_slowdown)",
-    "GPU 0 (Tesla V100-SXM2-16GB) should be free, but 2.9 of 16 GiB are in use",
-    "the persistence mode of GPUs should be on, but is off",
+    "GPU 0 (Tesla V100-SXM2-16GB) is in MIG mode",
+    "GPU 0 (Tesla V100-SXM2-16GB) is slowed down (hw_slowdown)",
+    "GPU 0 (Tesla V100-SXM2-16GB) has 2.9 of 16 GiB in use",
+    "the persistence mode of GPUs is off",
 )

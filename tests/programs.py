@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import gc
-import importlib
 import multiprocessing
 import os
 import pkgutil
@@ -25,6 +23,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import torch
+
+import deepspeed_nmt
 
 LIBRARIES = (
     "deepspeed.module_inject.auto_ep_layer",
@@ -107,26 +107,14 @@ def _start_server() -> None:
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        _FORKING.set_forkserver_preload(["tests.programs_preload"])
+        modules = [module.name for module in pkgutil.walk_packages(deepspeed_nmt.__path__, "deepspeed_nmt.")]
+        _FORKING.set_forkserver_preload([*(name for name in modules if not name.endswith(".__main__")), *LIBRARIES])
         forkserver.ensure_running()
     finally:
         if before is None:
             del os.environ["OMP_NUM_THREADS"]
         else:
             os.environ["OMP_NUM_THREADS"] = before
-
-
-def preload() -> None:
-    """Import the modules of programs in the server."""
-    import deepspeed_nmt
-
-    modules = [module.name for module in pkgutil.walk_packages(deepspeed_nmt.__path__, "deepspeed_nmt.")]
-    for name in [*modules, *LIBRARIES]:
-        if not name.endswith(".__main__"):
-            with suppress(ImportError):  # optional
-                importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # programs then neither collect these objects nor copy their pages
 
 
 def _run(command: list[str], environment: dict[str, str], log: str) -> None:

@@ -19,19 +19,17 @@ from torch import Tensor
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.core.batch import Batch, UpdateInfo
-from deepspeed_nmt.data.batching import BatchConfig, Indices, Lengths
-from deepspeed_nmt.data.corpora import Corpora, CorpusPart
-from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
+from deepspeed_nmt.data.batching import BatchConfig
+from deepspeed_nmt.data.corpus import Corpora, Corpus, CorpusPart, CorpusWriter, Indices, Lengths
 from deepspeed_nmt.data.loader import TrainLoader
 from deepspeed_nmt.data.mixture import MixtureOrder, Phase, Stream, Weight
 from deepspeed_nmt.data.tokenizer import EOS
-from deepspeed_nmt.data.update_order import Cursor, EpochOrder
-from deepspeed_nmt.data.windows import Window
+from deepspeed_nmt.data.update_order import Cursor, EpochOrder, Window
 from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.run.manifest import replace_files
-from deepspeed_nmt.sample.corpus import write_sample
-from deepspeed_nmt.selftest.models import loader_of, write_corpus
+from deepspeed_nmt.parity import loader_of, write_corpus
+from deepspeed_nmt.run.directory import replace_files
+from deepspeed_nmt.sample import write_sample
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointManifest
 from tests.programs import Program
 
@@ -243,8 +241,8 @@ def assert_same(run: Path, other: Path, update: int = 12) -> None:
     for name, weight in first.weights().items():
         assert torch.equal(weight, second.weight(name)), name
         for kind in ("exp_avg", "exp_avg_sq"):
-            moments = [f"{name}.{kind}" in each._where["moments"] for each in (first, second)]
+            moments = [f"{name}.{kind}" in each._where["optimizer"] for each in (first, second)]
             assert moments[0] == moments[1], name
             if moments[0]:
-                assert torch.equal(first.moment(name, kind), second.moment(name, kind)), name
+                assert torch.equal(first.optimizer_state(name, kind), second.optimizer_state(name, kind)), name
     assert replace(first.progress, train_seconds=0.0) == replace(second.progress, train_seconds=0.0)

@@ -74,7 +74,7 @@ def test_the_files_of_an_image_suffice_to_build_it(tmp_path: Path) -> None:
     done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=20)
     assert done.returncode == 0 and "containers/build.sh cpu|cuda|v100" in done.stdout, done.stderr
     done = subprocess.run([script, "gpu"], capture_output=True, text=True, timeout=20)
-    assert done.returncode == 2 and "LOCK must be cpu, cuda or v100, but is 'gpu'" in done.stderr
+    assert done.returncode == 2 and "LOCK is 'gpu'" in done.stderr
     assert {"setup.py", "pyproject.toml", "README.md", "requirements"} <= set(included()), "what pip reads"
 
 
@@ -133,10 +133,10 @@ def test_another_kind_of_container_is_a_prefix(apptainer: Path) -> None:
 
 def test_a_container_that_cannot_run_is_named(apptainer: Path) -> None:
     done = run_container(apptainer, "-c", "1")
-    assert done.returncode == 2 and "CONTAINER must be an image, but is missing" in done.stderr
+    assert done.returncode == 2 and "CONTAINER is not set" in done.stderr
     done = run_container(apptainer, "-c", "1", CONTAINER="none.sif")
-    assert done.returncode == 2 and "CONTAINER must be an image, but there is no none.sif on" in done.stderr
+    assert done.returncode == 2 and "no image none.sif on" in done.stderr
     if shutil.which("apptainer") is None and shutil.which("singularity") is None:
         apptainer.unlink()
         done = run_container(apptainer, "-c", "1", CONTAINER="image.sif")
-        assert done.returncode == 2 and "apptainer must be on PATH, but is not on" in done.stderr
+        assert done.returncode == 2 and "no apptainer on PATH on" in done.stderr

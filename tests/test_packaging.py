@@ -107,7 +107,7 @@ def test_a_v100_gets_a_build_that_has_its_kernels() -> None:
     assert options == [f"--extra-index-url {PYTORCH_INDEX}cu126"]
     assert torch_version.endswith("+cu126")
     assert tuple(int(part) for part in torch_version.split("+")[0].split(".")[:2]) <= (2, 14)
-    (bounds,) = (each.specifier for each in install_requires() if each.name == "torch")
+    (bounds,) = (requirement.specifier for requirement in install_requires() if requirement.name == "torch")
     assert bounds.contains("2.14.1") and not bounds.contains("2.15.0"), "pip without a lock takes the newest"
 
 
@@ -116,10 +116,10 @@ def missing_from(locked: Mapping[str, str], python: str) -> list[str]:
     problems = []
     for name in locked:
         try:
-            wanted = [Requirement(text) for text in metadata.requires(name) or []]
+            requirements = [Requirement(text) for text in metadata.requires(name) or []]
         except metadata.PackageNotFoundError:  # required by another Python only
             continue
-        for requirement in wanted:
+        for requirement in requirements:
             if requirement.marker is not None and not requirement.marker.evaluate(environment(python)):
                 continue
             version = locked.get(canonicalize_name(requirement.name))
@@ -169,7 +169,8 @@ def test_help_changes_nothing(name: str, tmp_path: Path) -> None:
 
 
 def run_script(name: str, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    inherited = {k: v for k, v in os.environ.items() if k not in {"SOURCE", "TARGET", "OUT", "RANKS", "LOCK"}}
+    own = {"SOURCE", "TARGET", "OUT", "RANKS", "RECIPE", "LOCK"}
+    inherited = {name: value for name, value in os.environ.items() if name not in own}
     command = [str(ROOT / "launch" / name), *arguments]
     return subprocess.run(
         command, env={**inherited, **settings}, capture_output=True, text=True, check=False, timeout=60
@@ -225,8 +226,7 @@ def write_text(path: Path, lines: int, word: str = "word") -> str:
 
 def test_quickstart_resumes(stubs: dict[str, str]) -> None:
     stopped = run_script("quickstart.sh", FAIL_AT="translate", **stubs)
-    assert stopped.returncode == 75
-    assert "start the same command again to resume" in stopped.stderr
+    assert stopped.returncode == 75 and "start the same command again to resume" in stopped.stderr
     assert commands(stubs) == [
         "deepspeed-nmt sample-data",
         "deepspeed-nmt prepare",
@@ -237,6 +237,13 @@ def test_quickstart_resumes(stubs: dict[str, str]) -> None:
     assert again.returncode == 0, again.stderr
     assert commands(stubs) == ["deepspeed-nmt translate", "deepspeed-nmt score"]
     assert f"tensorboard --logdir {stubs['OUT']}/run" in again.stdout
+    failed = run_script("quickstart.sh", "--fresh", FAIL_AT="prepare", FAIL_WITH="2", **stubs)
+    assert (
+        failed.returncode == 2 and "failed with status 2" in failed.stderr and "start the same" not in failed.stderr
+    )
+    stopped = run_script("quickstart.sh", "--fresh", FAIL_AT="translate", **stubs)
+    assert stopped.returncode == 75 and "without --fresh to resume" in stopped.stderr
+    commands(stubs)
     (translations := Path(stubs["OUT"], "run", "validation", "main")).mkdir(parents=True)
     (translations / "update-0000400.txt").touch()
     assert run_script("quickstart.sh", "--fresh", **stubs).returncode == 0
@@ -250,15 +257,6 @@ def test_quickstart_does_again_what_was_deleted(stubs: dict[str, str]) -> None:
         shutil.rmtree(out / output) if (out / output).is_dir() else (out / output).unlink()
         assert run_script("quickstart.sh", **stubs).returncode == 0
         assert commands(stubs) == first[step:], output
-
-
-def test_quickstart_says_how_to_resume_only_where_that_helps(stubs: dict[str, str]) -> None:
-    failed = run_script("quickstart.sh", FAIL_AT="prepare", FAIL_WITH="2", **stubs)
-    assert failed.returncode == 2
-    assert "failed with status 2; see the error above" in failed.stderr and "start the same" not in failed.stderr
-    stopped = run_script("quickstart.sh", "--fresh", FAIL_AT="translate", **stubs)
-    assert stopped.returncode == 75
-    assert "start the same command again without --fresh to resume" in stopped.stderr
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
@@ -282,22 +280,19 @@ def test_quickstart_keeps_files_that_it_did_not_make(
     source, target = inside / "train.source", inside / "train.target"
     write_text(source, 300)
     write_text(target, 300, "Wort")
-    refuses(out, "SOURCE and TARGET must not be among the files of OUT", source, target)
-    refuses(
-        out,
-        "OUT must be new, empty, or hold results",
-        *(Path(shutil.copy(path, tmp_path)) for path in (source, target)),
-    )
+    refuses(out, "is among the files of OUT", source, target)
+    copies = (Path(shutil.copy(path, tmp_path)) for path in (source, target))
+    refuses(out, "has files that this script has not made", *copies)
     (other := tmp_path / "other" / "input").parent.mkdir()
     write_text(other, 300)
-    refuses(other.parent, "OUT must be new, empty, or hold results", other, other)
+    refuses(other.parent, "has files that this script has not made", other, other)
 
     shutil.rmtree(out)
     source, target = tmp_path / "train.source", tmp_path / "train.target"
     assert run_script("quickstart.sh", str(source), str(target), **stubs).returncode == 0
     (inside / "valid.source").unlink()
     (inside / "valid.source").symlink_to(source)
-    refuses(out, "SOURCE and TARGET must not be among the files of OUT", source, target)
+    refuses(out, "is among the files of OUT", source, target)
 
     (inside / "valid.source").unlink()
     for name in ("text", "data", "run"):
@@ -305,29 +300,6 @@ def test_quickstart_keeps_files_that_it_did_not_make(
     done = run_script("quickstart.sh", *fresh, str(source), str(target), **stubs)
     assert done.returncode == 0, done.stderr
     assert [(out / name / "precious").read_text() for name in ("text", "data", "run")] == ["mine"] * 3
-
-
-def test_quickstart_resumes_results_of_before_the_marker(stubs: dict[str, str]) -> None:
-    assert run_script("quickstart.sh", **stubs).returncode == 0
-    out = Path(stubs["OUT"])
-    (out / ".quickstart").rename(out / "input")
-    commands(stubs)
-    assert run_script("quickstart.sh", **stubs).returncode == 0
-    assert commands(stubs) == ["deepspeed-nmt score"]
-
-
-def test_quickstart_names_wrong_settings(stubs: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for settings, message in (
-        ({"OUT": str(tmp_path / "file")}, f"OUT must be a directory, but {tmp_path / 'file'} is a file"),
-        ({"OUT": str(tmp_path / "file" / "below")}, "OUT must be a directory that can be written"),
-        ({"LOCK": "foo"}, "LOCK must be cpu, cuda or v100, but is 'foo'"),
-        ({"RANKS": "two"}, "RANKS must be a positive number, but is 'two'"),
-        ({"VOCAB_SIZE": "-3"}, "VOCAB_SIZE must be a positive number, but is '-3'"),
-    ):
-        done = run_script("quickstart.sh", **{**stubs, **settings})
-        assert done.returncode == 2 and message in done.stderr, done.stderr
-    assert not Path(stubs["OUT"]).exists()
 
 
 TRAINING = """#!/usr/bin/env bash
@@ -346,8 +318,16 @@ sleep 30
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-@pytest.mark.parametrize("step", ["training", "preparing"])
+@pytest.mark.parametrize(
+    ("number", "step"),
+    [
+        (signal.SIGINT, "training"),
+        (signal.SIGHUP, "training"),
+        (signal.SIGUSR1, "training"),
+        (signal.SIGTERM, "preparing"),
+        (signal.SIGHUP, "preparing"),
+    ],
+)
 def test_quickstart_forwards_a_signal(
     number: signal.Signals, step: str, stubs: dict[str, str], tmp_path: Path
 ) -> None:
@@ -404,22 +384,26 @@ def test_quickstart_splits_off_held_out_text(stubs: dict[str, str], tmp_path: Pa
     assert "made from other text" in other.stderr
 
 
-def test_quickstart_refuses_text_it_cannot_use(stubs: dict[str, str], tmp_path: Path) -> None:
+def test_quickstart_refuses_what_it_cannot_use(stubs: dict[str, str], tmp_path: Path) -> None:
     long, longer, short = (write_text(tmp_path / str(n), n) for n in (300, 301, 199))
-    for arguments, message in (
-        ((long,), "but 1 arguments are given"),
-        ((long, str(tmp_path / "none")), "is missing or cannot be read"),
-        ((long, longer), "has 300 lines and"),
-        ((short, short), "must have at least 200 lines, but has 199"),
-        (("--frsh",), "unknown option --frsh"),
+    arguments: tuple[str, ...]
+    settings: dict[str, str]
+    for arguments, settings, message in (
+        ((long,), {}, "1 arguments are given"),
+        ((long, str(tmp_path / "none")), {}, "is missing or cannot be read"),
+        ((long, longer), {}, "has 300 lines and"),
+        ((short, short), {}, "has 199 lines, fewer than 200"),
+        (("--frsh",), {}, "unknown option --frsh"),
+        ((), {"SOURCE": long}, "name the other file too"),
+        ((), {"OUT": long}, f"{long} is a file"),
+        ((), {"OUT": f"{long}/below"}, "below cannot be written"),
+        ((), {"LOCK": "foo"}, "LOCK is 'foo'"),
+        ((), {"RANKS": "two"}, "RANKS is 'two'"),
+        ((), {"VOCAB_SIZE": "-3"}, "VOCAB_SIZE is '-3'"),
     ):
-        done = run_script("quickstart.sh", *arguments, **stubs)
-        assert done.returncode == 2
-        assert message in done.stderr
-    done = run_script("quickstart.sh", SOURCE=long, **stubs)
-    assert "name the other file too" in done.stderr
-    assert commands(stubs) == []
-    assert not Path(stubs["OUT"]).exists()
+        done = run_script("quickstart.sh", *arguments, **{**stubs, **settings})
+        assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert commands(stubs) == [] and not Path(stubs["OUT"]).exists()
 
 
 def call_library(code: str, path: Path, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -435,11 +419,11 @@ def test_an_option_names_the_lock(stubs: dict[str, str], tmp_path: Path) -> None
     assert "requirements/v100.txt" in done.stdout
     for script in ("quickstart.sh", "test.sh", "wheelhouse.sh"):
         done = run_script(script, "--lock", "gpu", **stubs)
-        assert done.returncode == 2 and "--lock must be cpu, cuda or v100, but is 'gpu'" in done.stderr, script
+        assert done.returncode == 2 and "--lock is 'gpu'" in done.stderr, script
         assert "--lock" in run_script(script, "--help").stdout
     for script in ("quickstart.sh", "test.sh", "docs.sh"):
         done = run_script(script, "--wheelhouse", str(tmp_path / "none"), **stubs)
-        assert done.returncode == 2 and "--wheelhouse must be a directory, but" in done.stderr, script
+        assert done.returncode == 2 and "check --wheelhouse" in done.stderr, script
 
 
 @pytest.mark.parametrize(
@@ -470,13 +454,9 @@ def test_missing_modules_of_python_are_named(tmp_path: Path) -> None:
     )
     program.chmod(0o755)
     venv = tmp_path / "venv"
-    done = call_library("make_venv", tmp_path, PYTHON=str(program), VENV=str(venv))
-    assert done.returncode == 2
-    assert "apt-get install python3-venv" in done.stderr
-    assert not venv.exists()
-    done = call_library("make_venv", tmp_path, PYTHON=str(tmp_path / "no-python"), VENV=str(venv))
-    assert done.returncode == 2
-    assert "Python 3.10 or newer is required" in done.stderr
+    for python, message in ((program, "apt-get install python3-venv"), (tmp_path / "none", "Python 3.10 or newer")):
+        done = call_library("make_venv", tmp_path, PYTHON=str(python), VENV=str(venv))
+        assert done.returncode == 2 and message in done.stderr and not venv.exists()
 
 
 def test_nothing_is_installed_twice(tmp_path: Path) -> None:
@@ -502,13 +482,12 @@ def test_no_file_names_a_package_registry() -> None:
     """Installation follows the machine's settings of pip and apt; only PyTorch's public index is named."""
     registry = re.compile(rb"\b(?:pypi|pythonhosted|registry\.npmjs|(?:deb|security)\.debian)\.(?:org|com)\b")
     index = re.compile(rb"(?:index-url|find-links)[ =]+(?!https://download\.pytorch\.org/)\S*//\S+")
-    found = [
-        f"{path.relative_to(ROOT)}: {match.group().decode(errors='replace')}"
+    assert [
+        (path, match.group())
         for path in tracked_files()
         for pattern in (registry, index)
         for match in pattern.finditer(path.read_bytes())
-    ]
-    assert found == []
+    ] == []
 
 
 def test_wheel_contains_the_whole_package(tmp_path: Path) -> None:
@@ -518,23 +497,14 @@ def test_wheel_contains_the_whole_package(tmp_path: Path) -> None:
         shutil.copy(ROOT / name, copy / name)
     for name in ("deepspeed_nmt", "ds_configs"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path),
-    ]
-    done = subprocess.run([*command, str(copy)], capture_output=True, text=True, check=False, timeout=120)
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    command = [sys.executable, "-m", "pip", "wheel", *options, str(copy)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("deepspeed_nmt-*.whl")
     packed = set(zipfile.ZipFile(wheel).namelist())
     package = ROOT / "deepspeed_nmt"
     patterns = ("*.py", "*.yaml", "py.typed", "page.*")
-    wanted = {str(path.relative_to(ROOT)) for pattern in patterns for path in package.rglob(pattern)}
-    wanted |= {f"deepspeed_nmt/ds_configs/{path.name}" for path in (ROOT / "ds_configs").glob("*.json")}
-    assert wanted - packed == set()
+    files = {str(path.relative_to(ROOT)) for pattern in patterns for path in package.rglob(pattern)}
+    files |= {f"deepspeed_nmt/ds_configs/{path.name}" for path in (ROOT / "ds_configs").glob("*.json")}
+    assert files - packed == set()

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.data.data_directory import DataDirectory
 
 PROGRAM = [sys.executable, "-m", "deepspeed_nmt"]
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from arms import Arm, Experiment, parser_for, sh
 
-from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.data.data_directory import DataDirectory
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 VOCABULARY, DIM, LAYERS, HEADS, POSITIONS = 3000, 64, 4, 4, 128

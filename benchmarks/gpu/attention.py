@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deepspeed_nmt.data.batching import BatchConfig, divide_update
-from deepspeed_nmt.data.windows import Window
+from deepspeed_nmt.data.update_order import Window
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.kernels.precision import DTYPES
 from deepspeed_nmt.kernels.segments import SegmentPair, Segments, attention_by_varlen, has_varlen

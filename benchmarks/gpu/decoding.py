@@ -3,22 +3,17 @@
 All weights are random, so hypotheses hardly end before the limit. With sentences of *equal* lengths both programs
 make the same number of steps. Those of *mixed* lengths have limits of their own, so that they end one after another,
 as real sentences do; `generate` has one limit for all.
-
-`graphs` is the number of CUDA graphs that were recorded, and `replayed` the share of the timed steps that were
-replayed. If graphs are wanted and steps run without them, the row fails, and has no time.
 """
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
-from harness import Bench, Skipped, Values, wall_seconds
+from harness import Bench, Values, wall_seconds
 from marian import build_marian
 from torch import Tensor
 from training import TINY
@@ -27,15 +22,13 @@ from deepspeed_nmt.build import build_kernels, build_model
 from deepspeed_nmt.config import RunConfig, load_config
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.kernels.precision import DTYPES
-from deepspeed_nmt.search.beam import BeamConfig, BeamSearch, Steps
-from deepspeed_nmt.search.precision import prepare_to_decode
+from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
+from deepspeed_nmt.search.models import prepare_to_decode
 
 SENTENCES, LAYERS, BEAMS, SOURCE, STEPS = (1, 64, 256), (6, 27, 15), (4, 1), 26, 32
-LEAST_REPLAYED = 0.9
-"""Share of steps that must be replayed in a row of graphs."""
 GENERATE = "HF generate"
-WAYS = ("graphs", "static", "growing")
-"""Ways to take the steps, each a :data:`~deepspeed_nmt.search.beam.Steps`; `translate` on a GPU takes graphs."""
+Translate = Callable[[Tensor, int], object]
+"""Translates sources in a number of steps."""
 
 
 def decoding_config(layers: int, beam: int, steps: int, tiny: bool) -> RunConfig:
@@ -43,26 +36,6 @@ def decoding_config(layers: int, beam: int, steps: int, tiny: bool) -> RunConfig
     depth = [f"model.encoder_layers={layers}", f"model.decoder_layers={layers}"]
     limits = [f"search.beam={beam}", "search.max_length_ratio=1", f"search.max_length_extra={steps - SOURCE}"]
     return load_config("transformer_big", settings=[*(TINY if tiny else ()), *depth, *limits])
-
-
-@dataclass(frozen=True)
-class Translator:
-    """One way to translate.
-
-    Attributes:
-        translate: function of sources, and of the steps that it makes.
-        recorded: the search whose steps must be replayed; None if they need not.
-    """
-
-    translate: Callable[[Tensor, int], object]
-    recorded: BeamSearch | None = None
-
-    def counts(self) -> tuple[int, int, int]:
-        """Return the numbers of graphs, of steps, and of replayed steps so far."""
-        static = None if self.recorded is None else self.recorded._static
-        if static is None:
-            return 0, 0, 0
-        return len(static.replays), static.replays.steps, static.replays.replayed
 
 
 def our_model(layers: int, bench: Bench) -> TranslationModel:
@@ -73,17 +46,15 @@ def our_model(layers: int, bench: Bench) -> TranslationModel:
     return model
 
 
-def ours(model: TranslationModel, way: str, config: RunConfig, bench: Bench) -> Translator:
-    """Return one of our ways to translate."""
-    if way == "graphs" and not bench.on_gpu:
-        raise Skipped("CUDA graphs need a GPU")
-    assert way in get_args(Steps) and isinstance(config.search, BeamConfig)
-    search = BeamSearch(config.search, model, bench.vocabulary, way)  # type: ignore[arg-type]
+def ours(model: TranslationModel, config: RunConfig, bench: Bench) -> Translate:
+    """Return our way to translate."""
+    assert isinstance(config.search, BeamConfig)
+    search = BeamSearch(config.search, model, bench.vocabulary)
 
     def translate(source_BS: Tensor, steps: int) -> object:
         return search.search(source_BS, padded=bool(source_BS.eq(bench.vocabulary.pad).any()))
 
-    return Translator(translate, search if way == "graphs" else None)
+    return translate
 
 
 def their_model(layers: int, bench: Bench) -> Any:
@@ -92,7 +63,7 @@ def their_model(layers: int, bench: Bench) -> Any:
     return build_marian(config, bench.vocabulary, bench.device).to(DTYPES[bench.half]).eval()
 
 
-def theirs(marian: Any, beam: int) -> Translator:
+def theirs(marian: Any, beam: int) -> Translate:
     """Return the other program's way to translate."""
 
     def translate(source_BS: Tensor, steps: int) -> object:
@@ -104,28 +75,21 @@ def theirs(marian: Any, beam: int) -> Translator:
             min_new_tokens=steps,
         )
 
-    return Translator(translate)
+    return translate
 
 
-def measure(translator: Translator, source_BS: Tensor, steps: int, bench: Bench) -> Iterator[Values]:
+def measure(translate: Translate, source_BS: Tensor, steps: int, bench: Bench) -> Iterator[Values]:
     """Translate a batch a few times, and yield the columns of the table."""
     tokens = int(source_BS.ne(bench.vocabulary.pad).sum()) + len(source_BS) * (steps - source_BS.shape[1])
 
     def seconds_of(rounds: int) -> list[float]:
         with torch.inference_mode():
-            return [wall_seconds(lambda: translator.translate(source_BS, steps), bench.device) for _ in range(rounds)]
+            return [wall_seconds(lambda: translate(source_BS, steps), bench.device) for _ in range(rounds)]
 
-    seconds_of(1 if bench.tiny else 4)  # graphs are recorded when their sizes have occurred a few times
+    seconds_of(1 if bench.tiny else 4)
     if bench.on_gpu:
         torch.cuda.reset_peak_memory_stats(bench.device)
-    _, steps_before, replayed_before = translator.counts()
     seconds = statistics.median(seconds_of(1 if bench.tiny else 3))
-    if translator.recorded is not None:
-        graphs, steps_after, replayed = translator.counts()
-        share = (replayed - replayed_before) / max(1, steps_after - steps_before)
-        yield {"graphs": graphs, "replayed": share}
-        if share < LEAST_REPLAYED:
-            raise RuntimeError(f"{share:.0%} of the steps were replayed, so this is not the time of graphs")
     yield {
         "seconds": seconds,
         "sentences_per_s": len(source_BS) / seconds,
@@ -156,12 +120,12 @@ def run(bench: Bench) -> None:
     beams = (2,) if bench.tiny else BEAMS
     equal = [(count, False) for count in counts]
     for layers in depths:
-        model = cache(partial(our_model, layers, bench))  # of all our ways; built by the first row that needs it
-        for beam, way in itertools.product(beams, WAYS):
+        model = cache(partial(our_model, layers, bench))  # built by the first row that needs it
+        for beam in beams:
             config = decoding_config(layers, beam, SOURCE + extra, bench.tiny)
-            made = cache(lambda way=way, config=config, model=model: ours(model(), way, config, bench))
+            made = cache(lambda config=config, model=model: ours(model(), config, bench))
             for count, mixed in [*equal, (max(counts), True)]:
-                add_row(made, layers, beam, way, count, mixed, extra, bench)
+                add_row(made, layers, beam, "deepspeed_nmt", count, mixed, extra, bench)
         model.cache_clear()
         model = cache(partial(their_model, layers, bench))
         for beam in beams:
@@ -171,10 +135,10 @@ def run(bench: Bench) -> None:
 
 
 def add_row(
-    translator: Callable[[], Translator],
+    translate: Callable[[], Translate],
     layers: int,
     beam: int,
-    way: str,
+    program: str,
     count: int,
     mixed: bool,
     extra: int,
@@ -184,12 +148,11 @@ def add_row(
     source_BS = sources(count, mixed, bench)
     steps = source_BS.shape[1] + extra
     bench.measure(
-        lambda: measure(translator(), source_BS, steps, bench),
+        lambda: measure(translate(), source_BS, steps, bench),
         layers=layers,
         beam=beam,
         sentences=count,
         lengths="mixed" if mixed else "equal",
-        program=way if way == GENERATE else "deepspeed_nmt",
-        steps="-" if way == GENERATE else way,
+        program=program,
         precision=bench.half,
     )

@@ -4,7 +4,7 @@ Every available backend (torch, torch.compile, Triton, apex, Liger) runs the for
 operation. The bandwidth of an operation is the least data that it must read and write, divided by its time; the
 first row is that of a copy. The GPU's cache is flushed before each measurement. Errors are relative to float64. The
 last row, the fastest of torch, Triton and apex for each operation, belongs in
-`deepspeed_nmt.kernels.backends.MEASURED`.
+`deepspeed_nmt.kernels.choice.MEASURED`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import torch
 from harness import Bench, DeviceTimer, Values
 from torch import Tensor
 
-from deepspeed_nmt.kernels import backends, torch_ops
-from deepspeed_nmt.kernels.choice import Kernels
+from deepspeed_nmt.kernels import choice, torch_ops
+from deepspeed_nmt.kernels.choice import Kernels, compare
 from deepspeed_nmt.kernels.cross_entropy import chunk_rows
 from deepspeed_nmt.kernels.precision import DTYPES
-from deepspeed_nmt.kernels.rows import ChunkResult, ChunkRows
-from deepspeed_nmt.kernels.trial import compare
+from deepspeed_nmt.kernels.torch_ops import ChunkResult, ChunkRows
 
 ROWS, DIM, ROUNDS = 8192, 1024, 15
 DROPOUT = 0.1
@@ -133,7 +132,7 @@ def measure(
     dtype = case.inputs[0].dtype
     spent = timer.milliseconds(passes(case, function), rounds)
     values: dict[str, object] = {"ms": spent, "gb_per_s": case.moved * dtype.itemsize / spent / 1e6}
-    if backend in backends.OPERATIONS[operation]:
+    if backend in choice.OPERATIONS[operation]:
         values["error"] = compare(operation, function, getattr(torch_ops, operation), timer.device, dtype)
     return values
 
@@ -152,9 +151,9 @@ def run(bench: Bench) -> None:
     fastest: dict[str, str] = {}
     for operation, case in cases(bench, dtype):
         ours: dict[str, Callable[..., Any]] = {
-            each: backends.load(operation, each)
-            for each in backends.OPERATIONS[operation]
-            if backends.obstacle(operation, each, bench.device, dtype) is None
+            each: choice.load(operation, each)
+            for each in choice.OPERATIONS[operation]
+            if choice.obstacle(operation, each, bench.device, dtype) is None
         }
         taken = {}
         for each, function in {**ours, **others(operation, bench)}.items():

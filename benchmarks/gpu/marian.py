@@ -28,7 +28,7 @@ from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import TrainLoader, Update
-from deepspeed_nmt.engine.feed import on_device
+from deepspeed_nmt.engine.transfer import on_device
 from deepspeed_nmt.kernels.precision import DTYPES
 
 PEERS = ("16-bit weights", "autocast")

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from harness import Bench
 
-from deepspeed_nmt.parallel.device import prepare_gpu
+from deepspeed_nmt.parallel.hardware import prepare_gpu
 
 PARTS = ("smoke", "kernels", "attention", "training", "marian", "decoding")
 

@@ -21,13 +21,13 @@ from attention import KINDS, micro_batches, padded_call
 from harness import Bench, DeviceTimer, Skipped, Values
 from torch.profiler import ProfilerActivity, profile
 
-from deepspeed_nmt.kernels import backends
+from deepspeed_nmt.kernels import choice
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.kernels.precision import DTYPES, Precision
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = ("tests/gpu/test_gpu_varlen.py", "tests/gpu/test_gpu_decoding.py")
-"""Tests of what has no other test: attention of packed sentences, and CUDA graphs."""
+"""Tests of what has no other test: attention of packed sentences, and decoding on a GPU."""
 NEEDLESS = ("test_compile.py",)
 """Tests of `tests/kernels` that say nothing on a GPU: they compile for GPUs that a machine lacks, for minutes."""
 
@@ -48,7 +48,7 @@ def trial(precision: Precision, bench: Bench) -> Iterator[Values]:
         lost = [
             operation
             for operation, name in kernels.choices(bench.device, dtype).items()
-            if name != backends.preferred(operation, capability, dtype)
+            if name != choice.preferred_on_gpu(operation, capability, dtype)
         ]
         if lost:
             raise RuntimeError(f"{', '.join(lost)} fell back to torch; the warning above says why")

@@ -37,18 +37,15 @@ from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import Prefetcher, TrainLoader, Update, collate
 from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine import build_engine
-from deepspeed_nmt.engine.base import Engine
-from deepspeed_nmt.engine.config import uses_deepspeed
-from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine
+from deepspeed_nmt.engine.contract import Engine
+from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine, uses_deepspeed
 from deepspeed_nmt.kernels.precision import DTYPES, capability_of
 from deepspeed_nmt.parallel.world import World, join_world, leave_world
-from deepspeed_nmt.planning.advice import GIB
-from deepspeed_nmt.planning.memory import count_rates
-from deepspeed_nmt.planning.planner import Counts
+from deepspeed_nmt.planning.counting import Counts, count_rates
+from deepspeed_nmt.planning.memory import GIB
 from deepspeed_nmt.run.batches import layout_on
 from deepspeed_nmt.run.plans import make_planner
-from deepspeed_nmt.train.optimizer import build_optimizer
-from deepspeed_nmt.train.throughput import Workload
+from deepspeed_nmt.train.log import Workload
 
 PAIRS, WARMUP, TIMED = 320_000, 30, 50
 LEAST_WARMUP, LEAST_TIMED = 2, 8
@@ -161,14 +158,13 @@ def training(config: RunConfig, corpus: Corpus, bench: Bench) -> Iterator[Traini
     deepspeed = uses_deepspeed(config.engine, 1)
     world = join_world(device.type) if deepspeed else World(0, 1, 0, device)
     try:
-        settings = resolve_engine(config.engine, config.optimizer.clip_norm, world)
+        settings = resolve_engine(config.engine, config.optimizer, world)
         model = build_model(config, vocabulary, build_kernels(config))
         if config.engine.compile == "layers":
             model.compile_layers()
         module = TrainModule(model, build_objective(config, vocabulary)).to(device)
-        optimizer = build_optimizer(config.optimizer, module)
         dummy = collate(corpus, np.empty(0, dtype=np.int64), vocabulary)
-        engine = build_engine(settings, module, optimizer, world, dummy)
+        engine = build_engine(settings, module, world, dummy)
         layout = layout_on(config, settings.precision, capability_of(device))
         batch = config.batch.model_copy(update={"layout": layout})
         loader = TrainLoader.of_corpus(corpus, batch, config.training.seed, 0, 1, vocabulary)

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
         DataError: if another process is averaging them.
     """
     from deepspeed_nmt.console import output
-    from deepspeed_nmt.locks import exclusive
+    from deepspeed_nmt.files import exclusive
     from deepspeed_nmt.run.directory import Run
 
     opened = Run.open(arguments.run)

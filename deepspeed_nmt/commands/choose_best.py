@@ -1,9 +1,9 @@
-"""Choose a run's best checkpoint again, by late metrics whose results have come since training ended.
+"""Choose a run's best checkpoint by late metrics whose results have come.
 
     deepspeed-nmt choose-best --run RUN
 
-A training that goes on, or is started again, does this itself. The results are those of `late:PATH` in
-validation.metrics; they are logged, and recorded in the newest checkpoint.
+The results are those of `late:PATH` in validation.metrics, which training never reads. They are logged, and the
+choice is recorded in the run, which may be trained meanwhile.
 """
 
 from __future__ import annotations
@@ -20,19 +20,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Take in the results, and print the best checkpoint.
+    """Read the results, and print the best checkpoint.
 
     Raises:
         ConfigError: if it is no run.
-        DataError: if it is being trained.
+        DataError: if a training of it holds the lock on the choice for a minute.
         CheckpointError: if the newest checkpoint is damaged.
     """
     from deepspeed_nmt.console import output
     from deepspeed_nmt.run.directory import Run
-    from deepspeed_nmt.run.late_results import choose_again
-    from deepspeed_nmt.run.lock import run_lock
+    from deepspeed_nmt.run.late_scores import choose_best
 
-    opened = Run.open(arguments.run)
-    with run_lock(arguments.run):
-        output(choose_again(opened))
+    output(choose_best(Run.open(arguments.run)))
     return 0

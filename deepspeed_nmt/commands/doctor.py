@@ -41,9 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
     with once_per_host():
         place()
         if not 1.0 <= arguments.timeout <= _MOST_S:
-            raise ConfigError(f"--timeout must be from 1 to {_MOST_S:g} seconds, but is {arguments.timeout:g}")
+            raise ConfigError(f"--timeout is {arguments.timeout:g} seconds; give 1 to {_MOST_S:g}")
         if arguments.run is not None and arguments.run.exists() and not arguments.run.is_dir():
-            raise ConfigError(f"--run must be a directory, but {arguments.run} is a file; choose another")
+            raise ConfigError(f"--run is {arguments.run}, which is a file; choose a directory")
     return _examine(arguments)
 
 
@@ -54,7 +54,6 @@ def _examine(arguments: argparse.Namespace) -> int:
 
     from deepspeed_nmt.console import output
     from deepspeed_nmt.doctor.examination import context_of, examine
-    from deepspeed_nmt.doctor.report import json_of, text_of
     from deepspeed_nmt.parallel.launched import place
 
     # Batch systems announce a time limit by it, which is a finding and no reason to end.
@@ -65,5 +64,5 @@ def _examine(arguments: argparse.Namespace) -> int:
         signal.signal(signal.SIGUSR1, before)
     if result is None:
         return 0
-    output(json.dumps(json_of(result)) if arguments.json else "\n".join(text_of(result)))
+    output(json.dumps(result.as_json()) if arguments.json else "\n".join(result.as_text()))
     return 1 if result.has_fault else 0

@@ -55,16 +55,14 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from deepspeed_nmt.console import logger, output
     from deepspeed_nmt.errors import ConfigError
-    from deepspeed_nmt.run.export_text import ExportRequest
-    from deepspeed_nmt.run.exporting import export_run
+    from deepspeed_nmt.run.exporting import ExportRequest, export_run
 
     if arguments.precision != "fp32" and arguments.format != "ctranslate2":
         raise ConfigError(
-            f"--precision {arguments.precision} needs --format ctranslate2, but the format is {arguments.format}; "
-            "leave out --precision"
+            f"--format {arguments.format} has no --precision {arguments.precision}; leave it out, or use ctranslate2"
         )
     if arguments.sentences is not None and arguments.sentences < 1:
-        raise ConfigError(f"--sentences must be at least 1, but is {arguments.sentences}")
+        raise ConfigError(f"--sentences is {arguments.sentences}; give at least 1")
     request = ExportRequest(
         run=arguments.run,
         format=arguments.format,
@@ -79,8 +77,5 @@ def run(arguments: argparse.Namespace) -> int:
     output(certificate.table())
     if certificate.passed:
         return 0
-    logger.error(
-        "error: %s must translate as the run does, but its certificate is not passed; the reasons are above",
-        arguments.out,
-    )
+    logger.error("error: %s does not translate as the run; its certificate above has the reasons", arguments.out)
     return 1

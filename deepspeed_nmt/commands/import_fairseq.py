@@ -12,13 +12,12 @@ running code that it may contain.
 from __future__ import annotations
 
 import argparse
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepspeed_nmt.commands.prepare_cleaning import add_cleaning_options
-
 if TYPE_CHECKING:
-    from deepspeed_nmt.data.fairseq_tokenizer import FairseqTokenizer
+    from deepspeed_nmt.data.fairseq import FairseqTokenizer
     from deepspeed_nmt.run.importing_fairseq import Languages
     from deepspeed_nmt.text import TextForm
 
@@ -27,6 +26,10 @@ HELP = "import a model, dictionaries and binarised text of fairseq"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
+    from deepspeed_nmt.commands.flags import add_flags
+    from deepspeed_nmt.data.clean import CleaningConfig
+    from deepspeed_nmt.data.options import PrepareOptions
+
     parser.add_argument(
         "--from", dest="origin", type=Path, metavar="F", help="checkpoint that fairseq-train wrote; needs --run"
     )
@@ -50,11 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="form of the text whose segments these are, as for `prepare` (default: tokenised; raw with "
         "--sentencepiece)",
     )  # fmt: skip
-    parser.add_argument(
-        "--workers", type=int, metavar="N", help="with --out: number of processes (default: all cores)"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="with --out: replace another data directory")
-    add_cleaning_options(parser.add_argument_group("cleaning of training pairs, with --out"))
+    group = parser.add_argument_group("with --out, as of `prepare`")
+    add_flags(group, PrepareOptions, ("workers", "overwrite", "filters", "unicode"))
+    add_flags(group, CleaningConfig)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -65,13 +66,12 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from deepspeed_nmt.console import output
     from deepspeed_nmt.errors import ConfigError
-    from deepspeed_nmt.run.fairseq_checkpoint import read_checkpoint
-    from deepspeed_nmt.run.importing_fairseq import find_languages, import_model, open_dictionaries
+    from deepspeed_nmt.run.importing_fairseq import find_languages, import_model, open_dictionaries, read_checkpoint
 
     if (arguments.origin is None) != (arguments.run is None):
-        raise ConfigError("--from and --run belong together, but one of them is missing; give both, or neither")
+        raise ConfigError("one of --from and --run is missing; give both, or neither")
     if arguments.run is None and arguments.out is None:
-        raise ConfigError("--run or --out is required, but missing; give --from and --run, or --out, or all of them")
+        raise ConfigError("neither --run nor --out is given; give --from and --run, or --out, or all of them")
     checkpoint = None if arguments.origin is None else read_checkpoint(arguments.origin)
     given = arguments.source_lang, arguments.target_lang
     languages = find_languages(arguments.data_bin, *given, None if checkpoint is None else checkpoint.options)
@@ -105,7 +105,7 @@ def _text_form(arguments: argparse.Namespace, languages: Languages) -> TextForm:
     form: Form = arguments.text or ("raw" if arguments.sentencepiece else "tokenised")
     if form == "moses" and codes[1] is None:
         raise ConfigError(
-            f"--text moses needs the language code of the target, but {languages.target} is none; leave it out"
+            f"{languages.target} is no language code, which --text moses needs for the target; leave it out"
         )
     return TextForm(form, codes[0], codes[1])
 
@@ -120,15 +120,17 @@ def _import_text(
         DataError: if the text cannot be used.
     """
     from deepspeed_nmt.commands.prepare import read_options, report
-    from deepspeed_nmt.data.prepare import prepare
-    from deepspeed_nmt.run.importing_fairseq import staging, write_text
+    from deepspeed_nmt.data.preparation import prepare
+    from deepspeed_nmt.run.importing_fairseq import write_text
 
-    with staging(arguments.out) as name:
+    out: Path = arguments.out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.text-", dir=out.parent) as name:
         written = write_text(arguments.data_bin, languages, tokenizer, Path(name))
         vocabulary = Path(name) / "vocabulary"
         vocabulary.mkdir()
         tokenizer.save(vocabulary)
-        given = {
+        settings = {
             **vars(arguments),
             **written,
             "vocab_from": vocabulary,
@@ -137,7 +139,6 @@ def _import_text(
             "source_lang": text.source_lang,
             "target_lang": text.target_lang,
             "sentencepiece": (),
-            "tsv_columns": None,
         }
-        options = read_options(argparse.Namespace(**given))
-        return report(prepare(options), options.cleaning, options.out)
+        options = read_options(settings)
+        return report(prepare(options), options.out)

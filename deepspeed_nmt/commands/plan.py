@@ -16,9 +16,8 @@ A sweep is a grid of settings around a recipe, for example of a figure in a pape
 from __future__ import annotations
 
 import argparse
+import math
 from typing import TYPE_CHECKING, Any
-
-from deepspeed_nmt.commands.plan_options import add_machine, check
 
 if TYPE_CHECKING:
     from deepspeed_nmt.config import RunConfig
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from deepspeed_nmt.run.plans import Planned
 
 HELP = "plan memory and speed of a recipe, or list a sweep"
+_MAX_GPUS = 1_000_000
+_NUM_GPUS, _MFU, _WRITE_SPEED = 1, 0.3, 300.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,11 +49,70 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR[=WEIGHT][@TAG]",
         help="data to plan for, as `train` takes it; prints what each layout makes of it",
     )
-    add_machine(parser)
+    parser.add_argument("--gpu", metavar="G", help="GPU to plan memory and speed for (default: none)")
+    parser.add_argument(
+        "--num-gpus", type=int, default=_NUM_GPUS, metavar="N", help="number of GPUs (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--mfu", type=float, default=_MFU, metavar="U", help="expected share of the GPU's peak (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--write-speed",
+        type=float,
+        default=_WRITE_SPEED,
+        metavar="MB/S",
+        help="assumed speed of writing checkpoints, their hashes included (default: %(default)g)",
+    )
     parser.add_argument(
         "--json", action="store_true", help="print a JSON object for each recipe or point, one a line"
     )
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, which override the recipe")
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Check the options.
+
+    Raises:
+        ConfigError: if they contradict each other or are out of range; it lists all of them.
+    """
+    from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY
+    from deepspeed_nmt.errors import ConfigError, shown
+
+    problems = []
+    if arguments.recipe is None and arguments.sweep is None and arguments.config is None:
+        problems.append("nothing to plan is named; give --recipe, --config or --sweep")
+    if arguments.sweep is not None and arguments.config is not None:
+        problems.append("--sweep plans recipes, but --config is given; leave out one of them")
+    sizes = ("4" if arguments.vocab_size is None else arguments.vocab_size).split(",")
+    if len(sizes) > 2 or not all(
+        size.isdecimal() and len(size) < 20 and 4 <= int(size) <= MAX_VOCABULARY for size in sizes
+    ):
+        problems.append(
+            f"--vocab-size is {shown(arguments.vocab_size)}; give a number from 4 to {MAX_VOCABULARY:,}, or two"
+        )
+    if not 1 <= arguments.num_gpus <= _MAX_GPUS:
+        problems.append(f"--num-gpus is {shown(arguments.num_gpus)}; give 1 to {_MAX_GPUS:,}")
+    if not 0.0 < arguments.mfu <= 1.0:
+        problems.append(f"--mfu is {arguments.mfu}; give a share above 0, at most 1")
+    if not 0.0 < arguments.write_speed < math.inf:
+        problems.append(f"--write-speed is {arguments.write_speed}; give a positive number of MB/s")
+    defaults = {"vocab_size": None, "data": None, "gpu": None, "num_gpus": _NUM_GPUS, "mfu": _MFU}
+    defaults |= {"write_speed": _WRITE_SPEED, "json": False}
+    given = {name for name, default in defaults.items() if getattr(arguments, name) != default}
+    if arguments.point is not None and arguments.sweep is None:
+        problems.append("--point is the number of a point of --sweep, which is missing; give both")
+    elif arguments.point is not None and given:
+        unused = [f"--{name.replace('_', '-')}" for name in defaults if name in given]
+        problems.append(
+            f"--point prints the arguments of a point for `train` and plans nothing; leave out {' and '.join(unused)}"
+        )
+    elif not problems and arguments.gpu is None:
+        # The layouts of data depend on the number of GPUs.
+        unused = ["--num-gpus"] * ("num_gpus" in given and arguments.data is None) + ["--mfu"] * ("mfu" in given)
+        if unused:
+            problems.append(f"{' and '.join(unused)} without --gpu; give it too")
+    if problems:
+        raise ConfigError(problems)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -69,18 +129,18 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.planning.gpus import gpu_named
     from deepspeed_nmt.recipes import load_sweep
 
-    check(arguments)
+    _check(arguments)
     gpu = None if arguments.gpu is None else gpu_named(arguments.gpu)
     points = [(arguments.recipe, [])] if arguments.sweep is None else load_sweep(arguments.sweep)
     if arguments.point is not None:
         if not 1 <= arguments.point <= len(points):
-            raise ConfigError(f"--point must be between 1 and {len(points)}, but is {arguments.point}")
+            raise ConfigError(f"--point is {arguments.point}; give 1 to {len(points)}")
         recipe, settings = points[arguments.point - 1]
         output(" ".join(["--recipe", recipe, *settings, *arguments.settings]))
         return 0
     from deepspeed_nmt.config import load_config  # imports torch, which the above does not need
     from deepspeed_nmt.data.training import DataOption, TrainingData
-    from deepspeed_nmt.planning.checkpoints import CheckpointPlan
+    from deepspeed_nmt.planning.planner import CheckpointPlan
     from deepspeed_nmt.run.plans import Plans, layout_estimates, layout_notes, planned_vocabulary, tokens_of
 
     plans, file = Plans(), None if arguments.config is None else Path(arguments.config)
@@ -100,7 +160,9 @@ def run(arguments: argparse.Namespace) -> int:
         if trained != count:
             text += f", {trained:,} of them trained"
         kept, speed = config.training, arguments.write_speed
-        checkpoints = CheckpointPlan.of(trained, count - trained, kept.keep_last, kept.keep_best, speed)
+        checkpoints = CheckpointPlan.of(
+            trained, count - trained, len(config.optimizer.states), kept.keep_last, kept.keep_best, speed
+        )
         result |= checkpoints.as_json()
         if gpu is not None:
             on_gpu = plans.on(gpu, arguments.num_gpus, config, vocabulary)
@@ -112,22 +174,20 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             text = f"{text}\n{checkpoints}"
         if data is not None:
-            found = layout_estimates(config, data, arguments.num_gpus)
-            lines = [text, *map(str, found), *layout_notes(config, found, gpu, precision)]
-            result["layouts"], text = [vars(each) for each in found], "\n".join(lines)
+            layouts = layout_estimates(config, data, arguments.num_gpus)
+            lines = [text, *map(str, layouts), *layout_notes(config, layouts, gpu, precision)]
+            result["layouts"], text = list(map(vars, layouts)), "\n".join(lines)
         output(json.dumps(result) if arguments.json else text)
     return 0
 
 
 def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gpu: Gpu) -> tuple[dict[str, Any], str]:
-    """Return the plan of a run for JSON and as text."""
     import torch
 
     from deepspeed_nmt.console import logger
-    from deepspeed_nmt.kernels.backends import is_installed
+    from deepspeed_nmt.kernels.choice import is_installed
     from deepspeed_nmt.kernels.precision import DTYPES
-    from deepspeed_nmt.planning.checkpoints import gpu_days
-    from deepspeed_nmt.planning.table import as_json, as_table, tokens_per_second
+    from deepspeed_nmt.planning.planner import as_text
 
     if not is_installed("softmax", "triton"):
         logger.warning(
@@ -140,9 +200,9 @@ def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gp
     columns = {"as set": plain, "advised": advised}
     if any(advised.recompute):
         columns["... without recomputation"] = planner.unrecomputed(advised)
-    speed = None if engine.precision == "fp32" else tokens_per_second(advised, gpu, ranks, arguments.mfu)
+    speed = None if engine.precision == "fp32" else advised.tokens_per_second(gpu, ranks, arguments.mfu)
     updates, tokens = config.training.max_updates, config.batch.update_tokens
-    days = None if speed is None else gpu_days(updates, tokens, speed, ranks)
+    days = None if speed is None else updates * tokens / speed * ranks / 86_400
     result = {
         "gpu": gpu.name,
         "num_gpus": ranks,
@@ -152,12 +212,12 @@ def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gp
         "max_updates": updates,
         "gpu_days": days,
         "advice": planner.settings(advised),
-        **{name: as_json(plan, gpu) for name, plan in (("as_set", plain), ("advised", advised))},
+        **{name: plan.as_json(gpu) for name, plan in (("as_set", plain), ("advised", advised))},
     }
     chosen = kernels.describe(torch.device("meta"), DTYPES[engine.precision])
     head = f"{ranks} x {gpu.name} ({engine.precision}); kernels: {chosen}"
     words = "" if speed is None else f"; at an MFU of {arguments.mfu:g}, {speed:,.0f} target tokens/s"
     if days is not None:
         words += f", and training.max_updates={updates} in {days:,.1f} GPU-days ({days / ranks:,.1f} days)"
-    table = as_table(columns, planner.settings(advised), config.batch.update_tokens, gpu, words)
-    return result, f"{head}\n\n{table}"
+    text = as_text(columns, planner.settings(advised), tokens, gpu, words)
+    return result, f"{head}\n\n{text}"

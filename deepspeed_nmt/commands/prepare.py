@@ -14,48 +14,27 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from deepspeed_nmt.commands.prepare_cleaning import add_cleaning_options, removals, removed_examples, repairs
-from deepspeed_nmt.commands.prepare_inputs import add_inputs
-from deepspeed_nmt.commands.prepare_vocabulary import add_vocabulary_arguments, describe_vocabulary
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deepspeed_nmt.data.clean import CleaningConfig
-    from deepspeed_nmt.data.directory import Meta
+    from deepspeed_nmt.data.data_directory import Meta
     from deepspeed_nmt.data.options import PrepareOptions
 
 HELP = "make a data directory from text files"
+_SIDE_SHOWN = 50
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    add_inputs(parser)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="data directory to make")
-    parser.add_argument("--segmented", action="store_true", help="the text is already segmented with '@@ ' marks")
-    parser.add_argument(
-        "--text", choices=("raw", "moses", "tokenised"),
-        help="form of the text: raw, tokenised by Moses' rules, or by others; decides how translations are scored "
-        "(default: raw; with --segmented: tokenised)",
-    )  # fmt: skip
-    for side in ("source", "target"):
-        parser.add_argument(
-            f"--{side}-lang", metavar="L", help=f"language code of the {side}, for example de; Moses' rules need it"
-        )
-    add_vocabulary_arguments(parser)
-    add_cleaning_options(parser)
-    parser.add_argument(
-        "--workers", "--threads", type=int, metavar="N",
-        help="number of processes that clean and encode; the result is the same for any (default: all cores)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--seed", type=int, default=1, metavar="N",
-        help="seed of the sample that the vocabulary is learnt from, and of segmentations (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace a data directory made from other text or options"
-    )
+    from deepspeed_nmt.commands.flags import add_flags
+    from deepspeed_nmt.data.clean import CleaningConfig
+    from deepspeed_nmt.data.options import PrepareOptions
+
+    add_flags(parser, PrepareOptions)
+    add_flags(parser, CleaningConfig)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,84 +45,117 @@ def run(arguments: argparse.Namespace) -> int:
         DataError: if the text cannot be used.
     """
     from deepspeed_nmt.console import output
-    from deepspeed_nmt.data.prepare import prepare
+    from deepspeed_nmt.data.preparation import prepare
 
-    options = read_options(arguments)
-    output(report(prepare(options), options.cleaning, options.out))
+    options = read_options(vars(arguments))
+    output(report(prepare(options), options.out))
     return 0
 
 
-def read_options(arguments: argparse.Namespace) -> PrepareOptions:
+def read_options(values: Mapping[str, Any]) -> PrepareOptions:
     """Return the options of a command line.
+
+    Args:
+        values: by option; others are ignored. Without ``workers`` all cores work.
 
     Raises:
         ConfigError: if an option is out of range, or contradicts another.
         DataError: if the directory of a given vocabulary cannot be read.
     """
-    from pydantic import ValidationError
-
+    from deepspeed_nmt.commands.flags import validated
     from deepspeed_nmt.data.clean import CleaningConfig
     from deepspeed_nmt.data.options import PrepareOptions
-    from deepspeed_nmt.errors import ConfigError
-    from deepspeed_nmt.registry import problem_of
-    from deepspeed_nmt.run.vocabulary import verify_vocabulary
+    from deepspeed_nmt.run.text_form import verify_vocabulary
 
-    given = vars(arguments)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cleaning = {name: given[name] for name in CleaningConfig.model_fields if name in given}
-    given["workers"] = cores if arguments.workers is None else arguments.workers
-    if arguments.tsv_columns is not None:
-        given["tsv_columns"] = arguments.tsv_columns.split(",")
-    settings = {name: given[name] for name in PrepareOptions.model_fields if name in given} | {"cleaning": cleaning}
-    try:
-        options = PrepareOptions.model_validate(settings)
-    except ValidationError as error:
-        raise ConfigError(problem_of(problem, _option(problem["loc"])) for problem in error.errors()) from error
+    cleaning = {name: values[name] for name in CleaningConfig.model_fields if name in values}
+    known = {name: values[name] for name in PrepareOptions.model_fields if name in values}
+    options: PrepareOptions = validated(PrepareOptions, {"workers": cores, **known, "cleaning": cleaning})
     if options.vocab_from is not None:
         verify_vocabulary(options.vocab_from)
     return options
 
 
-def _option(location: tuple[int | str, ...]) -> str:
-    """Return the option for an error's place among the settings."""
-    names = [part for part in location if isinstance(part, str)]
-    return f"--{names[-1].replace('_', '-')}" if names else ""
-
-
-def report(meta: Meta, cleaning: CleaningConfig, out: Path) -> str:
+def report(meta: Meta, out: Path) -> str:
     """Return a table of the pairs removed, by reason, and of the data directory's content."""
-    train = meta.splits["train"]
-    lines = [f"{'training pairs read':<62}{meta.pairs_read:>14,}", *removals(meta, cleaning)]
-    lines.append(f"{'training pairs kept':<62}{train.pairs:>14,}{train.pairs / meta.pairs_read:>8.2%}")
-    lines += repairs(meta)
-    header = f"{'':<16}{'pairs':>12}{'tokens':>16}{'a sentence':>12}{'longest':>10}{'unknown':>12}{'changed':>10}"
-    lines += ["", header]
+    from deepspeed_nmt.console import table
+    from deepspeed_nmt.data.clean import CleaningConfig, describe
+    from deepspeed_nmt.data.filters import read_filters
+
+    cleaning, filters = CleaningConfig(**meta.options["cleaning"]), read_filters(meta.options.get("filters", {}))
+    train, read = meta.splits["train"], meta.pairs_read
+    counts = [["training pairs read", f"{read:,}", ""]]
+    for reason, count in meta.removed.items():
+        if count:
+            counts.append([f"removed: {describe(reason, cleaning, filters)}", f"{count:,}", f"{count / read:.2%}"])
+    counts.append(["training pairs kept", f"{train.pairs:,}", f"{train.pairs / read:.2%}"])
+    parts = [table(counts)]
+    if meta.repaired:
+        rules = [[rule, f"{lines['source']:,}", f"{lines['target']:,}"] for rule, lines in meta.repaired.items()]
+        parts.append(table([["lines repaired", "source", "target"], *rules]))
+
+    rows = [["", "pairs", "tokens", "a sentence", "longest", "unknown", "changed"]]
     for split, stats in meta.splits.items():
-        for side, counted in (("source", stats.source), ("target", stats.target)):
-            lines.append(
-                f"{f'{split} {side}':<16}{stats.pairs:>12,}{counted.tokens:>16,}"
-                f"{counted.tokens / max(1, stats.pairs):>12.1f}{counted.longest:>10,}"
-                f"{counted.unknown / max(1, counted.tokens):>12.4%}{_changed(meta, f'{split}.{side}'):>10}"
+        for side, tokens in (("source", stats.source), ("target", stats.target)):
+            trip = meta.round_trips.get(f"{split}.{side}")
+            rows.append(
+                [
+                    f"{split} {side}",
+                    *(f"{stats.pairs:,}", f"{tokens.tokens:,}", f"{tokens.tokens / max(1, stats.pairs):.1f}"),
+                    *(f"{tokens.longest:,}", f"{tokens.unknown / max(1, tokens.tokens):.4%}"),
+                    "" if trip is None else f"{trip.changed / max(1, trip.lines):.2%}",
+                ]
             )
     if "test.source" in meta.inputs:
-        lines.append(f"{'test':<16}{sum(file.lines for file in meta.inputs['test.source']):>12,}  copied as it is")
-    lines += removed_examples(meta) + _examples(meta)
-    return "\n".join([*lines, "", f"vocabulary      {describe_vocabulary(meta)}", f"data directory  {out}"])
-
-
-def _changed(meta: Meta, side: str) -> str:
-    """Return the share of lines that encoding and decoding changes; "" if it is not recorded."""
-    tried = meta.round_trips.get(side)
-    return "" if tried is None else f"{tried.changed / max(1, tried.lines):.2%}"
+        rows.append(["test", f"{sum(file.lines for file in meta.inputs['test.source']):,}", "copied", *[""] * 4])
+    parts += [table(rows), *_examples(meta)]
+    return "\n\n".join([*parts, f"vocabulary      {_describe_vocabulary(meta)}\ndata directory  {out}"])
 
 
 def _examples(meta: Meta) -> list[str]:
-    """Return lines of the report with examples of changed lines of both sides; none if no line was changed."""
-    from deepspeed_nmt.data.round_trip import EXAMPLES, excerpts
+    """Return examples of removed pairs, and of lines that encoding changes; none if there are none."""
+    from deepspeed_nmt.data.data_directory import EXAMPLES
 
-    lines = []
+    def excerpt(text: str) -> str:
+        return text if len(text) <= _SIDE_SHOWN else f"{text[: _SIDE_SHOWN - 3]}..."
+
+    removed = [
+        f"  {reason:<16}{excerpt(source):<{_SIDE_SHOWN}}  |  {excerpt(target)}"
+        for reason, examples in meta.removed_examples.items()
+        for source, target in examples
+    ]
+    changed = []
     for side in ("source", "target"):
-        tried = (each for name, each in meta.round_trips.items() if name.endswith(side))
-        examples = [example for each in tried for example in each.examples][:EXAMPLES]
-        lines += [f"  {side}  {excerpts(*example)}" for example in examples]
-    return ["", "changed: lines that differ after encoding and decoding, for example", *lines] if lines else []
+        trips = (trip for name, trip in meta.round_trips.items() if name.endswith(side))
+        examples = [example for trip in trips for example in trip.examples][:EXAMPLES]
+        changed += [f"  {side}  {difference(*example)}" for example in examples]
+    heads = ("removed, for example", "changed: lines that differ after encoding and decoding, for example")
+    return ["\n".join([head, *lines]) for head, lines in zip(heads, (removed, changed), strict=True) if lines]
+
+
+def difference(original: str, decoded: str) -> str:
+    """Return the places of two lines where they begin to differ, as ``original -> decoded``."""
+    pairs = enumerate(zip_longest(original, decoded))
+    start = max(0, next((place for place, (left, right) in pairs if left != right), 0) - 15)
+    end = start + _SIDE_SHOWN
+    return " -> ".join(
+        f"{'...' if start else ''}{text[start:end]}{'...' if end < len(text) else ''}" for text in (original, decoded)
+    )
+
+
+def _describe_vocabulary(meta: Meta) -> str:
+    """Return the size and the kind of a directory's vocabularies."""
+    source, target = meta.source_vocabulary_size, f"{meta.vocabulary_size:,}"
+    if "vocabulary.source.json" in meta.files:
+        return f"{source:,} and {target} tokens (of two BERTs)"
+    options, kind = meta.options, ["words of segmented text" if meta.segmented else "SentencePiece"]
+    if options.keys() & {"vocab_from", "sentencepiece"}:
+        kind.append("given")
+    elif not meta.segmented:
+        kind += ["unigram"] if options.get("vocabulary_type") == "unigram" else []
+        kind += ["byte fallback"] if options.get("byte_fallback") else []
+        kind.append(f"normalization {options.get('normalization', 'nfkc')}")
+    if symbols := options.get("symbols"):
+        kind.append(f"symbols {' '.join(symbols)}")
+    size = f"{source:,} and {target}" if "vocabulary.source.model" in meta.files else target
+    return f"{size} tokens ({', '.join(kind)})"

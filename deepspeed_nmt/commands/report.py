@@ -3,36 +3,431 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from deepspeed_nmt.reports.text_scores import ParallelText
 
 HELP = "make a page of a run; compare runs, the points of a sweep, or the depths of a model"
 
-KINDS = {
-    "collapse": "curves of runs: source reliance, loss, BLEU, cross-attention by layer",
-    "depths": "BLEU and time at every depth of one or more runs",
-    "run": "page of one run: curves, layers, translations, events, settings",
-    "runs": "settings in which runs differ, and what came of it",
-    "sweep": "results of a sweep's runs against the setting swept",
-}
-"""Kinds of reports. Each is a module of deepspeed_nmt.commands, report_KIND."""
+_FEW_SENTENCES = 200
+"""Number of sentences below which a comparison of depths is not reliable."""
+_PAGES = (".html", ".htm")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of each kind."""
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
-    for kind, words in KINDS.items():
-        module = importlib.import_module(f"deepspeed_nmt.commands.report_{kind}")
-        module.add_arguments(
+    for name, kind in KINDS.items():
+        kind.add_arguments(
             kinds.add_parser(
-                kind,
-                help=words,
-                description=module.__doc__,
+                name,
+                help=kind.help,
+                description=textwrap.dedent(kind.description),
                 formatter_class=argparse.RawDescriptionHelpFormatter,
             )
         )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the report, and return the exit status."""
-    status: int = importlib.import_module(f"deepspeed_nmt.commands.report_{arguments.kind}").run(arguments)
-    return status
+    """Make the report, and return the exit status.
+
+    Raises:
+        UserError: if an option is wrong, or a run or a text cannot be read or compared.
+    """
+    return KINDS[arguments.kind].run(arguments)
+
+
+def _add_runs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
+
+
+def _add_output(parser: argparse.ArgumentParser, default: str, *, of: str, markdown: bool = False) -> None:
+    """Declare the options for the picture and the table of a report."""
+    parser.add_argument(
+        "--out", type=Path, default=Path(default), metavar="F",
+        help="picture to write, .png, .svg or .pdf (default: %(default)s)",
+    )  # fmt: skip
+    form = parser.add_mutually_exclusive_group()
+    if markdown:
+        form.add_argument("--markdown", action="store_true", help="print the table in Markdown")
+    form.add_argument("--json", action="store_true", help=f"print a JSON object for each {of}, one a line")
+
+
+def _add_decoding(parser: argparse.ArgumentParser) -> None:
+    """Declare the options for the text that a report translates, and for its translation."""
+    from deepspeed_nmt.commands.decode_arguments import add_options
+
+    parser.add_argument("--data", type=Path, metavar="DIR", help="data directory with a test set to translate")
+    parser.add_argument("--input", type=Path, metavar="F", help="source text to translate, one sentence a line")
+    parser.add_argument("--reference", type=Path, metavar="F", help="reference translation of --input")
+    add_options(parser, ("checkpoint", "max_tokens"))
+
+
+def _read_text(arguments: argparse.Namespace) -> ParallelText | None:
+    """Check the options of decoding, and read the text to translate; return None if no option names one.
+
+    Raises:
+        ConfigError: if the options are incomplete, out of range, or contradict each other.
+        DataError: if the text is missing, empty or not aligned.
+    """
+    from deepspeed_nmt.data.data_directory import DataDirectory
+    from deepspeed_nmt.errors import ConfigError
+    from deepspeed_nmt.reports.text_scores import ParallelText
+    from deepspeed_nmt.search.decode_options import DecodeOptions
+
+    DecodeOptions.of({"max_tokens": arguments.max_tokens})
+    files = (arguments.input, arguments.reference)
+    if (None in files and files != (None, None)) or (arguments.data is not None and files != (None, None)):
+        raise ConfigError(
+            "the test set is named by --data, or by --input and --reference together; give one of the two"
+        )
+    if arguments.data is not None:
+        return ParallelText.of(DataDirectory.open(arguments.data))
+    return None if arguments.input is None else ParallelText.read(*files)
+
+
+def _collapse(arguments: argparse.Namespace) -> int:
+    from deepspeed_nmt.console import cell, json_line, logger, output, table
+    from deepspeed_nmt.evaluate.metrics import validation_tag
+    from deepspeed_nmt.reports.outcome import collapse_row
+    from deepspeed_nmt.reports.pictures import check_out, draw_curves
+    from deepspeed_nmt.reports.run_log import (
+        SOURCE_RELIANCE,
+        TRAIN_PERPLEXITY,
+        VALID_LOSS,
+        RunLog,
+        run_names,
+        validation_metric,
+    )
+
+    check_out(arguments.out)
+    paths = list(dict.fromkeys(arguments.runs))
+    logs = dict(zip(run_names(paths), map(RunLog.read_begun, paths), strict=True))
+    metric = validation_metric(logs.values()).name
+    panels = {
+        SOURCE_RELIANCE: "source reliance (nats per token)",
+        TRAIN_PERPLEXITY: "training perplexity",
+        VALID_LOSS: "validation loss",
+        validation_tag(metric): f"validation {metric}",
+    }
+    draw_curves(logs, panels, arguments.out, shares=True)
+    rows = [collapse_row(name, log) for name, log in logs.items()]
+    if arguments.json:
+        output("\n".join(map(json_line, rows)))
+    else:
+        titles = {key: key.replace("_", " ") for key in rows[0] if key != "cross_share"} | {
+            "best_valid_score": "best"
+        }
+        output(table([list(titles.values()), *([cell(row[key]) for key in titles] for row in rows)]))
+    logger.info("picture: %s", arguments.out)
+    return 0
+
+
+def _add_depths(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--run", type=Path, action="extend", nargs="+", required=True, metavar="DIR", dest="runs",
+        help="run directories, made by `train`",
+    )  # fmt: skip
+    _add_decoding(parser)
+    parser.add_argument(
+        "--max-loss", type=float, default=0.5, metavar="B",
+        help="largest loss of BLEU that is accepted (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--oracle", action="store_true", help="count the sentences that each pair translates best")
+    parser.add_argument(
+        "--repeat", type=int, default=1, metavar="N",
+        help="number of measurements; times are their medians (default: %(default)s)",
+    )  # fmt: skip
+    _add_output(parser, "depths.png", of="system")
+
+
+def _depths(arguments: argparse.Namespace) -> int:
+    from deepspeed_nmt.console import json_line, logger, output
+    from deepspeed_nmt.errors import ConfigError
+    from deepspeed_nmt.reports.depths import draw_depths, measure, systems_of
+    from deepspeed_nmt.reports.pictures import check_out
+    from deepspeed_nmt.reports.text_scores import common_scorer
+    from deepspeed_nmt.run.directory import Run
+
+    if not 0.0 <= arguments.max_loss < float("inf"):
+        raise ConfigError(f"--max-loss is {arguments.max_loss}; give a finite number of at least 0")
+    if arguments.repeat < 1:
+        raise ConfigError(f"--repeat is {arguments.repeat}; give a number of at least 1")
+    check_out(arguments.out)
+    text = _read_text(arguments)
+    if text is None:
+        raise ConfigError("no text to translate; give --data, or --input and --reference")
+    runs = [Run.open(path) for path in dict.fromkeys(arguments.runs)]
+    systems = systems_of(runs)
+    scorer = common_scorer(runs, text)
+    if len(text.sources) < _FEW_SENTENCES:
+        few = "%d sentences are too few to compare depths: BLEU and times vary by chance; give %d or more"
+        logger.warning(few, len(text.sources), _FEW_SENTENCES)
+    if arguments.oracle and arguments.repeat == 1:
+        logger.warning(
+            "--oracle breaks ties by decoding time, but these times and the Pareto front rest on one measurement of "
+            "each pair; --repeat 3 steadies them"
+        )
+    measured = [
+        measure(
+            system,
+            text,
+            scorer,
+            checkpoint=arguments.checkpoint,
+            max_tokens=arguments.max_tokens,
+            repeat=arguments.repeat,
+            with_oracle=arguments.oracle,
+        )
+        for system in systems
+    ]
+    draw_depths(measured, arguments.out)
+    if arguments.json:
+        output("\n".join(json_line(system.report(arguments.max_loss)) for system in measured))
+    else:
+        output("\n\n".join(system.text(arguments.max_loss) for system in measured))
+    logger.info("picture: %s", arguments.out)
+    return 0
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument(
+        "--out", type=Path, default=Path("page.html"), metavar="F", help="page to write (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--recipe", metavar="NAME",
+        help="recipe to compare the settings with (default: that of the last start, or the nearest)",
+    )  # fmt: skip
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from deepspeed_nmt.console import logger, output
+    from deepspeed_nmt.errors import ConfigError, check_installed
+    from deepspeed_nmt.files import atomic_write_bytes
+    from deepspeed_nmt.reports.pictures import check_out
+
+    check_out(arguments.out, _PAGES)
+    check_installed("plotly", "report run", "pip install plotly")
+    from deepspeed_nmt.reports.page import RunPage
+
+    page = RunPage(arguments.run, arguments.recipe)
+    content = page.render()
+    try:
+        atomic_write_bytes(arguments.out, content)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {arguments.out} could not be written ({error.strerror or error}); choose another place"
+        ) from error
+    state, sentence = page.status()
+    output(f"{page.name}: {state}, {sentence}")
+    logger.info("page: %s (%.1f MB)", arguments.out, len(content) / 1e6)
+    return 0
+
+
+def _add_comparison(parser: argparse.ArgumentParser) -> None:
+    _add_runs(parser)
+    _add_decoding(parser)
+    _add_output(parser, "runs.png", of="run", markdown=True)
+
+
+def _runs(arguments: argparse.Namespace) -> int:
+    from deepspeed_nmt.console import json_line, logger, output, table
+    from deepspeed_nmt.evaluate.metrics import validation_tag
+    from deepspeed_nmt.reports.outcome import Outcome, comparison_table, differing
+    from deepspeed_nmt.reports.pictures import check_out, draw_curves
+    from deepspeed_nmt.reports.run_log import (
+        TRAIN_PERPLEXITY,
+        VALID_PERPLEXITY,
+        run_names,
+        validation_measures,
+        validation_metric,
+    )
+    from deepspeed_nmt.reports.text_scores import all_scores
+    from deepspeed_nmt.run.plans import Plans
+
+    check_out(arguments.out)
+    text = _read_text(arguments)
+    paths = list(dict.fromkeys(arguments.runs))
+    runs = dict(zip(run_names(paths), map(Outcome.read, paths), strict=True))
+    settings = differing([outcome.config.flat() for outcome in runs.values()])
+    logs = {name: outcome.log for name, outcome in runs.items() if outcome.log.tokens is not None}
+    measures = validation_measures(logs.values())
+    scores = all_scores(paths, arguments.checkpoint, text, arguments.max_tokens)
+    plans = Plans()
+    rows = {name: outcome.row(settings, measures, plans, scores[outcome.path]) for name, outcome in runs.items()}
+    metric = validation_metric(logs.values()).name
+    panels = {
+        TRAIN_PERPLEXITY: "training perplexity",
+        VALID_PERPLEXITY: "validation perplexity",
+        validation_tag(metric): f"validation {metric}",
+    }
+    draw_curves(logs, panels, arguments.out)
+    if arguments.json:
+        output("\n".join(json_line({"run": name, **row}) for name, row in rows.items()))
+    else:
+        output(table(comparison_table(rows, measures), markdown=arguments.markdown))
+    logger.info("picture: %s", arguments.out)
+    return 0
+
+
+def _add_sweep(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("sweep", metavar="SWEEP", help="name of the sweep")
+    parser.add_argument("--runs", type=Path, required=True, metavar="DIR", help="directory of the run directories")
+    _add_decoding(parser)
+    parser.add_argument(
+        "--metric", metavar="M",
+        help="measure of validation that is the score: a metric or loss, of a named set as SET/METRIC, of the mean "
+        "as mean/METRIC (default: the first metric that any run has logged)",
+    )  # fmt: skip
+    _add_output(parser, "sweep.png", of="point")
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from deepspeed_nmt.console import json_line, logger, output, table
+    from deepspeed_nmt.errors import ConfigError
+    from deepspeed_nmt.reports.pictures import check_out
+    from deepspeed_nmt.reports.sweep import (
+        Scores,
+        Sweep,
+        choose_runs,
+        draw_sweep,
+        sweep_rows,
+        sweep_table,
+        validation_scores,
+        warn_of_differences,
+    )
+    from deepspeed_nmt.reports.text_scores import score_runs
+
+    check_out(arguments.out)
+    sweep = Sweep(arguments.sweep)
+    text = _read_text(arguments)
+    if text is not None and arguments.metric is not None:
+        raise ConfigError("--metric names a measure of validation, and a test set is given; leave out one of them")
+    runs = choose_runs(sweep, arguments.runs)
+    trained = [outcome for outcome in runs if outcome is not None]
+    scores: Scores
+    if text is None:
+        metric, scores = validation_scores(trained, arguments.metric)
+        metrics = [metric]
+    else:
+        paths = [outcome.path for outcome in trained]
+        metrics, recorded = score_runs(paths, arguments.checkpoint, text, arguments.max_tokens)
+        scores = {path: {score.metric: score.value for score in of_run} for path, of_run in recorded.items()}
+    warn_of_differences(sweep, runs)
+    rows = sweep_rows(sweep, runs, metrics, scores)
+    titles = {metric: f"{'validation' if text is None else 'test'} {metric}" for metric in metrics}
+    draw_sweep(sweep, rows, titles[metrics[0]], arguments.out)
+    output("\n".join(map(json_line, rows)) if arguments.json else table(sweep_table(sweep, rows, titles)))
+    logger.info("picture: %s", arguments.out)
+    return 0
+
+
+def _add_collapse(parser: argparse.ArgumentParser) -> None:
+    _add_runs(parser)
+    _add_output(parser, "collapse.png", of="run")
+
+
+class Kind(NamedTuple):
+    """A kind of report.
+
+    Attributes:
+        help: what it is, in a line.
+        description: text of its help.
+        add_arguments: function that declares its options.
+        run: function that makes it, and returns the exit status.
+    """
+
+    help: str
+    description: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+KINDS = {
+    "collapse": Kind(
+        "curves of runs: source reliance, loss, BLEU, cross-attention by layer",
+        """\
+        Compare the training curves of runs, in a picture and a table.
+
+            deepspeed-nmt report collapse runs/plain runs/with_cad --out collapse.png
+
+        The picture shows if decoders use their source: source reliance, training perplexity, validation loss and
+        score over target tokens, and for each run the share of cross-attention in the update of each decoder layer
+        over updates. Source reliance is the rise of the loss, in nats per target token, when the sources are
+        shuffled among the sentences.
+        """,
+        _add_collapse,
+        _collapse,
+    ),
+    "depths": Kind(
+        "BLEU and time at every depth of one or more runs",
+        """\
+        Compare BLEU and time at every pair of encoder and decoder stages.
+
+            deepspeed-nmt report depths --run RUN --input test.en --reference test.de --oracle --repeat 3
+            deepspeed-nmt report depths --run runs/nxm runs/vanilla/* --data DATA --oracle --repeat 3
+
+        A stage is a layer, or a loop of a recurrent model. A run alone translates at all its depths. Beside other
+        runs, one that was trained with objective.multi_softmax does so, and all others together are one system, with
+        the full depth of each. The report names the fastest pair whose BLEU is at most --max-loss below that of the
+        full depth, or if no model has it, below the best BLEU. With --oracle it also counts the sentences that each
+        pair translates best, by sentence BLEU (ties go to the pair of the least measured time), and has the BLEU of
+        the best pair for each sentence.
+        """,
+        _add_depths,
+        _depths,
+    ),
+    "run": Kind(
+        "page of one run: curves, layers, translations, events, settings",
+        """\
+        Make a page of one run: one HTML file that needs no network and no other file.
+
+            deepspeed-nmt report run runs/deep --out deep.html
+
+        It has the state of the run, its curves with skipped updates, spikes, rollbacks and restarts where they were,
+        cross-attention by decoder layer, sample translations over time beside their references, the worst sentences,
+        and its settings, data and environment. What a run does not record is left out, so the page of a run that is
+        still trained, or that failed, can be made at any time. Figures are drawn by plotly, which the page contains.
+        """,
+        _add_run,
+        _run,
+    ),
+    "runs": Kind(
+        "settings in which runs differ, and what came of it",
+        """\
+        Compare runs: the settings in which they differ, and what came of it.
+
+            deepspeed-nmt report runs runs/plain runs/with_cad --out runs.png
+            deepspeed-nmt report runs runs/plain runs/with_cad --data DATA --checkpoint average
+
+        The table has a column for each run, with the settings that differ, then length, cost and results. What a run
+        does not record is shown as `-`. With --data, or --input and --reference, each run translates the test set by
+        its own search, and its scores are recorded in the run, so that it is translated once; scores recorded before
+        are shown, too. The picture shows perplexity and BLEU over target tokens.
+        """,
+        _add_comparison,
+        _runs,
+    ),
+    "sweep": Kind(
+        "results of a sweep's runs against the setting swept",
+        """\
+        Compare the runs of a sweep: final training perplexity, score, source reliance and hours of each point.
+
+            deepspeed-nmt report sweep deep_decoder_fig1 --runs runs/fig1 --data DATA
+
+        The runs are the directories in --runs; launch/sweep.sbatch trains point I of a sweep in the directory I. A
+        run belongs to a point if it has the settings that the sweep varies, whatever its name. With --data, or
+        --input and --reference, each run translates the test set by its own search, and its scores are recorded in
+        the run, so that it is translated once; otherwise the score is the best of validation, by --metric or the
+        first metric that any run has logged. Runs without it and unfinished runs are named, and points without a run
+        are counted.
+        """,
+        _add_sweep,
+        _sweep,
+    ),
+}
+"""Kinds of reports."""

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the files, and print their paths and sizes."""
     from deepspeed_nmt.console import output
-    from deepspeed_nmt.sample.corpus import SPLITS, write_sample
+    from deepspeed_nmt.sample import SPLITS, write_sample
 
     counts = {name: getattr(arguments, name) for name in SPLITS}
     write_sample(arguments.out, **counts, seed=arguments.seed, overwrite=arguments.overwrite)

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deepspeed_nmt.evaluate.chosen_metrics import ChosenMetrics
-    from deepspeed_nmt.evaluate.reranking import Converter
+    from deepspeed_nmt.evaluate.nbest import Converter
     from deepspeed_nmt.evaluate.scoring import ScoreInputs
     from deepspeed_nmt.text import Kind
 
@@ -76,36 +75,25 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from deepspeed_nmt.console import output
     from deepspeed_nmt.errors import ConfigError
-    from deepspeed_nmt.evaluate.scoring import as_json, as_text, score_files, warn_of_copies, warn_of_files
+    from deepspeed_nmt.evaluate import scoring
 
-    tokenised = arguments.tokenised or arguments.segmented
+    tokenised, lowercase = arguments.tokenised or arguments.segmented, arguments.lowercase
     if arguments.tune_rerank is not None:
         output(_tune(arguments, tokenised))
         return 0
     if arguments.grid:
         raise ConfigError("--grid shows BLEU at the pairs of --tune-rerank, which is missing; give both")
-    chosen = _chosen(arguments, tokenised)
+    chosen, by_name = None, arguments.metrics is not None
+    if by_name:
+        for_programs = arguments.source is not None and len(set(arguments.reference)) == 1
+        kind: Kind = "tokenised" if tokenised else "plain"
+        chosen = scoring.choose_metrics(arguments.metrics, kind, lowercase, for_programs)
     inputs = _read(arguments, tokenised)
-    warn_of_files(inputs, tokenised, arguments.lowercase)
-    for report in score_files(inputs, tokenised, arguments.lowercase, chosen):
-        warn_of_copies(report)
-        output(as_json(report, inputs) if arguments.json else as_text(report, inputs))
+    scoring.warn_of_files(inputs, tokenised, lowercase)
+    for report in scoring.score_files(inputs, tokenised, lowercase, chosen):
+        scoring.warn_of_copies(report)
+        output((scoring.as_json if arguments.json else scoring.as_text)(report, inputs, by_name))
     return 0
-
-
-def _chosen(arguments: argparse.Namespace, tokenised: bool) -> ChosenMetrics | None:
-    """Return the metrics of --metrics; None without it.
-
-    Raises:
-        ConfigError: if one cannot be used.
-    """
-    from deepspeed_nmt.evaluate.chosen_metrics import ChosenMetrics
-
-    if arguments.metrics is None:
-        return None
-    for_programs = arguments.source is not None and len(set(arguments.reference)) == 1
-    kind: Kind = "tokenised" if tokenised else "plain"
-    return ChosenMetrics.parse(arguments.metrics, kind, arguments.lowercase, for_programs)
 
 
 def _tune(arguments: argparse.Namespace, tokenised: bool) -> str:
@@ -116,14 +104,14 @@ def _tune(arguments: argparse.Namespace, tokenised: bool) -> str:
         DataError: if a file cannot be used.
     """
     from deepspeed_nmt.errors import ConfigError
-    from deepspeed_nmt.evaluate.reranking import tune
+    from deepspeed_nmt.evaluate.nbest import tune
 
     if arguments.metrics is not None:
         raise ConfigError("--tune-rerank searches the highest BLEU; leave out --metrics")
     if arguments.source is not None:
         raise ConfigError("--tune-rerank compares n-best lists with --reference alone; leave out --source")
     convert, convert_reference = _converters(arguments, tokenised)
-    found = tune(
+    tuning = tune(
         arguments.tune_rerank,
         arguments.reference,
         convert=convert,
@@ -131,7 +119,7 @@ def _tune(arguments: argparse.Namespace, tokenised: bool) -> str:
         tokenised=tokenised,
         lowercase=arguments.lowercase,
     )
-    return found.as_json(arguments.grid) if arguments.json else found.as_text(arguments.grid)
+    return tuning.as_json(arguments.grid) if arguments.json else tuning.as_text(arguments.grid)
 
 
 def _read(arguments: argparse.Namespace, tokenised: bool) -> ScoreInputs:
@@ -147,14 +135,14 @@ def _read(arguments: argparse.Namespace, tokenised: bool) -> ScoreInputs:
     names = [*dict.fromkeys(arguments.hypothesis), *dict.fromkeys(arguments.reference)]
     names += [arguments.source] if arguments.source else []
     if names.count("-") > 1:
-        raise DataError("standard input (`-`) must be given at most once, but is given more often; give paths")
+        raise DataError("standard input (`-`) is given more than once; give paths")
     # One list for each name, shared by its roles: standard input can be read only once.
     lines = {name: read_sentences(name) for name in dict.fromkeys(names)}
     if len({len(sentences) for sentences in lines.values()}) > 1:
         counts = "\n".join(f"  {len(sentences):>9,}  {shown_name(name)}" for name, sentences in lines.items())
         raise DataError(
-            "all files must be aligned line by line, but their numbers of lines differ:\n"
-            f"{counts}\ngive files of the same sentences; a short hypothesis may be an unfinished translation"
+            f"the files have different numbers of lines:\n{counts}\n"
+            "give files of the same sentences; a short hypothesis may be an unfinished translation"
         )
     convert, convert_reference = _converters(arguments, tokenised)
     return ScoreInputs(
@@ -170,16 +158,16 @@ def _converters(arguments: argparse.Namespace, tokenised: bool) -> tuple[Convert
     Raises:
         DataError: if text like that of --like cannot have this form.
     """
-    from deepspeed_nmt.evaluate.bleu import join_segments
+    from deepspeed_nmt.text import join_segments
 
     def join(lines: Sequence[str]) -> list[str]:
         return [join_segments(line) for line in lines] if arguments.segmented else list(lines)
 
     if arguments.like is None:
         return join, join
-    from deepspeed_nmt.data.directory import open_tokenizer
+    from deepspeed_nmt.data.data_directory import open_tokenizer
     from deepspeed_nmt.errors import DataError
-    from deepspeed_nmt.run.vocabulary import recorded_form, verify_vocabulary
+    from deepspeed_nmt.run.text_form import recorded_form, verify_vocabulary
 
     verify_vocabulary(arguments.like)
     tokenizer = open_tokenizer(arguments.like)

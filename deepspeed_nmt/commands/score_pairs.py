@@ -18,28 +18,25 @@ from io import BufferedReader
 from itertools import tee
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_nmt.commands.translate_options import (
-    add_run_arguments,
-    add_tag_arguments,
-    check_numbers,
-    tag_of,
-    weights_of,
-)
-from deepspeed_nmt.commands.translate_outputs import target_of
-from deepspeed_nmt.commands.translate_texts import count_lines
 from deepspeed_nmt.errors import ConfigError
 
 if TYPE_CHECKING:
     from deepspeed_nmt.api import Translator
-    from deepspeed_nmt.search.scoring import ScoredTranslation
+    from deepspeed_nmt.search.forced import ScoredTranslation
 
 HELP = "log-probabilities of given translations, by sentence and token"
 
 
+_OPTIONS = (
+    *("run", "checkpoint", "weights", "tag", "tag_target", "max_tokens", "max_source_tokens", "strict", "device"),
+    "precision",
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    add_run_arguments(parser, "score")
-    add_tag_arguments(parser)
+    from deepspeed_nmt.commands.decode_arguments import add_options
+
     parser.add_argument("--source", required=True, metavar="F", help="source text; - is standard input")
     parser.add_argument(
         "--target", required=True, metavar="F",
@@ -53,27 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     exits.add_argument("--all-exits", action="store_true", help="score at every exit that the run has trained")
     parser.add_argument("--tokens", action="store_true", help="also print each token and its log-probability")
     parser.add_argument("--json", action="store_true", help="print JSON objects, one a line")
-    parser.add_argument(
-        "--max-tokens", type=int, default=4096, metavar="N",
-        help="batch size: pairs x longest side (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-source-tokens", type=int, metavar="N",
-        help="longest source line, in tokens; of longer ones the beginning is read (default: 1024, or the longest "
-        "sentence that the run was trained on)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--strict", action="store_true",
-        help="refuse source lines longer than --max-source-tokens, and those that are not UTF-8, instead",
-    )  # fmt: skip
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto",
-        help="auto: a GPU if there is one (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--precision", choices=("auto", "fp32", "bf16", "fp16", "int8"), default="fp32",
-        help="auto: 16 bit on a GPU, whose scores differ in the third digit (default: %(default)s)",
-    )  # fmt: skip
+    add_options(parser, _OPTIONS, required=("run",), precision="fp32")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -84,46 +61,37 @@ def run(arguments: argparse.Namespace) -> int:
             numbers of lines; the pairs before are scored.
     """
     from deepspeed_nmt.api import Translator
+    from deepspeed_nmt.commands.decode_arguments import options_of
     from deepspeed_nmt.console import counting
     from deepspeed_nmt.errors import DataError
-    from deepspeed_nmt.files import atomic_text_writer, open_text, replaces, text_lines
+    from deepspeed_nmt.files import atomic_writer, open_text, replaces, text_lines
+    from deepspeed_nmt.run.translation import count_lines, output_path
     from deepspeed_nmt.search.base import MisalignedError
-    from deepspeed_nmt.search.scoring import check_targets
+    from deepspeed_nmt.search.forced import check_targets
 
-    check_numbers(arguments)
-    target = target_of(arguments.output, "--output")
+    options = options_of(arguments)
+    target = output_path(arguments.output, "--output")
     if arguments.source == arguments.target == "-":
-        raise ConfigError("standard input (`-`) must be given at most once, but is given more often; give paths")
+        raise ConfigError("standard input (`-`) is given twice; give paths")
     problem: MisalignedError | None = None
     with ExitStack() as stack:
         files = [stack.enter_context(open_text(name)) for name in (arguments.source, arguments.target)]
         for option, file in zip(("source", "target"), files, strict=True):
             if target is not None and replaces(target, file):
-                raise ConfigError(
-                    f"--output must be another file than --{option}, but {target} is that text; give a path"
-                )
+                raise ConfigError(f"--output is {target}, the text of --{option}; give another path")
         names = (arguments.source, arguments.target)
         counts = [count_lines(file, name) for file, name in zip(files, names, strict=True)]
         if None not in counts and counts[0] != counts[1]:
             raise DataError(
-                f"--source and --target must be aligned line by line, but have {counts[0]:,} and {counts[1]:,} "
-                "lines; give texts of the same sentences"
+                f"--source has {counts[0]:,} lines and --target {counts[1]:,}; give texts of the same sentences, "
+                "aligned line by line"
             )
-        translator = Translator.open(
-            arguments.run,
-            checkpoint=arguments.checkpoint,
-            device=arguments.device,
-            exit=arguments.exit,
-            weights=weights_of(arguments),
-            tag=tag_of(arguments.tag),
-            tag_target=tag_of(arguments.tag_target),
-            precision=arguments.precision,
-        )
+        translator = Translator.opened(options, {})
         if files[1].seekable():  # a pipe is checked as it is read
             check_targets(translator.model, translator.tokenizer, translator.tags, text_lines(files[1], names[1]))
             files[1].seek(0)
         exits = translator.exits if arguments.all_exits else [arguments.exit or "top"]
-        output = stack.enter_context(nullcontext(sys.stdout) if target is None else atomic_text_writer(target))
+        output = stack.enter_context(nullcontext(sys.stdout) if target is None else atomic_writer(target, "w"))
         advance = stack.enter_context(counting("score-pairs", "scores"))
         streams = _streams(translator, exits, files, arguments, advance)
         try:
@@ -149,16 +117,15 @@ def _streams(
     from deepspeed_nmt.files import text_lines
 
     names = (arguments.source, arguments.target)
+    lines = {name: getattr(arguments, name) for name in ("max_tokens", "max_source_tokens", "strict")}
     sides = [tee(text_lines(file, name), len(exits)) for file, name in zip(files, names, strict=True)]
     return [
         (translator.at_exit(name) if arguments.all_exits else translator).score(
             sources,
             targets,
-            max_tokens=arguments.max_tokens,
             advance=advance,
-            max_source_tokens=arguments.max_source_tokens,
-            strict=arguments.strict,
             warn=number == 0,
+            **lines,
         )
         for number, (name, sources, targets) in enumerate(zip(exits, *sides, strict=True))
     ]

@@ -15,7 +15,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deepspeed_nmt.selftest.compare import Row
+    from deepspeed_nmt.parity import Row
 
 _MAX_RANKS = 256
 HELP = "compare all engines on this machine or cluster"
@@ -35,78 +35,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Start the ranks, or run as one of them."""
-    import os
-
-    from deepspeed_nmt.parallel.launched import once_per_host, place
-
-    launched = place().ranks
-    with once_per_host():
-        _check(arguments, launched)
-    if launched == 1 and "RANK" not in os.environ:
-        return _start(arguments)
-    return _run_rank(arguments)
-
-
-def _check(arguments: argparse.Namespace, launched: int) -> None:
-    """Check the options.
-
-    Args:
-        arguments: of the command line.
-        launched: number of processes that a launcher has started; 1 without one.
+    """Start the ranks, or run as one of them.
 
     Raises:
         ConfigError: if an option is out of range, or cannot be respected here.
     """
-    from deepspeed_nmt.errors import ConfigError, shown
-    from deepspeed_nmt.parallel.device import uses_cuda
-
-    if arguments.ranks is not None and not 1 <= arguments.ranks <= _MAX_RANKS:
-        raise ConfigError(f"--ranks must be from 1 to {_MAX_RANKS}, but is {shown(arguments.ranks)}")
-    if launched > 1 and arguments.ranks not in (None, launched):
-        raise ConfigError(
-            f"--ranks must be left out if a launcher starts the processes, but it has started {launched}"
-        )
-    uses_cuda(arguments.device, "--device")
-
-
-def _start(arguments: argparse.Namespace) -> int:
-    """Start the ranks on this machine, wait for all, and return the exit status; rank 0 prints."""
     import os
-    import socket
-    import subprocess
-    import sys
-    import tempfile
 
+    from deepspeed_nmt.errors import ConfigError, shown
+    from deepspeed_nmt.parallel.hardware import uses_cuda
+    from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, place
+
+    launched, ranks = place().ranks, arguments.ranks
+    with once_per_host():
+        if ranks is not None and not 1 <= ranks <= _MAX_RANKS:
+            raise ConfigError(f"--ranks is {shown(ranks)}; give 1 to {_MAX_RANKS}")
+        if launched > 1 and ranks not in (None, launched):
+            raise ConfigError(f"--ranks is {ranks}, but a launcher has started {launched} processes; leave it out")
+        on_gpu = uses_cuda(arguments.device, "--device")
+    if launched > 1 or "RANK" in os.environ:
+        return _run_rank(arguments)
     import torch
 
-    ranks = arguments.ranks or max(2, torch.cuda.device_count() if arguments.device != "cpu" else 2)
-    if arguments.device != "cpu" and torch.cuda.is_available():
-        ranks = min(ranks, torch.cuda.device_count())
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    words = [sys.executable, "-m", "deepspeed_nmt", "selftest", "--device", arguments.device]
-    words += [flag for flag in ("--quick", "--json") if getattr(arguments, flag[2:])]
-    with tempfile.TemporaryDirectory() as scratch:
-        environment = {
-            **os.environ,
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCH_EXTENSIONS_DIR": scratch,
-            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
-        }
-        processes = [
-            subprocess.Popen(words, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank in range(ranks)
-        ]
-        try:
-            return max(abs(process.wait()) for process in processes)
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
+    from deepspeed_nmt.cli import execute
+    from deepspeed_nmt.parallel.workers import run_workers
+
+    isolate_extension_builds()
+    gpus = torch.cuda.device_count() if on_gpu else 0
+    ranks = ranks or max(2, gpus)
+    return run_workers(execute, argparse.Namespace(**{**vars(arguments), "ranks": None}), min(ranks, gpus or ranks))
 
 
 def _run_rank(arguments: argparse.Namespace) -> int:
@@ -118,7 +75,7 @@ def _run_rank(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.console import output, setup_logging
     from deepspeed_nmt.kernels.choice import DEFAULT
     from deepspeed_nmt.parallel.world import join_world, leave_world
-    from deepspeed_nmt.selftest.compare import rows
+    from deepspeed_nmt.parity import rows
 
     failed = 0
     world = join_world(arguments.device, timeout_s=300.0)

@@ -21,7 +21,7 @@ from deepspeed_nmt.errors import EXIT_STOPPED, ReportedError
 if TYPE_CHECKING:
     from deepspeed_nmt.config import RunConfig
     from deepspeed_nmt.data.training import TrainingData
-    from deepspeed_nmt.run.warm_start import Origin
+    from deepspeed_nmt.run.start import Origin
     from deepspeed_nmt.train.signals import StopRequest
 
 HELP = "train a model, or resume a run"
@@ -76,20 +76,18 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     import torch
 
     from deepspeed_nmt.console import log_to, logger, setup_logging
-    from deepspeed_nmt.engine.ds_config import load_ds_config
+    from deepspeed_nmt.engine.settings import load_ds_config
     from deepspeed_nmt.nn.compiled import check_compiler
-    from deepspeed_nmt.parallel.agreement import fail_together
+    from deepspeed_nmt.parallel.collectives import fail_together
     from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, requeued
     from deepspeed_nmt.parallel.watchdog import Watchdog
     from deepspeed_nmt.parallel.world import join_world, leave_world
-    from deepspeed_nmt.run.agreement import check_ranks_agree
-    from deepspeed_nmt.run.directory import LOGS, begin
-    from deepspeed_nmt.run.environment import environment, summary
-    from deepspeed_nmt.run.lock import run_lock
-    from deepspeed_nmt.run.trainer import Job, check_room, finish, train_run
+    from deepspeed_nmt.run.directory import LOGS
+    from deepspeed_nmt.run.resolve import check_ranks_agree, check_room
+    from deepspeed_nmt.run.start import begin, environment, run_lock, summary
+    from deepspeed_nmt.run.trainer import Trainer
     from deepspeed_nmt.run.validation_sets import SPLIT, check_commands, check_sets_agree, open_sets
-    from deepspeed_nmt.train.events import Events
-    from deepspeed_nmt.train.notify import Notifier, check_notify
+    from deepspeed_nmt.train.events import Events, Notifier, check_notify
 
     with once_per_host():
         isolate_extension_builds()
@@ -108,7 +106,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     with ExitStack() as stack:
         stack.callback(leave_world)
         check_ranks_agree(config, data, world)
-        check_commands(config.validation, engine.timeout_s, world)
+        check_commands(config, world)
         with fail_together(world):
             if world.is_main:
                 check_notify(config.training.notify)
@@ -136,10 +134,18 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
         notifier = Notifier(config.training.notify, config.training.notify_on)
         with Events(arguments.run, world.is_main, notifier) as events:
             watchdog = Watchdog(world, engine.silent_s, engine.stuck_s, engine.timeout_s, failed=events.fail)
-            job = Job(arguments.run, config, data, sets, origin, world, stop, watchdog, events)
             with watchdog:
-                progress = train_run(job)
-            return finish(job, progress)
+                return Trainer(
+                    path=arguments.run,
+                    config=config,
+                    data=data,
+                    sets=sets,
+                    origin=origin,
+                    world=world,
+                    stop=stop,
+                    watchdog=watchdog,
+                    events=events,
+                ).train()
 
 
 def _read(arguments: argparse.Namespace) -> tuple[RunConfig, TrainingData, Origin | None]:
@@ -153,11 +159,10 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, TrainingData, Origi
     from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.files import check_utf8_name
     from deepspeed_nmt.run.batches import update_order_of
-    from deepspeed_nmt.run.directory import Run, has_begun, recorded_data
-    from deepspeed_nmt.run.manifest import CHECKPOINTS, CONFIG_FILE, verify_run
+    from deepspeed_nmt.run.directory import CHECKPOINTS, CONFIG_FILE, Run, verify_run
+    from deepspeed_nmt.run.start import Origin, check_origin, has_begun, recorded_data
     from deepspeed_nmt.run.validation_sets import given_sets
-    from deepspeed_nmt.run.warm_start import Origin, check_origin
-    from deepspeed_nmt.train.store import CheckpointStore
+    from deepspeed_nmt.train.checkpoint import CheckpointStore
 
     check_utf8_name(arguments.run, "--run")
     options = [DataOption.parse(text) for text in arguments.data or ()]

@@ -14,16 +14,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from deepspeed_nmt.core.batch import Batch
-from deepspeed_nmt.core.plain import NotPlainError, PlainTransformer
+from deepspeed_nmt.core.description import NotStandardError, StandardTransformer
 from deepspeed_nmt.kernels.segments import Segments, mask_between
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.compiled import compile_layers
 from deepspeed_nmt.nn.embedding import Projection
-from deepspeed_nmt.nn.layers import Context, CrossAttending, Draw
+from deepspeed_nmt.nn.layers import Context, DecoderBlock, Draw, Residual
 from deepspeed_nmt.nn.stack import LayerStack
-from deepspeed_nmt.nn.static_cache import StaticAncestry, StaticCache
-from deepspeed_nmt.nn.sublayer import Residual
 
 TOP = "top"
 """Name of the exit after the last layers of encoder and decoder, which every model has."""
@@ -56,10 +54,6 @@ class Memory:
             self.mask.index_select(0, sentences_B) if isinstance(self.mask, Tensor) else self.mask,
             None if self.below_BSD is None else self.below_BSD.index_select(0, sentences_B),
         )
-
-    def without_states(self, mask: Tensor) -> Memory:
-        """Return the memory for a decoder whose cache has the source: no sentences' states, and another mask."""
-        return Memory(self.states_BSD[:0], mask, None if self.below_BSD is None else self.below_BSD[:0])
 
     def context(self, draw: Draw | None = None, segments: Segments | None = None) -> Context:
         """Return what the layers of a decoder share.
@@ -108,26 +102,6 @@ class DecodableModel(nn.Module, ABC):
     def begin(self) -> DecoderCache:
         """Return an empty cache for :meth:`step`."""
 
-    def begin_static(self, ancestry: StaticAncestry) -> StaticCache | None:
-        """Return an empty cache of constant sizes for :meth:`step`; None if the model decodes without such.
-
-        With this cache a step is a function of tensors: it never waits for the device, and reads no number on the
-        host that changes from one step to the next.
-        """
-        return None
-
-    def cache_source(self, memory: Memory, cache: StaticCache) -> None:
-        """Project the source of a batch into a cache that :meth:`begin_static` returned.
-
-        Args:
-            memory: encoded sources, as many as the cache's bucket has.
-            cache: of the model.
-
-        Raises:
-            TypeError: if the model decodes without such caches.
-        """
-        raise TypeError(f"{type(self).__name__} has no cache of constant sizes")
-
     @abstractmethod
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
         """Compute the logits of the next token of each hypothesis.
@@ -158,11 +132,11 @@ class TranslationModel(DecodableModel):
 
     Attributes:
         projection: projection of decoder states to the vocabulary, shared by all exits.
-        not_plain: reason why other programs cannot express the model; a clause.
+        not_standard: reason why other programs cannot express the model; a clause.
     """
 
     projection: Projection
-    not_plain: ClassVar[str] = "its method has no description as a plain Transformer"
+    not_standard: ClassVar[str] = "its method has no description as a standard Transformer"
 
     @property
     @abstractmethod
@@ -260,8 +234,8 @@ class TranslationModel(DecodableModel):
             if layer.cross_attention is not None
         }
 
-    def _crossing_layers(self) -> Iterator[tuple[int, CrossAttending]]:
-        return enumerate((module for module in self.modules() if isinstance(module, CrossAttending)), 1)
+    def _crossing_layers(self) -> Iterator[tuple[int, DecoderBlock]]:
+        return enumerate((module for module in self.modules() if isinstance(module, DecoderBlock)), 1)
 
     def source_mask(
         self, source_BS: Tensor, padded: bool, segments: Segments | None = None
@@ -271,13 +245,13 @@ class TranslationModel(DecodableModel):
             return segments
         return source_BS.ne(self.pad)[:, None, None, :] if padded else None
 
-    def plain(self) -> PlainTransformer:
-        """Describe the model as a plain Transformer. The description shares the weights.
+    def described(self) -> StandardTransformer:
+        """Describe the model as a standard Transformer. The description shares the weights.
 
         Raises:
-            NotPlainError: if it is none.
+            NotStandardError: if it is none.
         """
-        raise NotPlainError(self.not_plain)
+        raise NotStandardError(self.not_standard)
 
     def load_pretrained(self) -> bool:
         """Load the pretrained weights that a new run starts from. Return True if the model has any.

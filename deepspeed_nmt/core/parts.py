@@ -160,9 +160,11 @@ class ModelConfig(PartConfig):
 
         Such settings compose the same layers into a different network.
         """
-        names = {key for each in (self, other) for key in each.model_dump()}
+        names = {key for config in (self, other) for key in config.model_dump()}
         ignored = {
-            field for each in (self, other) for field in each.learning_fields | each.shape_fields | each.depth_fields
+            field
+            for config in (self, other)
+            for field in config.learning_fields | config.shape_fields | config.depth_fields
         }
         return self.differences(other, names - ignored)
 
@@ -263,10 +265,10 @@ class Parts:
 
     def contradictions(self) -> list[str]:
         """Return one sentence for each combination of settings that has no meaning."""
-        each: list[PartConfig] = [self.model, self.layer, *self.objective.values(), self.search]
-        return [sentence for part in each for sentence in part.contradictions(self)]
+        parts: list[PartConfig] = [self.model, self.layer, *self.objective.values(), self.search]
+        return [sentence for part in parts for sentence in part.contradictions(self)]
 
     def active_regularizers(self) -> dict[str, RegularizerConfig]:
         """Return the regularizers whose weight is above 0, by name."""
-        found = {name: part for name, part in self.objective.items() if isinstance(part, RegularizerConfig)}
-        return {name: part for name, part in found.items() if part.weight > 0.0}
+        regularizers = {name: part for name, part in self.objective.items() if isinstance(part, RegularizerConfig)}
+        return {name: part for name, part in regularizers.items() if part.weight > 0.0}

@@ -11,19 +11,15 @@ and padding within ``max_padding``. For the packed layout see :mod:`deepspeed_nm
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
-from typing_extensions import override
 
+from deepspeed_nmt.data.corpus import Indices, Lengths
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.registry import Config, older
-
-Lengths = NDArray[np.int32]
-Indices = NDArray[np.int64]
+from deepspeed_nmt.registry import Config
 
 MAX_TOKENS = 1 << 30
 """Bound on the tokens of a batch or an update, far below those at which 64-bit sums of them overflow."""
@@ -55,19 +51,6 @@ class BatchConfig(Config):
         le=1.0,
         description="share of padding above which an update is divided more finely; for the padded layout",
     )
-    order: Literal["windows", "epochs"] = Field(
-        default="windows",
-        json_schema_extra=older("epochs"),
-        description="windows: updates are made a few hundred at a time; epochs: an epoch at a time, which takes "
-        "longer to begin",
-    )
-
-    @override
-    @classmethod
-    def upgraded(cls, recorded: Mapping[str, Any]) -> Mapping[str, Any]:
-        if "plan" in recorded:  # an older name of `order`
-            return {**{key: value for key, value in recorded.items() if key != "plan"}, "order": recorded["plan"]}
-        return recorded
 
 
 def grain_tokens(update_tokens: int) -> int:
@@ -108,8 +91,8 @@ def divide_update(
     longest = int(max(s.max(), t.max()))
     if longest > config.micro_tokens:
         raise ConfigError(
-            f"batch.micro_tokens must be at least the longest sentence, which has {longest} tokens, but is "
-            f"{config.micro_tokens}; raise it, or prepare the data with --max-length {config.micro_tokens - 1}"
+            f"a sentence has {longest} tokens, but batch.micro_tokens is {config.micro_tokens}; raise it, or "
+            f"prepare the data with --max-length {config.micro_tokens - 1}"
         )
     count = max(1, -(-int(np.maximum(s, t).sum()) // (ranks * config.micro_tokens)))
     while True:

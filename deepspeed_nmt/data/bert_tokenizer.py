@@ -43,14 +43,14 @@ class BertTokenizer(Tokenizer):
             import tokenizers
         except ImportError as error:
             raise ConfigError(
-                "the package transformers must be installed to use the vocabularies of BERTs, but is not; install it "
+                "the package transformers is not installed, which vocabularies of BERTs need; install it "
                 f"({huggingface.EXTRA})"
             ) from error
         self._contents, self._special = contents, special
         try:
             self._sides = {side: tokenizers.Tokenizer.from_str(contents[side]) for side in SIDES}
         except Exception as error:  # the library raises no exception class of its own
-            raise DataError(f"the vocabulary must be a tokenizer's JSON, but could not be read: {error}") from error
+            raise DataError(f"the vocabulary could not be read as a tokenizer's JSON: {error}") from error
         for each in self._sides.values():
             each.encode_special_tokens = True  # "[SEP]" in a text stays text
             each.no_truncation()
@@ -58,8 +58,7 @@ class BertTokenizer(Tokenizer):
         source, target = (self._vocabulary(side) for side in SIDES)
         if source.pad != target.pad:
             raise DataError(
-                f"the two tokenizers must have the same number for [PAD], but have {source.pad} and {target.pad}; "
-                "take others"
+                f"the two tokenizers have different numbers for [PAD], {source.pad} and {target.pad}; take others"
             )
         one = contents["source"] == contents["target"]
         self.vocabulary = target if one else replace(target, own_source=source)
@@ -77,7 +76,7 @@ class BertTokenizer(Tokenizer):
         """
         parts = [part.strip() for part in names.split(",")]
         if len(parts) > 2 or not all(parts):
-            raise ConfigError(f"{option} must be {PREFIX}BERT or {PREFIX}BERT,BERT, but is {PREFIX}{names}")
+            raise ConfigError(f"{option} is {PREFIX}{names}, not {PREFIX}BERT or {PREFIX}BERT,BERT")
         loaded = [huggingface.load_vocabulary(part, option) for part in (parts[0], parts[-1])]
         contents: Contents = {side: each.content for side, each in zip(SIDES, loaded, strict=True)}
         special: Special = {side: each.special for side, each in zip(SIDES, loaded, strict=True)}
@@ -99,8 +98,7 @@ class BertTokenizer(Tokenizer):
             contents: Contents = {side: (path / side_file(side)).read_text(encoding="utf-8") for side in SIDES}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{path} must hold the vocabularies of two BERTs ({INFO_FILE}, {', '.join(map(side_file, SIDES))}), "
-                f"but does not ({error}); give a directory that `prepare` has made"
+                f"no vocabularies of two BERTs in {path} ({error}); give a directory that `prepare` has made"
             ) from error
         return cls(contents, special)
 

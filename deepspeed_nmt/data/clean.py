@@ -4,124 +4,152 @@ Text is read as bytes and cut at ``\n`` only. Cutting at U+2028, U+0085 and simi
 lines, would shift every later line against its translation.
 
 Cleaning has two stages, because lengths are counted in tokens and the vocabulary is trained on clean text:
-:meth:`PairCleaner.texts` checks the text, :meth:`PairCleaner.fits` token counts. A pair with several faults is
-counted under the first of them in the order of :class:`Reason`, faults of the text first.
+:meth:`PairChecker.check` checks the text, :func:`fits` token counts. A pair with several faults is
+counted under the first of them in the order of :attr:`PairCleaner.reasons`.
 """
 
 from __future__ import annotations
 
 import codecs
 import re
+import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from enum import Enum
-from itertools import compress, islice, repeat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import regex
 from pydantic import Field
 
-from deepspeed_nmt.data.duplicates import Repetitions, TextOf, hashes_of
-from deepspeed_nmt.data.filters import FilterConfigs, PairFilters
-from deepspeed_nmt.data.removals import Removals
-from deepspeed_nmt.data.unicode_rules import CONTROL, repair
+from deepspeed_nmt.data.filters import Filter, Hashes, PairFilters, Removals, Repetitions, TextOf, hashes_of
+from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 from deepspeed_nmt.registry import Config
-from deepspeed_nmt.text import TextForm
+from deepspeed_nmt.text import TextForm, normalise_whitespace
 
-T = TypeVar("T")
+# C0 and C1 controls except white space (tab, line feed, \v, \f, \r, U+0085), and DEL
+_CONTROL = "\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f"
+# Other programs replace bytes that they cannot decode by the replacement character.
+_BAD_CHARACTER = re.compile(f"[{_CONTROL}\ufffd]")
+# Joiners are letters' neighbours in Arabic and Indic scripts and join emoji. Between characters of Latin, Greek,
+# Cyrillic and Armenian text (below U+0590) they are left over from a web page.
+_BARE_JOINER = r"(?:(?<=[\x00-\u058f])|^)[\u200c\u200d]+(?=[\x00-\u058f]|$)"
+_ZERO_WIDTH = rf"[\u00ad\u180e\u200b\u2060-\u2064\ufeff]|{_BARE_JOINER}"
+_BIDI = "[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+_SHORT_LINE = 1000
+_MANY_MARKS = regex.compile(r"\p{M}{100}")
 
-# Control characters, and the replacement character, by which other programs replace bytes that they cannot decode.
-_BAD_CHARACTER = re.compile(f"[{CONTROL}\ufffd]")
-_SEGMENTED_WORD = re.compile(r"[^ \t\n\r\v\f]+")
-_CHUNK_PAIRS = 1 << 13
+
+def _without(pattern: str) -> Callable[[str], str]:
+    compiled = re.compile(pattern)
+    return lambda line: compiled.sub("", line)
 
 
-class Reason(str, Enum):
-    """Reasons to remove a pair; the value is the key in ``meta.json``."""
+def _nfc(line: str) -> str:
+    # Python orders a character's marks in quadratic time. Text has a few of them; Unicode's stream-safe format, 30.
+    if len(line) > _SHORT_LINE and _MANY_MARKS.search(line):
+        return line
+    return unicodedata.normalize("NFC", line)
 
-    UNDECODABLE = "undecodable"
-    BAD_CHARACTER = "bad_character"
-    EMPTY = "empty"
-    IDENTICAL = "identical"
-    TOO_LONG = "too_long"
-    DUPLICATE = "duplicate"
-    TOO_SHORT = "too_short"
-    RATIO = "ratio"
+
+UNICODE_RULES: Mapping[str, Callable[[str], str]] = {
+    "drop_control": _without(f"[{_CONTROL}]"),
+    "drop_zero_width": _without(_ZERO_WIDTH),
+    "drop_bidi": _without(_BIDI),
+    "nfc": _nfc,
+}
+"""Rules that repair the characters of a line, in the order in which they are applied, each off unless it is named.
+
+The normalization of a vocabulary is part of the model and applied to all text that it reads. These rules change
+training text only, before filters and duplicates.
+"""
+_OF_ASCII = ("drop_control",)
+"""Rules that may change lines of ASCII."""
+
+
+def read_unicode_rules(names: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the names of rules, in the order in which they are applied.
+
+    Args:
+        names: separated by commas if they are one text.
+
+    Raises:
+        ConfigError: if a name is unknown.
+    """
+    chosen = set(filter(None, map(str.strip, names.split(",") if isinstance(names, str) else names)))
+    for name in sorted(chosen - UNICODE_RULES.keys()):
+        raise ConfigError(f"{shown(name)} of --unicode is no rule{did_you_mean(name, UNICODE_RULES)}")
+    return tuple(name for name in UNICODE_RULES if name in chosen)
+
+
+def repair(line: str, rules: Iterable[str]) -> tuple[str, list[str]]:
+    """Apply rules to a line.
+
+    Args:
+        line: to repair.
+        rules: names from :data:`UNICODE_RULES`, in their order.
+
+    Returns:
+        The new line, and the names of the rules that changed it.
+    """
+    changed = []
+    ascii_only = line.isascii()
+    for name in rules:
+        if ascii_only and name not in _OF_ASCII:
+            continue
+        new = UNICODE_RULES[name](line)
+        if new != line:
+            changed.append(name)
+            line = new
+    return line, changed
 
 
 class CleaningConfig(Config):
     """Criteria for keeping pairs. Lengths are tokens of the vocabulary, without EOS."""
 
-    max_length: int = Field(default=250, ge=1)
-    """Longest sentence on either side (tokens)."""
+    max_length: int = Field(default=250, ge=1, description="longest sentence, in tokens")
     min_length: int = Field(default=1, ge=1)
     """Shortest sentence on either side (tokens)."""
-    max_ratio: float = Field(default=3.0, ge=1.0)
-    """Most tokens of the longer side per token of the shorter."""
-    ratio_from: int = Field(default=10, ge=1)
-    """The ratio is checked only if the longer side has more tokens: "Ja." may be translated as "That's true."."""
-    keep_duplicates: bool = False
-    """Keep every copy of a pair that occurs more than once."""
-    remove_identical: bool = False
-    """Remove pairs whose two sides are the same text: harmless names and numbers in small amounts."""
+    max_ratio: float = Field(
+        default=3.0, ge=1.0, description="largest ratio of the two sides' lengths, in tokens of the vocabulary"
+    )
+    # "Ja." may be translated as "That's true."
+    ratio_from: int = Field(
+        default=10, ge=1, description="check the ratio only if a side has more than N tokens; 1: always"
+    )
+    keep_duplicates: bool = Field(default=False, description="keep duplicate pairs")
+    # Identical sides are harmless names and numbers in small amounts.
+    remove_identical: bool = Field(default=False, description="remove pairs whose source and target are equal")
 
-    def describe(self, reason: Reason) -> str:
-        """Describe a reason under these settings, for the report."""
+    def reasons(self) -> dict[str, str]:
+        """Return descriptions of all reasons to remove a pair, in the order in which they are checked."""
         return {
-            Reason.UNDECODABLE: "not UTF-8",
-            Reason.BAD_CHARACTER: "control characters or U+FFFD",
-            Reason.EMPTY: "a side is empty",
-            Reason.IDENTICAL: "source and target are the same",
-            Reason.TOO_LONG: f"more than {self.max_length} tokens",
-            Reason.DUPLICATE: "the same pair again",
-            Reason.TOO_SHORT: f"fewer than {self.min_length} tokens",
-            Reason.RATIO: f"one side over {self.max_ratio:g} times as long (above {self.ratio_from} tokens)",
-        }[reason]
+            "undecodable": "not UTF-8",
+            "bad_character": "control characters or U+FFFD",
+            "empty": "a side is empty",
+            "identical": "source and target are the same",
+            "too_long": f"more than {self.max_length} tokens",
+            "duplicate": "the same pair again",
+            "too_short": f"fewer than {self.min_length} tokens",
+            "ratio": f"one side over {self.max_ratio:g} times as long (above {self.ratio_from} tokens)",
+        }
 
 
-def describe(reason: str, cleaning: CleaningConfig, filters: FilterConfigs) -> str:
-    """Describe a reason to remove a pair, for the report.
-
-    Args:
-        reason: value of a :class:`Reason`, or the name of a filter.
-        cleaning: criteria that were applied.
-        filters: settings of the filters that were applied.
-    """
-    return filters[reason].describe() if reason in filters else cleaning.describe(Reason(reason))
+def describe(reason: str, cleaning: CleaningConfig, filters: Mapping[str, Filter]) -> str:
+    """Describe a reason to remove a pair, which may be the name of a filter, for the report."""
+    return filters[reason].describe() if reason in filters else cleaning.reasons()[reason]
 
 
 def read_lines(paths: Sequence[Path]) -> Iterator[bytes]:
     r"""Yield the lines of several files in turn, without line ends (``\n``, ``\r\n``) and byte order mark."""
     for path in paths:
         with path.open("rb") as file:
-            yield from plain_lines(file)
-
-
-def plain_lines(file: Iterable[bytes]) -> Iterator[bytes]:
-    r"""Yield the lines of a file, without line ends (``\n``, ``\r\n``) and byte order mark."""
-    for number, line in enumerate(file):
-        if number == 0 and not (line := line.removeprefix(codecs.BOM_UTF8)):
-            return  # nothing but the mark
-        yield line.rstrip(b"\r\n")
-
-
-def segmented_words(text: str) -> list[str]:
-    """Split already segmented text at ASCII white space; a no-break space belongs to its token."""
-    return _SEGMENTED_WORD.findall(text)
-
-
-def normalise_whitespace(text: str, segmented: bool = False) -> str:
-    """Put single spaces between words and none around them; raw text may have any Unicode white space."""
-    return " ".join(segmented_words(text) if segmented else text.split())
-
-
-def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Yield lists of ``size`` successive items; the last may be shorter."""
-    iterator = iter(items)
-    while batch := list(islice(iterator, size)):
-        yield batch
+            for number, line in enumerate(file):
+                if number == 0 and not (line := line.removeprefix(codecs.BOM_UTF8)):
+                    break  # nothing but the mark
+                yield line.rstrip(b"\r\n")
 
 
 class CheckedPairs(NamedTuple):
@@ -139,7 +167,7 @@ class CheckedPairs(NamedTuple):
     read: int
     texts: list[tuple[str, str]]
     places: npt.NDArray[np.int64]
-    hashes: dict[str, npt.NDArray[np.uint64]]
+    hashes: dict[str, Hashes]
     removals: Removals
     repaired: Counter[tuple[str, str]]
 
@@ -172,7 +200,7 @@ class PairChecker:
     @property
     def repetitions(self) -> tuple[str, ...]:
         """Reasons for which a pair is removed because of an earlier one, in order."""
-        return (*(() if self.config.keep_duplicates else (Reason.DUPLICATE.value,)), *self.filters.remembering)
+        return (*(() if self.config.keep_duplicates else ("duplicate",)), *self.filters.remembering)
 
     def check(self, lines: Iterable[tuple[bytes, bytes]], scores: Iterable[float] | None = None) -> CheckedPairs:
         """Check a batch of pairs (source, target), with their scores if a filter reads them."""
@@ -181,17 +209,16 @@ class PairChecker:
         removals, repaired = Removals(), Counter[tuple[str, str]]()
         place = -1
         scored = zip(lines, repeat(None) if scores is None else scores, strict=scores is not None)
-        for place, ((source_line, target_line), score) in enumerate(scored):
-            found = self._check(source_line, target_line, score, repaired)
-            if isinstance(found, str):
-                removals.add(found, source_line, target_line)
+        for place, (pair, score) in enumerate(scored):
+            outcome = self._check(*pair, score, repaired)
+            if isinstance(outcome, str):
+                removals.add(outcome, *pair)
             else:
-                texts.append(found)
+                texts.append(outcome)
                 places.append(place)
         hashes = {}
         for reason in self.repetitions:
-            duplicate = reason == Reason.DUPLICATE.value
-            keys = map("\n".join, texts) if duplicate else self.filters.keys(reason, texts)
+            keys = map("\n".join, texts) if reason == "duplicate" else self.filters.keys(reason, texts)
             hashes[reason] = hashes_of(keys, len(texts))
         return CheckedPairs(place + 1, texts, np.array(places, np.int64), hashes, removals, repaired)
 
@@ -202,21 +229,21 @@ class PairChecker:
         try:
             source, target = source_line.decode("utf-8"), target_line.decode("utf-8")
         except UnicodeDecodeError:
-            return Reason.UNDECODABLE.value
+            return "undecodable"
         if self.unicode_rules:
             source = self._repaired(source, "source", repaired)
             target = self._repaired(target, "target", repaired)
         if _BAD_CHARACTER.search(source) or _BAD_CHARACTER.search(target):
-            return Reason.BAD_CHARACTER.value
+            return "bad_character"
         source = normalise_whitespace(source, self.segmented)
         target = normalise_whitespace(target, self.segmented)
         if not source or not target:
-            return Reason.EMPTY.value
+            return "empty"
         if self.config.remove_identical and source == target:
-            return Reason.IDENTICAL.value
+            return "identical"
         # A word has at least one token, so this needs no vocabulary, and keeps such pairs out of it.
         if max(source.count(" "), target.count(" ")) >= self.config.max_length:
-            return Reason.TOO_LONG.value
+            return "too_long"
         if self._has_filters and (fault := self.filters.fault(source, target, score)):
             return fault
         return source, target
@@ -228,66 +255,41 @@ class PairChecker:
 
 
 class PairCleaner:
-    """A filter of pairs that counts removed ones. It remembers 8 bytes of each pair, to recognise duplicates.
+    """The part of cleaning that depends on earlier pairs, and all counts.
 
-    It is for one process, which takes the batches in order. Others may have checked them with ``checker``.
+    It is for one process, which takes the batches that others have checked in order. It remembers 8 bytes of each
+    pair to recognise duplicates, and another 8 for ``near_duplicates``.
 
     Args:
-        config: criteria for keeping pairs.
-        segmented: True if the text is already segmented, its tokens separated by ASCII spaces.
-        filters: further criteria; ``near_duplicates`` remembers another 8 bytes of each pair.
-        unicode_rules: names of rules by which lines are repaired first.
+        checker: the checks that need no other pair.
 
     Attributes:
-        checker: the checks that need no other pair.
         read: pairs seen so far.
         removals: pairs removed so far.
         repaired: lines that a Unicode rule changed, by (rule, side).
     """
 
-    def __init__(
-        self,
-        config: CleaningConfig,
-        segmented: bool = False,
-        filters: PairFilters | None = None,
-        unicode_rules: tuple[str, ...] = (),
-    ) -> None:
-        self.config = config
-        self.checker = PairChecker(config, segmented, filters, unicode_rules)
+    def __init__(self, checker: PairChecker) -> None:
+        self.checker = checker
         self.read = 0
         self.removals = Removals()
         self.repaired: Counter[tuple[str, str]] = Counter()
-        self._repetitions = Repetitions(self.checker.repetitions)
-
-    @property
-    def removed(self) -> Counter[str]:
-        """Number of pairs removed so far, by reason."""
-        return self.removals.counts
+        self._repetitions = Repetitions(checker.repetitions)
 
     @property
     def kept(self) -> int:
         """Number of pairs that passed every check made so far."""
-        return self.read - self.removed.total()
+        return self.read - self.removals.counts.total()
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """All reasons for which pairs may be removed, in the order in which they are checked."""
-        filters, order = self.checker.filters, [reason.value for reason in Reason]
-        duplicate = order.index(Reason.DUPLICATE.value)
-        return (*order[:duplicate], *filters.judging, order[duplicate], *filters.remembering, *order[duplicate + 1 :])
-
-    def describe(self, reason: str) -> str:
-        """Describe a reason, for the report."""
-        return describe(reason, self.config, self.checker.filters.configs)
-
-    def texts(self, lines: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, str]]:
-        """Yield the pairs with acceptable text, decoded and with normalised white space, in their order."""
-        for chunk in batched(lines, _CHUNK_PAIRS):
-            checked = self.checker.check(chunk)
-            yield from compress(checked.texts, self.accept(checked))
+        filters, order = self.checker.filters, list(self.checker.config.reasons())
+        duplicate = order.index("duplicate")
+        return (*order[:duplicate], *filters.judging, "duplicate", *filters.remembering, *order[duplicate + 1 :])
 
     def accept(self, checked: CheckedPairs, text_of: TextOf | None = None) -> npt.NDArray[np.bool_]:
-        """Count the next pairs that ``checker`` has checked, in their order, and find those that are no repetitions.
+        """Count the next pairs that ``checker`` has checked, and choose those that are no repetitions.
 
         Args:
             checked: N of the pairs have no fault.
@@ -302,29 +304,32 @@ class PairCleaner:
         text_of = text_of or checked.texts.__getitem__
         return self._repetitions.remove(len(checked.places), checked.hashes, self.removals, text_of)
 
-    def fits(
-        self, source_lengths: Sequence[int], target_lengths: Sequence[int], pairs: Sequence[tuple[str, str]] = ()
-    ) -> npt.NDArray[np.bool_]:
-        """Find the pairs with allowed lengths, and count the others as removed.
 
-        Args:
-            source_lengths: source lengths in tokens. Shape: (N,)
-            target_lengths: target lengths in tokens. Shape: (N,)
-            pairs: their text, for examples of removed pairs; empty if it is not known.
+def fits(
+    config: CleaningConfig,
+    lengths: npt.NDArray[np.int64],
+    removals: Removals,
+    pairs: Sequence[tuple[str, str]] = (),
+) -> npt.NDArray[np.bool_]:
+    """Choose the pairs with allowed lengths.
 
-        Returns:
-            True for pairs to keep. Shape: (N,)
-        """
-        lengths = np.array([source_lengths, target_lengths], dtype=np.int64).reshape(2, -1)
-        shorter, longer = lengths.min(axis=0), lengths.max(axis=0)
-        config = self.config
-        keep = np.ones(len(longer), dtype=np.bool_)
-        for reason, faulty in (
-            (Reason.TOO_LONG, longer > config.max_length),
-            (Reason.TOO_SHORT, shorter < config.min_length),
-            (Reason.RATIO, (longer > config.ratio_from) & (longer > config.max_ratio * shorter)),
-        ):
-            for number in np.flatnonzero(keep & faulty).tolist():
-                self.removals.add(reason.value, *(pairs[number] if pairs else ()))
-            keep &= ~faulty
-        return keep
+    Args:
+        config: the lengths.
+        lengths: source and target lengths in tokens. Shape: (2, N)
+        removals: receives the others.
+        pairs: their text, for examples of removed pairs; empty if it is not known.
+
+    Returns:
+        True for pairs to keep. Shape: (N,)
+    """
+    shorter, longer = lengths.min(axis=0), lengths.max(axis=0)
+    keep = np.ones(len(longer), dtype=np.bool_)
+    for reason, faulty in (
+        ("too_long", longer > config.max_length),
+        ("too_short", shorter < config.min_length),
+        ("ratio", (longer > config.ratio_from) & (longer > config.max_ratio * shorter)),
+    ):
+        for number in np.flatnonzero(keep & faulty).tolist():
+            removals.add(reason, *(pairs[number] if pairs else ()))
+        keep &= ~faulty
+    return keep

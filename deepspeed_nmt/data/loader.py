@@ -7,23 +7,110 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from deepspeed_nmt.core.batch import Batch, UpdateInfo, packed_segments
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.data.batching import BatchConfig, Indices, divide_update
-from deepspeed_nmt.data.corpora import Corpora
-from deepspeed_nmt.data.corpus import Corpus, Tokens, places
-from deepspeed_nmt.data.largest import check_lengths, largest_micro_batch
+from deepspeed_nmt.data.batching import BatchConfig, divide_update
+from deepspeed_nmt.data.corpus import Corpora, Corpus, Indices, Lengths, Tokens, places
 from deepspeed_nmt.data.packing import Ladder, PackedPart, RowSizes, largest_packed, pack_update, row_sizes
-from deepspeed_nmt.data.update_order import Cursor, EpochOrder, TabulatedOrder, UpdateOrder, UpdatePlace
-from deepspeed_nmt.data.windows import Window
+from deepspeed_nmt.data.update_order import Cursor, EpochOrder, UpdateOrder, UpdatePlace, Window
+from deepspeed_nmt.errors import ConfigError
+
+_SAMPLED_UPDATES, _SAMPLE_MARGIN = 32, 1.1
+"""Updates that are divided to estimate the size of micro-batches, and a factor for larger ones among the others."""
+
+
+def check_lengths(corpora: Corpora, config: BatchConfig) -> int:
+    """Refuse text with a sentence larger than a micro-batch, before training instead of in the middle of it.
+
+    Returns:
+        Tokens of the longest sentence.
+
+    Raises:
+        ConfigError: if there is one; the message names the longest sentence.
+    """
+    longest_of_all = 0
+    for part in corpora.parts:
+        worst = found = row = 0
+        for segmentation in range(len(part.segmentations)):
+            row = 0
+            for source, target in part.all_lengths(segmentation):
+                longest = np.maximum(source, target)
+                if int(longest.max()) > found:
+                    worst, found = row + int(longest.argmax()), int(longest.max())
+                row += len(source)
+        if found > config.micro_tokens:
+            where = f" of {part.name}" if len(corpora.parts) > 1 else ""
+            shorter = f", or prepare the data with --max-length {config.micro_tokens - 1}"
+            raise ConfigError(
+                f"pair {worst + 1}{where} has {found} tokens, but batch.micro_tokens is {config.micro_tokens}; "
+                f"raise it{shorter if config.micro_tokens > 16 else ''}"
+            )
+        longest_of_all = max(longest_of_all, found)
+    return longest_of_all
+
+
+def largest_micro_batch(updates: Window, corpora: Corpora, ranks: int, config: BatchConfig) -> Indices:
+    """Choose the sentences of the largest micro-batch that can be expected of any update.
+
+    A sample of the updates gives its size: ``micro_tokens``, or less if updates are small or are divided finer
+    because of padding. Of all sentences that fill at least 97% of that size, the longest are chosen.
+
+    Args:
+        updates: some updates of the run.
+        corpora: the training text.
+        ranks: number of data-parallel ranks.
+        config: bounds of a micro-batch.
+
+    Returns:
+        Rows of the training text, the longest sentences first. Shape: (B,)
+    """
+    sample = range(0, len(updates), max(1, len(updates) // _SAMPLED_UPDATES))
+    lengths = np.maximum(updates.source, updates.target)
+    divided = (divide_update(updates[update], updates.source, updates.target, ranks, config) for update in sample)
+    seen = max(
+        len(group) * int(lengths[group].max())
+        for update in divided
+        for groups in update
+        for group in groups
+        if len(group)
+    )
+    counts: Indices = np.zeros(1, dtype=np.int64)
+    for _, source, target in corpora.all_lengths():
+        more = np.bincount(np.maximum(source, target))
+        counts = np.pad(counts, (0, max(0, len(more) - len(counts))))
+        counts[: len(more)] += more
+    budget = max(len(counts) - 1, min(config.micro_tokens, int(_SAMPLE_MARGIN * seen)))
+    # Candidates begin with the first sentence of a length, in order of length, and hold as many as fit.
+    length = np.flatnonzero(counts)[::-1]
+    rows = np.minimum(budget // length, np.cumsum(counts[length][::-1])[::-1])
+    sizes = rows * length
+    first = int((sizes >= 0.97 * sizes.max()).argmax())  # attention makes long sentences cost more than short ones
+    chosen = int(rows[first])
+    last = first + int(np.searchsorted(np.cumsum(counts[length[first:]]), chosen))
+    return _rows_of_lengths(corpora, int(length[last]), int(length[first]))[:chosen]
+
+
+def _rows_of_lengths(corpora: Corpora, low: int, high: int) -> Indices:
+    """Return the rows whose longer side has ``low`` to ``high`` tokens, the longest first."""
+    rows: list[Indices] = []
+    lengths: list[Lengths] = []
+    for row, source, target in corpora.all_lengths():
+        longest = np.maximum(source, target)
+        chosen = np.flatnonzero((longest >= low) & (longest <= high))
+        rows.append(chosen + row)
+        lengths.append(longest[chosen])
+    order: Indices = np.concatenate(rows)[np.argsort(-np.concatenate(lengths).astype(np.int64), kind="stable")]
+    return order
+
 
 T = TypeVar("T")
 
@@ -85,30 +172,34 @@ def collate(
             update=update,
             **_per_pair(corpus, indices),
         )
-    sources = [corpus.source(int(i)) for i in (indices if source_indices is None else source_indices)]
-    targets = [corpus.target(int(i)) for i in indices]
-    rows, s_max, t_max = len(indices), max(map(len, sources)) + 1, max(map(len, targets)) + 1
-    source_BS = np.full((rows, s_max), pad, dtype=np.int64)
-    input_BT = np.full((rows, t_max), pad, dtype=np.int64)
-    output_BT = np.full((rows, t_max), pad, dtype=np.int64)
+    sources = corpus.sources(indices if source_indices is None else source_indices)
+    targets = corpus.targets(indices)
+    source_BS, _ = _padded(sources, source_eos, pad)
+    output_BT, within = _padded(targets, eos, pad)
+    input_BT = np.full_like(output_BT, pad)
     input_BT[:, 0] = bos
-    for row, (source, target) in enumerate(zip(sources, targets, strict=True)):
-        source_BS[row, : len(source)] = source
-        source_BS[row, len(source)] = source_eos
-        input_BT[row, 1 : len(target) + 1] = target
-        output_BT[row, : len(target)] = target
-        output_BT[row, len(target)] = eos
+    input_BT[:, 1:][within[:, :-1]] = targets.numbers
     return Batch(
         source_BS=torch.from_numpy(source_BS),
         target_input_BT=torch.from_numpy(input_BT),
         target_output_BT=torch.from_numpy(output_BT),
         sentence_ids_B=torch.from_numpy(indices.copy()),
-        source_tokens=sum(map(len, sources)) + rows,
-        target_tokens=sum(map(len, targets)) + rows,
+        source_tokens=len(sources.numbers) + len(indices),
+        target_tokens=len(targets.numbers) + len(indices),
         pad=pad,
         update=update,
         **_per_pair(corpus, indices),
     )
+
+
+def _padded(sentences: Tokens, eos: int, pad: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return sentences with EOS as rows, and the places of their tokens without EOS. Shape: -> (B, T), (B, T)."""
+    rows, width = len(sentences.lengths), int(sentences.lengths.max()) + 1
+    within = np.arange(width) < sentences.lengths[:, None]
+    padded = np.full((rows, width), pad, dtype=np.int64)
+    padded[within] = sentences.numbers
+    padded[np.arange(rows), sentences.lengths] = eos
+    return padded, within
 
 
 def collate_packed(
@@ -282,8 +373,7 @@ class TrainLoader:
 
 def epoch_order(corpora: Corpora, config: BatchConfig, seed: int) -> UpdateOrder:
     """Return the order of a run on one corpus."""
-    kind = EpochOrder if config.order == "windows" else TabulatedOrder
-    return kind(corpora, seed, config.update_tokens)
+    return EpochOrder(corpora, seed, config.update_tokens)
 
 
 class Prefetcher(Generic[T]):
@@ -341,3 +431,49 @@ class Prefetcher(Generic[T]):
                 return
             except queue.Full:
                 continue
+
+
+class ValidationSet:
+    """The validation corpus, shared among ranks.
+
+    Unlike training, validation accepts sentences longer than ``micro_tokens``: it raises the bound to the longest.
+
+    Args:
+        corpus: validation corpus.
+        vocabulary: special tokens of both sides.
+        config: bounds of a batch.
+        rank: number of this process.
+        ranks: number of processes.
+    """
+
+    def __init__(self, corpus: Corpus, vocabulary: Vocabulary, config: BatchConfig, rank: int, ranks: int) -> None:
+        self.corpus = corpus
+        self.vocabulary = vocabulary
+        self._rank = rank
+        self._ranks = ranks
+        longest = int(max(corpus.source_lengths.max(), corpus.target_lengths.max()))
+        self._limits = config.model_copy(update={"micro_tokens": max(longest, config.micro_tokens)})
+
+    def __len__(self) -> int:
+        return len(self.corpus)
+
+    def batches(
+        self, sentences: Indices | None = None, source_of: Mapping[int, int] | None = None
+    ) -> Iterator[Batch]:
+        """Yield this rank's batches, as many as on any other rank.
+
+        All batches belong to one update, so that means over its tokens or sentences do not depend on how it is
+        divided.
+
+        Args:
+            sentences: pairs to take; default all. Shape: (N,)
+            source_of: for each pair, the pair whose source replaces its own; default none. Batches hold the same
+                targets with and without it.
+        """
+        if sentences is None:
+            sentences = np.arange(len(self.corpus), dtype=np.int64)
+        source, target = self.corpus.source_lengths, self.corpus.target_lengths
+        info = UpdateInfo(tokens=int(target[sentences].sum()), sentences=len(sentences))
+        for group in divide_update(sentences, source, target, self._ranks, self._limits)[self._rank]:
+            sources = None if source_of is None else np.array([source_of[int(i)] for i in group], dtype=np.int64)
+            yield collate(self.corpus, group, self.vocabulary, info, sources)

@@ -13,8 +13,7 @@ import sentencepiece
 from typing_extensions import override
 
 from deepspeed_nmt.core.vocabulary import SIDES, Side, Vocabulary
-from deepspeed_nmt.data.listed_pieces import ListedPieces
-from deepspeed_nmt.data.tokenizer import INFO_FILE, UNKNOWN_TEXT
+from deepspeed_nmt.data.tokenizer import INFO_FILE, UNKNOWN_TEXT, ListedPieces
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import parse_json
 
@@ -52,12 +51,12 @@ class MarianTokenizer(ListedPieces):
         for side, model in zip(SIDES, models, strict=True):
             pieces = {number: piece for piece, number in self._numbers[side].items()}
             if sorted(pieces) != list(range(len(self._numbers[side]))):
-                raise DataError("the tokens of a vocabulary must have the numbers from 0 on, each once, but have not")
+                raise DataError("the tokens of a vocabulary have not the numbers from 0 on, each once")
             self._pieces[side] = [pieces[number] for number in range(len(pieces))]
             try:
                 self._processors[side] = sentencepiece.SentencePieceProcessor(model_proto=model)
             except RuntimeError as error:
-                raise DataError(f"the vocabulary must have SentencePiece models, but one is none: {error}") from error
+                raise DataError(f"a SentencePiece model of the vocabulary could not be read: {error}") from error
         self._shared = self._numbers["source"] == self._numbers["target"]
         source, target = (
             Vocabulary(
@@ -93,8 +92,7 @@ class MarianTokenizer(ListedPieces):
             if isinstance(error, DataError):
                 raise
             raise DataError(
-                f"{path} must hold the vocabulary of a MarianMT model ({', '.join(MODEL_FILES.values())} and "
-                f"{NUMBERS_FILES['source']}), but does not ({error}); import the model again"
+                f"no vocabulary of a MarianMT model in {path} ({error}); import the model again"
             ) from error
 
     @override

@@ -20,10 +20,8 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from deepspeed_nmt import randomness
-from deepspeed_nmt.data.batching import Indices
-from deepspeed_nmt.data.corpora import Corpora
-from deepspeed_nmt.data.update_order import Cursor, UpdateOrder, UpdatePlace, window_updates
-from deepspeed_nmt.data.windows import Window
+from deepspeed_nmt.data.corpus import Corpora, Indices
+from deepspeed_nmt.data.update_order import Cursor, UpdateOrder, UpdatePlace, Window, window_updates
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.registry import Config
 
@@ -116,7 +114,7 @@ class MixtureConfig(Config):
     def _is_in_range(cls, temperature: float) -> float:
         """Refuse powers that are out of the range of numbers."""
         if temperature != 0.0 and not temperature >= 0.1:
-            raise ValueError(f"must be 0, or at least 0.1, but is {temperature:g}")
+            raise ValueError(f"{temperature:g} is neither 0 nor at least 0.1")
         return temperature
 
 
@@ -171,8 +169,8 @@ class Shares:
             if segment.first <= max_updates and not any(segment.shares):
                 until = "on" if segment.end is None else f"to {segment.end - 1:,}"
                 raise ConfigError(
-                    f"each update must have a corpus, but from update {segment.first:,} {until} no --data has a "
-                    "weight; extend a schedule, as in =1:1- for all updates"
+                    f"from update {segment.first:,} {until} no --data has a weight; extend a schedule, as in =1:1- "
+                    "for all updates"
                 )
 
     def segment(self, update: int) -> int:
@@ -240,8 +238,8 @@ class MixtureOrder(UpdateOrder):
         least = (1 + len(phase.streams)) * max(stream.mean for stream in phase.streams)
         if update_tokens < least:
             raise ConfigError(
-                f"batch.update_tokens must hold a sentence of each --data and another, that is, be at least "
-                f"{math.ceil(least)}, but is {update_tokens}; raise it"
+                f"batch.update_tokens is {update_tokens}, but a sentence of each --data and another have "
+                f"{math.ceil(least)} tokens; raise it"
             )
 
     def updates_in(self, epoch: int) -> int:

@@ -1,8 +1,9 @@
-"""Options of `prepare`."""
+"""Options of `prepare`: the only place that declares them; the command's flags are made from these fields."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,21 +12,16 @@ from pydantic import AfterValidator, Field, model_validator
 
 from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY, SIDES
 from deepspeed_nmt.data.bert_tokenizer import PREFIX
-from deepspeed_nmt.data.clean import CleaningConfig
-from deepspeed_nmt.data.filters import FilterConfig, PairFilters, read_filters
-from deepspeed_nmt.data.inputs import STANDARD_INPUT, Paths
-from deepspeed_nmt.data.normalization import Normalization
-from deepspeed_nmt.data.reading import FileSet, TextLayout
-from deepspeed_nmt.data.segmentation import ALPHA, SampledSegmentations
-from deepspeed_nmt.data.tokenizer import SPACE, Tokenizer
-from deepspeed_nmt.data.unicode_rules import read_unicode_rules
-from deepspeed_nmt.data.vocabulary_training import VocabularyType
-from deepspeed_nmt.errors import shown
+from deepspeed_nmt.data.clean import UNICODE_RULES, CleaningConfig, read_unicode_rules
+from deepspeed_nmt.data.filters import FILTERS, Filter, PairFilters, read_filters
+from deepspeed_nmt.data.inputs import STANDARD_INPUT, FileSet, Paths, TextLayout
+from deepspeed_nmt.data.tokenizer import ALPHA, SPACE, SampledSegmentations, Tokenizer
+from deepspeed_nmt.data.vocabulary_training import Normalization, VocabularyType
+from deepspeed_nmt.errors import counted, shown
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.text import NO_TAGS, Tags, TextForm, check_language
 
 DEFAULT_VOCAB_SIZE = 8000
-
 
 _SPECIAL = re.compile(r"<pad>|<s>|</s>|<unk>|<0x[0-9A-F]{2}>")
 """Texts of special tokens, and of the tokens of bytes."""
@@ -38,21 +34,32 @@ def check_symbol(text: str) -> str:
         ValueError: if it cannot be a token.
     """
     if not text or text.split() != [text]:
-        raise ValueError(f"must be texts without white space, but have {shown(text)}")
+        raise ValueError(f"{shown(text)} has white space, which a symbol cannot have")
     if _SPECIAL.fullmatch(text) or SPACE in text:
-        raise ValueError(f"must not be texts of special tokens, but have {shown(text)}; rename it")
+        raise ValueError(f"{shown(text)} is the text of a special token; rename the symbol")
     if text == "none":
-        raise ValueError("must not be none, which stands for no tag; rename it")
+        raise ValueError("none stands for no tag; rename the symbol")
     return text
-
-
-Symbol = Annotated[str, AfterValidator(check_symbol)]
 
 
 def _one_or_two(models: Paths) -> Paths:
     if len(models) > 2:
-        raise ValueError(f"must be one model for both sides, or two for source and target, but are {len(models)}")
+        raise ValueError(f"{len(models)} models; give one for both sides, or two for source and target")
     return models
+
+
+Symbol = Annotated[str, AfterValidator(check_symbol)]
+Language = Annotated[str, AfterValidator(check_language)]
+
+
+def _option(text: str, default: Any = None, metavar: str = "", group: str = "", **more: Any) -> Any:
+    """Declare a field as an option of the command."""
+    names = {"aliases": more.pop("aliases", ()), "action": more.pop("action", "store")}
+    return Field(default, description=text, json_schema_extra={"metavar": metavar, "group": group, **names}, **more)
+
+
+_VOCABULARY, _TAGS = "vocabulary", "tags and segmentations"
+_LANGUAGE = "language code of the {}, for example de; Moses' rules need it"
 
 
 class PrepareOptions(Config):
@@ -61,223 +68,198 @@ class PrepareOptions(Config):
     Several files of one kind are read one after another, each aligned with its other side.
     """
 
-    train_source: Paths = ()
-    train_target: Paths = ()
-    tsv: Paths = ()
-    """Training text with both sides in a file, used instead of ``train_source`` and ``train_target``."""
-    tsv_columns: tuple[Annotated[int, Field(ge=1, le=1000)], ...] | None = None
-    """Numbers of the columns with source, target, and optionally weights; None means 1 and 2, and no others."""
-    train_weights: Paths = ()
-    """Weights of the training pairs, one a line."""
-    train_scores: Paths = ()
-    """Scores of the training pairs, one a line, for the filter ``score``."""
-    valid_source: Paths = Field(min_length=1)
-    valid_target: Paths = Field(min_length=1)
-    test_source: Paths = ()
-    test_target: Paths = ()
-    out: Path
-    vocab_size: int | None = Field(default=None, gt=4, le=MAX_VOCABULARY)
-    """Number of tokens; None means 8000, or all tokens of segmented text."""
-    vocab_from: Path | None = None
-    """Directory whose vocabulary is used instead of a new one."""
-    tokenizer: str | None = None
-    """hf:BERT or hf:BERT,BERT: vocabularies of BERTs, used instead of a new one."""
-    sentencepiece: Annotated[Paths, AfterValidator(_one_or_two)] = ()
-    """User-supplied SentencePiece models, of both sides or of source and target, used instead of a new vocabulary."""
-    vocabulary_type: VocabularyType | None = None
-    """Type of a new vocabulary of raw text; None means bpe."""
-    separate_vocabularies: bool = False
-    """True to make a vocabulary for each side instead of one for both."""
-    byte_fallback: bool = False
-    """True to write characters that are not in a new vocabulary as their bytes."""
-    symbols: tuple[Symbol, ...] = ()
-    """Texts that are single tokens of a new vocabulary, or are added to the user's models."""
-    tag_source: str | None = None
-    """Symbol in front of every source of the directory."""
-    tag_target: str | None = None
-    """Symbol in front of every target of the directory."""
-    segmentations: int = Field(default=1, ge=1, le=1000)
-    """Segmentations of each training sentence; above 1 they are sampled."""
-    segmentation_alpha: float | None = Field(default=None, gt=0.0, le=1.0)
-    """Parameter of :class:`SampledSegmentations`. None means that of the vocabulary's type in ALPHA."""
-    segmented: bool = False
-    """True if the text is already segmented in the ``@@ `` style, so that its tokens are kept."""
-    text: Literal["raw", "moses", "tokenised"] | None = None
-    """Form of the text, or of the words of segmented text; None means raw, or tokenised if it is segmented."""
-    source_lang: Annotated[str, AfterValidator(check_language)] | None = None
-    """Language code of the source."""
-    target_lang: Annotated[str, AfterValidator(check_language)] | None = None
-    """Language code of the target, required by Moses' detokenizer."""
-    character_coverage: float = Field(default=1.0, gt=0.9, le=1.0)
-    """Share of the text's characters that the vocabulary must hold; 0.9995 for scripts of thousands of characters."""
-    normalization: Normalization | None = None
-    """Unicode's form of the text of a new vocabulary; None means nfkc."""
+    train_source: Paths = _option("source text of the training set, one sentence a line", ())
+    train_target: Paths = _option("target text of the training set, one sentence a line", ())
+    valid_source: Paths = _option("source text of the validation set, one sentence a line", ..., min_length=1)
+    valid_target: Paths = _option("target text of the validation set, one sentence a line", ..., min_length=1)
+    test_source: Paths = _option("source text of the test set, one sentence a line", ())
+    test_target: Paths = _option("target text of the test set, one sentence a line", ())
+    tsv: Paths = _option(
+        "training text with both sides on a line, separated by a tab; -: standard input", (), action="extend"
+    )
+    tsv_columns: tuple[Annotated[int, Field(ge=1, le=1000)], ...] | None = _option(
+        "columns of --tsv with source, target, and weights; others are ignored (default: 1,2, and no others)",
+        metavar="S,T[,W]",
+    )
+    train_weights: Paths = _option(
+        "weights of the training pairs, one positive number a line: factors of their loss", ()
+    )
+    train_scores: Paths = _option("scores of the training pairs, one number a line, for the filter score", ())
+    out: Path = _option("data directory to make", ..., "DIR")
+    segmented: bool = _option("the text is already segmented with '@@ ' marks", False)
+    text: Literal["raw", "moses", "tokenised"] | None = _option(
+        "form of the text: raw, tokenised by Moses' rules, or by others; decides how translations are scored "
+        "(default: raw; with --segmented: tokenised)"
+    )
+    source_lang: Language | None = _option(_LANGUAGE.format("source"), metavar="L")
+    target_lang: Language | None = _option(_LANGUAGE.format("target"), metavar="L")
+    vocab_size: int | None = _option(
+        "size of the vocabulary (default: 8000; with --segmented: all)", group=_VOCABULARY, gt=4, le=MAX_VOCABULARY
+    )
+    vocabulary_type: VocabularyType | None = _option(
+        "type of a new vocabulary of raw text: merges, or a language model of pieces (default: bpe)",
+        group=_VOCABULARY,
+    )
+    separate_vocabularies: bool = _option(
+        "make a vocabulary for each side, each of --vocab-size tokens, instead of one for both", False,
+        group=_VOCABULARY,
+    )  # fmt: skip
+    symbols: tuple[Symbol, ...] = _option(
+        "texts that are single tokens of the vocabulary, such as tags of languages; normalization keeps them", (),
+        group=_VOCABULARY,
+    )  # fmt: skip
+    character_coverage: float = _option(
+        "share of the text's characters that the vocabulary covers; 0.9995 for Chinese or Japanese", 1.0,
+        group=_VOCABULARY, gt=0.9, le=1.0,
+    )  # fmt: skip
+    byte_fallback: bool = _option(
+        "write a character that is not in the vocabulary as its bytes, for which it has 256 tokens", False,
+        group=_VOCABULARY,
+    )  # fmt: skip
+    normalization: Normalization | None = _option(
+        "Unicode normalization of raw text: nfkc rewrites compatibility variants (½ km² as 1⁄2 km2, full-width "
+        "letters), nfc only unifies spellings of the same characters, none keeps them (default: nfkc)",
+        group=_VOCABULARY,
+    )
+    vocab_from: Path | None = _option(
+        "use the vocabulary of this data or run directory", metavar="DIR", group=_VOCABULARY
+    )
+    sentencepiece: Annotated[Paths, AfterValidator(_one_or_two)] = _option(
+        "use a SentencePiece model for both sides, or two for source and target", (), group=_VOCABULARY
+    )
+    tokenizer: str | None = _option(
+        "use the tokenizer of a BERT for both sides, or of two for source and target; B is a folder, or a name on "
+        "the Hugging Face hub",
+        metavar="hf:B[,B]",
+        group=_VOCABULARY,
+    )
+    tag_source: str | None = _option("put this symbol in front of every source, those of validation too", group=_TAGS)
+    tag_target: str | None = _option("put this symbol in front of every target, those of validation too", group=_TAGS)
+    segmentations: int = _option(
+        "sampled segmentations of each training sentence, one for an epoch; 1: one that is not sampled", 1, "K",
+        group=_TAGS, ge=1, le=1000,
+    )  # fmt: skip
+    segmentation_alpha: float | None = _option(
+        "sampling: probability that a merge of BPE is skipped (default: 0.1), or exponent of a unigram model's "
+        "probabilities (default: 0.2)", metavar="A", group=_TAGS, gt=0.0, le=1.0,
+    )  # fmt: skip
     cleaning: CleaningConfig = CleaningConfig()
-    filters: dict[str, FilterConfig] = Field(default_factory=dict)
-    """Settings of further filters of training pairs, by name; may be given as on the command line."""
-    unicode: tuple[str, ...] = ()
-    """Rules that repair characters of training text before it is cleaned; may be given as on the command line."""
-    seed: int = Field(default=1, ge=0, lt=1 << 63)
-    """Seed of the sample that the vocabulary is trained on, and of sampled segmentations."""
-    workers: int = Field(default=1, ge=1, le=1024)
-    """Number of processes that clean and encode; the result does not depend on it."""
-    overwrite: bool = False
+    filters: dict[str, Filter] = _option(
+        "remove more training pairs: web, which stands for many filters, or names of filters "
+        f"({', '.join(FILTERS)}), with a value to set their bound; -NAME leaves out a filter of web",
+        {},
+        "NAME[=VALUE],...",
+    )
+    unicode: tuple[str, ...] = _option(
+        f"repair characters of the training text before it is cleaned: {', '.join(UNICODE_RULES)}", (), "RULE,..."
+    )
+    workers: int = _option(
+        "number of processes that clean and encode; the result is the same for any (default: all cores)", 1,
+        aliases=("--threads",), ge=1, le=1024,
+    )  # fmt: skip
+    seed: int = _option(
+        "seed of the sample that the vocabulary is learnt from, and of segmentations", 1, ge=0, lt=1 << 63
+    )
+    overwrite: bool = _option("replace a data directory made from other text or options", False)
 
     @model_validator(mode="before")
     @classmethod
-    def _read_names(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        read = {"filters": read_filters, "unicode": read_unicode_rules}
-        return {name: read[name](value) if name in read else value for name, value in given.items()}
+    def _read_names(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        columns = values.get("tsv_columns")
+        read: dict[str, Callable[[Any], Any]] = {
+            "filters": read_filters,
+            "unicode": read_unicode_rules,
+            "tsv_columns": lambda _: columns.split(",") if isinstance(columns, str) else columns,
+        }
+        return {name: read[name](value) if name in read else value for name, value in values.items()}
 
     @model_validator(mode="after")
-    def _filters_fit(self) -> PrepareOptions:
+    def _fit_together(self) -> PrepareOptions:
         self.pair_filters()
-        if self.cleaning.keep_duplicates and (
-            repeats := [n for n, each in self.filters.items() if each.finds_repeats]
+        for problem in (*self._excluded(), *self._wrong_vocabulary(), *self._wrong_files()):
+            raise ValueError(problem)
+        return self
+
+    def _is_set(self, name: str) -> bool:
+        return bool(getattr(self, name) != type(self).model_fields[name].default)
+
+    def _excluded(self) -> Iterator[str]:
+        """Yield messages about options that exclude others."""
+        new = ("vocabulary_type", "separate_vocabularies", "byte_fallback")
+        raw = ("vocab_size", "segmented", "character_coverage", "normalization", *new)
+        text = () if self.text == "raw" else ("text",)
+        for name, fact, excluded in (
+            (
+                "tokenizer",
+                "brings its own vocabularies for raw text",
+                ("sentencepiece", "vocab_from", *raw, "symbols", *text),
+            ),
+            ("sentencepiece", "brings its own vocabularies for raw text", ("vocab_from", *raw)),
+            ("vocab_from", "brings its own vocabulary", (*new, "normalization", "symbols")),
+            (
+                "segmented",
+                "is for text that has its tokens already",
+                ("normalization", "vocabulary_type", "byte_fallback", "segmentations"),
+            ),
+            ("tsv", "has both sides of the training text", ("train_source", "train_target")),
         ):
-            raise ValueError(
-                f"--keep-duplicates keeps pairs that the filter {repeats[0]} removes; leave out one of them"
-            )
-        return self
+            others = [other for other in excluded if self._is_set(other)]
+            if self._is_set(name) and others:
+                yield f"--{_flag(name)} {fact}; leave out {', '.join(f'--{_flag(other)}' for other in others)}"
 
-    @model_validator(mode="after")
-    def _one_vocabulary(self) -> PrepareOptions:
+    def _wrong_vocabulary(self) -> Iterator[str]:
+        """Yield messages about vocabulary, tags and languages."""
         if self.tokenizer is not None and not self.tokenizer.startswith(PREFIX):
-            raise ValueError(f"--tokenizer must be {PREFIX}BERT or {PREFIX}BERT,BERT, but is {shown(self.tokenizer)}")
-        sources = {
-            "--tokenizer": self.tokenizer,
-            "--sentencepiece": self.sentencepiece,
-            "--vocab-from": self.vocab_from,
-        }
-        given = [option for option, value in sources.items() if value]
-        if not given:
-            return self
-        made = {
-            "--vocabulary-type": self.vocabulary_type is not None,
-            "--separate-vocabularies": self.separate_vocabularies,
-            "--byte-fallback": self.byte_fallback,
-        }
-        others: dict[str, object] = {option: option != given[0] for option in given}
-        if given[0] != "--vocab-from":
-            others |= {
-                "--vocab-size": self.vocab_size,
-                "--segmented": self.segmented,
-                "--character-coverage": self.character_coverage != 1.0,
-                "--normalization": self.normalization is not None,
-            }
-        if given[0] == "--tokenizer":
-            others[f"--text {self.text}"] = self.text not in (None, "raw")
-        if given[0] != "--sentencepiece":
-            made["--symbols"] = bool(self.symbols)
-        if wrong := [option for option, value in {**others, **made}.items() if value]:
-            what = "its own vocabulary" if given[0] == "--vocab-from" else "its own vocabularies for raw text"
-            raise ValueError(f"{given[0]} brings {what}; leave out {', '.join(wrong)}")
-        return self
-
-    @model_validator(mode="after")
-    def _raw_text_is_segmented(self) -> PrepareOptions:
-        if self.normalization is not None and self.segmented:
-            raise ValueError("--normalization is for raw text, but segmented text is taken as it is; leave it out")
-        if self.normalization is not None and self.vocab_from is not None:
-            raise ValueError("--vocab-from brings its own normalization; leave out --normalization")
-        ways = {
-            "--vocabulary-type": self.vocabulary_type is not None,
-            "--byte-fallback": self.byte_fallback,
-            "--segmentations": self.segmentations > 1,
-        }
-        if self.segmented and (wrong := [option for option, value in ways.items() if value]):
-            raise ValueError(f"--segmented text has its tokens already; leave out {', '.join(wrong)}")
-        return self
-
-    @model_validator(mode="after")
-    def _alpha_is_of_several_segmentations(self) -> PrepareOptions:
+            yield f"--tokenizer is {shown(self.tokenizer)}, not {PREFIX}BERT or {PREFIX}BERT,BERT"
         if self.segmentation_alpha is not None and self.segmentations == 1:
-            raise ValueError(
-                "--segmentation-alpha is for sampled segmentations, but there is one that is not sampled; give "
-                "--segmentations 2 or more"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _symbols_are_new_tokens(self) -> PrepareOptions:
-        if again := sorted({each for each in self.symbols if self.symbols.count(each) > 1}):
-            raise ValueError(f"--symbols must be different, but {', '.join(again)} is given more than once")
+            yield "--segmentation-alpha without sampled segmentations; give --segmentations 2 or more"
+        if again := sorted({symbol for symbol in self.symbols if self.symbols.count(symbol) > 1}):
+            yield f"--symbols has {', '.join(again)} more than once"
         if self.vocab_from is None and self.tokenizer is None:
             for option, tag in (("--tag-source", self.tag_source), ("--tag-target", self.tag_target)):
                 if tag is not None and tag not in self.symbols:
-                    known = f"which are {', '.join(self.symbols)}" if self.symbols else "which are none"
-                    raise ValueError(
-                        f"{option} must be one of --symbols, {known}, but is {shown(tag)}; add it to --symbols"
-                    )
-        return self
-
-    @model_validator(mode="after")
-    def _moses_has_languages(self) -> PrepareOptions:
+                    yield f"{option} {shown(tag)} is none of --symbols ({', '.join(self.symbols)}); add it"
         if self.text == "moses" and self.target_lang is None:
-            raise ValueError(
-                "--text moses needs the language of the target, by whose rules translations are detokenised; give "
-                "--target-lang, for example --target-lang de"
-            )
-        return self
+            yield "--text moses needs the language by whose rules translations are detokenised; give --target-lang"
 
-    @model_validator(mode="after")
-    def _training_text_is_given_once(self) -> PrepareOptions:
-        if not self.tsv and not (self.train_source or self.train_target):
-            raise ValueError("the training text must be given; give --train-source and --train-target, or --tsv")
-        if self.tsv and (self.train_source or self.train_target):
-            raise ValueError("--tsv has both sides of the training text; leave out --train-source and --train-target")
-        if self.tsv_columns is not None:
+    def _wrong_files(self) -> Iterator[str]:
+        """Yield messages about the text, its weights and its scores."""
+        if not (self.tsv or self.train_source or self.train_target):
+            yield "no training text; give --train-source and --train-target, or --tsv"
+        if columns := self.tsv_columns:
             if not self.tsv:
-                raise ValueError("--tsv-columns is for --tsv; leave it out, or give the text as --tsv")
-            if len(self.tsv_columns) not in (2, 3) or len(set(self.tsv_columns)) < len(self.tsv_columns):
-                raise ValueError(
-                    "--tsv-columns must be two or three different columns, of source, target and weights, "
-                    f"for example 1,2, but is {','.join(map(str, self.tsv_columns))}"
+                yield "--tsv-columns is for --tsv; leave it out, or give the text as --tsv"
+            if len(columns) not in (2, 3) or len(set(columns)) < len(columns):
+                yield (
+                    f"--tsv-columns is {','.join(map(str, columns))}; give two or three different columns, of "
+                    "source, target and weights, for example 1,2"
                 )
-            if self.train_weights and len(self.tsv_columns) == 3:
-                raise ValueError(
-                    "--train-weights and a third column of --tsv-columns are both weights; leave one out"
-                )
+            if self.train_weights and len(columns) == 3:
+                yield "--train-weights and a third column of --tsv-columns are both weights; leave one out"
         files = len(self.tsv or self.train_source)
-        for option, given in (("--train-weights", self.train_weights), ("--train-scores", self.train_scores)):
-            if given and len(given) != files:
-                raise ValueError(
-                    f"{option} must have a file for each file of the training text, but has {len(given)} for {files}"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _scores_are_read(self) -> PrepareOptions:
-        readers = [name for name, each in self.filters.items() if each.reads_scores]
-        if readers and not self.train_scores:
-            raise ValueError(f"the filter {readers[0]} needs the scores of the training pairs; give --train-scores")
-        if self.train_scores and not readers:
-            raise ValueError("--train-scores is for the filter score; give --filters score=MINIMUM, or leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _standard_input_has_both_sides(self) -> PrepareOptions:
-        for option, paths in self.inputs.items():
+        for name in ("train_weights", "train_scores"):
+            if (count := len(getattr(self, name))) not in (0, files):
+                yield f"--{_flag(name)} has {counted(count, 'files')} for {files} of the training text"
+        scored = [name for name, entry in self.filters.items() if entry.reads_scores]
+        if scored and not self.train_scores:
+            yield f"no scores of the training pairs for the filter {scored[0]}; give --train-scores"
+        if self.train_scores and not scored:
+            yield "--train-scores is for the filter score; give --filters score=MINIMUM, or leave it out"
+        repeats = [name for name, entry in self.filters.items() if entry.remembers]
+        if self.cleaning.keep_duplicates and repeats:
+            yield f"--keep-duplicates keeps pairs that the filter {repeats[0]} removes; leave out one of them"
+        for name, paths in self.inputs.items():
             count = paths.count(STANDARD_INPUT)
-            if count and option != "train.tsv":
-                raise ValueError(
-                    f"{input_option(option)} must be files, but has -; standard input has both sides: give --tsv -"
-                )
+            if count and name != "train.tsv":
+                yield f"{input_option(name)} is -, but standard input has both sides; give --tsv -"
             if count > 1:
-                raise ValueError("--tsv must have standard input once, because it is read once; leave out one -")
-        return self
-
-    @model_validator(mode="after")
-    def _sides_match(self) -> PrepareOptions:
+                yield "--tsv has - more than once, but standard input can be read only once; leave out one"
         for split in ("train", "valid", "test"):
-            source, target = self.paths(split)
-            if len(source) != len(target):
-                raise ValueError(
-                    f"{split} must have as many source as target files, but has {len(source)} and {len(target)}"
-                )
-        return self
+            source, target = map(len, self.paths(split))
+            if source != target:
+                yield f"{split} has {counted(source, 'source files')}, but {counted(target, 'target files')}"
 
     @property
     def text_form(self) -> TextForm:
@@ -304,11 +286,6 @@ class PrepareOptions(Config):
             return None
         alpha = self.segmentation_alpha or ALPHA.get(vocabulary_type, ALPHA["bpe"])
         return SampledSegmentations(self.segmentations, alpha, self.seed)
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """Splits with text."""
-        return ("train", "valid", "test") if self.test_source else ("train", "valid")
 
     def paths(self, split: str) -> tuple[Paths, Paths]:
         """Return the source and the target files of a split; of TSV there are none."""
@@ -339,48 +316,41 @@ class PrepareOptions(Config):
         return bool(self.train_weights) or len(self.tsv_columns or ()) == 3
 
     def recorded(self, vocabulary: Tokenizer | None, sampling: SampledSegmentations | None = None) -> dict[str, Any]:
-        """Collect the options that decide the result, besides the text.
-
-        Those that older versions lack are recorded only if they are not at their defaults.
+        """Collect the options that decide the result, besides the text; most of them only if they are not defaults.
 
         Args:
-            vocabulary: the given one, if any.
+            vocabulary: the one that the options name, if any.
             sampling: segmentations to draw, if any.
         """
         options = self.model_dump(mode="json", include={"segmented", "cleaning"})
-        if self.tsv_columns is not None:
-            options["tsv_columns"] = list(self.tsv_columns)
         text = self.text_form
-        if text != TextForm(form="tokenised" if self.segmented else "raw"):
-            options["text"] = asdict(text)
-        if self.filters:
-            options["filters"] = {name: each.model_dump(mode="json") for name, each in self.filters.items()}
-        if self.unicode:
-            options["unicode"] = list(self.unicode)
-        if self.tags != NO_TAGS:
-            options["tags"] = asdict(self.tags)
-        if sampling is not None:
-            options["segmentations"] = asdict(sampling)
-        if self.symbols:
-            options["symbols"] = list(self.symbols)
+        changed: dict[str, Any] = {
+            "tsv_columns": list(self.tsv_columns or ()),
+            "text": asdict(text) if text != TextForm(form="tokenised" if self.segmented else "raw") else None,
+            "filters": {name: entry.model_dump(mode="json") for name, entry in self.filters.items()},
+            "unicode": list(self.unicode),
+            "tags": asdict(self.tags) if self.tags != NO_TAGS else None,
+            "segmentations": None if sampling is None else asdict(sampling),
+            "symbols": list(self.symbols),
+        }
         if vocabulary is not None:
-            given = "tokenizer" if self.tokenizer else "sentencepiece" if self.sentencepiece else "vocab_from"
-            return {**options, given: vocabulary.digest}
-        size = self.vocab_size or (None if self.segmented else DEFAULT_VOCAB_SIZE)
-        changed = {
-            "normalization": self.normalization not in (None, "nfkc"),
-            "vocabulary_type": self.vocabulary_type not in (None, "bpe"),
+            name = "tokenizer" if self.tokenizer else "sentencepiece" if self.sentencepiece else "vocab_from"
+            return {**options, **{key: value for key, value in changed.items() if value}, name: vocabulary.digest}
+        changed |= {
+            "normalization": self.normalization if self.normalization != "nfkc" else None,
+            "vocabulary_type": self.vocabulary_type if self.vocabulary_type != "bpe" else None,
             "separate_vocabularies": self.separate_vocabularies,
             "byte_fallback": self.byte_fallback,
         }
-        options |= {name: getattr(self, name) for name, differs in changed.items() if differs}
+        options |= {key: value for key, value in changed.items() if value}
+        size = self.vocab_size or (None if self.segmented else DEFAULT_VOCAB_SIZE)
         return {**options, "vocab_size": size, "character_coverage": self.character_coverage, "seed": self.seed}
 
 
 def input_option(name: str) -> str:
-    """Return the option that names input files.
-
-    Args:
-        name: of the files in :attr:`PrepareOptions.inputs`.
-    """
+    """Return the option that names input files, by their name in :attr:`PrepareOptions.inputs`."""
     return "--tsv" if name == "train.tsv" else f"--{name.replace('.', '-')}"
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")

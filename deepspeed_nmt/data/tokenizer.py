@@ -1,20 +1,71 @@
 """The interface of tokenizers, which turn text of both sides into token numbers and back.
 
 Implementations are :mod:`deepspeed_nmt.data.sentencepiece` and :mod:`deepspeed_nmt.data.bert_tokenizer`;
-:func:`deepspeed_nmt.data.directory.open_tokenizer` opens the one that a directory holds.
+:func:`deepspeed_nmt.data.data_directory.open_tokenizer` opens the one that a directory holds.
 """
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed_nmt.core.vocabulary import Side, Vocabulary
-from deepspeed_nmt.data.segmentation import SampledSegmentations
+from typing_extensions import override
+
+from deepspeed_nmt.core.vocabulary import SIDES, Side, Vocabulary
 from deepspeed_nmt.errors import DataError, did_you_mean, shown
 from deepspeed_nmt.files import atomic_write_bytes
+from deepspeed_nmt.randomness import Purpose, keys
 from deepspeed_nmt.text import one_line
+
+ALPHA = {"bpe": 0.1, "unigram": 0.2}
+"""Default of :attr:`SampledSegmentations.alpha` by the type of a vocabulary.
+
+Sentences become a fifth to a third longer.
+"""
+
+
+@dataclass(frozen=True)
+class SampledSegmentations:
+    """Sampled segmentations of a text.
+
+    Each is a function of (seed, number of the pair, side, number of the segmentation), so that it does not depend on
+    the processes that encode the text.
+
+    Attributes:
+        count: number of segmentations of each sentence.
+        alpha: of BPE the probability that a merge is skipped (Provilkov, Emelianenko and Voita 2020: BPE-Dropout); of
+            a unigram model the exponent of the segmentations' probabilities (Kudo 2018: Subword Regularization).
+        seed: seed of all of them.
+    """
+
+    count: int
+    alpha: float
+    seed: int
+
+    def seeds(self, number: int, side: Side, first: int, pairs: int) -> list[int]:
+        """Return the seeds of successive sentences.
+
+        Args:
+            number: of the segmentation, from 0.
+            side: of the sentences.
+            first: number of the first pair in the clean text, from 0.
+            pairs: number of sentences.
+
+        Returns:
+            Numbers of 64 bits. Length: pairs
+        """
+        parts = self.seed, Purpose.SEGMENTATION, number, SIDES.index(side)
+        seeds: list[int] = keys(pairs, *parts, start=first).tolist()
+        return seeds
+
+
+def split_name(number: int) -> str:
+    """Return the name of the training split with a segmentation: ``train``, ``train.1``, ``train.2`` and so on."""
+    return f"train.{number}" if number else "train"
+
 
 INFO_FILE = "vocabulary.json"
 """Description of a vocabulary: SentencePiece's ``segmented``, or ``kind`` and special tokens of BERTs."""
@@ -103,9 +154,7 @@ class Tokenizer(ABC):
             known = (
                 did_you_mean(symbol, self.symbols) if self.symbols else "; it has no symbols, see prepare --symbols"
             )
-            raise DataError(
-                f"a tag must be a symbol of the {side}'s vocabulary, but {shown(symbol)} is not one{known}"
-            )
+            raise DataError(f"the tag {shown(symbol)} is no symbol of the {side}'s vocabulary{known}")
         return number
 
     def decode(self, tokens: Iterable[int], side: Side = "target") -> str:
@@ -148,3 +197,39 @@ class Tokenizer(ABC):
     @abstractmethod
     def reference(self, text: str) -> str:
         """Convert a reference line to the form of :meth:`decode`, so that the two can be compared."""
+
+
+class ListedPieces(Tokenizer):
+    """A tokenizer with a list of pieces for each side.
+
+    A subclass sets ``_pieces``, the pieces of each side by number, ``_numbers``, the number of each piece, and
+    ``_models``, the SentencePiece models of source and target, or None.
+    """
+
+    _pieces: dict[Side, list[str]]
+    _numbers: dict[Side, dict[str, int]]
+    _models: tuple[bytes, bytes] | None
+
+    @property
+    @override
+    def digest(self) -> str:
+        digest = hashlib.sha256()
+        for name, content in sorted(self.files().items()):
+            digest.update(f"{name} {hashlib.sha256(content).hexdigest()}\n".encode())
+        return digest.hexdigest()
+
+    @override
+    def pieces(self, tokens: Iterable[int], side: Side = "target") -> list[str]:
+        return [self._pieces[side][int(token)] for token in tokens]
+
+    @override
+    def number(self, piece: str, side: Side = "target") -> int | None:
+        return self._numbers[side].get(piece)
+
+    @override
+    def all_pieces(self, side: Side) -> list[str]:
+        return list(self._pieces[side])
+
+    @override
+    def sentencepiece_models(self) -> tuple[bytes, bytes] | None:
+        return self._models

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from deepspeed_nmt.console import logger
-from deepspeed_nmt.data.corpora import Corpora, CorpusPart
-from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.data.corpus import Corpora, CorpusPart
+from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.mixture import MixtureConfig, Phase, Stream, Weight
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import ConfigError, DataError, shown
@@ -56,7 +56,7 @@ class DataOption(NamedTuple):
         if not equals or "/" in weights:
             path, equals, weights = head, "", ""
         if not path or (at and not tag):
-            raise ConfigError(f"--data must look like {_FORM}, but is {shown(text)}")
+            raise ConfigError(f"--data is {shown(text)}, which is none of {_FORM}")
         found = _weights(weights, text) if equals else (Weight(value=1.0),)
         return cls(Path(path), found, tag or None)
 
@@ -234,14 +234,13 @@ class TrainingData:
         for part in self.parts[1:]:
             if part.directory.vocabulary != main.vocabulary:
                 raise DataError(
-                    f"all --data must have the same vocabulary, but that of {part.directory.path} is not that of "
-                    f"{main.path}; run `prepare --vocab-from {main.path}` for it"
+                    f"{part.directory.path} has another vocabulary than {main.path}; run `prepare --vocab-from "
+                    f"{main.path}` for it"
                 )
             if part.directory.text_form.form != main.text_form.form:
                 raise DataError(
-                    f"all --data must have text of the same form, but that of {part.directory.path} is "
-                    f"{part.directory.text_form.form} and that of {main.path} is {main.text_form.form}; prepare them "
-                    "alike"
+                    f"{part.directory.path} has text of the form {part.directory.text_form.form}, but {main.path} "
+                    f"{main.text_form.form}; prepare them alike"
                 )
             if part.directory.text_form.contradicts(main.text_form) and not self._marks(part):
                 logger.warning(
@@ -256,8 +255,7 @@ class TrainingData:
         if count > 1:
             twice = [str(part.directory.path) for part in self.parts if part.identity == identity]
             raise ConfigError(
-                f"each --data must be another corpus or have another tag, but {' and '.join(twice)} are the same; "
-                "give it once, with a larger weight"
+                f"{' and '.join(twice)} are the same corpus with the same tag; give it once, with a larger weight"
             )
 
     def _marks(self, part: DataPart) -> bool:
@@ -284,21 +282,18 @@ def _weights(text: str, option: str) -> tuple[Weight, ...]:
             found.append(Weight(value=float(value), first=int(first or 1), last=int(last) if last else None))
         except ValidationError as error:
             raise ConfigError(
-                f"a weight of --data must be a number above 0, from an update of 1 or more on, but is {shown(piece)} "
-                f"in {shown(option)}; leave a corpus out of some updates by a schedule such as =1:1-50000"
+                f"{shown(piece)} in {shown(option)} is no weight above 0, from an update of 1 or more on; leave a "
+                "corpus out of some updates by a schedule such as =1:1-50000"
             ) from error
         except ValueError as error:
-            raise ConfigError(f"--data must look like {_FORM}, but is {shown(option)}") from error
+            raise ConfigError(f"--data is {shown(option)}, which is none of {_FORM}") from error
     found.sort(key=lambda weight: weight.first)
     for weight, after in zip(found, [*found[1:], None], strict=True):
         if weight.last is not None and weight.last < weight.first:
-            raise ConfigError(
-                f"a weight of --data must hold from an update to a later one, but {weight} in {shown(option)} "
-                "does not"
-            )
+            raise ConfigError(f"{weight} in {shown(option)} ends before it begins")
         if after is not None and (weight.last is None or after.first <= weight.last):
             raise ConfigError(
-                f"the weights of a --data must follow one another, but update {after.first:,} has both {weight} and "
-                f"{after} in {shown(option)}"
+                f"update {after.first:,} has both weights {weight} and {after} in {shown(option)}; let them follow "
+                "one another"
             )
     return tuple(found)

@@ -21,9 +21,80 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepspeed_nmt import randomness
-from deepspeed_nmt.data.batching import Indices, Lengths, by_length, grain_tokens
-from deepspeed_nmt.data.corpora import Corpora
-from deepspeed_nmt.data.windows import Window
+from deepspeed_nmt.data.batching import by_length, grain_tokens
+from deepspeed_nmt.data.corpus import Corpora, Indices, Lengths
+
+
+@dataclass(frozen=True)
+class Window:
+    """Sentences of some updates, in the order of the updates.
+
+    Attributes:
+        rows: numbers of the sentences in the training text. Shape: (sentences,)
+        source: their source lengths. Shape: (sentences,)
+        target: their target lengths. Shape: (sentences,)
+        bounds: update u has the sentences ``bounds[u] : bounds[u + 1]``. Shape: (updates + 1,)
+    """
+
+    rows: Indices
+    source: Lengths
+    target: Lengths
+    bounds: Indices
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def __getitem__(self, update: int) -> Indices:
+        """Return the positions of an update's sentences in the window."""
+        if not 0 <= update < len(self):
+            raise IndexError(f"update {update} of {len(self)}")
+        return np.arange(self.bounds[update], self.bounds[update + 1])
+
+    @classmethod
+    def divided(
+        cls, rows: Indices, lengths: tuple[Lengths, Lengths], updates: int, update_tokens: int, *key: int
+    ) -> Window:
+        """Divide sentences into updates.
+
+        They are sorted by length and divided into grains of about equal target tokens. The grains are shuffled, and
+        each update takes the next few.
+
+        Args:
+            rows: numbers of the sentences; at least as many as there are updates. Shape: (sentences,)
+            lengths: source and target length of each.
+            updates: number of updates.
+            update_tokens: target tokens of an update, which decide the size of grains.
+            key: of the shuffle.
+        """
+        source, target = lengths
+        order = by_length(source, target)
+        ends = np.cumsum(target[order], dtype=np.int64)
+        grains = updates * max(1, update_tokens // grain_tokens(update_tokens))
+        grain_of = (ends - 1) * grains // ends[-1]
+        starts = np.concatenate([[0], np.flatnonzero(np.diff(grain_of)) + 1])
+        if len(starts) < updates:  # sentences are longer than updates
+            starts = np.arange(updates) * len(rows) // updates
+        counts = np.diff(starts, append=len(rows))
+        drawn = randomness.permutation(len(starts), *key)
+        ends = np.cumsum(counts[drawn])
+        first = np.repeat(starts[drawn] - (ends - counts[drawn]), counts[drawn])
+        order = order[first + np.arange(len(rows))]
+        cuts = np.arange(updates + 1) * len(starts) // updates
+        bounds = np.concatenate([[0], ends])[cuts].astype(np.int64)
+        return cls(rows[order], source[order], target[order], bounds)
+
+    @classmethod
+    def joined(cls, windows: list[Window]) -> Window:
+        """Return one window with the updates of several."""
+        ends = np.cumsum([0, *(len(window.rows) for window in windows)])
+        bounds = [window.bounds[1:] + end for window, end in zip(windows, ends, strict=False)]
+        return cls(
+            np.concatenate([window.rows for window in windows]),
+            np.concatenate([window.source for window in windows]),
+            np.concatenate([window.target for window in windows]),
+            np.concatenate([[0], *bounds]).astype(np.int64),
+        )
+
 
 _WINDOW_UPDATES = 256
 """Updates in a window, enough to find sentences of nearly equal length in both languages."""
@@ -147,55 +218,3 @@ class EpochOrder(UpdateOrder):
         updates = part.target_tokens(part.segmentation(epoch)) / self.update_tokens
         windows = max(1, round(updates / window_updates(self.update_tokens)))
         return windows, max(1, min(round(updates / windows), len(part) // windows))
-
-
-class TabulatedOrder(UpdateOrder):
-    """Epochs of one corpus as older versions planned them, all of an epoch at once, for runs that they began."""
-
-    def __init__(self, corpora: Corpora, seed: int, update_tokens: int) -> None:
-        super().__init__(corpora, seed, update_tokens)
-        self._made: tuple[int, Window] | None = None
-
-    def updates_in(self, epoch: int) -> int:
-        """Return the number of updates of an epoch; epochs differ, since grains differ in size."""
-        return len(self.window((epoch, 0)))
-
-    def place(self, cursor: Cursor, number: int) -> UpdatePlace:
-        """Return the place of an update, which its position in the data decides."""
-        return UpdatePlace((cursor.epoch, 0), cursor.update)
-
-    def window(self, key: tuple[int, int]) -> Window:
-        """Make a whole epoch; its key is the epoch and 0."""
-        epoch, _ = key
-        if self._made is None or self._made[0] != epoch:
-            chunks = [(source, target) for _, source, target in self.corpora.all_lengths()]
-            source, target = (np.concatenate(side) for side in zip(*chunks, strict=True))
-            self._made = epoch, tabulated_epoch(source, target, self.seed, epoch, self.update_tokens)
-        return self._made[1]
-
-    def sample(self) -> Window:
-        """Return the first epoch."""
-        return self.window((0, 0))
-
-
-def tabulated_epoch(source: Lengths, target: Lengths, seed: int, epoch: int, update_tokens: int) -> Window:
-    """Divide all sentences into the updates of an epoch of :class:`TabulatedOrder`."""
-    shuffled = randomness.permutation(len(target), seed, randomness.Purpose.SHUFFLE, epoch)
-    grain = grain_tokens(update_tokens)
-    window_of = (np.cumsum(target[shuffled], dtype=np.int64) - 1) // (_WINDOW_UPDATES * update_tokens)
-    cuts = np.flatnonzero(np.diff(window_of)) + 1
-    pieces: list[Indices] = []
-    sizes: list[Indices] = []
-    for number, window in enumerate(np.split(shuffled, cuts)):
-        window = window[by_length(source[window], target[window])]
-        grain_of = (np.cumsum(target[window], dtype=np.int64) - 1) // grain
-        _, starts, counts = np.unique(grain_of, return_index=True, return_counts=True)
-        drawn = randomness.permutation(len(starts), seed, randomness.Purpose.GRAINS, epoch, number)
-        pieces.extend(window[starts[g] : starts[g] + counts[g]] for g in drawn)
-        sizes.append(counts[drawn])
-    ends = np.cumsum(np.concatenate(sizes))
-    grains_per_update = max(1, update_tokens // grain)
-    inner = ends[grains_per_update - 1 : -1 : grains_per_update]
-    bounds = np.concatenate([[0], inner, ends[-1:]]).astype(np.int64)
-    order = np.concatenate(pieces)
-    return Window(order, source[order], target[order], bounds)

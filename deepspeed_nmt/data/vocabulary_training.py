@@ -2,19 +2,113 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
 import re
-from collections import Counter
+import subprocess
+import sys
+import tempfile
+import unicodedata
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from contextlib import contextmanager, suppress
+from itertools import chain, permutations
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
-from deepspeed_nmt.data.clean import segmented_words
-from deepspeed_nmt.data.normalization import Normalization, named, trainer_settings
+import sentencepiece
+
 from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
-from deepspeed_nmt.data.sentencepiece_process import train_model
 from deepspeed_nmt.data.tokenizer import BOS, EOS, PAD, SPACE, UNK, UNKNOWN_TEXT
 from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.text import segmented_words
+
+Normalization = Literal["nfkc", "nfc", "none"]
+"""Unicode's form of a vocabulary's text.
+
+``nfkc`` unifies compatibility variants (½, km², full-width letters) and removes control characters, ``nfc`` unifies
+only different spellings of the same character, ``none`` keeps the text. All of them turn white space into spaces.
+"""
+
+
+@contextmanager
+def trainer_settings(normalization: Normalization) -> Iterator[dict[str, str]]:
+    """Provide the settings by which SentencePiece's trainer puts a normalization into the model."""
+    if normalization == "nfkc":
+        yield {"normalization_rule_name": "nmt_nfkc"}
+        return
+    rules = {**(nfc_rules() if normalization == "nfc" else {}), **white_space_rules()}
+    with tempfile.NamedTemporaryFile(suffix=".tsv") as file:
+        file.write(_as_tsv(rules).encode())
+        file.flush()
+        yield {"normalization_rule_tsv": file.name}
+
+
+def named(model: bytes, normalization: Normalization) -> bytes:
+    """Return a trained model that records the name of its rules instead of the file that they were read from.
+
+    Otherwise equal text would give different models.
+    """
+    if normalization == "nfkc":
+        return model
+    import sentencepiece.sentencepiece_model_pb2 as sentencepiece_model  # needs protobuf, which the rest does not
+
+    content = sentencepiece_model.ModelProto.FromString(model)
+    content.normalizer_spec.ClearField("normalization_rule_tsv")
+    content.normalizer_spec.name = normalization
+    serialised: bytes = content.SerializeToString(deterministic=True)
+    return serialised
+
+
+def white_space_rules() -> dict[str, str]:
+    """Return rules that turn every white space into a space, as cleaning does with the training text."""
+    return {each: " " for each in map(chr, range(sys.maxunicode + 1)) if each.isspace() and each != " "}
+
+
+def nfc_rules() -> dict[str, str]:
+    """Return rules that compose text: for each spelling of a character that is not in NFC, its NFC.
+
+    They cover all characters that Unicode composes or replaces (Hangul included), and every letter with any two of
+    the marks with which it is composed, in any order. Text in NFC stays as it is. A letter with a mark of which
+    Unicode has no composition, and a composable mark after that, keeps its spelling.
+    """
+    every = map(chr, range(sys.maxunicode + 1))
+    characters = [each for each in every if not unicodedata.is_normalized("NFD", each)]
+    texts = {unicodedata.normalize("NFD", each) for each in characters}
+    marks: defaultdict[str, set[str]] = defaultdict(set)
+    for text in texts:
+        marks[text[0]].update(mark for mark in text[1:] if unicodedata.combining(mark))
+    for base, own in marks.items():
+        texts.update(unicodedata.normalize("NFD", base + first + second) for first in own for second in own)
+    rules = {each: unicodedata.normalize("NFC", each) for each in characters}
+    for text in texts:
+        composed = unicodedata.normalize("NFC", text)
+        rules.update((spelling, composed) for spelling in _spellings(text))
+    return {spelling: composed for spelling, composed in rules.items() if spelling != composed}
+
+
+def _spellings(decomposed: str) -> Iterator[str]:
+    """Yield all canonically equivalent orders of a text's marks, each with every composable beginning composed."""
+    ordered = all(map(unicodedata.combining, decomposed[1:]))
+    for marks in permutations(decomposed[1:]) if ordered else [tuple(decomposed[1:])]:
+        spelling = decomposed[0] + "".join(marks)
+        if unicodedata.normalize("NFD", spelling) != decomposed:
+            continue
+        for length in range(1, len(spelling) + 1):
+            beginning = unicodedata.normalize("NFC", spelling[:length])
+            if len(beginning) == 1:
+                yield beginning + spelling[length:]
+
+
+def _as_tsv(rules: dict[str, str]) -> str:
+    """Return rules in SentencePiece's format: code points in hexadecimal, the replacement after a tab."""
+    return "".join(f"{_code_points(source)}\t{_code_points(target)}\n" for source, target in sorted(rules.items()))
+
+
+def _code_points(text: str) -> str:
+    return " ".join(f"{ord(character):04X}" for character in text)
+
 
 VocabularyType = Literal["bpe", "unigram"]
 """Types of a vocabulary of raw text: merges of byte pair encoding, or a unigram language model of pieces."""
@@ -86,8 +180,8 @@ def train_words(
     marked_share = sum(counts[word] for word in marked) / max(1, counts.total())
     if marked_share > 0.1:
         raise DataError(
-            f"segmented text must mark unfinished words with '@@ ', but {marked_share:.0%} of its tokens have "
-            f"SentencePiece's '{SPACE}'; give the raw text without --segmented"
+            f"{marked_share:.0%} of the segmented text's tokens have SentencePiece's '{SPACE}' instead of '@@ ' "
+            "marks; give the raw text without --segmented"
         )
     for word in marked:  # SentencePiece would split such a word, so it becomes unknown
         del counts[word]
@@ -116,13 +210,11 @@ def _train(
     iterator: Iterator[str] = iter(lines)
     first = next(iterator, None)
     if first is None:
-        raise DataError(
-            "the text of a vocabulary must not be empty, but is; check that the training files are not empty"
-        )
+        raise DataError("no text for a vocabulary; check that the training files are not empty")
     fixed = {"special tokens": UNK + 1, "symbols": len(symbols), "bytes": _BYTES * ("byte_fallback" in settings)}
     others = " and ".join(f"{count} {name}" for name, count in fixed.items() if count)
     if vocab_size <= sum(fixed.values()):
-        raise DataError(f"--vocab-size must be more than the {others}, but is {vocab_size}; raise it")
+        raise DataError(f"--vocab-size is {vocab_size}, no more than the {others}; raise it")
     if symbols:
         settings["user_defined_symbols"] = list(symbols)
     try:
@@ -144,8 +236,8 @@ def _train(
         if sizes is None:
             raise DataError(f"SentencePiece could not make a vocabulary of {vocab_size} tokens: {error}") from error
         raise DataError(
-            f"--vocab-size must be at least {sizes.group(2)}, the characters of the text and {others}, but is "
-            f"{sizes.group(1)}; raise it, or lower --character-coverage (0.9995 for large scripts)"
+            f"--vocab-size is {sizes.group(1)}, but the characters of the text and {others} are {sizes.group(2)}; "
+            "raise it, or lower --character-coverage (0.9995 for large scripts)"
         ) from error
     return SentencePieceTokenizer(model, segmented, symbols=symbols)
 
@@ -153,8 +245,7 @@ def _train(
 def _check_size(tokenizer: SentencePieceTokenizer, vocab_size: int) -> None:
     if tokenizer.size < vocab_size:
         raise DataError(
-            f"--vocab-size must be at most {tokenizer.size}, which the text supports, but is {vocab_size}; lower it, "
-            "or give more text"
+            f"--vocab-size is {vocab_size}, but the text supports {tokenizer.size}; lower it, or give more text"
         )
 
 
@@ -184,21 +275,28 @@ def type_of(model: bytes) -> str:
     return name
 
 
+def _no_model(path: Path) -> DataError:
+    return DataError(
+        f"--sentencepiece {path} is no model of SentencePiece; give the file that ends in .model, or .spm"
+    )
+
+
 def _adopted(path: Path, symbols: Sequence[str]) -> bytes:
     import sentencepiece.sentencepiece_model_pb2 as sentencepiece_model  # needs protobuf, which the rest does not
 
-    wrong = f"--sentencepiece must be a model that SentencePiece has trained, but {path}"
     try:
         content = sentencepiece_model.ModelProto.FromString(path.read_bytes())
     except OSError as error:
-        raise DataError(f"{wrong} cannot be read ({error.strerror or error}); check the path") from error
+        raise DataError(
+            f"--sentencepiece {path} cannot be read ({error.strerror or error}); check the path"
+        ) from error
     except Exception as error:  # of protobuf, which has no public class for it in all versions
-        raise DataError(f"{wrong} is none; give the file that ends in .model, or .spm") from error
+        raise _no_model(path) from error
     spec, piece = content.trainer_spec, sentencepiece_model.ModelProto.SentencePiece
     if not content.pieces:
-        raise DataError(f"{wrong} is none; give the file that ends in .model, or .spm")
+        raise _no_model(path)
     if spec.model_type == spec.WORD:
-        raise DataError(f"{wrong} has a vocabulary of words; train one of type bpe or unigram")
+        raise DataError(f"--sentencepiece {path} has a vocabulary of words; train one of type bpe or unigram")
     by_text = {each.piece: each for each in content.pieces}
     special = {PAD: spec.pad_piece, BOS: spec.bos_piece, EOS: spec.eos_piece, UNK: spec.unk_piece}
     first = []
@@ -219,3 +317,63 @@ def _adopted(path: Path, symbols: Sequence[str]) -> bytes:
     spec.unk_surface, spec.vocab_size = UNKNOWN_TEXT, len(pieces)
     serialised: bytes = adopted.SerializeToString(deterministic=True)
     return serialised
+
+
+_LENGTH_BYTES = 4
+
+
+def train_model(lines: Iterable[str], **settings: Any) -> bytes:
+    """Train a model.
+
+    Args:
+        lines: of text.
+        settings: of SentencePiece.
+
+    Returns:
+        The serialised model.
+
+    Raises:
+        RuntimeError: if SentencePiece fails, with its message.
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", __name__]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as process:
+        assert process.stdin is not None
+        try:
+            with suppress(BrokenPipeError):  # it has failed, and says why
+                process.stdin.write(json.dumps(settings).encode() + b"\n")
+                for line in lines:
+                    data = line.encode()
+                    process.stdin.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+            model, message = process.communicate()
+        except BaseException:
+            process.kill()
+            with suppress(BrokenPipeError):  # of what is still to be flushed
+                process.stdin.close()
+            raise
+    if process.returncode < 0:
+        raise RuntimeError(f"killed by signal {-process.returncode}")
+    if process.returncode > 0:
+        raise RuntimeError(message.decode("utf-8", errors="replace").strip())
+    return model
+
+
+def _main() -> None:
+    """Train as the new process: settings and lines on standard input, the model on standard output."""
+    stdin, model = sys.stdin.buffer, io.BytesIO()
+    settings = json.loads(stdin.readline())
+    try:
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=_lines(stdin), model_writer=model, **settings)
+    except RuntimeError as error:
+        sys.exit(str(error))
+    sys.stdout.buffer.write(model.getvalue())
+
+
+def _lines(stream: BinaryIO) -> Iterator[str]:
+    while length := stream.read(_LENGTH_BYTES):
+        yield stream.read(int.from_bytes(length, "little")).decode()
+
+
+if __name__ == "__main__":
+    _main()

@@ -20,7 +20,7 @@ class Finding(NamedTuple):
 
     Attributes:
         level: "fault" if a training fails or is lost by it, "warning" if it is slower or at risk, else "ok".
-        text: the requirement, the actual state, and a remedy; for "ok" the state.
+        text: the state, and a remedy if it is not "ok".
     """
 
     level: Level
@@ -86,11 +86,6 @@ class JobContext:
     local_ranks: int = 0
     gpus: Sequence[HostGpu] | None = None
     driver_problem: str = ""
-
-    @property
-    def has_gpus(self) -> bool:
-        """True if the driver reports a GPU."""
-        return bool(self.gpus)
 
     @property
     def is_first_of_host(self) -> bool:

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import copy
 
-import torch
-
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import TrainModule
-from deepspeed_nmt.engine.base import Engine
+from deepspeed_nmt.engine.contract import Engine
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.engine.settings import EngineSettings
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parallel.world import World
 
 
-def build_engine(
-    settings: EngineSettings, module: TrainModule, optimizer: torch.optim.Optimizer, world: World, dummy: Batch
-) -> Engine:
+def build_engine(settings: EngineSettings, module: TrainModule, world: World, dummy: Batch) -> Engine:
     """Build an engine.
 
     Args:
         settings: resolved settings of the engine.
         module: model and objective; the weights are loaded already.
-        optimizer: torch's Adam over the module's parameters.
         world: the ranks.
         dummy: a batch without target tokens.
 
@@ -31,11 +26,11 @@ def build_engine(
         ConfigError: if the settings name DeepSpeed and it cannot be imported.
     """
     if settings.ds_config is None:
-        return PlainEngine(module, optimizer, settings.clip_norm, settings.precision, world)
+        return PlainEngine(module, settings.optimizer, settings.precision, world)
     try:
         from deepspeed_nmt.engine.deepspeed import DeepSpeedEngine
     except ImportError as error:
         raise ConfigError(
             f"engine.name is deepspeed, but it cannot be imported ({error}); install it, or use engine.name=plain"
         ) from error
-    return DeepSpeedEngine(module, optimizer, copy.deepcopy(dict(settings.ds_config)), world, dummy)
+    return DeepSpeedEngine(module, settings.optimizer, copy.deepcopy(dict(settings.ds_config)), world, dummy)

@@ -6,7 +6,11 @@ import logging
 import math
 import sys
 import warnings
-from collections.abc import Sequence
+import zlib
+from array import array
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import deepspeed
@@ -32,28 +36,34 @@ from typing_extensions import override
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import TrainModule
-from deepspeed_nmt.engine.base import (
-    MOMENTS,
+from deepspeed_nmt.engine.contract import (
     WEIGHT,
     Engine,
     EngineScalars,
     OnMicroBatch,
     SavedState,
+    TensorKey,
     UpdateResult,
-    Wanted,
     add_sums,
     ignore_micro_batch,
     not_finite,
     seed_dropout,
+    set_steps,
+    steps_of,
 )
-from deepspeed_nmt.engine.ds_config import zero_stage
-from deepspeed_nmt.engine.feed import on_device
-from deepspeed_nmt.engine.norms import AdamPart, adam_groups, squared_changes, squares_of, whole_squares
-from deepspeed_nmt.engine.shards import GRADIENT, shard
+from deepspeed_nmt.engine.norms import Part, settings_by_parameter, squared_changes, squares_of, whole_squares
+from deepspeed_nmt.engine.optimizer import OptimizerConfig
+from deepspeed_nmt.engine.settings import zero_stage
+from deepspeed_nmt.engine.transfer import on_device
+from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.kernels.precision import DTYPES
-from deepspeed_nmt.parallel.collectives import all_reduce_over_data_ranks, gather_over_data_ranks
-from deepspeed_nmt.parallel.slices import gather, scatter, total_norm
-from deepspeed_nmt.parallel.tensor import ModelParallelUnit
+from deepspeed_nmt.parallel.collectives import (
+    all_reduce_over_data_ranks,
+    gather_lists,
+    gather_over_data_ranks,
+    max_over_ranks,
+)
+from deepspeed_nmt.parallel.tensor import ModelParallelUnit, gather, scatter, total_norm
 from deepspeed_nmt.parallel.world import World
 
 
@@ -62,7 +72,7 @@ class DeepSpeedEngine(Engine):
 
     Args:
         module: model and objective with their weights loaded.
-        optimizer: torch's Adam over the module's parameters.
+        optimizer: settings of the optimizer.
         ds_config: DeepSpeed's configuration, completed by :func:`complete_ds_config`.
         world: the ranks.
         dummy: a batch without target tokens, which creates the optimizer's state on resume.
@@ -71,7 +81,7 @@ class DeepSpeedEngine(Engine):
     def __init__(
         self,
         module: TrainModule,
-        optimizer: torch.optim.Optimizer,
+        optimizer: OptimizerConfig,
         ds_config: dict[str, Any],
         world: World,
         dummy: Batch,
@@ -90,7 +100,9 @@ class DeepSpeedEngine(Engine):
         self._dummy = dummy
         self._stage = zero_stage(ds_config)
         self._clip_norm = float(ds_config["gradient_clipping"])
-        self._groups = adam_groups(optimizer)
+        self._method = optimizer
+        built = optimizer.over(module)
+        self._groups = settings_by_parameter(built)
         # Frozen weights are saved from this copy: DeepSpeed casts them to 16 bit, or partitions them.
         self._frozen = {
             name: parameter.detach().float().cpu().clone()
@@ -102,12 +114,13 @@ class DeepSpeedEngine(Engine):
             _fetch_by_layer(module.model)
             _partition(module, ds_config, world)
         self._engine, self._zero, _, _ = deepspeed.initialize(
-            model=module, optimizer=optimizer, config=ds_config, dist_init_required=False, mpu=_unit_of(world)
+            model=module, optimizer=built, config=ds_config, dist_init_required=False, mpu=_unit_of(world)
         )
         self.module = self._engine.module
         self._named: dict[str, nn.Parameter] = dict(self.module.model.named_parameters())
         self._trained = {name: parameter for name, parameter in self._named.items() if parameter.requires_grad}
-        self._stepped = False
+        self._order = GradientOrder(self._trained, world) if self._stage > 0 else None
+        self._stepped = self._is_linked = False
         scaler = self._scaler()
         if scaler is not None:
             scaler.raise_error_at_min_scale = False  # the training loop limits the number of skipped updates
@@ -132,12 +145,12 @@ class DeepSpeedEngine(Engine):
     def probe(self, batch: Batch) -> None:
         scaler = self._scaler()
         scaling = {} if scaler is None else dict(vars(scaler))
-        self._run([self._dummy], 0.0, 0.0)  # allocates Adam's moments
+        self._run([self._dummy], 0.0, 0.0)  # allocates the optimizer's states
         self._run([batch, batch], 0.0, 0.0)  # the second one runs while the gradients of the first are held
         for state in self._inner().state.values():
-            for which in MOMENTS:
+            for which in self._method.states:
                 state[which].zero_()
-        self._set_optimizer_step(0)
+        set_steps(self._inner(), 0)
         if scaler is not None:
             vars(scaler).update(scaling)
 
@@ -184,23 +197,28 @@ class DeepSpeedEngine(Engine):
                 culprits = not_finite({name: self._part(p, GRADIENT) for name, p in self._trained.items()})
             if last and measure:  # step() frees the gradients
                 gradient_P = squares_of([self._part(p, GRADIENT) for p in self._trained.values()]) / scale**2
+            if last and self._order is not None:
+                self._order.compare()
             self._engine.step()
+        self._link_states()
         if self._stage > 0:
             norm, skipped = float(self._engine.get_global_grad_norm()), bool(self._zero.overflow)
+        if self._order is not None:
+            self._order.check()
         squares = None
         if measure and not skipped:
-            change_P = squared_changes([self._adam_part(p) for p in self._trained.values()], lr, self._steps())
+            parts = [self._optimizer_part(p) for p in self._trained.values()]
+            change_P = squared_changes(self._method, parts, lr, steps_of(self._inner()))
             squares = whole_squares(self._trained, gradient_P, change_P, self._stage > 0, self._world)
         return UpdateResult(sums, norm, skipped, scale, culprits if skipped else (), squares)
 
     @override
     def scalars(self) -> EngineScalars:
-        steps = [int(state["step"]) for state in self._inner().state.values() if "step" in state]
         scaler = self._scaler()
         good = 0
         if scaler is not None:
             good = (scaler.cur_iter - scaler.last_overflow_iter - 1) % scaler.scale_window
-        return EngineScalars(max(steps, default=0) if self._stepped else 0, self._loss_scale(), good)
+        return EngineScalars(steps_of(self._inner()) if self._stepped else 0, self._loss_scale(), good)
 
     @override
     def restore(self, saved: SavedState, scalars: EngineScalars) -> None:
@@ -212,13 +230,13 @@ class DeepSpeedEngine(Engine):
             if self._stage > 0:
                 # The optimizer copied its fp32 weights from the model's after they had been cast to 16 bit.
                 self._put(scatter(saved.weight(name), parameter), parameter)
-            for which in MOMENTS:
-                moment = scatter(saved.moment(name, which), parameter).contiguous()
+            for which in self._method.states:
+                state = scatter(saved.optimizer_state(name, which), parameter).contiguous()
                 if self._stage == 0:
-                    self._zero.state[parameter][which].copy_(moment)
+                    self._zero.state[parameter][which].copy_(state)
                 else:
-                    self._put(moment, parameter, which)
-        self._set_optimizer_step(scalars.optimizer_step)
+                    self._put(state, parameter, which)
+        set_steps(self._inner(), scalars.optimizer_step)
         scaler = self._scaler()
         if scaler is not None:
             scaler.cur_scale = scalars.loss_scale
@@ -227,7 +245,7 @@ class DeepSpeedEngine(Engine):
         self._stepped = True
 
     def _put(self, value: Tensor, parameter: nn.Parameter, which: str | None = None) -> None:
-        """Write a parameter's fp32 weight, or its moment ``which``, into the optimizer."""
+        """Write a parameter's fp32 weight, or its optimizer state ``which``, into the optimizer."""
         value = value.to(self.device)
         if self._stage < 3:
             if which is None:
@@ -255,24 +273,27 @@ class DeepSpeedEngine(Engine):
         inner: torch.optim.Optimizer = self._zero if self._stage == 0 else self._zero.optimizer
         return inner
 
-    def _set_optimizer_step(self, step: int) -> None:
-        """Set the number of steps that Adam has taken."""
-        for state in self._inner().state.values():
-            if isinstance(state.get("step"), Tensor):
-                state["step"].fill_(step)
-            elif "step" in state:
-                state["step"] = step
+    def _link_states(self) -> None:
+        """Link the optimizer's states of all groups with their parameters.
 
-    def _steps(self) -> int:
-        """Return the number of steps that Adam has taken; it is the same for all parameters."""
-        return int(next(iter(self._inner().state.values()))["step"])
+        Under ZeRO 1 and 2 DeepSpeed links them after the first step of the first group, before other groups have any.
+        """
+        groups = len(self._zero.param_groups)
+        if self._is_linked or groups == 1 or not getattr(self._zero, "_hp_optimizer_states_linked", False):
+            return
+        if len(self._inner().state) == groups and all(self._inner().state.values()):
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
+            self._is_linked = True
 
-    def _adam_part(self, parameter: nn.Parameter) -> AdamPart | None:
-        """Return this rank's part of a trained parameter and of its moments; None if it holds no part."""
-        weight, mean, square = (self._part(parameter, which) for which in (WEIGHT, *MOMENTS))
-        if weight is None or mean is None or square is None:
+    def _optimizer_part(self, parameter: nn.Parameter) -> Part | None:
+        """Return this rank's part of a trained parameter and of its states; None if it holds no part."""
+        weight = self._part(parameter, WEIGHT)
+        states = [self._part(parameter, which) for which in self._method.states]
+        present = tuple(state for state in states if state is not None)
+        if weight is None or len(present) < len(states):
             return None
-        return AdamPart(weight, mean, square, self._groups[parameter])
+        return Part(weight, present, self._groups[parameter])
 
     def _part(self, parameter: Any, which: str) -> Tensor | None:
         """Return this rank's part of a trained parameter, without padding; see :func:`shard`."""
@@ -305,27 +326,27 @@ class DeepSpeedEngine(Engine):
         return float(getattr(self._zero, "loss_scale", 1.0))  # neither torch's nor DeepSpeed's bf16 optimizer has one
 
     @override
-    def _moments_of(self, name: str) -> Sequence[str]:
-        return MOMENTS if self._stepped and name not in self._frozen else ()
+    def _states_of(self, name: str) -> Sequence[str]:
+        return self._method.states if self._stepped and name not in self._frozen else ()
 
     @override
-    def _gather(self, wanted: Sequence[Wanted]) -> list[Tensor]:
-        trained = [each for each in wanted if each[0] not in self._frozen]
-        found = dict(zip(trained, self._unsharded(trained), strict=True))
-        tensors = [found[each] if each in found else self._frozen[each[0]] for each in wanted]
-        return gather(tensors, [self._named[name] for name, _ in wanted], self._world)
+    def _gather(self, keys: Sequence[TensorKey]) -> list[Tensor]:
+        trained = [key for key in keys if key[0] not in self._frozen]
+        whole = dict(zip(trained, self._unsharded(trained), strict=True))
+        tensors = [whole[key] if key in whole else self._frozen[key[0]] for key in keys]
+        return gather(tensors, [self._named[name] for name, _ in keys], self._world)
 
     @torch.no_grad()
-    def _unsharded(self, wanted: Sequence[Wanted]) -> list[Tensor]:
-        """Return the fp32 weights or moments of trained parameters, by one collective over data-parallel ranks."""
-        parameters: list[Any] = [self._named[name] for name, _ in wanted]
+    def _unsharded(self, keys: Sequence[TensorKey]) -> list[Tensor]:
+        """Return the fp32 weights or optimizer states of trained parameters, by one collective."""
+        parameters: list[Any] = [self._named[name] for name, _ in keys]
         if self._stage == 0:
-            parts = [self._part(parameter, which) for parameter, (_, which) in zip(parameters, wanted, strict=True)]
+            parts = [self._part(parameter, which) for parameter, (_, which) in zip(parameters, keys, strict=True)]
             return [part for part in parts if part is not None]
-        if not wanted:
+        if not keys:
             return []
         if self._stage == 3:
-            shards = [self._stage_3_part(p, which) for p, (_, which) in zip(parameters, wanted, strict=True)]
+            shards = [self._stage_3_part(p, which) for p, (_, which) in zip(parameters, keys, strict=True)]
             columns = torch.split(
                 gather_over_data_ranks(torch.cat(shards), self._world), [part.numel() for part in shards], dim=1
             )
@@ -336,11 +357,67 @@ class DeepSpeedEngine(Engine):
         # A rank's share begins and ends anywhere in the optimizer's flat tensor. A sum with zeros is exact.
         flat = torch.zeros(sum(parameter.numel() for parameter in parameters), device=self.device)
         wholes = torch.split(flat, [parameter.numel() for parameter in parameters])
-        for parameter, (_, which), whole in zip(parameters, wanted, wholes, strict=True):
+        for parameter, (_, which), whole in zip(parameters, keys, wholes, strict=True):
             if (part := shard(parameter, which)) is not None:
                 whole.narrow(0, parameter._hp_mapping.lp_fragment_address.start, part.numel()).copy_(part)
         all_reduce_over_data_ranks(flat, self._world)
         return [whole.view(parameter.shape) for parameter, whole in zip(parameters, wholes, strict=True)]
+
+
+class GradientOrder:
+    """Check that all ranks have the gradients of an update in the same order.
+
+    ZeRO 1 and 2 reduce gradients in buckets, one behind another as the backward pass has them, without their names
+    (DeepSpeed 0.19.8, `reduce_independent_p_g_buckets_and_remove_grads`; ZeRO-3 sorts within a bucket). If the order
+    differs between ranks, because one of them takes another path through the same arithmetic, gradients of different
+    weights are added up, and nothing else notices: losses stay plausible.
+
+    Args:
+        parameters: trained parameters by name, the same on all ranks.
+        world: the ranks.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], world: World) -> None:
+        self._names, self._world = list(parameters), world
+        self._seen: list[int] = []
+        self._extremes: Tensor | None = None
+        if world.ranks > 1:
+            for number, parameter in enumerate(parameters.values()):
+                note = partial(_append, self._seen, number)
+                parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+
+    def compare(self) -> None:
+        """Begin to compare the order since the last check. Collective; the device is not waited for."""
+        if self._world.ranks > 1:
+            digest = zlib.crc32(array("l", self._seen).tobytes())
+            self._extremes = max_over_ranks([digest, -digest], self._world)
+
+    def check(self) -> None:
+        """Check the order that was compared last, and begin anew.
+
+        Raises:
+            TrainingError: on all ranks, if it differs between them.
+        """
+        if self._extremes is not None and float(self._extremes.sum()) != 0.0:
+            orders = gather_lists([self._seen], self._world)
+            rank, place = next(
+                (rank, place)
+                for rank, order in enumerate(orders)
+                for place, pair in enumerate(zip_longest(orders[0], order))
+                if pair[0] != pair[1]
+            )
+            theirs, ours = (self._names[o[place]] if place < len(o) else "none" for o in (orders[rank], orders[0]))
+            raise TrainingError(
+                f"ranks 0 and {rank} reduced gradients in different orders, so the update is wrong: after {place} "
+                f"equal ones rank 0 had {ours}, rank {rank} {theirs}; the checkpoints are right; give all hosts the "
+                "same CPUs, torch and kernels, or use engine.name=plain"
+            )
+        self._extremes = None
+        self._seen.clear()
+
+
+def _append(seen: list[int], number: int, parameter: Tensor) -> None:
+    seen.append(number)
 
 
 def _unit_of(world: World) -> ModelParallelUnit | None:
@@ -377,3 +454,29 @@ def _fetch_by_layer(model: TranslationModel) -> None:
     # DeepSpeed would reduce a leaf's gradients when its input has one: of a layer that is applied several times too
     # early, of a layer whose input needs none before there are any. Each parameter keeps its own hook.
     stage3.z3_leaf_parameter = lambda parameter: False
+
+
+GRADIENT = "gradient"
+"""Name of a parameter's gradient, beside WEIGHT and the names of its optimizer states."""
+
+
+def shard(parameter: Any, which: str) -> Tensor | None:
+    """Return this rank's part of a trained parameter, flat; None if it holds none.
+
+    DeepSpeed's accessor for whole gradients is a collective, but a rank enters it only if it holds a part.
+
+    Args:
+        parameter: the parameter.
+        which: WEIGHT or an optimizer state, fp32; or GRADIENT, between the last backward pass and the step.
+    """
+    mapping = parameter._hp_mapping
+    if mapping is None:
+        return None
+    part: Tensor
+    if which != GRADIENT:
+        part = mapping.get_hp_fragment(None if which == WEIGHT else which)
+        return part
+    part = mapping.get_lp_grad_fragment(parameter._index_in_param_group).flatten()
+    share = mapping.lp_fragment_address
+    # In bf16 at stage 1 each rank has the whole gradient.
+    return part.narrow(0, share.start, share.numel) if part.numel() == parameter.numel() else part

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,31 +11,40 @@ from typing_extensions import override
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import LossOutput, TrainModule
-from deepspeed_nmt.engine.accumulation import COLLECTED_BYTES, GradientSums
-from deepspeed_nmt.engine.base import (
-    MOMENTS,
+from deepspeed_nmt.engine.contract import (
+    WEIGHT,
     Engine,
     EngineScalars,
     LossScale,
     OnMicroBatch,
     SavedState,
+    TensorKey,
     UpdateResult,
-    Wanted,
     add_sums,
     ignore_micro_batch,
     not_finite,
     seed_dropout,
+    set_steps,
+    steps_of,
 )
-from deepspeed_nmt.engine.feed import on_device
-from deepspeed_nmt.engine.norms import AdamPart, Squares, adam_groups, squared_changes, squares_of, whole_squares
+from deepspeed_nmt.engine.norms import (
+    Part,
+    Squares,
+    settings_by_parameter,
+    squared_changes,
+    squares_of,
+    whole_squares,
+)
+from deepspeed_nmt.engine.optimizer import OptimizerConfig
+from deepspeed_nmt.engine.transfer import on_device
 from deepspeed_nmt.kernels.precision import DTYPES, Precision
 from deepspeed_nmt.parallel.collectives import all_reduce_in_buckets
-from deepspeed_nmt.parallel.slices import gather, scatter, total_norm
+from deepspeed_nmt.parallel.tensor import gather, scatter, total_norm
 from deepspeed_nmt.parallel.world import World
 
 
 class PlainEngine(Engine):
-    """Engine with the whole model and its Adam state on every rank.
+    """Engine with the whole model and its optimizer's state on every rank.
 
     In 16-bit precision the model has 16-bit weights. The optimizer has fp32 copies of them, the *masters*, and fp32
     gradients, to which each micro-batch adds its own. After a step the weights are the rounded masters. In fp32 the
@@ -43,8 +52,7 @@ class PlainEngine(Engine):
 
     Args:
         module: model and objective with their weights loaded; moved to the device of ``world``.
-        optimizer: torch's Adam over the module's parameters.
-        clip_norm: maximum norm of the gradient; 0 disables clipping.
+        optimizer: settings of the optimizer and of clipping.
         precision: of the forward and backward pass.
         world: the ranks.
     """
@@ -52,19 +60,19 @@ class PlainEngine(Engine):
     def __init__(
         self,
         module: TrainModule,
-        optimizer: torch.optim.Optimizer,
-        clip_norm: float,
+        optimizer: OptimizerConfig,
         precision: Precision,
         world: World,
     ) -> None:
         self.module = module.to(world.device)
         self.device = world.device
-        self._optimizer = optimizer
-        self._clip_norm = clip_norm
+        self._method = optimizer
+        self._optimizer = optimizer.over(self.module)
+        self._clip_norm = optimizer.clip_norm
         self._precision = precision
         self._world = world
         self._named = {name: p for name, p in module.model.named_parameters() if p.requires_grad}
-        self._groups = adam_groups(optimizer)
+        self._groups = settings_by_parameter(self._optimizer)
         # Frozen weights are saved from these copies; the model's are rounded.
         self._frozen: dict[str, Tensor] = {}
         self._sums: GradientSums | None = None
@@ -104,7 +112,8 @@ class PlainEngine(Engine):
                 group["lr"] = lr
             self._step()
             if measured_P is not None:
-                changes_P = squared_changes([self._part(name) for name in self._named], lr, self._steps())
+                parts = [self._part(name) for name in self._named]
+                changes_P = squared_changes(self._method, parts, lr, steps_of(self._optimizer))
                 squares = whole_squares(self._named, measured_P, changes_P, sharded=False, world=self._world)
         self._optimizer.zero_grad(set_to_none=True)
         self._scale.record(overflow=skipped)
@@ -112,15 +121,14 @@ class PlainEngine(Engine):
 
     @override
     def probe(self, batch: Batch) -> None:
-        self._empty_step()  # allocates Adam's moments, and gradients as of earlier micro-batches
+        self._empty_step()  # allocates the optimizer's states, and gradients as of earlier micro-batches
         self._backward(batch.to(self.device), 0.0)
         self._optimizer.zero_grad(set_to_none=True)
         self._optimizer.state.clear()
 
     @override
     def scalars(self) -> EngineScalars:
-        steps = [int(state["step"]) for state in self._optimizer.state.values()]
-        return EngineScalars(max(steps, default=0), self._scale.value, self._scale.good_updates)
+        return EngineScalars(steps_of(self._optimizer), self._scale.value, self._scale.good_updates)
 
     @override
     def restore(self, saved: SavedState, scalars: EngineScalars) -> None:
@@ -128,9 +136,9 @@ class PlainEngine(Engine):
         self._optimizer.zero_grad(set_to_none=True)
         for name, parameter in self._named.items():
             state = self._optimizer.state[self._masters[name]]
-            for which in MOMENTS:
-                state[which].copy_(scatter(saved.moment(name, which), parameter))
-            state["step"].fill_(scalars.optimizer_step)
+            for which in self._method.states:
+                state[which].copy_(scatter(saved.optimizer_state(name, which), parameter))
+        set_steps(self._optimizer, scalars.optimizer_step)
         if self._precision == "fp16":
             self._scale.value, self._scale.good_updates = scalars.loss_scale, scalars.good_updates
 
@@ -166,14 +174,10 @@ class PlainEngine(Engine):
             with torch.no_grad():
                 torch._foreach_copy_(list(self._named.values()), list(self._masters.values()))
 
-    def _steps(self) -> int:
-        """Return the number of steps that Adam has taken; it is the same for all parameters."""
-        return int(next(iter(self._optimizer.state.values()))["step"])
-
-    def _part(self, name: str) -> AdamPart:
+    def _part(self, name: str) -> Part:
         master = self._masters[name]
-        moments = [self._optimizer.state[master][which] for which in MOMENTS]
-        return AdamPart(master, moments[0], moments[1], self._groups[self._named[name]])
+        states = tuple(self._optimizer.state[master][which] for which in self._method.states)
+        return Part(master, states, self._groups[self._named[name]])
 
     def _empty_step(self) -> None:
         """Create the optimizer's state by a step that changes no weight. Gradients are zero afterwards."""
@@ -184,25 +188,93 @@ class PlainEngine(Engine):
         self._optimizer.step()
 
     @override
-    def _moments_of(self, name: str) -> Sequence[str]:
-        return MOMENTS if self._masters.get(name) in self._optimizer.state else ()
+    def _states_of(self, name: str) -> Sequence[str]:
+        return self._method.states if self._masters.get(name) in self._optimizer.state else ()
 
     @override
-    def _gather(self, wanted: Sequence[Wanted]) -> list[Tensor]:
+    def _gather(self, keys: Sequence[TensorKey]) -> list[Tensor]:
         parameters = dict(self.module.model.named_parameters())
         tensors = [
             self._optimizer.state[self._masters[name]][which]
-            if which in MOMENTS
+            if which != WEIGHT
             else self._frozen.get(name, self._masters.get(name, parameters[name])).detach()
-            for name, which in wanted
+            for name, which in keys
         ]
-        return gather(tensors, [parameters[name] for name, _ in wanted], self._world)
+        return gather(tensors, [parameters[name] for name, _ in keys], self._world)
 
     def _gradients(self) -> list[Tensor]:
-        """Return every master's gradient: zero, not None, if the update did not use it, so that moments decay."""
+        """Return every master's gradient: zero, not None, if the update did not use it, so that states decay."""
         gradients = []
         for master in self._masters.values():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
             gradients.append(master.grad)
         return gradients
+
+
+COLLECTED_BYTES = 16 * 2**20
+"""Most bytes of 16-bit gradients that are collected on a GPU."""
+BUFFER_BYTES = 3 * COLLECTED_BYTES
+"""Most memory that gradients take on a GPU while they are collected and added: in 16 bit, and then also in fp32."""
+_ALONE_BYTES = COLLECTED_BYTES // 4
+"""Bytes of a 16-bit gradient from which on it is added on its own: that takes longer than a launch."""
+
+
+class GradientSums:
+    """Adder of the gradients of 16-bit weights to the fp32 gradients of their masters.
+
+    It takes a weight's gradient as soon as the backward pass has it, and frees it once it is added. Call
+    :meth:`flush` after each backward pass.
+
+    Args:
+        masters: the fp32 copy of each weight.
+        collected_bytes: most bytes of gradients to collect; 0 adds each on its own.
+    """
+
+    def __init__(self, masters: Mapping[nn.Parameter, nn.Parameter], collected_bytes: int) -> None:
+        self._masters = masters
+        self._most = collected_bytes
+        self._collected: dict[nn.Parameter, Tensor] = {}
+        self._bytes = 0
+        for weight in masters:
+            weight.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+
+    def flush(self) -> None:
+        """Add the gradients that are collected."""
+        first = [(master, new) for master, new in self._collected.items() if master.grad is None]
+        later = [(master, new) for master, new in self._collected.items() if master.grad is not None]
+        self._collected, self._bytes = {}, 0
+        if first:
+            self._widen(first, [_own_gradient(master) for master, _ in first])
+        if later:
+            # Lists of tensors are added by few kernels if all have one dtype, but copied whatever theirs.
+            wide = [torch.empty_like(master) for master, _ in later]
+            self._widen(later, wide)
+            torch._foreach_add_([_own_gradient(master) for master, _ in later], wide)
+
+    def _take(self, weight: Tensor) -> None:
+        """Collect or add the new gradient of a weight."""
+        assert isinstance(weight, nn.Parameter) and weight.grad is not None
+        master, new = self._masters[weight], weight.grad
+        weight.grad = None
+        if new.nbytes >= min(_ALONE_BYTES, self._most):
+            if master.grad is None:
+                master.grad = new.to(master.dtype)
+            else:
+                master.grad.add_(new)
+            return
+        if self._bytes + new.nbytes > self._most:
+            self.flush()
+        self._collected[master] = new
+        self._bytes += new.nbytes
+
+    @staticmethod
+    def _widen(pairs: Sequence[tuple[nn.Parameter, Tensor]], wide: list[Tensor]) -> None:
+        torch._foreach_copy_(wide, [new for _, new in pairs])
+
+
+def _own_gradient(master: nn.Parameter) -> Tensor:
+    """Return the gradient of a master, which is allocated if there is none."""
+    if master.grad is None:
+        master.grad = torch.empty_like(master)
+    return master.grad

@@ -1,23 +1,331 @@
-"""Resolved settings of an engine: the precision, and the complete configuration of DeepSpeed."""
+"""Settings of the engine: those that the user gives, DeepSpeed's configuration, and both resolved for a run.
+
+DeepSpeed's JSON file has the format that DeepSpeed documents. Keys that the run's settings determine (batch sizes,
+clipping, precision) are "auto" or absent in it. A different value there is an error; it is never overridden silently.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import difflib
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BeforeValidator, Field
 
-from deepspeed_nmt.engine.config import DEFAULT_DS_CONFIG, EngineConfig, uses_deepspeed
-from deepspeed_nmt.engine.ds_config import (
-    complete_ds_config,
-    load_ds_config,
-    wanted_precision,
-    zero_stage,
-)
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.engine.optimizer import OptimizerConfig
+from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
+from deepspeed_nmt.files import parse_json
+from deepspeed_nmt.kernels.choice import parse_setting
 from deepspeed_nmt.kernels.precision import DTYPES, Precision, native_precision
 from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.registry import Config
+
+
+def _recompute(value: object) -> object:
+    """Check a recomputation setting."""
+    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise ValueError(f"is {shown(value)}; use auto, or a whole number from 0 up")
+    return value
+
+
+def _kernels(value: object) -> object:
+    """Check the names of operations and backends."""
+    if isinstance(value, str):
+        parse_setting(value, "it")
+    return value
+
+
+def _off(value: object) -> object:
+    """Read `off` as YAML does, for which it is false."""
+    if value is True:
+        raise ValueError("is true, as YAML reads yes and on; use off or layers")
+    return "off" if value is False else value
+
+
+KernelsSetting = Annotated[str, BeforeValidator(_kernels)]
+Recompute = Annotated[int | Literal["auto"], BeforeValidator(_recompute)]
+DEFAULT_DS_CONFIG = "zero2"
+"""DeepSpeed's configuration where ``engine.ds_config`` is not set."""
+
+
+class EngineConfig(Config):
+    """Settings of the engine that carries out updates."""
+
+    name: Literal["auto", "plain", "deepspeed"] = Field(
+        default="auto",
+        description="plain (torch alone) or deepspeed; auto: deepspeed on several ranks, or if `ds_config` is given, "
+        "else plain",
+    )
+    ds_config: str | None = Field(
+        default=None,
+        description="DeepSpeed's JSON: a path, or the name of a file in ds_configs/ without .json; null: zero2, if "
+        "the run uses DeepSpeed",
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        default="auto", description="auto: bf16 on a GPU that supports it, fp16 on an older GPU, fp32 on a CPU"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: cuda if there is a GPU, else cpu"
+    )
+    deterministic: bool = Field(
+        default=False, description="bit-identical results on a GPU too, at some cost in speed"
+    )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="size of a tensor-parallel group, whose ranks hold slices of one copy of the model",
+    )
+    recompute_encoder: Recompute = Field(
+        default=0,
+        description="recompute the activations of every k-th encoder layer in the backward pass, to save memory: "
+        "1: all layers; 0: none; auto: as few as fit",
+    )
+    recompute_decoder: Recompute = Field(default=0, description="as recompute_encoder, for decoder layers")
+    memory_gib: float = Field(
+        default=0.0, ge=0.0, description="memory per GPU that auto may use, in GiB; 0: all of it (required on a CPU)"
+    )
+    kernels: KernelsSetting = Field(
+        default="auto",
+        description="backends of fused operations: auto, torch, triton, apex, onednn, or operation=backend,... such "
+        "as softmax=torch",
+    )
+    compile: Annotated[Literal["off", "layers"], BeforeValidator(_off)] = Field(
+        default="off",
+        description="layers: torch.compile each layer for training, which fuses operations instead of `kernels`; "
+        "takes up to minutes at the start, and suits the packed layout, which has few shapes",
+    )
+    attention: Literal["auto", "sdpa", "fused"] = Field(
+        default="auto",
+        description="sdpa: torch's kernels that never store attention weights; fused: matrix products and a fused "
+        "softmax; auto: sdpa if torch has such a kernel",
+    )
+    silent_s: float = Field(
+        default=60.0,
+        ge=0.0,
+        description="seconds without a heartbeat after which a rank is considered lost and all ranks end; 0: never",
+    )
+    stuck_s: float = Field(
+        default=600.0,
+        gt=0.0,
+        description="time limit of a micro-batch in seconds; a rank that exceeds it is considered stuck and all "
+        "ranks end",
+    )
+    timeout_s: float = Field(
+        default=1800.0,
+        gt=0.0,
+        le=1e8,
+        description="time limit in seconds of waiting for another rank, and of saving or validating",
+    )
+
+    def chosen_by(self, given: Container[str]) -> EngineConfig:
+        """Return the settings with DeepSpeed as the engine, if the user gives a configuration of DeepSpeed.
+
+        Args:
+            given: names of the settings that the user gives, now and not in the run that is resumed.
+
+        Raises:
+            ConfigError: if the engine is plain torch, which would ignore it.
+        """
+        if "ds_config" not in given or self.ds_config is None or self.name == "deepspeed":
+            return self
+        if self.name == "plain":
+            raise ConfigError(
+                f"engine.ds_config is {shown(self.ds_config)}, which engine.name=plain ignores; use "
+                "engine.name=deepspeed, or engine.ds_config=null"
+            )
+        return self.model_copy(update={"name": "deepspeed"})
+
+
+def uses_deepspeed(config: EngineConfig, ranks: int) -> bool:
+    """Return True if a run on ``ranks`` ranks uses DeepSpeed, False if it uses plain torch."""
+    return config.name == "deepspeed" or (config.name == "auto" and ranks > 1)
+
+
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_KNOWN_KEYS = {
+    *_BATCH_KEYS,
+    *("gradient_clipping", "fp16", "bf16", "zero_optimization", "optimizer", "scheduler", "steps_per_print"),
+    *("wall_clock_breakdown", "dump_state", "communication_data_type", "prescale_gradients", "aio", "comms_logger"),
+    *("gradient_predivide_factor", "sparse_gradients", "zero_allow_untested_optimizer", "flops_profiler"),
+    *("zero_force_ds_cpu_optimizer", "data_types", "seq_parallel_communication_data_type", "memory_breakdown"),
+    *("disable_allgather", "activation_checkpointing", "tensorboard", "csv_monitor", "wandb", "checkpoint"),
+    *("compile", "torch_autocast", "tensor_parallel", "elasticity", "autotuning", "data_efficiency"),
+    *("gradient_allreduce_op", "disable_python_gc", "log_level", "timers", "hybrid_engine"),
+    *("managed_gradient_accumulation", "bfloat16", "amp", "weight_quantization", "expert_parallel", "pipeline"),
+    *("use_data_before_expert_parallelism", "datastates_ckpt", "curriculum_learning", "compression_training"),
+}
+"""Top-level keys of DeepSpeed's configuration. Other versions of DeepSpeed may have more."""
+_ALIKE = 0.85
+"""Similarity from which a key is a misspelling of a known one."""
+_FORBIDDEN_KEYS = {
+    "optimizer": "the optimizer.* settings",
+    "scheduler": "the schedule.* settings",
+    "torch_autocast": "engine.precision (DeepSpeed's autocast is wrong with clipping)",
+    "bfloat16": "engine.precision (its name is 'bf16' today)",
+    "amp": "engine.precision",
+    "managed_gradient_accumulation": "the engine, which begins and ends each update",
+    "gradient_allreduce_op": "the engine, which divides the loss by the tokens of an update",
+    "activation_checkpointing": "engine.recompute_* (DeepSpeed's fails if layers share weights)",
+    "tensorboard": "this program's own TensorBoard log",
+    "elasticity": "batch.update_tokens, which does not depend on the number of GPUs",
+}
+"""Keys that must be absent, and the settings that replace them."""
+
+
+def find_ds_config(name: str) -> Path:
+    """Find the file that ``engine.ds_config`` names.
+
+    Args:
+        name: a path, or the name of a file in ds_configs/ without .json.
+
+    Raises:
+        ConfigError: if there is no such file.
+    """
+    package = Path(__file__).resolve().parents[1]
+    folders = [folder for folder in (package / "ds_configs", package.parent / "ds_configs") if folder.is_dir()]
+    candidates = [Path(name), *(folder / f"{name}.json" for folder in folders)]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    known = sorted({path.stem for folder in folders for path in folder.glob("*.json")})
+    raise ConfigError(
+        f"engine.ds_config is {shown(name)}, neither a file nor a known name{did_you_mean(name, known)}"
+    )
+
+
+def load_ds_config(name: str) -> dict[str, Any]:
+    """Read the file that ``engine.ds_config`` names.
+
+    Args:
+        name: a path, or the name of a file in ds_configs/ without .json.
+
+    Raises:
+        ConfigError: if the file is missing, or does not contain a JSON object.
+    """
+    path = find_ds_config(name)
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as DeepSpeed's JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} contains a {type(content).__name__}; DeepSpeed's configuration is a JSON object")
+    return content
+
+
+def zero_stage(content: dict[str, Any]) -> int:
+    """Return the ZeRO stage of a DeepSpeed configuration; 0 if it has none.
+
+    Raises:
+        ConfigError: if the stage is not 0, 1, 2 or 3.
+    """
+    section = content.get("zero_optimization", {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"'zero_optimization' is {section!r} in the DeepSpeed configuration; make it an object")
+    stage = section.get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"'zero_optimization.stage' is {stage!r}; use 0, 1, 2 or 3")
+    return int(stage)
+
+
+def reconcile_precision(content: dict[str, Any], setting: str) -> str:
+    """Reconcile fp16 and bf16 of a DeepSpeed configuration with ``engine.precision``.
+
+    Args:
+        content: DeepSpeed's configuration.
+        setting: ``engine.precision``: "auto", "fp32", "bf16" or "fp16".
+
+    Returns:
+        The precision that both allow: "auto", "fp32", "bf16" or "fp16".
+
+    Raises:
+        ConfigError: if they contradict each other.
+    """
+    enabled = {kind: content.get(kind, {}).get("enabled", "auto") for kind in ("fp16", "bf16")}
+    requested = [kind for kind, value in enabled.items() if value is True]
+    if len(requested) == 2:
+        raise ConfigError("the DeepSpeed configuration enables both fp16 and bf16; enable one of them")
+    if requested and setting not in ("auto", requested[0]):
+        raise ConfigError(
+            f"the DeepSpeed configuration enables {requested[0]}, but engine.precision is {setting}; "
+            f'set "{requested[0]}": {{"enabled": "auto"}} there, or engine.precision={requested[0]}'
+        )
+    if setting in enabled and enabled[setting] is False:
+        raise ConfigError(
+            f"engine.precision is {setting}, but the DeepSpeed configuration disables it; "
+            f'set "{setting}": {{"enabled": "auto"}} there'
+        )
+    return requested[0] if requested else setting
+
+
+def complete_ds_config(
+    content: dict[str, Any], *, ranks: int, clip_norm: float, precision: Precision
+) -> dict[str, Any]:
+    """Complete a DeepSpeed configuration with the settings of a run.
+
+    gradient_accumulation_steps is always 1: the number of micro-batches varies from update to update, so the engine
+    sets the gradient accumulation boundary itself.
+
+    Args:
+        content: DeepSpeed's configuration; not changed.
+        ranks: data-parallel ranks.
+        clip_norm: maximum norm of the gradient; 0 disables clipping.
+        precision: of the forward and backward pass.
+
+    Returns:
+        A complete copy of the configuration.
+
+    Raises:
+        ConfigError: for every key that looks misspelt or contradicts the run's settings, and for 16-bit precision
+            with ZeRO stage 0.
+    """
+    problems = []
+    for key in content:
+        if key in _FORBIDDEN_KEYS:
+            problems.append(
+                f"'{key}' is in the DeepSpeed configuration, but decided by {_FORBIDDEN_KEYS[key]}; remove it there"
+            )
+        elif key not in _KNOWN_KEYS and (close := difflib.get_close_matches(key, _KNOWN_KEYS, 1, _ALIKE)):
+            problems.append(f"'{key}' in the DeepSpeed configuration looks misspelt; did you mean '{close[0]}'?")
+        elif key not in _KNOWN_KEYS:
+            logger.warning("'%s' in the DeepSpeed configuration is not known here; DeepSpeed gets it unchanged", key)
+    owned: dict[str, tuple[Any, str]] = {
+        "train_batch_size": (ranks, "batch.update_tokens"),
+        "train_micro_batch_size_per_gpu": (1, "batch.micro_tokens"),
+        "gradient_accumulation_steps": (1, "batch.update_tokens and batch.micro_tokens"),
+        "gradient_clipping": (clip_norm, "optimizer.clip_norm"),
+    }
+    result = copy.deepcopy(content)
+    for key, (value, owner) in owned.items():
+        given = content.get(key, "auto")
+        if given != "auto" and (key in _BATCH_KEYS or float(given) != float(value)):
+            problems.append(
+                f"'{key}' is {given} in the DeepSpeed configuration, but decided by {owner}; make it \"auto\" there"
+            )
+        result[key] = value
+    for kind in ("fp16", "bf16"):
+        result[kind] = {**content.get(kind, {}), "enabled": precision == kind}
+    if precision != "fp32" and zero_stage(content) == 0:
+        problems.append(
+            f"{precision} needs ZeRO stage 1 or more: at stage 0 DeepSpeed takes a hidden first Adam step; "
+            "use engine.ds_config=zero1, or engine.name=plain engine.ds_config=null"
+        )
+    if problems:
+        raise ConfigError(problems)
+    # Otherwise the gradients of an update's micro-batches are added in 16 bit.
+    result["data_types"] = {"grad_accum_dtype": "fp32", **content.get("data_types", {})}
+    if ranks == 1 and "zero_optimization" in content:
+        # There is nothing to overlap, and DeepSpeed would wait for the device in each backward pass.
+        result["zero_optimization"]["overlap_comm"] = False
+    result.setdefault("steps_per_print", 10**9)
+    # The engine passes torch's Adam, also if the optimizer is offloaded to the CPU.
+    result["zero_force_ds_cpu_optimizer"] = False
+    result["zero_allow_untested_optimizer"] = True
+    return result
 
 
 @dataclass(frozen=True)
@@ -26,12 +334,12 @@ class EngineSettings:
 
     Attributes:
         precision: of the forward and backward pass.
-        clip_norm: maximum norm of the gradient; 0 disables clipping.
+        optimizer: settings of the optimizer.
         ds_config: complete configuration of DeepSpeed; None for plain torch.
     """
 
     precision: Precision
-    clip_norm: float
+    optimizer: OptimizerConfig
     ds_config: Mapping[str, Any] | None = None
 
     @property
@@ -45,20 +353,20 @@ def validation_dtype(precision: Precision, device: torch.device) -> torch.dtype:
     return DTYPES[precision] if device.type == "cuda" else torch.float32
 
 
-def resolve_engine(config: EngineConfig, clip_norm: float, world: World) -> EngineSettings:
+def resolve_engine(config: EngineConfig, optimizer: OptimizerConfig, world: World) -> EngineSettings:
     """Resolve the settings of an engine on the ranks of this run; see :func:`resolve_engine_for`."""
     native = native_precision(world.device)
-    return resolve_engine_for(config, clip_norm, ranks=world.ranks, data_ranks=world.data_ranks, native=native)
+    return resolve_engine_for(config, optimizer, ranks=world.ranks, data_ranks=world.data_ranks, native=native)
 
 
 def resolve_engine_for(
-    config: EngineConfig, clip_norm: float, *, ranks: int, data_ranks: int, native: Precision
+    config: EngineConfig, optimizer: OptimizerConfig, *, ranks: int, data_ranks: int, native: Precision
 ) -> EngineSettings:
     """Resolve the settings of an engine on a given number of ranks, which need not exist.
 
     Args:
         config: the engine's section of the run's configuration.
-        clip_norm: maximum norm of the gradient; 0 disables clipping.
+        optimizer: settings of the optimizer.
         ranks: processes of the run.
         data_ranks: size of a data-parallel group.
         native: precision of "auto" on the device; see :func:`deepspeed_nmt.kernels.precision.native_precision`.
@@ -70,13 +378,10 @@ def resolve_engine_for(
     content = None
     if uses_deepspeed(config, ranks):
         content = load_ds_config(DEFAULT_DS_CONFIG if config.ds_config is None else config.ds_config)
-    wanted = config.precision if content is None else wanted_precision(content, config.precision)
-    precision: Precision = native if wanted == "auto" else wanted  # type: ignore[assignment]
+    setting = config.precision if content is None else reconcile_precision(content, config.precision)
+    precision: Precision = native if setting == "auto" else setting  # type: ignore[assignment]
     if precision == "bf16" and native == "fp16":
-        raise ConfigError(
-            "engine.precision must be fp16 or fp32 on a GPU older than sm_80, which has no bf16, but is bf16; use "
-            "engine.precision=fp16"
-        )
+        raise ConfigError("engine.precision is bf16, which a GPU older than sm_80 lacks; use engine.precision=fp16")
     if content is not None:
-        content = complete_ds_config(content, ranks=data_ranks, clip_norm=clip_norm, precision=precision)
-    return EngineSettings(precision, clip_norm, content)
+        content = complete_ds_config(content, ranks=data_ranks, clip_norm=optimizer.clip_norm, precision=precision)
+    return EngineSettings(precision, optimizer, content)

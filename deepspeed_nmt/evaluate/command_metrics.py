@@ -83,21 +83,19 @@ class CommandMetric(Metric):
         Raises:
             ValueError: if its name cannot be part of a tag, or is that of another measure.
         """
-        if (found := _FORM.fullmatch(text)) is None:
+        if (match := _FORM.fullmatch(text)) is None:
             return None
-        path = Path(found["path"])
-        name = path.stem if found["name"] is None else found["name"]
+        path = Path(match["path"])
+        name = path.stem if match["name"] is None else match["name"]
         if not _NAME.fullmatch(name):
             raise ValueError(
-                f"must have names of letters, digits, - and _, 50 at most, but has {shown(name)} in {shown(text)}; "
-                "put NAME= in front"
+                f"has {shown(text)}, whose name {shown(name)} is not of letters, digits, - and _, 50 at most; put "
+                "NAME= in front"
             )
         if name in (*RESERVED, *METRICS):
-            raise ValueError(
-                f"must have programs by other names than those of measures, but has {shown(text)}; put NAME= in front"
-            )
+            raise ValueError(f"has {shown(text)}, whose name is that of another measure; put NAME= in front")
         return cls(
-            name=name, kind="plain", path=path, late=found["when"] == "late", higher_is_better=not found["lower"]
+            name=name, kind="plain", path=path, late=match["when"] == "late", higher_is_better=not match["lower"]
         )
 
     def __str__(self) -> str:
@@ -110,12 +108,9 @@ class CommandMetric(Metric):
         """Reason why the program cannot be called, as a sentence; "" if there is none."""
         if not self.path.is_file():
             what = "is not a file" if self.path.exists() else "does not exist"
-            return f"the metric {self.name} must be a program, but {self.path} {what}; correct the path"
+            return f"{self.path}, the metric {self.name}, {what}; correct the path"
         if not os.access(self.path, os.X_OK):
-            return (
-                f"the metric {self.name} must be a program, but {self.path} is not executable; run "
-                f"`chmod +x {self.path}`"
-            )
+            return f"{self.path}, the metric {self.name}, is not executable; run `chmod +x {self.path}`"
         return ""
 
     @override
@@ -148,12 +143,9 @@ class CommandMetric(Metric):
                         os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
             if process.returncode != 0:
-                said = _last_line(err)
-                raise MetricError(
-                    f"the metric {self.name} must end with status 0, but {self.path} {ending(process.returncode)}"
-                    + (f", and its last words are {shown(said)}" if said else "")
-                )
-            return self._number(_last_line(out), f"{self.path} printed")
+                words = f": {shown(said)}" if (said := _last_line(err)) else ""
+                raise MetricError(f"{self.path}, the metric {self.name}, {ending(process.returncode)}{words}")
+            return self._number(_last_line(out), f"the last line of {self.path}")
 
     def start(self, files: ScoredFiles, result: Path, log: Path) -> subprocess.Popen[bytes]:
         """Call a late program, and return the process without waiting for it.
@@ -179,17 +171,14 @@ class CommandMetric(Metric):
         """
         with suppress(FileNotFoundError), result.open("rb") as stream:
             if text := _last_line(stream):
-                return self._number(text, f"{result} has")
+                return self._number(text, f"the last line of {result}")
         return None
 
     def _number(self, text: str, where: str) -> float:
         with suppress(ValueError):
             if math.isfinite(number := float(text)):
                 return number
-        raise MetricError(
-            f"the metric {self.name} must give a finite number in its last line, but {where} "
-            f"{shown(text) if text else 'nothing'}"
-        )
+        raise MetricError(f"{where}, of the metric {self.name}, is {shown(text)}, and not a finite number")
 
     def _call(
         self, files: ScoredFiles, further: Sequence[Path], out: IO[Any], err: IO[Any]
@@ -210,8 +199,8 @@ class CommandMetric(Metric):
             )
         except OSError as error:
             raise MetricError(
-                f"the metric {self.name} must be a program, but {self.path} cannot be started "
-                f"({error.strerror or error}); does its first line name an interpreter, such as #!/bin/sh?"
+                f"{self.path}, the metric {self.name}, cannot be started ({error.strerror or error}); does its first "
+                "line name an interpreter, such as #!/bin/sh?"
             ) from error
 
     def _wait(self, process: subprocess.Popen[bytes], limit_s: float, interrupted: Callable[[], bool]) -> None:
@@ -225,8 +214,8 @@ class CommandMetric(Metric):
                     raise MetricError(f"the metric {self.name} was ended, because the run stops") from None
                 if time.monotonic() > deadline:
                     raise MetricError(
-                        f"the metric {self.name} must end within {limit_s:g} s (validation.command_s), but "
-                        f"{self.path} has not; raise that, or let its result come late (late:{self.path})"
+                        f"{self.path}, the metric {self.name}, took more than {limit_s:g} s; raise "
+                        f"validation.command_s, or let its result come late (late:{self.path})"
                     ) from None
 
 

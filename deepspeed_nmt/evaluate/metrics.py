@@ -19,6 +19,10 @@ from deepspeed_nmt.text import Kind, TextForm
 
 if TYPE_CHECKING:
     from sacrebleu.metrics.base import Metric as SacreBleuMetric
+    from sacrebleu.metrics.bleu import BLEU
+
+RESAMPLES, SEED = 1000, 12345
+"""Resampled test sets of a paired bootstrap test, and the seed of its draws."""
 
 AUTO: Mapping[str, tuple[str, ...]] = {
     "raw": ("bleu",),
@@ -54,9 +58,20 @@ class Metric(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class TextMetric(Metric):
-    """A metric that is a function of translations and references."""
+    """A metric of sacreBLEU, which is a function of translations and references.
 
-    @abstractmethod
+    Attributes:
+        make: function that makes sacreBLEU's object; its argument is True to ignore case.
+    """
+
+    make: Callable[[bool], SacreBleuMetric]
+
+    @override
+    def signature(self) -> str:
+        metric = self.make(False)
+        metric.corpus_score(["a"], [["a"]])  # some signatures have the number of references, known from a score
+        return str(metric.get_signature())
+
     def score(self, hypotheses: Sequence[str], references: Sequence[str]) -> float:
         """Score translations.
 
@@ -64,77 +79,82 @@ class TextMetric(Metric):
             hypotheses: one translation of each sentence; text of :attr:`kind`.
             references: the same number of references.
         """
+        return float(self.make(False).corpus_score(hypotheses, [references]).score)
 
-    @abstractmethod
     def p_value(self, hypotheses: Sequence[str], baseline: Sequence[str], references: Sequence[str]) -> float:
         """Return the probability that two equally good systems differ as much, by paired bootstrap resampling.
+
+        It takes about 40 KB of memory for a sentence.
 
         Args:
             hypotheses: translations of one system; text of :attr:`kind`.
             baseline: those of the other one.
             references: the same number of references.
         """
+        from sacrebleu.significance import PairedTest, Result
+
+        systems: list[tuple[str, Sequence[str]]] = [("baseline", baseline), ("system", hypotheses)]
+        _, table = PairedTest(systems, {"metric": self.make(False)}, [references], test_type="bs")()
+        before, result = next(column for name, column in table.items() if name != "System")
+        assert isinstance(before, Result) and isinstance(result, Result) and result.p_value is not None
+        # For equal scores the test would find the smallest probability.
+        return 1.0 if result.score == before.score else float(result.p_value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SacreBleu(TextMetric):
-    """A metric of sacreBLEU.
+def p_value_of_scores(scores: Sequence[float], baseline: Sequence[float]) -> float:
+    """Return the probability that two equally good systems differ as much in the mean of their sentences' scores.
 
-    Attributes:
-        make: function that makes sacreBLEU's object.
+    Args:
+        scores: of each sentence by one system.
+        baseline: of the same sentences by the other one.
     """
+    import numpy as np
 
-    make: Callable[[], SacreBleuMetric]
-
-    @override
-    def signature(self) -> str:
-        metric = self.make()
-        metric.corpus_score(["a"], [["a"]])  # some signatures have the number of references, known from a score
-        return str(metric.get_signature())
-
-    @override
-    def score(self, hypotheses: Sequence[str], references: Sequence[str]) -> float:
-        return float(self.make().corpus_score(hypotheses, [references]).score)
-
-    @override
-    def p_value(self, hypotheses: Sequence[str], baseline: Sequence[str], references: Sequence[str]) -> float:
-        from deepspeed_nmt.evaluate.significance import p_value
-
-        return p_value(self.make(), hypotheses, baseline, references)
+    differences = np.asarray(scores, dtype=np.float64) - np.asarray(baseline, dtype=np.float64)
+    if differences.mean() == 0.0:
+        return 1.0
+    draws = np.random.default_rng(SEED)
+    count = len(differences)
+    means = np.array([differences[draws.integers(count, size=count)].mean() for _ in range(RESAMPLES)])
+    # The mean of |resampled| stands for chance, as in sacreBLEU's test and the script of Moses that it follows.
+    chance = np.abs(means) - np.abs(means).mean()
+    return float((np.sum(chance > abs(differences.mean())) + 1) / (RESAMPLES + 1))
 
 
-def _bleu() -> SacreBleuMetric:
-    from deepspeed_nmt.evaluate.bleu import plain_bleu
+def _bleu(lowercase: bool) -> BLEU:
+    from sacrebleu.metrics.bleu import BLEU
 
-    return plain_bleu()
-
-
-def _multi_bleu() -> SacreBleuMetric:
-    from deepspeed_nmt.evaluate.bleu import multi_bleu
-
-    return multi_bleu()
+    # `force` disables sacreBLEU's warning about tokenised input, which bypasses our log; `score` has its own.
+    return BLEU(lowercase=lowercase, force=True)
 
 
-def _chrf() -> SacreBleuMetric:
+def _multi_bleu(lowercase: bool) -> BLEU:
+    """Return BLEU as multi-bleu defines it: no tokenisation, and 0 instead of smoothing if no n-gram matches."""
+    from sacrebleu.metrics.bleu import BLEU
+
+    return BLEU(lowercase=lowercase, tokenize="none", smooth_method="none", force=True)
+
+
+def _chrf(lowercase: bool) -> SacreBleuMetric:
     from sacrebleu.metrics.chrf import CHRF
 
-    return CHRF()
+    return CHRF(lowercase=lowercase)
 
 
-def _ter() -> SacreBleuMetric:
+def _ter(lowercase: bool) -> SacreBleuMetric:
     from sacrebleu.metrics.ter import TER
 
-    return TER()
+    return TER()  # which ignores case by default
 
 
-METRICS: Mapping[str, SacreBleu] = {
+METRICS: Mapping[str, TextMetric] = {
     metric.name: metric
     for metric in (
         # So few words match by chance, while a model learns its first ones.
-        SacreBleu(name="bleu", kind="plain", least=1.0, make=_bleu),
-        SacreBleu(name="bleu_tokenised", kind="tokenised", least=1.0, make=_multi_bleu),
-        SacreBleu(name="chrf", kind="plain", make=_chrf),
-        SacreBleu(name="ter", kind="plain", higher_is_better=False, make=_ter),
+        TextMetric(name="bleu", kind="plain", least=1.0, make=_bleu),
+        TextMetric(name="bleu_tokenised", kind="tokenised", least=1.0, make=_multi_bleu),
+        TextMetric(name="chrf", kind="plain", make=_chrf),
+        TextMetric(name="ter", kind="plain", higher_is_better=False, make=_ter),
     )
 }
 """All metrics that are no programs, by name."""
@@ -194,8 +214,9 @@ class Scorer:
 
     def sentence_bleus(self, hypotheses: Sequence[str]) -> list[float]:
         """Return the smoothed BLEU of each sentence, to compare translations of it; of text of the first metric."""
-        from deepspeed_nmt.evaluate.bleu import sentence_bleu
+        from sacrebleu.metrics.bleu import BLEU
 
         kind = self.metrics[0].kind
+        metric = BLEU(effective_order=True)
         pairs = zip(self._text.convert(kind, hypotheses), self._references[kind], strict=True)
-        return [sentence_bleu(hypothesis, reference) for hypothesis, reference in pairs]
+        return [float(metric.sentence_score(hypothesis, [reference]).score) for hypothesis, reference in pairs]

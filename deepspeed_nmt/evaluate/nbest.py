@@ -1,4 +1,4 @@
-"""N-best lists in the format of Moses.
+"""N-best lists in the format of Moses, and the choice of the weights of deep-shallow decoding from them.
 
 One candidate a line, those of a source line adjacent and best first, in four fields:
 
@@ -7,20 +7,42 @@ One candidate a line, those of a source line adjacent and best first, in four fi
 They are the number of the source line from 0, the text, features by name, and the score by which candidates are
 ranked. Numbers have nine significant digits, which identify a number of fp32. The feature ``token_log_probs`` has as
 many values as the candidate has tokens, and one for EOS.
+
+The candidates of a validation set do not depend on alpha and the exponent, so each pair only chooses among the same
+candidates, whose n-grams are counted once: hundreds of pairs take seconds.
+
+Legend: L source lines, K candidates of a line (padded), N exits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_nmt.console import table
+from deepspeed_nmt.deep_shallow_score import ALPHA, EXITS, EXPONENT, total_of
 from deepspeed_nmt.errors import DataError, shown
+from deepspeed_nmt.evaluate.metrics import METRICS
 from deepspeed_nmt.files import open_text, shown_name, text_lines
 
 _BAR = " ||| "
 _TOKENS = "token_log_probs="
 """Name of the feature of several values, the last one."""
+Converter = Callable[[Sequence[str]], list[str]]
+"""Function that converts sentences."""
+DEFAULT = (ALPHA, EXPONENT)
+"""Alpha and exponent of Wu et al. (2019)."""
+ALPHAS = tuple(number / 10 for number in range(11))
+"""Weights that are tried of the exit that proposed a candidate."""
+EXPONENTS = tuple(number / 10 for number in range(-10, 11))
+"""Exponents that are tried: 0 ranks by mean log-probability, 1 by log-probability."""
+
+_NEEDED = {*EXITS, *(f"by_{exit}" for exit in EXITS), "tokens"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +83,7 @@ class Candidate:
         words = features.split()
         names, values = words[::2], words[1::2]
         if not all(name.endswith("=") for name in names):
-            raise ValueError("features must be pairs of name= and value")
+            raise ValueError("features that are not pairs of name= and value")
         pairs = {name.removesuffix("="): float(value) for name, value in zip(names, values, strict=True)}
         return cls(int(line), translation, pairs, float(score), tuple(map(float, token_values.split())))
 
@@ -76,18 +98,18 @@ def read_nbest(name: str) -> list[list[Candidate]]:
         DataError: if the file cannot be read, a line is no candidate, or the numbers of source lines are not 0, 1, 2
             and so on.
     """
-    found: list[list[Candidate]] = []
+    lists: list[list[Candidate]] = []
     with open_text(name) as stream:
-        for number, group in groupby(_candidates(text_lines(stream, name), name), key=lambda each: each.line):
-            if number != len(found):
+        for number, group in groupby(_candidates(text_lines(stream, name), name), key=lambda item: item.line):
+            if number != len(lists):
                 raise DataError(
-                    f"{shown_name(name)} must hold the candidates of lines 0, 1, 2 and so on, but those of line "
-                    f"{len(found):,} are followed by {number:,}; give the whole output of translate --nbest"
+                    f"{shown_name(name)} has candidates of line {number:,} in the place of those of line "
+                    f"{len(lists):,}; give the whole output of translate --nbest"
                 )
-            found.append(list(group))
-    if not found:
-        raise DataError(f"{shown_name(name)} must hold an n-best list, but is empty; check the path")
-    return found
+            lists.append(list(group))
+    if not lists:
+        raise DataError(f"{shown_name(name)} is empty; give an n-best list")
+    return lists
 
 
 def _candidates(lines: Iterator[str], name: str) -> Iterator[Candidate]:
@@ -96,6 +118,194 @@ def _candidates(lines: Iterator[str], name: str) -> Iterator[Candidate]:
             yield Candidate.parse(line)
         except ValueError as error:
             raise DataError(
-                f"{shown_name(name)} must be an n-best list (line ||| text ||| features ||| score), but its line "
-                f"{number:,} is {shown(line)}; write it with translate --nbest"
+                f"line {number:,} of {shown_name(name)} is {shown(line)}, and not line ||| text ||| features ||| "
+                "score; write the list with translate --nbest"
             ) from error
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """BLEU of a validation set at every pair of weights.
+
+    Attributes:
+        lines: number of source lines.
+        candidates: number of candidates of all lines.
+        label: name of the metric.
+        signature: of the metric.
+        grid: BLEU by (alpha, exponent).
+    """
+
+    lines: int
+    candidates: int
+    label: str
+    signature: str
+    grid: Mapping[tuple[float, float], float]
+
+    @property
+    def best(self) -> tuple[float, float]:
+        """The pair of the highest BLEU; of several, the one that is closest to the default."""
+        return max(self.grid, key=lambda pair: (self.grid[pair], -np.abs(np.subtract(pair, DEFAULT)).sum()))
+
+    def as_text(self, grid: bool) -> str:
+        """Return a report to read; with ``grid``, BLEU at all pairs."""
+        lines = [f"{self.candidates:,} candidates of {self.lines:,} lines"]
+        for name, pair in (("default", DEFAULT), ("best", self.best)):
+            lines.append(
+                f"{name:<8} --alpha {pair[0]:g} --exponent {pair[1]:g}  {self.label} = {self.grid[pair]:.2f}"
+            )
+        lines.append(f"  {self.signature}")
+        if grid:
+            head = ["exponent", *(f"alpha {alpha:g}" for alpha in ALPHAS)]
+            rows = [[f"{exp:g}", *(f"{self.grid[alpha, exp]:.2f}" for alpha in ALPHAS)] for exp in EXPONENTS]
+            lines += ["", table([head, *rows], left=0)]
+        return "\n".join(lines)
+
+    def as_json(self, grid: bool) -> str:
+        """Return the report as a JSON object, with unrounded scores; with ``grid``, of all pairs."""
+
+        def point(pair: tuple[float, float]) -> dict[str, float]:
+            return {"alpha": pair[0], "exponent": pair[1], "bleu": self.grid[pair]}
+
+        values: dict[str, object] = {
+            "lines": self.lines,
+            "candidates": self.candidates,
+            "metric": self.label,
+            "signature": self.signature,
+            "default": point(DEFAULT),
+            "best": point(self.best),
+        }
+        if grid:
+            values["grid"] = [point(pair) for pair in self.grid]
+        return json.dumps(values)
+
+
+class RerankLists:
+    """N-best lists of both exits, as arrays.
+
+    Args:
+        lists: the candidates of each line. That of an empty line, which neither exit has scored, stands alone.
+
+    Raises:
+        ValueError: if a candidate lacks the scores by both exits; the message is the number of its line, from 1.
+    """
+
+    def __init__(self, lists: Sequence[Sequence[Candidate]]) -> None:
+        self.lists = lists
+        width = max(map(len, lists))
+        self._means_LKN = np.zeros((len(lists), width, len(EXITS)))
+        self._proposed_LKN = np.zeros((len(lists), width, len(EXITS)), dtype=np.bool_)
+        self._length_LK = np.ones((len(lists), width))
+        for line, candidates in enumerate(lists):
+            if len(candidates) == 1 and candidates[0].text == "" and EXITS[0] not in candidates[0].features:
+                self._proposed_LKN[line, 0] = True
+                continue
+            for place, candidate in enumerate(candidates):
+                features = candidate.features
+                if _NEEDED - features.keys():
+                    raise ValueError(line + 1)
+                self._means_LKN[line, place] = [features[exit] for exit in EXITS]
+                self._proposed_LKN[line, place] = [features[f"by_{exit}"] > 0 for exit in EXITS]
+                self._length_LK[line, place] = features["tokens"] + 1.0
+
+    @property
+    def first_cut(self) -> int | None:
+        """Number, from 1, of the first line that lacks candidates; None if no line does.
+
+        The search gives each exit the same number of candidates in all lines, some of which both exits propose. Only
+        a line with a single candidate, which both exits propose, may have fewer.
+        """
+        count_LN = self._proposed_LKN.sum(axis=1)
+        several_L = np.array([len(candidates) > 1 for candidates in self.lists])
+        cut_L = (count_LN < count_LN.max()).any(axis=1) & several_L
+        return int(cut_L.argmax()) + 1 if cut_L.any() else None
+
+    def choose(self, alpha: float, exponent: float) -> NDArray[np.intp]:
+        """Return the place of the best candidate of each line. Shape: (L,).
+
+        Args:
+            alpha: weight of the exit that proposed a candidate.
+            exponent: exponent of its length with EOS.
+        """
+        own_LKN, other_LKN = self._means_LKN, self._means_LKN[:, :, ::-1]
+        total_LKN = total_of(own_LKN, other_LKN, self._length_LK[:, :, None], alpha, exponent)
+        chosen_L: NDArray[np.intp] = np.where(self._proposed_LKN, total_LKN, -np.inf).max(axis=2).argmax(axis=1)
+        return chosen_L
+
+    def texts(self, alpha: float, exponent: float) -> list[str]:
+        """Return the best candidate of each line as text."""
+        chosen = self.choose(alpha, exponent)
+        return [candidates[place].text for candidates, place in zip(self.lists, chosen.tolist(), strict=True)]
+
+
+def tune(
+    nbest: str,
+    references: Sequence[str],
+    *,
+    convert: Converter = list,
+    convert_reference: Converter = list,
+    tokenised: bool = False,
+    lowercase: bool = False,
+) -> Tuning:
+    """Compute the BLEU of the translations that each pair of weights chooses.
+
+    Args:
+        nbest: file of n-best lists, written by `translate --rerank deep-shallow --nbest`; "-" is standard input.
+        references: files of reference translations.
+        convert: function that brings translations into the form to score.
+        convert_reference: the same for references.
+        tokenised: compute BLEU over the tokens of the text instead of sacreBLEU.
+        lowercase: ignore case.
+
+    Raises:
+        DataError: if a file cannot be read, lacks candidates or scores, or is not aligned with the others.
+    """
+    from sacrebleu.metrics.bleu import BLEU
+
+    from deepspeed_nmt.evaluate.scoring import (
+        LABELS,
+        ScoreInputs,
+        bleu_of_statistics,
+        read_sentences,
+        sentence_statistics,
+        warn_of_files,
+    )
+
+    if nbest in references:
+        raise DataError(
+            f"{shown_name(nbest)} is given as n-best list and as reference; give the reference translations"
+        )
+    lists = read_nbest(nbest)
+    read = {name: convert_reference(read_sentences(name)) for name in dict.fromkeys(references)}  # pipes, once
+    sentences = [read[name] for name in references]
+    for name, lines in read.items():
+        if len(lines) != len(lists):
+            raise DataError(
+                f"{shown_name(nbest)} has the candidates of {len(lists):,} lines, and {shown_name(name)} has "
+                f"{len(lines):,} lines; give files of the same sentences"
+            )
+    try:
+        reranked = RerankLists(lists)
+    except ValueError as error:
+        raise DataError(
+            f"{shown_name(nbest)} lacks the scores by both exits for line {error}; write it with translate --rerank "
+            "deep-shallow --nbest"
+        ) from error
+    if (line := reranked.first_cut) is not None:
+        raise DataError(
+            f"{shown_name(nbest)} lacks candidates of line {line:,} that an exit proposed; write it with translate "
+            "--rerank deep-shallow --nbest TWICE_THE_BEAM"
+        )
+    name = "bleu_tokenised" if tokenised else "bleu"
+    metric = METRICS[name].make(lowercase)
+    assert isinstance(metric, BLEU)
+    texts = convert([candidate.text for candidates in lists for candidate in candidates])
+    warn_of_files(ScoreInputs([(nbest, texts)], read, None), tokenised, lowercase)
+    others = [[lines[item.line] for candidates in lists for item in candidates] for lines in sentences]
+    counts = sentence_statistics(metric, texts, others)
+    first_L = np.cumsum([0, *map(len, lists[:-1])])  # row of the first candidate of each line in `counts`
+    grid = {
+        (alpha, exponent): bleu_of_statistics(metric, counts[first_L + reranked.choose(alpha, exponent)].sum(axis=0))
+        for alpha in ALPHAS
+        for exponent in EXPONENTS
+    }
+    return Tuning(len(lists), len(texts), LABELS[name], str(metric.get_signature()), grid)

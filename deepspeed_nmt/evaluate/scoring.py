@@ -1,26 +1,34 @@
-"""Scores of translation files: reading, warnings, and a report on each hypothesis."""
+"""Scores of translation files: reading, warnings, and a report on each hypothesis.
+
+There are two kinds of BLEU. Plain text is tokenised by sacreBLEU, so scores with one signature are comparable.
+Tokenised BLEU is the ``multi-bleu.perl`` score of older papers, on text that is tokenised already: it varies by a
+point or more with the tokeniser, so its label differs.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from numpy.typing import NDArray
+from sacrebleu.metrics.bleu import BLEU, BLEUScore
+from sacrebleu.significance import PairedTest, Result
 
 from deepspeed_nmt.console import logger
-from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.evaluate.bleu import (
-    BleuDetail,
-    Comparison,
-    Scores,
-    TokenisedBleu,
-    corpus_scores,
-    paired_bootstrap,
-    tokenised_bleu,
-)
-from deepspeed_nmt.evaluate.chosen_metrics import ChosenMetrics, MetricScore
+from deepspeed_nmt.errors import ConfigError, DataError, did_you_mean, shown
+from deepspeed_nmt.evaluate.command_metrics import CommandMetric, ScoredFiles, check_programs
+from deepspeed_nmt.evaluate.metrics import METRICS, RESAMPLES, SEED, Metric, TextMetric
 from deepspeed_nmt.files import open_text, raw_lines, shown_name
-from deepspeed_nmt.text import looks_plain, looks_tokenised
+from deepspeed_nmt.text import Kind, looks_plain, looks_tokenised
 
+LABELS = {"bleu": "sacreBLEU", "bleu_tokenised": "tokenised BLEU (not comparable with sacreBLEU)", "chrf": "chrF2"}
+"""Names in print of the metrics that need no --metrics."""
+_KEYS = {"bleu": "bleu", "bleu_tokenised": "tokenised_bleu", "chrf": "chrf"}
 COPIES_WORTH_A_WARNING = 0.1
 """Share of copied lines that causes a warning. Names and numbers are legitimate copies."""
 CASED_LINES_WORTH_A_WARNING = 0.3
@@ -45,13 +53,104 @@ class ScoreInputs:
 
 
 @dataclass(frozen=True)
+class BleuDetail:
+    """Components of a BLEU score.
+
+    Attributes:
+        precisions: of 1-grams to 4-grams, in percent.
+        brevity_penalty: factor on the score, below 1 when the hypothesis is shorter than the reference.
+        hypothesis_tokens: length of the hypothesis as BLEU counts it.
+        reference_tokens: length of the references, for each sentence the one closest to the hypothesis.
+    """
+
+    precisions: tuple[float, ...]
+    brevity_penalty: float
+    hypothesis_tokens: int
+    reference_tokens: int
+
+    @classmethod
+    def of(cls, score: BLEUScore) -> BleuDetail:
+        """Return the components of a sacreBLEU result."""
+        return cls(tuple(score.precisions), float(score.bp), int(score.sys_len), int(score.ref_len))
+
+    def __str__(self) -> str:
+        precisions = "/".join(f"{precision:.1f}" for precision in self.precisions)
+        return (
+            f"{precisions}, BP {self.brevity_penalty:.3f}, "
+            f"hypothesis {self.hypothesis_tokens}, reference {self.reference_tokens} tokens"
+        )
+
+
+@dataclass(frozen=True)
+class Score:
+    """Score of translations by a metric.
+
+    Attributes:
+        metric: the metric.
+        value: the score.
+        signature: version and settings of the metric.
+        detail: components of a BLEU.
+    """
+
+    metric: Metric
+    value: float
+    signature: str
+    detail: BleuDetail | None = None
+
+
+def corpus_score(
+    metric: TextMetric, hypotheses: Sequence[str], references: Sequence[Sequence[str]], *, lowercase: bool = False
+) -> Score:
+    """Score translations by a metric of sacreBLEU.
+
+    Args:
+        metric: of the text's kind.
+        hypotheses: one translation of each sentence.
+        references: one list for each reference, aligned with ``hypotheses``.
+        lowercase: True to ignore case.
+
+    Raises:
+        DataError: if there is nothing to score, or a reference has another number of lines.
+    """
+    if not hypotheses or not references:
+        raise DataError(f"{len(hypotheses)} hypotheses and {len(references)} references; give at least one of both")
+    for number, reference in enumerate(references, 1):  # sacreBLEU would silently truncate them to the shortest
+        if len(reference) != len(hypotheses):
+            raise DataError(
+                f"{len(hypotheses):,} hypotheses and {len(reference):,} lines in reference {number}; give files of "
+                "the same sentences"
+            )
+    scorer = metric.make(lowercase)
+    score = scorer.corpus_score(hypotheses, references)
+    detail = BleuDetail.of(score) if isinstance(score, BLEUScore) else None
+    return Score(metric, float(score.score), str(scorer.get_signature()), detail)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Comparison of a system with the first one, the baseline.
+
+    Attributes:
+        difference: BLEU of the system minus BLEU of the baseline.
+        p_value: probability of a difference this large if the two were equally good.
+        interval: 95% confidence interval of the difference.
+        signature: of the test, with its number of resamples and its seed.
+    """
+
+    difference: float
+    p_value: float
+    interval: tuple[float, float]
+    signature: str
+
+
+@dataclass(frozen=True)
 class ScoreReport:
     """Scores of one hypothesis file, and signs that they are doubtful.
 
     Attributes:
         hypothesis: name of the file.
         lines: number of its lines.
-        scores: its scores; those of metrics that the user chose as a list.
+        scores: its scores.
         empty: number of empty lines.
         copies: number of copies of the source; None without a source.
         comparison: comparison with the first hypothesis; None for the first, and without a test.
@@ -59,7 +158,7 @@ class ScoreReport:
 
     hypothesis: str
     lines: int
-    scores: Scores | TokenisedBleu | list[MetricScore]
+    scores: Sequence[Score]
     empty: int
     copies: int | None
     comparison: Comparison | None
@@ -78,16 +177,59 @@ def read_sentences(name: str) -> list[str]:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise DataError(
-            f"{shown_name(name)} must be UTF-8, but line {line:,} holds the invalid byte "
-            f"0x{data[error.start]:02x}; convert it, for example with iconv, or fix that line"
+            f"{shown_name(name)} is not UTF-8: line {line:,} holds the byte 0x{data[error.start]:02x}; convert it, "
+            "for example with iconv, or fix that line"
         ) from error
     if not text.strip():
-        raise DataError(f"{shown_name(name)} must hold one sentence a line, but is empty; check the path")
+        raise DataError(f"{shown_name(name)} is empty; give a text of one sentence a line")
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
 
 
+def choose_metrics(values: Sequence[str], kind: Kind, lowercase: bool, for_programs: bool) -> list[Metric]:
+    """Return the metrics that ``score --metrics`` names, each once.
+
+    Args:
+        values: names of metrics, and programs as `command:PATH`.
+        kind: kind of the text.
+        lowercase: True if case is ignored.
+        for_programs: True if there are the source and one reference, which programs need.
+
+    Raises:
+        ConfigError: if one is unknown, is for other text, comes late, or cannot be called; all of them at once.
+    """
+    if lowercase:
+        raise ConfigError("--metrics gives scores that respect case; leave out --lowercase, or --metrics")
+    chosen: dict[str, Metric] = {}
+    problems = []
+    known = {name: metric for name, metric in METRICS.items() if metric.kind == kind}
+    for value in values:
+        try:
+            metric = CommandMetric.parse(value) or known.get(value)
+        except ValueError as error:
+            problems.append(f"--metrics {error}")
+            continue
+        if metric is None:
+            other = "; that is for text of the other kind (--tokenised)" if value in METRICS else ""
+            problems.append(
+                f"--metrics {shown(value)} is none of {', '.join(known)} and command:PATH, which are for {kind} text"
+                f"{other or did_you_mean(value, known)}"
+            )
+        elif isinstance(metric, CommandMetric) and metric.late:
+            problems.append(f"--metrics {shown(value)} comes late; give command:{metric.path}")
+        elif chosen.setdefault(metric.name, metric) != metric:
+            problems.append(f"--metrics has two programs of the name {metric.name}; put NAME= in front of one")
+        elif isinstance(metric, CommandMetric) and not for_programs:
+            problems.append(
+                f"the metric {metric.name} needs the source and one reference; give --source and one --reference"
+            )
+    if problems:
+        raise ConfigError(problems)
+    check_programs([metric for metric in chosen.values() if isinstance(metric, CommandMetric)])
+    return list(chosen.values())
+
+
 def score_files(
-    inputs: ScoreInputs, tokenised: bool, lowercase: bool, chosen: ChosenMetrics | None = None
+    inputs: ScoreInputs, tokenised: bool, lowercase: bool, chosen: Sequence[Metric] | None = None
 ) -> list[ScoreReport]:
     """Score every hypothesis, and compare the later ones with the first in BLEU.
 
@@ -100,18 +242,16 @@ def score_files(
     Raises:
         MetricError: if a program gives no number.
     """
-
-    def score(sentences: Sequence[str]) -> Scores | TokenisedBleu | list[MetricScore]:
-        if chosen is not None:
-            return chosen.scores(sentences, references, inputs.source)
-        return (tokenised_bleu if tokenised else corpus_scores)(sentences, references, lowercase=lowercase)
-
+    bleu = METRICS["bleu_tokenised" if tokenised else "bleu"]
+    metrics = chosen if chosen is not None else [bleu] if tokenised else [bleu, METRICS["chrf"]]
     systems = [sentences for _, sentences in inputs.hypotheses]
     references = list(inputs.references.values())
     comparisons: list[Comparison | None] = [None] * len(systems)
-    if len(systems) > 1 and (chosen is None or chosen.has_bleu):
+    if len(systems) > 1 and bleu in metrics:
         if len(systems[0]) <= MAX_LINES_OF_A_TEST:
-            comparisons[1:] = paired_bootstrap(systems, references, tokenised=tokenised, lowercase=lowercase)
+            metric = bleu.make(lowercase)
+            assert isinstance(metric, BLEU)
+            comparisons[1:] = paired_bootstrap(systems, references, metric)
         else:
             logger.warning(
                 "no significance test: it takes at most %s lines, but there are %s; give a part of them",
@@ -122,13 +262,117 @@ def score_files(
         ScoreReport(
             hypothesis=name,
             lines=len(sentences),
-            scores=score(sentences),
+            scores=[_score(metric, sentences, references, inputs.source, lowercase) for metric in metrics],
             empty=sum(not sentence.strip() for sentence in sentences),
             copies=_copies(sentences, inputs.source),
             comparison=comparison,
         )
         for (name, sentences), comparison in zip(inputs.hypotheses, comparisons, strict=True)
     ]
+
+
+def _score(
+    metric: Metric,
+    hypotheses: Sequence[str],
+    references: Sequence[Sequence[str]],
+    source: Sequence[str] | None,
+    lowercase: bool,
+) -> Score:
+    if isinstance(metric, TextMetric):
+        return corpus_score(metric, hypotheses, references, lowercase=lowercase)
+    assert isinstance(metric, CommandMetric) and source is not None
+    return Score(metric, _call(metric, hypotheses, references[0], source), metric.signature())
+
+
+def _call(
+    metric: CommandMetric, hypotheses: Sequence[str], references: Sequence[str], source: Sequence[str]
+) -> float:
+    with TemporaryDirectory() as scratch:
+        hypothesis, reference, original, sentences = (
+            Path(scratch, name) for name in ("hypothesis.txt", "reference.txt", "source.txt", "sentences")
+        )
+        for path, lines in ((hypothesis, hypotheses), (reference, references), (original, source)):
+            path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
+        return metric.score(ScoredFiles(hypothesis, reference, original, sentences), math.inf)
+
+
+def paired_bootstrap(
+    systems: Sequence[Sequence[str]],
+    references: Sequence[Sequence[str]],
+    metric: BLEU,
+) -> list[Comparison]:
+    """Test the differences in BLEU between systems and the first one by paired bootstrap resampling.
+
+    It takes about 40 KB of memory per line, because sacreBLEU draws all 1000 resamples at once.
+
+    Args:
+        systems: hypotheses of two or more systems; the first is the baseline.
+        references: one list for each reference, aligned with the hypotheses.
+        metric: BLEU of plain or of tokenised text.
+
+    Returns:
+        One comparison for each system but the first.
+    """
+    named = [(str(number), hypotheses) for number, hypotheses in enumerate(systems)]
+    signatures, table = PairedTest(named, {"BLEU": metric}, references, test_type="bs")()
+    baseline, *others = [result for result in table["BLEU"] if isinstance(result, Result)]
+    resampled = [_resampled_bleu(metric, hypotheses, references) for hypotheses in systems]
+    comparisons = []
+    for result, scores in zip(others, resampled[1:], strict=True):
+        assert result.p_value is not None
+        difference = float(result.score - baseline.score)
+        low, high = np.quantile(scores - resampled[0], [0.025, 0.975])
+        comparisons.append(
+            Comparison(difference, float(result.p_value), (float(low), float(high)), str(signatures["BLEU"]))
+        )
+    return comparisons
+
+
+def _resampled_bleu(
+    metric: BLEU, hypotheses: Sequence[str], references: Sequence[Sequence[str]]
+) -> NDArray[np.float64]:
+    """Return the BLEU of resampled test sets; the draws are the same for every system."""
+    table = sentence_statistics(metric, hypotheses, references)
+    draws = np.random.default_rng(SEED)
+    return np.array(
+        [
+            bleu_of_statistics(metric, table[draws.integers(len(table), size=len(table))].sum(axis=0))
+            for _ in range(RESAMPLES)
+        ]
+    )
+
+
+def sentence_statistics(
+    metric: BLEU, hypotheses: Sequence[str], references: Sequence[Sequence[str]]
+) -> NDArray[np.int64]:
+    """Count what BLEU adds up over the sentences of a test set.
+
+    Args:
+        metric: of plain or of tokenised text.
+        hypotheses: one translation per sentence.
+        references: one list for each reference, aligned with ``hypotheses``.
+
+    Returns:
+        For each sentence the matching n-grams of each order, all n-grams of each order, and the lengths of hypothesis
+        and reference.
+    """
+    effective_order = metric.effective_order
+    metric.effective_order = True  # prevents a warning for each sentence; the scores that it changes are not used
+    scores = [
+        metric.sentence_score(hypothesis, others) for hypothesis, *others in zip(hypotheses, *references, strict=True)
+    ]
+    metric.effective_order = effective_order
+    return np.array([[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in scores])
+
+
+def bleu_of_statistics(metric: BLEU, total: NDArray[np.int64]) -> float:
+    """Return the BLEU of a test set from the sum of its :func:`sentence_statistics`."""
+    *ngrams, sys_len, ref_len = total.tolist()
+    orders = metric.max_ngram_order
+    score = metric.compute_bleu(
+        ngrams[:orders], ngrams[orders:], sys_len, ref_len, smooth_method=metric.smooth_method
+    )
+    return float(score.score)
 
 
 def _copies(sentences: list[str], source: list[str] | None) -> int | None:
@@ -202,18 +446,22 @@ def warn_of_copies(report: ScoreReport) -> None:
         )
 
 
-def as_text(report: ScoreReport, inputs: ScoreInputs) -> str:
-    """Return the report as text: each score with its components, and its signature below it."""
+def as_text(report: ScoreReport, inputs: ScoreInputs, by_name: bool) -> str:
+    """Return the report as text: each score with its components, and its signature below it.
+
+    Args:
+        report: of a hypothesis.
+        inputs: sentences of the files.
+        by_name: True to call metrics by their names, as the user did.
+    """
     lines = [shown_name(report.hypothesis)] if len(inputs.hypotheses) > 1 else []
-    scores = report.scores
-    if isinstance(scores, Scores):
-        lines += [f"sacreBLEU = {scores.bleu:.2f} ({scores.bleu_detail})", f"  {scores.bleu_signature}"]
-        lines += [f"chrF2 = {scores.chrf:.2f}", f"  {scores.chrf_signature}"]
-    elif isinstance(scores, list):
-        for each in scores:
-            lines += [f"{each.metric.name} = {each.value:.{each.metric.decimals}f}", f"  {each.signature}"]
-    else:
-        lines += [f"{scores.label} = {scores.bleu:.2f} ({scores.detail})", f"  {scores.signature}"]
+    for score in report.scores:
+        if by_name:
+            lines.append(f"{score.metric.name} = {score.value:.{score.metric.decimals}f}")
+        else:
+            detail = "" if score.detail is None else f" ({score.detail})"
+            lines.append(f"{LABELS[score.metric.name]} = {score.value:.2f}{detail}")
+        lines.append(f"  {score.signature}")
     if report.comparison is not None:
         first = shown_name(inputs.hypotheses[0][0])
         lines += [
@@ -227,31 +475,33 @@ def as_text(report: ScoreReport, inputs: ScoreInputs) -> str:
     return "\n".join(lines)
 
 
-def as_json(report: ScoreReport, inputs: ScoreInputs) -> str:
-    """Return the report as JSON, with unrounded scores; values that were not requested are left out."""
-    scores = report.scores
+def as_json(report: ScoreReport, inputs: ScoreInputs, by_name: bool) -> str:
+    """Return the report as JSON, with unrounded scores; values that were not requested are left out.
+
+    Args:
+        report: of a hypothesis.
+        inputs: sentences of the files.
+        by_name: True to call metrics by their names, as the user did.
+    """
     values: dict[str, object] = {
         "hypothesis": report.hypothesis,
         "references": list(inputs.references),
         "lines": report.lines,
         "empty_lines": report.empty,
     }
-    if isinstance(scores, Scores):
-        values["bleu"] = _bleu_values(scores.bleu, scores.bleu_detail, scores.bleu_signature)
-        values["chrf"] = {"score": scores.chrf, "signature": scores.chrf_signature}
-    elif isinstance(scores, list):
-        values["metrics"] = {each.metric.name: {"score": each.value, "signature": each.signature} for each in scores}
-    else:
-        values["tokenised_bleu"] = {
-            "label": scores.label,
-            **_bleu_values(scores.bleu, scores.detail, scores.signature),
+    if by_name:
+        values["metrics"] = {
+            score.metric.name: {"score": score.value, "signature": score.signature} for score in report.scores
         }
+    else:
+        for score in report.scores:
+            label = {"label": LABELS["bleu_tokenised"]} if score.metric.name == "bleu_tokenised" else {}
+            detail = {} if score.detail is None else asdict(score.detail)
+            values[_KEYS[score.metric.name]] = {
+                **label, "score": score.value, **detail, "signature": score.signature,
+            }  # fmt: skip
     if report.copies is not None:
         values["source_copies"] = report.copies
     if report.comparison is not None:
         values["comparison"] = {"baseline": inputs.hypotheses[0][0], **asdict(report.comparison)}
     return json.dumps(values, ensure_ascii=False)
-
-
-def _bleu_values(score: float, detail: BleuDetail, signature: str) -> dict[str, object]:
-    return {"score": score, **asdict(detail), "signature": signature}

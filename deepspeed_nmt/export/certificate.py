@@ -1,33 +1,105 @@
-"""Certificates of exports: what another program translates, compared with this one, and records of all inputs.
+"""Records of exports, and the trust in them. Nothing here imports torch.
 
-A certificate lies in the export as JSON, with a hash beside it, and as a table. An export is trusted only if its
-certificate is passed and all its files are as recorded.
+An export lies in a directory with a description (``deepspeed_nmt.json``) and a certificate: what another program
+translates, compared with this one, and records of all inputs and files. It is trusted only if its certificate is
+passed and all its files are as recorded. A run keeps exports in its directory `exports`; one of them is also compared
+with the run's checkpoint of now, and made again if that is another one.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
 
 from pydantic import Field, ValidationError
 
-from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.evaluate.table import cell, text_table
-from deepspeed_nmt.manifest import DamagedRecordError, FileRecord, read_record, write_record
+from deepspeed_nmt.console import cell, logger, table
+from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.export.ctranslate2_search import ExportBeamSettings
+from deepspeed_nmt.files import atomic_write_text, exclusive, hidden, parse_json, sha256_of
+from deepspeed_nmt.manifest import MANIFEST_FILE, DamagedRecordError, FileRecord, read_record, write_record
 from deepspeed_nmt.registry import Config
+from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
 
+INFO_FILE = "deepspeed_nmt.json"
 CERTIFICATE_FILE = "certificate.json"
 TABLE_FILE = "certificate.txt"
 SENTENCES = 1000
 """Sentences that are translated by both programs."""
 LEAST_IDENTICAL = 0.99
 """Share of identical translations that an export in fp32 must reach."""
-_SHOWN = 20
-"""Differences of a beam size in the table."""
+MOST_BLEU_LOST = 0.3
+"""BLEU that an export in int8 may lose."""
 AT_LIMIT = "hypotheses at the length limit"
 LEFT_OUT = "hypotheses left out by the program's own length penalty"
 """Kinds of differences that follow from other rules of the program, and are no near-ties."""
-MOST_BLEU_LOST = 0.3
-"""BLEU that an export in int8 may lose."""
+_SHOWN = 20
+"""Differences of a beam size in the table."""
+EXPORTS = "exports"
+"""Directory of a run with the exports that translation has made."""
+STAMP_FILE = "stamp.json"
+"""File beside an export with hashes of the run's manifests when it was last compared with the run."""
+EXPORTER = "ctranslate2"
+"""Format of the exports that are translated with."""
+_PATIENCE_S = 86_400.0
+"""Seconds to wait for another process that exports the same run."""
+
+
+class ExportInfo(Config):
+    """The content of ``deepspeed_nmt.json``, for the programs that translate with an export.
+
+    Attributes:
+        format: version of this file.
+        exporter: format of the export.
+        precision: of its matrices.
+        longest: positions of the longest sentence.
+        longest_line: default bound of a source line, in tokens without EOS.
+        search_name: name of the search that decodes the run at this exit.
+        search: its settings that a beam search has.
+        rules: its rules of the next token, which other programs lack.
+        text: form of the text that the run was trained on.
+        tags: symbols in front of all sentences of that text.
+        model: shape of the model, for readers.
+    """
+
+    format: int = 1
+    exporter: str
+    precision: str
+    longest: int
+    longest_line: int
+    search_name: str
+    search: ExportBeamSettings
+    rules: Mapping[str, Any]
+    text: dict[str, Any]
+    tags: Tags = NO_TAGS
+    model: Mapping[str, Any]
+
+    @property
+    def text_form(self) -> TextForm:
+        """Form of the text that the run was trained on."""
+        return TextForm(**self.text)
+
+    def write(self, directory: Path) -> None:
+        """Write the file into an export."""
+        content = self.model_dump(mode="json")
+        (directory / INFO_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, directory: Path) -> ExportInfo:
+        """Read the file of an export.
+
+        Raises:
+            DataError: if it is missing or damaged.
+        """
+        try:
+            return cls.model_validate_json((directory / INFO_FILE).read_bytes())
+        except (OSError, ValidationError) as error:
+            raise DataError(f"{directory / INFO_FILE} cannot be read; export again") from error
 
 
 class Difference(Config):
@@ -86,14 +158,52 @@ class Comparison(Config):
         return self.identical / self.sentences
 
     @property
-    def of_rules(self) -> int:
-        """Number of differences that other rules of the program explain."""
-        return sum(each.margin is None for each in self.differences)
-
-    @property
     def unexplained(self) -> int:
         """Number of differences that nothing explains."""
-        return sum(not each.explained for each in self.differences)
+        return sum(not difference.explained for difference in self.differences)
+
+    def problems(self, precision: str) -> Iterator[str]:
+        """Yield the reasons why an export of a precision is not what it must be."""
+        if precision == "fp32":
+            if self.share < LEAST_IDENTICAL:
+                share = f"{self.identical:,} of {self.sentences:,} translations are identical"
+                yield f"at beam {self.beam} only {share}, fewer than {LEAST_IDENTICAL:.0%}"
+            if self.unexplained:
+                yield f"at beam {self.beam} {self.unexplained:,} differences are no near-ties"
+        elif self.bleu_here is not None and self.bleu_there is not None:
+            lost = self.bleu_here - self.bleu_there
+            if lost > MOST_BLEU_LOST:
+                yield f"{precision} loses {lost:.2f} BLEU at beam {self.beam}, more than {MOST_BLEU_LOST}"
+
+    def row(self) -> list[str]:
+        """Return the cells of the certificate's table."""
+        of_rules = sum(difference.margin is None for difference in self.differences)
+        return [
+            str(self.beam),
+            cell(self.sentences),
+            f"{100.0 * self.share:.2f}%",
+            cell(len(self.differences) - of_rules - self.unexplained),
+            cell(of_rules),
+            cell(self.unexplained),
+            "-" if self.score_difference is None else f"{self.score_difference:.1e}",
+            cell(self.bleu_here, 2),
+            cell(self.bleu_there, 2),
+            cell(self.sentences / max(self.seconds_here, 1e-9), 1),
+            cell(self.sentences / max(self.seconds_there, 1e-9), 1),
+        ]
+
+    def listing(self) -> Iterator[str]:
+        """Yield lines of text on the differences, those that nothing explains first."""
+        ordered = sorted(self.differences, key=lambda difference: (difference.explained, difference.line))
+        for difference in ordered[:_SHOWN]:
+            why = difference.kind
+            if difference.margin is not None:
+                within = "within" if difference.explained else "above"
+                why = f"margin {difference.margin:.1e} between {why}, {within} the tolerance of {self.tolerance:.1e}"
+            yield from ("", f"beam {self.beam}, line {difference.line}: {why}")
+            yield from (f"  here   {difference.here}", f"  there  {difference.there}")
+        if (more := len(ordered) - _SHOWN) > 0:
+            yield from ("", f"beam {self.beam}: {more:,} further differences are in {CERTIFICATE_FILE}")
 
 
 class Certificate(Config):
@@ -163,20 +273,16 @@ class Certificate(Config):
         Raises:
             DataError: if it is missing or damaged, or a file is not as recorded.
         """
-        where = directory / CERTIFICATE_FILE
+        path = directory / CERTIFICATE_FILE
         try:
-            content, hashed = read_record(where)
-            if not hashed:
-                raise DamagedRecordError(f"the hash of {where} is missing")
-            certificate = cls.model_validate_json(content)
-        except (DamagedRecordError, ValidationError) as error:
-            what = str(error) if isinstance(error, DamagedRecordError) else "its content is wrong"
-            raise DataError(
-                f"{directory} must be an export with its certificate, but {what}; export again"
-            ) from error
+            certificate = cls.model_validate_json(read_record(path))
+        except DamagedRecordError as error:
+            raise DataError(f"{directory} is no trusted export: {error}; export again") from error
+        except ValidationError as error:
+            raise DataError(f"{path} has wrong content; export again") from error
         for name, record in certificate.files.items():
             if problem := record.problem(directory / name):
-                raise DataError(f"{directory / name} must be as it was exported, but {problem}; export again")
+                raise DataError(f"{directory / name} {problem}; export again")
         return certificate
 
     def table(self) -> str:
@@ -193,66 +299,140 @@ class Certificate(Config):
         if self.logit_difference is not None:
             lines.append(f"largest difference of a token's log-probability: {self.logit_difference:.1e}")
         head = ["beam", "sentences", "identical", "near-ties", "other rules", "unexplained", "score +-"]
-        rows = [[*head, "BLEU", "BLEU there", "sentences/s", "there"]]
-        for each in self.comparisons:
-            rows.append(
-                [
-                    str(each.beam),
-                    cell(each.sentences),
-                    f"{100.0 * each.share:.2f}%",
-                    cell(len(each.differences) - each.of_rules - each.unexplained),
-                    cell(each.of_rules),
-                    cell(each.unexplained),
-                    "-" if each.score_difference is None else f"{each.score_difference:.1e}",
-                    cell(each.bleu_here, 2),
-                    cell(each.bleu_there, 2),
-                    cell(each.sentences / max(each.seconds_here, 1e-9), 1),
-                    cell(each.sentences / max(each.seconds_there, 1e-9), 1),
-                ]
-            )
-        lines += ["", text_table(rows)]
-        for each in self.comparisons:
-            # Those that are no near-ties first.
-            for one in sorted(each.differences, key=lambda one: (one.explained, one.line))[:_SHOWN]:
-                why = one.kind
-                if one.margin is not None:
-                    within = "within" if one.explained else "above"
-                    why = f"margin {one.margin:.1e} between {one.kind}, {within} the tolerance of"
-                    why += f" {each.tolerance:.1e}"
-                lines += [
-                    "",
-                    f"beam {each.beam}, line {one.line}: {why}",
-                    f"  here   {one.here}",
-                    f"  there  {one.there}",
-                ]
-            if (more := len(each.differences) - _SHOWN) > 0:
-                lines += ["", f"beam {each.beam}: {more:,} further differences are in {CERTIFICATE_FILE}"]
+        head += ["BLEU", "BLEU there", "sentences/s", "there"]
+        lines += ["", table([head, *(comparison.row() for comparison in self.comparisons)])]
+        lines += [line for comparison in self.comparisons for line in comparison.listing()]
         lines += ["", *(f"problem: {problem}" for problem in self.problems)] if self.problems else []
         lines += ["", *(f"sha256 of {name}: {digest}" for name, digest in self.hashes.items())]
         return "\n".join(lines)
 
 
-def problems_of(comparisons: tuple[Comparison, ...], precision: str) -> tuple[str, ...]:
-    """Return the reasons why an export is not what it must be, as sentences.
+def given_export(place: Path, precision: str) -> Certificate:
+    """Return the certificate of an export that the user has made, whose files it describes.
 
     Args:
-        comparisons: one for each beam size.
-        precision: of the export.
+        place: directory of the export.
+        precision: that the user asks for; auto for that of the export.
+
+    Raises:
+        ConfigError: if it is for another program, of another precision, or its certificate is not passed.
+        DataError: if it is no export, or a file was changed.
     """
-    found = []
-    for each in comparisons:
-        if precision == "fp32":
-            if each.share < LEAST_IDENTICAL:
-                found.append(
-                    f"at least {LEAST_IDENTICAL:.0%} of translations must be identical at beam {each.beam}, but only "
-                    f"{each.identical:,} of {each.sentences:,} are"
-                )
-            if each.unexplained:
-                found.append(f"differences must be near-ties, but {each.unexplained:,} at beam {each.beam} are not")
-        elif each.bleu_here is not None and each.bleu_there is not None:
-            lost = each.bleu_here - each.bleu_there
-            if lost > MOST_BLEU_LOST:
-                found.append(
-                    f"{precision} must lose at most {MOST_BLEU_LOST} BLEU, but loses {lost:.2f} at beam {each.beam}"
-                )
-    return tuple(found)
+    if not place.is_dir():
+        raise ConfigError(f"no directory {place}; give --export one that `export` has made")
+    certificate = _trusted(place)
+    if certificate.exporter != EXPORTER:
+        raise ConfigError(f"{place} is an export for {certificate.exporter}; export with --format {EXPORTER}")
+    if precision not in ("auto", certificate.precision):
+        raise ConfigError(
+            f"{place} is an export in {certificate.precision}, not in {precision}; leave out --precision, or export "
+            "again"
+        )
+    if not certificate.passed:
+        raise ConfigError(f"the certificate of {place} is not passed: {'; '.join(certificate.problems)}")
+    return certificate
+
+
+def _trusted(place: Path) -> Certificate:
+    """Read the certificate of an export and its description, and compare its files."""
+    certificate = Certificate.read(place)
+    ExportInfo.read(place)
+    return certificate
+
+
+class KeptExport:
+    """The export of a checkpoint that a run keeps.
+
+    Args:
+        run: run directory.
+        checkpoint: best, last, average, or a path.
+        exit: of the model; None for the top.
+        precision: of the matrices.
+
+    Attributes:
+        place: directory of the export.
+    """
+
+    def __init__(self, run: Path, checkpoint: str, exit: str | None, precision: str) -> None:
+        key = hashlib.sha256(json.dumps([checkpoint, exit]).encode()).hexdigest()[:8]
+        self.place = run / EXPORTS / f"{EXPORTER}-{precision}-{key}"
+        self._run, self._checkpoint = run, checkpoint
+        self._stamp_file = self.place.with_name(f"{self.place.name}.{STAMP_FILE}")
+
+    def ensure(self, make: Callable[[Path], Certificate], is_current: Callable[[Certificate], bool]) -> Certificate:
+        """Make sure that the export is there, current, as its certificate says, and that this is passed.
+
+        Args:
+            make: exports the run into a directory, and returns the certificate.
+            is_current: returns True if a certificate is of the run's settings and weights of now.
+
+        Raises:
+            ConfigError: if the certificate is not passed, or the run cannot be written.
+        """
+        certificate = self._current(is_current)
+        if certificate is None:
+            refusal = f"{{holder}} is making {self.place}; wait for it"
+            with exclusive(hidden(self._run / self.place.name, "making"), refusal, _PATIENCE_S):
+                # Another process may have exported it meanwhile.
+                certificate = self._current(is_current, warn=True)
+                if certificate is None:
+                    stamp = self._manifests()
+                    certificate = make(self.place)
+                    self._write_stamp(stamp)
+        if not certificate.passed:
+            raise ConfigError(
+                f"the export of {self._run} does not translate as the run: {'; '.join(certificate.problems)}; "
+                f"translate with --runtime torch (the certificate is in {self.place})"
+            )
+        return certificate
+
+    def check_writable(self) -> None:
+        """Check that the export can be written into its run.
+
+        Raises:
+            ConfigError: if it cannot.
+        """
+        try:
+            self.place.parent.mkdir(exist_ok=True)
+            with TemporaryFile(dir=self.place.parent):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"{self._run} cannot be written, so that it keeps no export ({error.strerror or error}); export it "
+                f"by `export --format {EXPORTER} --out DIR`, and give that by --export DIR"
+            ) from error
+
+    def _current(self, is_current: Callable[[Certificate], bool], warn: bool = False) -> Certificate | None:
+        """Return the certificate of an export that can be used as it is; None if the run must be exported."""
+        if not self.place.is_dir():
+            return None
+        stamp = self._manifests()
+        try:
+            certificate = _trusted(self.place)
+        except DataError as error:
+            if warn:
+                logger.warning("%s; the run is exported again", str(error).rpartition("; ")[0])
+            return None
+        if self._recorded_stamp() == stamp:
+            return certificate
+        if not is_current(certificate):
+            return None
+        self._write_stamp(stamp)
+        return certificate
+
+    def _manifests(self) -> dict[str, str]:
+        """Return hashes from which follows that the run's checkpoint and settings are the same."""
+        places = [self._run, *sorted((self._run / "checkpoints").glob("*/")), Path(self._checkpoint)]
+        manifests = [place / MANIFEST_FILE for place in places]
+        return {str(file): sha256_of(file) for file in manifests if file.is_file()}
+
+    def _recorded_stamp(self) -> object:
+        """Return the stamp of the export; None if it cannot be read."""
+        try:
+            return parse_json(self._stamp_file.read_bytes())
+        except (OSError, ValueError):
+            return None
+
+    def _write_stamp(self, stamp: dict[str, str]) -> None:
+        with suppress(OSError):  # only costs time: the export is compared with the run again
+            atomic_write_text(self._stamp_file, json.dumps(stamp, indent=1))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -25,8 +24,8 @@ from pydantic import Field
 from deepspeed_nmt.core.parts import MAX_HYPOTHESES, SearchConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError, option
-from deepspeed_nmt.search.buckets import length_buckets
-from deepspeed_nmt.search.length_penalty import LengthPenalty, PenaltyName, length_bound
+from deepspeed_nmt.search.base import Hypothesis, LengthPenalty, PenaltyName, length_bound
+from deepspeed_nmt.search.lines import length_buckets
 
 EXTRA = "pip install 'ctranslate2>=4.5,<5'"
 """Command that installs CTranslate2, for messages."""
@@ -58,10 +57,7 @@ def import_ctranslate2() -> Any:
     try:
         import ctranslate2
     except ImportError as error:
-        raise ConfigError(
-            f"the package ctranslate2 must be installed for CTranslate2's models, but cannot be imported ({error}); "
-            f"install it ({EXTRA})"
-        ) from error
+        raise ConfigError(f"the package ctranslate2 cannot be imported ({error}); install it ({EXTRA})") from error
     return ctranslate2
 
 
@@ -100,21 +96,6 @@ class ExportBeamSettings(SearchConfig):
         return min(longest, bound)
 
 
-@dataclass(frozen=True)
-class Found:
-    """A translation that the search has found.
-
-    Attributes:
-        tokens: its tokens, without BOS and EOS.
-        log_prob: log-probability (nats) of its tokens and the EOS.
-        score: log-probability divided by the length penalty.
-    """
-
-    tokens: list[int]
-    log_prob: float
-    score: float
-
-
 class CTranslate2Search:
     """Beam search with an exported model.
 
@@ -151,12 +132,12 @@ class CTranslate2Search:
         try:
             self._model: Any = ctranslate2.Translator(str(directory), device=device, compute_type=compute_type)
         except (RuntimeError, ValueError) as error:
-            raise ConfigError(f"CTranslate2 must read {directory} on {device}, but does not: {error}") from error
+            raise ConfigError(f"CTranslate2 cannot read {directory} on {device}: {error}") from error
         self.device: str = self._model.device
 
     def search(
         self, sources: Sequence[Sequence[int]], settings: ExportBeamSettings, max_tokens: int
-    ) -> Iterator[tuple[int, list[Found]]]:
+    ) -> Iterator[tuple[int, list[Hypothesis]]]:
         """Translate sentences, the longest first.
 
         Args:
@@ -171,17 +152,17 @@ class CTranslate2Search:
         width = settings.beam if settings.beam <= _USUAL_BEAM else _SHARE * settings.beam
         for numbers in length_buckets(lengths, max_tokens, width):
             limits = [settings.limit(lengths[number], self._longest) for number in numbers]
-            found = self._translate([sources[number] for number in numbers], settings, max(limits), False)
-            for number, limit, hypotheses in zip(numbers, limits, found, strict=True):
+            batch = self._translate([sources[number] for number in numbers], settings, max(limits), False)
+            for number, limit, hypotheses in zip(numbers, limits, batch, strict=True):
                 best = hypotheses
                 if self._has_special(best):
                     best = self._translate([sources[number]], settings, limit, True)[0]
-                    if all(len(each.tokens) < limit for each in best):
+                    if all(len(one.tokens) < limit for one in best):
                         # Without these tokens, the probabilities of the others are larger there.
-                        best = self._scored(sources[number], [each.tokens for each in best], settings)
-                if any(len(each.tokens) >= limit for each in best):
+                        best = self._scored(sources[number], [one.tokens for one in best], settings)
+                if any(len(one.tokens) >= limit for one in best):
                     best = self._until(sources[number], settings, limit)
-                yield number, sorted(best, key=lambda each: each.score, reverse=True)
+                yield number, sorted(best, key=lambda one: one.score, reverse=True)
 
     def token_log_probs(
         self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], max_tokens: int
@@ -200,17 +181,17 @@ class CTranslate2Search:
             batch_type="tokens",
             max_input_length=0,
         )
-        return [list(each.log_probs) for each in scored]
+        return [list(score.log_probs) for score in scored]
 
     def _translate(
         self, sources: Sequence[Sequence[int]], settings: ExportBeamSettings, longest: int, suppress: bool
-    ) -> list[list[Found]]:
+    ) -> list[list[Hypothesis]]:
         """Translate one batch; hypotheses of ``longest`` tokens have no EOS."""
         penalty = LengthPenalty.parse(settings.length_penalty)
         exponent = penalty.exponent or _NO_PENALTY
         return [
             [
-                self._found(pieces, score * (len(pieces) + 1) ** exponent, penalty)
+                self._hypothesis(pieces, score * (len(pieces) + 1) ** exponent, penalty)
                 for pieces, score in zip(result.hypotheses, result.scores, strict=True)
             ]
             for result in self._run(sources, settings.beam, exponent, longest, suppress)
@@ -234,15 +215,15 @@ class CTranslate2Search:
         )
         return results
 
-    def _found(self, pieces: Sequence[str], log_prob: float, penalty: LengthPenalty) -> Found:
+    def _hypothesis(self, pieces: Sequence[str], log_prob: float, penalty: LengthPenalty) -> Hypothesis:
         tokens = [self._numbers[piece] for piece in pieces]
-        return Found(tokens, log_prob, log_prob / penalty(len(tokens) + 1))
+        return Hypothesis(tokens, log_prob / penalty(len(tokens) + 1), log_prob)
 
-    def _has_special(self, hypotheses: Sequence[Found]) -> bool:
+    def _has_special(self, hypotheses: Sequence[Hypothesis]) -> bool:
         special = set(self._vocabulary.unpredicted)
-        return any(not special.isdisjoint(each.tokens) for each in hypotheses)
+        return any(not special.isdisjoint(hypothesis.tokens) for hypothesis in hypotheses)
 
-    def _until(self, source: Sequence[int], settings: ExportBeamSettings, limit: int) -> list[Found]:
+    def _until(self, source: Sequence[int], settings: ExportBeamSettings, limit: int) -> list[Hypothesis]:
         """Translate a sentence whose hypotheses reach its limit, and extend them there by EOS.
 
         CTranslate2 returns K hypotheses of those that have finished and those that it cuts off. With one extreme
@@ -250,24 +231,25 @@ class CTranslate2Search:
         that are cut off at the limit, the tokens before the last one are such hypotheses, too.
         """
         cut = limit - 1
-        found: dict[tuple[int, ...], None] = {} if cut else {(): None}
+        unfinished: dict[tuple[int, ...], None] = {} if cut else {(): None}
         for longest, exponent in ((cut, -_EXTREME), (cut, _EXTREME), (limit, _EXTREME)) if cut else ():
             (result,) = self._run([source], settings.beam, exponent, longest, True)
             for pieces in result.hypotheses:
                 tokens = [self._numbers[piece] for piece in pieces]
                 if longest == cut or len(tokens) == limit:
-                    found[tuple(tokens[:cut])] = None
-        best = self._scored(source, list(found), settings)
-        return sorted(best, key=lambda each: each.score, reverse=True)[: settings.beam]
+                    unfinished[tuple(tokens[:cut])] = None
+        best = self._scored(source, list(unfinished), settings)
+        return sorted(best, key=lambda hypothesis: hypothesis.score, reverse=True)[: settings.beam]
 
     def _scored(
         self, source: Sequence[int], hypotheses: Sequence[Sequence[int]], settings: ExportBeamSettings
-    ) -> list[Found]:
+    ) -> list[Hypothesis]:
         """Score translations of a sentence by the probabilities of all tokens, EOS included."""
         penalty = LengthPenalty.parse(settings.length_penalty)
         texts = [[self._target_pieces[token] for token in tokens] for tokens in hypotheses]
         sources = [[self._source_pieces[token] for token in source]] * len(texts)
         scored = self._model.score_batch(sources, texts, max_input_length=0)
         return [
-            self._found(text, math.fsum(each.log_probs), penalty) for text, each in zip(texts, scored, strict=True)
+            self._hypothesis(text, math.fsum(score.log_probs), penalty)
+            for text, score in zip(texts, scored, strict=True)
         ]

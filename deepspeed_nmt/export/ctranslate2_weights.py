@@ -1,4 +1,4 @@
-"""Weights of plain Transformers in the format of CTranslate2.
+"""Format of CTranslate2: weights as it reads them, and its translation of an export.
 
 Legend: V vocabulary, D model width, E output width, T positions.
 """
@@ -12,21 +12,66 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from deepspeed_nmt.core.plain import PlainAttention, PlainLayer, PlainLinear, PlainNorm, PlainStack, PlainTransformer
+from deepspeed_nmt.core.description import LinearWeights, NormWeights, StackWeights, StandardTransformer
+from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.export.ctranslate2_search import import_ctranslate2
-from deepspeed_nmt.export.folding import fill_cross_attention, fold_deepnorm
+from deepspeed_nmt.export.ctranslate2_search import (
+    EXTRA,
+    CTranslate2Search,
+    ExportBeamSettings,
+    import_ctranslate2,
+)
+from deepspeed_nmt.export.formats import MAX_TOKENS, Advance, Format, Sentences, Subject, no_progress, standardise
+from deepspeed_nmt.search.base import Hypothesis
 
 Precision = Literal["fp32", "int8"]
-PRECISIONS: tuple[Precision, ...] = ("fp32", "int8")
-_TYPES = {"fp32": "float32", "int8": "int8"}
+_TYPES: dict[str, str] = {"fp32": "float32", "int8": "int8"}
 _ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "swish": "SWISH"}
+
+
+class CTranslate2Format(Format):
+    """CTranslate2, by the search that `translate --runtime ctranslate2` uses."""
+
+    name = package = "ctranslate2"
+    install = EXTRA
+
+    def __init__(self, directory: Path, subject: Subject) -> None:
+        self._search = CTranslate2Search(
+            directory, subject.vocabulary, subject.pieces, subject.longest, subject.precision
+        )
+
+    @override
+    @staticmethod
+    def check(model: TranslationModel) -> None:
+        model.described()
+
+    @override
+    @staticmethod
+    def write(directory: Path, subject: Subject) -> None:
+        model = subject.model.described()
+        precision: Precision = "int8" if subject.precision == "int8" else "fp32"
+        write_ctranslate2(directory, model, subject.vocabulary, subject.pieces, subject.longest, precision)
+
+    @override
+    def translate(
+        self, sources: Sentences, settings: ExportBeamSettings, advance: Advance = no_progress
+    ) -> list[Hypothesis]:
+        best = {}
+        for number, hypotheses in self._search.search(sources, settings, MAX_TOKENS):
+            best[number] = hypotheses[0]
+            advance(1)
+        return [best[number] for number in range(len(sources))]
+
+    @override
+    def token_log_probs(self, sources: Sentences, targets: Sentences) -> list[list[float]]:
+        return self._search.token_log_probs(sources, targets, MAX_TOKENS)
 
 
 def write_ctranslate2(
     directory: Path,
-    model: PlainTransformer,
+    model: StandardTransformer,
     vocabulary: Vocabulary,
     pieces: tuple[Sequence[str], Sequence[str]],
     longest: int,
@@ -51,7 +96,7 @@ def write_ctranslate2(
     from ctranslate2.specs import common_spec
 
     # The decoder's first layer decides for all layers whether they have cross-attention.
-    model = fill_cross_attention(fold_deepnorm(model))
+    model = standardise(model)
     spec = specs.TransformerSpec.from_config(
         (len(model.encoder.layers), len(model.decoder.layers)),
         model.heads,
@@ -81,48 +126,42 @@ def write_ctranslate2(
     spec.save(str(directory))
 
 
-def _set_stack(spec: Any, stack: PlainStack) -> None:
+def _set_stack(spec: Any, stack: StackWeights) -> None:
     for layer_spec, layer in zip(spec.layer, stack.layers, strict=True):
-        _set_layer(layer_spec, layer)
+        own, cross, network = layer.self_attention, layer.cross_attention, layer.feed_forward
+        _set_attention(layer_spec.self_attention, own.norm, _joined(own.query, own.key, own.value), own.output)
+        if cross is not None:
+            source = _joined(cross.key, cross.value)
+            _set_attention(layer_spec.attention, cross.norm, cross.query, source, cross.output)
+        _set_norm(layer_spec.ffn.layer_norm, network.norm)
+        _set_linear(layer_spec.ffn.linear_0, network.up)
+        _set_linear(layer_spec.ffn.linear_1, network.down)
     if stack.final_norm is not None:
         _set_norm(spec.layer_norm, stack.final_norm)
 
 
-def _set_layer(spec: Any, layer: PlainLayer) -> None:
-    own, cross, network = layer.self_attention, layer.cross_attention, layer.feed_forward
-    _set_norm(spec.self_attention.layer_norm, own.norm)
-    _set_linear(spec.self_attention.linear[0], _joined(own.query, own.key, own.value))
-    _set_linear(spec.self_attention.linear[1], own.output)
-    if cross is not None:
-        _set_cross(spec.attention, cross)
-    _set_norm(spec.ffn.layer_norm, network.norm)
-    _set_linear(spec.ffn.linear_0, network.up)
-    _set_linear(spec.ffn.linear_1, network.down)
+def _set_attention(spec: Any, norm: NormWeights, *layers: LinearWeights) -> None:
+    _set_norm(spec.layer_norm, norm)
+    for linear_spec, layer in zip(spec.linear, layers, strict=True):
+        _set_linear(linear_spec, layer)
 
 
-def _set_cross(spec: Any, cross: PlainAttention) -> None:
-    _set_norm(spec.layer_norm, cross.norm)
-    _set_linear(spec.linear[0], cross.query)
-    _set_linear(spec.linear[1], _joined(cross.key, cross.value))
-    _set_linear(spec.linear[2], cross.output)
-
-
-def _joined(*layers: PlainLinear) -> PlainLinear:
+def _joined(*layers: LinearWeights) -> LinearWeights:
     """Return one matrix product for several of the same input; a bias that is missing is zero."""
     biases = [
         layer.weight_ED.new_zeros(layer.weight_ED.shape[0]) if layer.bias_E is None else layer.bias_E
         for layer in layers
     ]
-    return PlainLinear(torch.cat([layer.weight_ED for layer in layers]), torch.cat(biases))
+    return LinearWeights(torch.cat([layer.weight_ED for layer in layers]), torch.cat(biases))
 
 
-def _set_linear(spec: Any, linear: PlainLinear) -> None:
+def _set_linear(spec: Any, linear: LinearWeights) -> None:
     spec.weight = _array(linear.weight_ED)
     if linear.bias_E is not None:
         spec.bias = _array(linear.bias_E)
 
 
-def _set_norm(spec: Any, norm: PlainNorm) -> None:
+def _set_norm(spec: Any, norm: NormWeights) -> None:
     spec.gamma, spec.beta = _array(norm.weight_D), _array(norm.bias_D)
 
 

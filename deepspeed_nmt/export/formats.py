@@ -1,44 +1,55 @@
-"""Formats of exports: writing one, and translating with the program that reads it.
+"""Parts of all formats of exports: the model to export, the program that reads an export, and rewritten models.
 
-Legend: B sentences, S source length, T target length, K beam.
+Legend: B sentences, S source length, D model width, E output width.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import ClassVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typing_extensions import override
 
-from deepspeed_nmt import huggingface
+from deepspeed_nmt.core.description import (
+    AttentionWeights,
+    FeedForwardWeights,
+    LayerWeights,
+    LinearWeights,
+    NormWeights,
+    StackWeights,
+    StandardTransformer,
+)
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.tokenizer import Tokenizer
-from deepspeed_nmt.export import ctranslate2_search
-from deepspeed_nmt.export.ctranslate2_search import CTranslate2Search, ExportBeamSettings, Found
-from deepspeed_nmt.export.ctranslate2_weights import PRECISIONS, write_ctranslate2
-from deepspeed_nmt.export.huggingface_weights import WEIGHTS_FILE, check_class, write_huggingface
-from deepspeed_nmt.export.tokenizers import write_marian_tokenizer
-from deepspeed_nmt.huggingface import TranslationProgram
+from deepspeed_nmt.export.ctranslate2_search import ExportBeamSettings
+from deepspeed_nmt.search.base import Hypothesis
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
-from deepspeed_nmt.search.buckets import length_buckets
 from deepspeed_nmt.search.forced import token_log_probs
-from deepspeed_nmt.search.length_penalty import LengthPenalty
-from deepspeed_nmt.search.precision import prepare_to_decode
+from deepspeed_nmt.search.lines import length_buckets
+from deepspeed_nmt.search.models import prepare_to_decode
 from deepspeed_nmt.text import NO_TAGS, Tags
 
 MAX_TOKENS = 4096
 """Sentences times the longest source of a batch."""
+WEIGHTS_FILE = "model.safetensors"
+_STANDARD_GAIN = 1024.0
+"""Gain of a LayerNorm that is followed by another one; a power of two, so that it adds no rounding."""
+Sentences = Sequence[Sequence[int]]
+"""Tokens of sentences, without EOS."""
 Advance = Callable[[int], object]
 """Function that is called with the number of further sentences that are done."""
 
 
-def _silent(more: int) -> None:
+def no_progress(more: int) -> None:
     """Report no progress."""
 
 
@@ -51,7 +62,6 @@ class Subject:
         tokenizer: of the run.
         longest: positions of the longest sentence.
         precision: of the matrices.
-        rebuild: function that builds a fresh model of the same settings and the same exit.
         tags: symbols in front of the sentences of the run's data.
     """
 
@@ -59,7 +69,6 @@ class Subject:
     tokenizer: Tokenizer
     longest: int
     precision: str
-    rebuild: Callable[[], TranslationModel]
     tags: Tags = NO_TAGS
 
     def decode(self, tokens: list[int]) -> str:
@@ -77,154 +86,64 @@ class Subject:
         return self.tokenizer.all_pieces("source"), self.tokenizer.all_pieces("target")
 
 
-class Program(Protocol):
-    """A program that translates with an export."""
+class Program(ABC):
+    """A program that translates."""
 
+    @abstractmethod
     def translate(
-        self, sources: Sequence[Sequence[int]], settings: ExportBeamSettings, advance: Advance = _silent
-    ) -> list[Found]:
-        """Return the best translation of each sentence, given by its tokens without EOS. A score may be NaN.
+        self, sources: Sentences, settings: ExportBeamSettings, advance: Advance = no_progress
+    ) -> list[Hypothesis]:
+        """Return the best translation of each sentence. A score may be NaN."""
 
-        Args:
-            sources: the sentences.
-            settings: of the search.
-            advance: called with the number of further sentences that are done.
-        """
-        ...
-
-    def token_log_probs(
-        self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
-    ) -> list[list[float]]:
+    @abstractmethod
+    def token_log_probs(self, sources: Sentences, targets: Sentences) -> list[list[float]]:
         """Return the log-probabilities (nats) of the tokens of given translations and of the EOS after them."""
-        ...
 
 
-@dataclass(frozen=True)
-class Format:
-    """A format of exports.
+class Format(Program):
+    """A format of exports. An instance is an export that the format's own program has opened.
+
+    Args:
+        directory: of the export.
+        subject: the model.
 
     Attributes:
         name: on the command line.
-        precisions: that it can have, the default first.
         length_penalty: the only one that its program has; None if it has all.
-        write: writes a model's files into a directory; raises NotPlainError for a model that cannot be expressed.
-        open: opens an export in its program.
-        check: raises NotPlainError for a model that cannot be expressed; its parameters need no data.
-        package: name of the program's package.
+        package: of the program.
         install: command that installs it.
     """
 
-    name: str
-    precisions: tuple[str, ...]
-    length_penalty: str | None
-    write: Callable[[Path, Subject], None]
-    open: Callable[[Path, Subject], Program]
-    check: Callable[[TranslationModel], object]
-    package: str
-    install: str
+    name: ClassVar[str]
+    length_penalty: ClassVar[str | None] = None
+    package: ClassVar[str]
+    install: ClassVar[str]
+
+    @abstractmethod
+    def __init__(self, directory: Path, subject: Subject) -> None: ...
+
+    @staticmethod
+    @abstractmethod
+    def check(model: TranslationModel) -> None:
+        """Check that the format can express a model, whose parameters need no data.
+
+        Raises:
+            NotStandardError: if it cannot.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def write(directory: Path, subject: Subject) -> None:
+        """Write a model's files.
+
+        Raises:
+            NotStandardError: if the model cannot be expressed.
+            OSError: if a file cannot be written.
+        """
 
 
-def _write_ctranslate2(directory: Path, subject: Subject) -> None:
-    precision = next(each for each in PRECISIONS if each == subject.precision)
-    plain = subject.model.plain()
-    write_ctranslate2(directory, plain, subject.vocabulary, subject.pieces, subject.longest, precision)
-
-
-class _CTranslate2:
-    """CTranslate2, by the search that `translate --runtime ctranslate2` uses."""
-
-    def __init__(self, directory: Path, subject: Subject) -> None:
-        self._search = CTranslate2Search(
-            directory, subject.vocabulary, subject.pieces, subject.longest, subject.precision
-        )
-
-    def translate(
-        self, sources: Sequence[Sequence[int]], settings: ExportBeamSettings, advance: Advance = _silent
-    ) -> list[Found]:
-        found = {}
-        for number, hypotheses in self._search.search(sources, settings, MAX_TOKENS):
-            found[number] = hypotheses[0]
-            advance(1)
-        return [found[number] for number in range(len(sources))]
-
-    def token_log_probs(
-        self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
-    ) -> list[list[float]]:
-        return self._search.token_log_probs(sources, targets, MAX_TOKENS)
-
-
-def _write_huggingface(directory: Path, subject: Subject) -> None:
-    write_huggingface(directory, subject.model.plain(), subject.vocabulary, subject.longest)
-    write_marian_tokenizer(directory, subject.tokenizer, subject.longest)
-
-
-class _HuggingFace:
-    """``generate`` of transformers, with one length limit for sentences of equal length."""
-
-    def __init__(self, directory: Path, subject: Subject) -> None:
-        self._program = TranslationProgram(directory)
-        self._vocabulary, self._longest = subject.vocabulary, subject.longest
-
-    def translate(
-        self, sources: Sequence[Sequence[int]], settings: ExportBeamSettings, advance: Advance = _silent
-    ) -> list[Found]:
-        penalty = LengthPenalty.parse(settings.length_penalty)
-        numbers_of: dict[int, list[int]] = {}
-        for number, source in enumerate(sources):
-            numbers_of.setdefault(len(source) + 1, []).append(number)
-        found: dict[int, Found] = {}
-        for length, numbers in numbers_of.items():
-            size = max(1, MAX_TOKENS // length)
-            for batch in (numbers[start : start + size] for start in range(0, len(numbers), size)):
-                rows = [[*sources[number], self._vocabulary.source.eos] for number in batch]
-                source_BS = torch.tensor(rows)
-                options: dict[str, Any] = {
-                    "num_beams": settings.beam,
-                    "max_length": settings.limit(length, self._longest) + 1,  # with BOS
-                    "forced_eos_token_id": self._vocabulary.eos,
-                    "return_dict_in_generate": True,
-                    "output_scores": True,
-                    "do_sample": False,
-                }
-                if settings.beam > 1:
-                    options |= {"early_stopping": True, "length_penalty": penalty.exponent}
-                done = self._program.translate(source_BS, torch.ones_like(source_BS), **options)
-                scores = done.sequences_scores.tolist() if settings.beam > 1 else [math.nan] * len(batch)
-                for number, sequence, score in zip(batch, done.sequences.tolist(), scores, strict=True):
-                    found[number] = Found(self._tokens(sequence), math.nan, score)
-                advance(len(batch))
-        return [found[number] for number in range(len(sources))]
-
-    def _tokens(self, sequence: list[int]) -> list[int]:
-        """Return a translation without BOS and EOS."""
-        tokens = sequence[1:]
-        return tokens[: tokens.index(self._vocabulary.eos)] if self._vocabulary.eos in tokens else tokens
-
-    def token_log_probs(
-        self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
-    ) -> list[list[float]]:
-        found = []
-        pad, bos = self._vocabulary.pad, self._vocabulary.bos
-        for source, target in zip(sources, targets, strict=True):
-            # Padding is part of the comparison: one position on either side.
-            source_BS = torch.tensor([[*source, self._vocabulary.source.eos, pad]])
-            mask_BS = torch.tensor([[*[1] * (len(source) + 1), 0]])
-            log_p_TV = self._program.log_probs(source_BS, mask_BS, torch.tensor([[bos, *target, pad]]))[0]
-            tokens = [*target, self._vocabulary.eos]
-            found.append([float(log_p_TV[place, token]) for place, token in enumerate(tokens)])
-        return found
-
-
-def _write_safetensors(directory: Path, subject: Subject) -> None:
-    state = {name: tensor.detach().clone().contiguous() for name, tensor in subject.model.named_parameters()}
-    try:
-        save_file(state, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    except SafetensorError as error:  # how safetensors reports a full disk
-        raise OSError(str(error)) from error
-
-
-class OwnProgram:
-    """This program.
+class OwnProgram(Program):
+    """Beam search of this program, on the CPU.
 
     Args:
         model: in eval mode.
@@ -236,80 +155,133 @@ class OwnProgram:
         self._model = model
         self._vocabulary = vocabulary
 
+    @override
     def translate(
-        self, sources: Sequence[Sequence[int]], settings: ExportBeamSettings, advance: Advance = _silent
-    ) -> list[Found]:
-        """Translate by the beam search of this program; see :meth:`Program.translate`."""
-        from deepspeed_nmt.search.translate import pad_sources
+        self, sources: Sentences, settings: ExportBeamSettings, advance: Advance = no_progress
+    ) -> list[Hypothesis]:
+        from deepspeed_nmt.search.forced import pad_sources
 
         search = BeamSearch(BeamConfig(**settings.model_dump()), self._model, self._vocabulary)
-        found: dict[int, Found] = {}
+        translations: dict[int, Hypothesis] = {}
         for numbers in length_buckets([len(source) + 1 for source in sources], MAX_TOKENS):
             rows = [[*sources[number], self._vocabulary.source.eos] for number in numbers]
             source_BS, padded = pad_sources(rows, self._vocabulary.pad, "cpu")
             for number, best in zip(numbers, search.search(source_BS, padded), strict=True):
-                found[number] = Found(best[0].tokens, best[0].log_prob, best[0].score)
+                translations[number] = best[0]
             advance(len(numbers))
-        return [found[number] for number in range(len(sources))]
+        return [translations[number] for number in range(len(sources))]
 
-    def token_log_probs(
-        self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
-    ) -> list[list[float]]:
-        """Score translations by forced decoding; see :meth:`Program.token_log_probs`."""
-        eos = self._vocabulary.source.eos
-        return [
-            token_log_probs([self._model], self._vocabulary, torch.tensor([[*source, eos]]), False, [[list(target)]])[
-                0
-            ][0]
-            for source, target in zip(sources, targets, strict=True)
-        ]
+    @override
+    def token_log_probs(self, sources: Sentences, targets: Sentences) -> list[list[float]]:
+        def score(source: Sequence[int], target: Sequence[int]) -> list[float]:
+            source_BS = torch.tensor([[*source, self._vocabulary.source.eos]])
+            return token_log_probs([self._model], self._vocabulary, source_BS, False, [[list(target)]])[0][0]
+
+        return [score(source, target) for source, target in zip(sources, targets, strict=True)]
 
 
-def _open_safetensors(directory: Path, subject: Subject) -> Program:
-    model = subject.rebuild()
-    weights = load_file(directory / WEIGHTS_FILE)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
-    return OwnProgram(model.eval(), subject.vocabulary)
+class SafetensorsFormat(OwnProgram, Format):
+    """Weights by the names of this program, which reads them again."""
+
+    name = "safetensors"
+    package = "safetensors"
+    install = "pip install safetensors"
+
+    def __init__(self, directory: Path, subject: Subject) -> None:
+        model = copy.deepcopy(subject.model)
+        weights = load_file(directory / WEIGHTS_FILE)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights[name])
+        super().__init__(model, subject.vocabulary)
+
+    @override
+    @staticmethod
+    def check(model: TranslationModel) -> None:
+        """Accept any model."""
+
+    @override
+    @staticmethod
+    def write(directory: Path, subject: Subject) -> None:
+        parameters = subject.model.named_parameters()
+        save_weights(directory, {name: tensor.detach().clone().contiguous() for name, tensor in parameters})
 
 
-FORMATS: Mapping[str, Format] = {
-    each.name: each
-    for each in (
-        Format(
-            "ctranslate2",
-            PRECISIONS,
-            None,
-            _write_ctranslate2,
-            _CTranslate2,
-            lambda model: model.plain(),
-            "ctranslate2",
-            ctranslate2_search.EXTRA,
-        ),
-        Format(
-            "huggingface",
-            ("fp32",),
-            "power:1",
-            _write_huggingface,
-            _HuggingFace,
-            lambda model: check_class(model.plain()),
-            "transformers",
-            huggingface.EXTRA,
-        ),
-        Format(
-            "safetensors",
-            ("fp32",),
-            None,
-            _write_safetensors,
-            _open_safetensors,
-            lambda model: None,
-            "safetensors",
-            "pip install safetensors",
-        ),
+def save_weights(directory: Path, state: dict[str, Tensor]) -> None:
+    """Write weights as safetensors, of which no two share memory.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    try:
+        save_file(state, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(str(error)) from error
+
+
+def standardise(model: StandardTransformer) -> StandardTransformer:
+    """Rewrite a model for programs that know only layers with cross-attention, in pre-norm or post-norm.
+
+    What it computes stays the same. Decoder layers without cross-attention get one whose output is zero. In pre-norm
+    the state passes it unchanged. In post-norm it meets a second LayerNorm in a row: the first one then only
+    standardises, and the second one has the weights of both. The first one's gain is large, so that the eps of the
+    second one adds nothing. What remains is the eps of the first one, undone by the second: a relative error of
+    eps / (2 variance) of the state.
+    """
+    model = fold_deepnorm(model)
+    layers = [
+        _with_zero_attention(layer, model.norm == "post") if layer.cross_attention is None else layer
+        for layer in model.decoder.layers
+    ]
+    return replace(model, decoder=replace(model.decoder, layers=tuple(layers)))
+
+
+def fold_deepnorm(model: StandardTransformer) -> StandardTransformer:
+    """Return the post-norm model that computes the same as a DeepNorm model; return other models unchanged.
+
+    A sub-layer of DeepNorm computes LN(alpha x + f(x)). The rewritten one carries y = alpha x from sub-layer to
+    sub-layer: its matrices that read the state are divided by alpha, the output of its LayerNorm is multiplied by
+    alpha. It computes alpha LN(y + f(y / alpha)), which is post-norm with the same sums. The last LayerNorm of a
+    stack keeps its output.
+    """
+    if model.norm != "deepnorm":
+        return model
+    return replace(model, norm="post", encoder=_fold_alpha(model.encoder), decoder=_fold_alpha(model.decoder))
+
+
+def _fold_alpha(stack: StackWeights) -> StackWeights:
+    alpha = stack.alpha
+
+    def norm(part: NormWeights) -> NormWeights:
+        return NormWeights(part.weight_D * alpha, part.bias_D * alpha)
+
+    def reading(linear: LinearWeights) -> LinearWeights:
+        return LinearWeights(linear.weight_ED / alpha, linear.bias_E)
+
+    def layer(part: LayerWeights, is_last: bool) -> LayerWeights:
+        own, cross, network = part.self_attention, part.cross_attention, part.feed_forward
+        own = replace(
+            own, norm=norm(own.norm), query=reading(own.query), key=reading(own.key), value=reading(own.value)
+        )
+        if cross is not None:
+            cross = replace(cross, norm=norm(cross.norm), query=reading(cross.query))
+        last_norm = network.norm if is_last else norm(network.norm)
+        return LayerWeights(own, cross, FeedForwardWeights(last_norm, reading(network.up), network.down))
+
+    layers = [layer(part, number == len(stack.layers)) for number, part in enumerate(stack.layers, 1)]
+    return StackWeights(tuple(layers), 1.0, stack.final_norm, stack.input_scale * alpha)
+
+
+def _with_zero_attention(layer: LayerWeights, post_norm: bool) -> LayerWeights:
+    own = layer.self_attention
+    dim = own.norm.weight_D.shape[0]
+    zero = LinearWeights(torch.zeros(dim, dim), torch.zeros(dim))
+    if not post_norm:
+        norm = NormWeights(torch.ones(dim), torch.zeros(dim))
+        return replace(layer, cross_attention=AttentionWeights(norm, zero, zero, zero, zero))
+    standard = NormWeights(torch.full((dim,), _STANDARD_GAIN), torch.zeros(dim))
+    return replace(
+        layer,
+        self_attention=replace(own, norm=standard),
+        cross_attention=AttentionWeights(own.norm, zero, zero, zero, zero),
     )
-}
-"""All formats by name."""
-
-
-__all__ = ["FORMATS", "Format", "OwnProgram", "Program", "Subject"]

@@ -1,4 +1,4 @@
-"""Plain Transformers as models of Hugging Face's `transformers`, and back.
+"""Format of Hugging Face's `transformers`: weights and tokenizers as it reads them, and its translation of an export.
 
 Post-norm models are MarianMT models, pre-norm ones Pegasus models: these classes read their sinusoidal positions from
 the weights, so they can have any wavelengths.
@@ -15,22 +15,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
+from typing_extensions import override
 
-from deepspeed_nmt.core.plain import (
-    NotPlainError,
-    PlainAttention,
-    PlainLinear,
-    PlainNorm,
-    PlainStack,
-    PlainTransformer,
+from deepspeed_nmt import huggingface
+from deepspeed_nmt.core.description import (
+    AttentionWeights,
+    LinearWeights,
+    NormWeights,
+    NotStandardError,
+    StackWeights,
+    StandardTransformer,
 )
-from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.export.folding import fill_cross_attention, fold_deepnorm
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.vocabulary import SIDES, Vocabulary
+from deepspeed_nmt.data.tokenizer import Tokenizer
+from deepspeed_nmt.export.ctranslate2_search import ExportBeamSettings
+from deepspeed_nmt.export.formats import (
+    MAX_TOKENS,
+    Advance,
+    Format,
+    Sentences,
+    Subject,
+    no_progress,
+    save_weights,
+    standardise,
+)
+from deepspeed_nmt.search.base import Hypothesis, LengthPenalty
 
-WEIGHTS_FILE = "model.safetensors"
 _CLASSES = {"post": ("marian", "MarianMTModel"), "pre": ("pegasus", "PegasusForConditionalGeneration")}
 _EPS = 1e-5
 """Eps of the LayerNorms of both classes."""
@@ -46,21 +58,96 @@ LAYER_NAMES = {
 """Modules of a layer here, and their names there."""
 
 
-def check_class(model: PlainTransformer) -> None:
+class HuggingFaceFormat(Format):
+    """``generate`` of transformers, with one length limit for sentences of equal length."""
+
+    name = "huggingface"
+    length_penalty = "power:1"
+    package = "transformers"
+    install = huggingface.EXTRA
+
+    def __init__(self, directory: Path, subject: Subject) -> None:
+        self._model = huggingface.load_translation_model(directory)
+        self._vocabulary, self._longest = subject.vocabulary, subject.longest
+
+    @override
+    @staticmethod
+    def check(model: TranslationModel) -> None:
+        check_class(model.described())
+
+    @override
+    @staticmethod
+    def write(directory: Path, subject: Subject) -> None:
+        write_huggingface(directory, subject.model.described(), subject.vocabulary, subject.longest)
+        write_marian_tokenizer(directory, subject.tokenizer, subject.longest)
+
+    @override
+    def translate(
+        self, sources: Sentences, settings: ExportBeamSettings, advance: Advance = no_progress
+    ) -> list[Hypothesis]:
+        penalty = LengthPenalty.parse(settings.length_penalty)
+        numbers_of: dict[int, list[int]] = {}
+        for number, source in enumerate(sources):
+            numbers_of.setdefault(len(source) + 1, []).append(number)
+        best: dict[int, Hypothesis] = {}
+        for length, numbers in numbers_of.items():
+            size = max(1, MAX_TOKENS // length)
+            for batch in (numbers[start : start + size] for start in range(0, len(numbers), size)):
+                source_BS = torch.tensor([[*sources[number], self._vocabulary.source.eos] for number in batch])
+                options: dict[str, Any] = {
+                    "num_beams": settings.beam,
+                    "max_length": settings.limit(length, self._longest) + 1,  # with BOS
+                    "forced_eos_token_id": self._vocabulary.eos,
+                    "return_dict_in_generate": True,
+                    "output_scores": True,
+                    "do_sample": False,
+                }
+                if settings.beam > 1:
+                    options |= {"early_stopping": True, "length_penalty": penalty.exponent}
+                done = self._model.generate(input_ids=source_BS, attention_mask=torch.ones_like(source_BS), **options)
+                scores = done.sequences_scores.tolist() if settings.beam > 1 else [math.nan] * len(batch)
+                for number, sequence, score in zip(batch, done.sequences.tolist(), scores, strict=True):
+                    best[number] = Hypothesis(self._tokens(sequence), score, math.nan)
+                advance(len(batch))
+        return [best[number] for number in range(len(sources))]
+
+    def _tokens(self, sequence: list[int]) -> list[int]:
+        """Return a translation without BOS and EOS."""
+        tokens = sequence[1:]
+        return tokens[: tokens.index(self._vocabulary.eos)] if self._vocabulary.eos in tokens else tokens
+
+    @override
+    def token_log_probs(self, sources: Sentences, targets: Sentences) -> list[list[float]]:
+        result = []
+        pad, bos = self._vocabulary.pad, self._vocabulary.bos
+        for source, target in zip(sources, targets, strict=True):
+            # Padding is part of the comparison: one position on either side.
+            source_BS = torch.tensor([[*source, self._vocabulary.source.eos, pad]])
+            mask_BS = torch.tensor([[*[1] * (len(source) + 1), 0]])
+            target_input_BT = torch.tensor([[bos, *target, pad]])
+            with torch.inference_mode():
+                output = self._model(input_ids=source_BS, attention_mask=mask_BS, decoder_input_ids=target_input_BT)
+            log_p_TV = output.logits.float().log_softmax(dim=2)[0]
+            tokens = [*target, self._vocabulary.eos]
+            result.append([float(log_p_TV[place, token]) for place, token in enumerate(tokens)])
+        return result
+
+
+def check_class(model: StandardTransformer) -> None:
     """Check that a class of ``transformers`` can have a model.
 
     Raises:
-        NotPlainError: if none can.
+        NotStandardError: if none can.
     """
     if model.norm_eps != _EPS:
-        raise NotPlainError(
+        raise NotStandardError(
             f"its LayerNorms have eps {model.norm_eps:g}, and those of transformers' classes {_EPS:g}"
         )
     if model.norm == "pre" and len(model.source_VD) != len(model.target_VD):
-        raise NotPlainError("it is pre-norm and has two vocabularies, and transformers' Pegasus has one")
+        raise NotStandardError("it is pre-norm and has two vocabularies, and transformers' Pegasus has one")
 
 
-def write_huggingface(directory: Path, model: PlainTransformer, vocabulary: Vocabulary, longest: int) -> None:
+def write_huggingface(directory: Path, model: StandardTransformer, vocabulary: Vocabulary, longest: int) -> None:
     """Write a model as ``transformers`` reads it: weights, ``config.json`` and ``generation_config.json``.
 
     Args:
@@ -70,11 +157,11 @@ def write_huggingface(directory: Path, model: PlainTransformer, vocabulary: Voca
         longest: positions of the longest sentence, T.
 
     Raises:
-        NotPlainError: if no class can have the model.
+        NotStandardError: if no class can have the model.
         OSError: if a file cannot be written.
     """
     check_class(model)
-    model = fill_cross_attention(fold_deepnorm(model))
+    model = standardise(model)
     kind, name = _CLASSES[model.norm]
     state = dict(_state(model, longest))
     tied = _tie(model, state)
@@ -107,12 +194,9 @@ def write_huggingface(directory: Path, model: PlainTransformer, vocabulary: Voca
         "num_beams": 5,
         "max_length": longest,
     }
-    for file, content in (("config.json", config), ("generation_config.json", generation)):
-        (directory / file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    try:
-        save_file(state, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    except SafetensorError as error:  # how safetensors reports a full disk
-        raise OSError(str(error)) from error
+    _write(directory / "config.json", config, indent=1)
+    _write(directory / "generation_config.json", generation, indent=1)
+    save_weights(directory, state)
 
 
 def _special(vocabulary: Vocabulary) -> dict[str, int]:
@@ -124,7 +208,7 @@ def _special(vocabulary: Vocabulary) -> dict[str, int]:
     }
 
 
-def _tie(model: PlainTransformer, state: dict[str, Tensor]) -> bool:
+def _tie(model: StandardTransformer, state: dict[str, Tensor]) -> bool:
     """Return True if one matrix serves as embeddings and output, and then keep one copy of it in a state."""
     scales = {model.encoder.input_scale, model.decoder.input_scale}
     matrices = (model.source_VD, model.target_VD, model.output.weight_ED)
@@ -135,7 +219,7 @@ def _tie(model: PlainTransformer, state: dict[str, Tensor]) -> bool:
     return True
 
 
-def _state(model: PlainTransformer, longest: int) -> Iterator[tuple[str, Tensor]]:
+def _state(model: StandardTransformer, longest: int) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors by their names there."""
     positions_TD = model.positions(longest).cpu()
     # The scale there is sqrt(D); whatever else scales the embedded tokens is in the matrices.
@@ -155,7 +239,7 @@ def _state(model: PlainTransformer, longest: int) -> Iterator[tuple[str, Tensor]
     yield "final_logits_bias", _copy(torch.zeros(len(model.target_VD)) if bias is None else bias).unsqueeze(0)
 
 
-def _stack_state(stack: PlainStack, prefix: str) -> Iterator[tuple[str, Tensor]]:
+def _stack_state(stack: StackWeights, prefix: str) -> Iterator[tuple[str, Tensor]]:
     for number, layer in enumerate(stack.layers):
         where = f"{prefix}.layers.{number}"
         yield from _attention_state(layer.self_attention, f"{where}.self_attn")
@@ -169,7 +253,7 @@ def _stack_state(stack: PlainStack, prefix: str) -> Iterator[tuple[str, Tensor]]
         yield from _norm_state(stack.final_norm, f"{prefix}.layer_norm")
 
 
-def _attention_state(attention: PlainAttention, where: str) -> Iterator[tuple[str, Tensor]]:
+def _attention_state(attention: AttentionWeights, where: str) -> Iterator[tuple[str, Tensor]]:
     yield from _linear_state(attention.query, f"{where}.q_proj")
     yield from _linear_state(attention.key, f"{where}.k_proj")
     yield from _linear_state(attention.value, f"{where}.v_proj")
@@ -177,13 +261,13 @@ def _attention_state(attention: PlainAttention, where: str) -> Iterator[tuple[st
     yield from _norm_state(attention.norm, f"{where}_layer_norm")
 
 
-def _linear_state(linear: PlainLinear, where: str) -> Iterator[tuple[str, Tensor]]:
+def _linear_state(linear: LinearWeights, where: str) -> Iterator[tuple[str, Tensor]]:
     yield f"{where}.weight", _copy(linear.weight_ED)
     bias = linear.bias_E
     yield f"{where}.bias", _copy(linear.weight_ED.new_zeros(len(linear.weight_ED)) if bias is None else bias)
 
 
-def _norm_state(norm: PlainNorm, where: str) -> Iterator[tuple[str, Tensor]]:
+def _norm_state(norm: NormWeights, where: str) -> Iterator[tuple[str, Tensor]]:
     yield f"{where}.weight", _copy(norm.weight_D)
     yield f"{where}.bias", _copy(norm.bias_D)
 
@@ -193,28 +277,22 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float32).clone().contiguous()
 
 
-def own_names(names: Sequence[str]) -> dict[str, str]:
-    """Return the name there of each parameter of a Transformer of this program.
-
-    Args:
-        names: of the parameters here.
-    """
+def names_there(names: Sequence[str]) -> dict[str, str]:
+    """Return the name in `transformers` of each parameter of a Transformer of this program."""
     fixed = {
         "source_embedding.weight": "model.encoder.embed_tokens.weight",
         "target_embedding.weight": "model.decoder.embed_tokens.weight",
         "projection.weight": "lm_head.weight",
         "projection.bias": "final_logits_bias",
     }
-    found = {}
-    for name in names:
-        if name in fixed:
-            found[name] = fixed[name]
-            continue
-        there = f"model.{name}"
-        for part, other in LAYER_NAMES.items():
-            there = there.replace(f".{part}.", f".{other}.")
-        found[name] = there
-    return found
+    return {name: fixed.get(name, f"model.{layer_names(name)}") for name in names}
+
+
+def layer_names(name: str) -> str:
+    """Return the name of a parameter with the names of modules in `transformers` and in fairseq."""
+    for part, other in LAYER_NAMES.items():
+        name = name.replace(f".{part}.", f".{other}.")
+    return name
 
 
 def shared_embeddings(config: Mapping[str, Any]) -> str:
@@ -222,3 +300,43 @@ def shared_embeddings(config: Mapping[str, Any]) -> str:
     if not config.get("share_encoder_decoder_embeddings", True):
         return "decoder" if config.get("tie_word_embeddings", True) else "none"
     return "all" if config.get("tie_word_embeddings", True) else "none"
+
+
+def write_marian_tokenizer(directory: Path, tokenizer: Tokenizer, longest: int) -> None:
+    """Write files from which ``transformers`` makes a tokenizer, as far as it has one for the vocabulary.
+
+    A vocabulary of SentencePiece becomes a MarianTokenizer. Other vocabularies are written as ``vocab.json`` only: a
+    number for each token.
+
+    Args:
+        directory: of the export, with the files of the run's vocabulary in it.
+        tokenizer: tokenizer of the run.
+        longest: positions of the model.
+    """
+    for side, name in zip(SIDES, ("vocab.json", "target_vocab.json"), strict=True):
+        if side == "target" and tokenizer.vocabulary.own_source is None:
+            continue
+        numbers = {piece: number for number, piece in enumerate(tokenizer.all_pieces(side))}
+        _write(directory / name, numbers)
+    models = tokenizer.sentencepiece_models()
+    if models is None:
+        return
+    special = tokenizer.vocabulary
+    pieces = tokenizer.all_pieces("target")
+    for name, model in zip(("source.spm", "target.spm"), models, strict=True):
+        (directory / name).write_bytes(model)
+    config = {
+        "tokenizer_class": "MarianTokenizer",
+        "source_lang": "",
+        "target_lang": "",
+        "unk_token": pieces[special.unk],
+        "eos_token": pieces[special.eos],
+        "pad_token": pieces[special.pad],
+        "model_max_length": longest,
+        "separate_vocabs": special.own_source is not None,
+    }
+    _write(directory / "tokenizer_config.json", config)
+
+
+def _write(path: Path, content: Mapping[str, Any], indent: int = 0) -> None:
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=indent) + "\n", encoding="utf-8")

@@ -6,45 +6,32 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 
-from deepspeed_nmt.data.directory import open_tokenizer
+from deepspeed_nmt.data.data_directory import open_tokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
-from deepspeed_nmt.errors import ConfigError, option
-from deepspeed_nmt.export.certificate import Certificate
-from deepspeed_nmt.export.ctranslate2_search import RULES, CTranslate2Search, ExportBeamSettings
-from deepspeed_nmt.export.info import ExportInfo
+from deepspeed_nmt.errors import ConfigError, check_installed, option
+from deepspeed_nmt.export.certificate import Certificate, ExportInfo
+from deepspeed_nmt.export.ctranslate2_search import EXTRA, RULES, CTranslate2Search, ExportBeamSettings, check_device
 from deepspeed_nmt.registry import problem_of
 from deepspeed_nmt.search.base import Translation
-from deepspeed_nmt.search.buffers import Found, check_numbers, translated
-from deepspeed_nmt.search.source_form import warn_of_form
-from deepspeed_nmt.search.source_lines import SourceCounts, SourceLines
+from deepspeed_nmt.search.decode_options import DecodeOptions, flags, identity_of
+from deepspeed_nmt.search.lines import (
+    BUFFER_LINES,
+    Found,
+    SourceCounts,
+    SourceLines,
+    check_nbest,
+    longest_line,
+    translated,
+    warn_of_form,
+)
 from deepspeed_nmt.text import Tags, TextForm, plain_form
 
 PRECISIONS = ("fp32", "int8")
 """Precisions of exports that are translated with."""
-
-
-class Device(NamedTuple):
-    """The device that translates.
-
-    Attributes:
-        type: cpu or cuda.
-    """
-
-    type: str
-
-
-class Model(NamedTuple):
-    """The exported model.
-
-    Attributes:
-        longest_source: most tokens of a source that it reads, EOS included.
-    """
-
-    longest_source: int
 
 
 @dataclass(frozen=True)
@@ -68,86 +55,92 @@ class Owner:
     tags: Tags
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Options of a user for a translation with an export.
+LACKS = frozenset(name for name, flag in flags().items() if flag.torch)
+"""Options that CTranslate2 does not have."""
 
-    Attributes:
-        search: name of the search; None for that of the run.
-        changes: settings of the search; None where those of the run are to be taken.
-        nbest: translations of each line.
-        detokenise: see ``Translator.open``.
-        tag: see ``Translator.open``.
-        tag_target: see ``Translator.open``.
+
+def check_options(options: DecodeOptions) -> None:
+    """Check the options that do not depend on the run.
+
+    Raises:
+        ConfigError: if CTranslate2 is not installed, or does not have what they ask for.
     """
+    check_installed("ctranslate2", f"{option('runtime')} ctranslate2", EXTRA)
+    if options.precision not in ("auto", *PRECISIONS):
+        raise ConfigError(
+            f"{option('precision')} is {options.precision}, which {option('runtime')} ctranslate2 lacks; give "
+            f"{' or '.join(PRECISIONS)}"
+        )
+    if name := next(options.given(sorted(LACKS)), None):
+        raise ConfigError(f"{option(name)} is not for CTranslate2; leave it out, or translate by the run with torch")
+    if (options.encoder_layers is None) != (options.decoder_layers is None):
+        raise ConfigError(
+            f"{option('runtime')} ctranslate2 needs both {option('encoder_layers')} and {option('decoder_layers')}, "
+            f"or {option('exit')} N-M; give the other"
+        )
+    if options.export is not None and (
+        name := next(options.given(name for name, flag in flags().items() if flag.exported), None)
+    ):
+        raise ConfigError(f"{option(name)} is decided when a run is exported; leave it out, or give {option('run')}")
+    if options.settings["name"] not in (None, "beam"):
+        raise ConfigError(
+            f"{option('runtime')} ctranslate2 decodes by beam search, but {option('search')} is "
+            f"{options.settings['name']}; give one of them"
+        )
+    any_run = ExportBeamSettings(beam=1, length_penalty="none", max_length_ratio=1.0, max_length_extra=0)
+    changed_settings(any_run, options.settings)
+    check_device(options.device)
 
-    search: str | None
-    changes: Mapping[str, Any]
-    nbest: int = 1
-    detokenise: str | None = None
-    tag: str | None = None
-    tag_target: str | None = None
 
-    def check(self) -> None:
-        """Check what holds for any run.
+def settings_with(options: DecodeOptions, run: Owner) -> ExportBeamSettings:
+    """Return the settings of the search, which is as that of the run.
 
-        Raises:
-            ConfigError: if CTranslate2 does not have what is asked for.
-        """
-        if self.search not in (None, "beam"):
-            raise ConfigError(
-                f"{option('runtime')} ctranslate2 decodes by beam search, but {option('search')} is {self.search}; "
-                "give one of them"
-            )
-        any_run = ExportBeamSettings(beam=1, length_penalty="none", max_length_ratio=1.0, max_length_extra=0)
-        changed_settings(any_run, self.changes)
+    Raises:
+        ConfigError: if CTranslate2 does not have what the run's search has, or an option is wrong.
+    """
+    changes = options.settings
+    if changes["name"] is None and run.search_name != "beam":
+        raise ConfigError(
+            f"{run.path} has search.name={run.search_name}, and {option('runtime')} ctranslate2 decodes by beam "
+            f"search; give {option('search')} beam, or translate by the run with torch"
+        )
+    rules = [name for name in run.rules if changes.get(name) is None]
+    if rules:
+        none = RULES[rules[0]]
+        remedy = f"give {option(rules[0])} {none}, or " if rules[0] in changes and none is not False else ""
+        raise ConfigError(
+            f"{run.path} has search.{rules[0]}={run.rules[rules[0]]}, and {option('runtime')} ctranslate2 has no "
+            f"rules of the next token; {remedy}translate by the run with torch"
+        )
+    settings = changed_settings(run.search, changes)
+    check_nbest(options.nbest, settings)
+    return settings
 
-    def settings(self, run: Owner) -> ExportBeamSettings:
-        """Return the settings of the search, which is as that of the run.
 
-        Raises:
-            ConfigError: if CTranslate2 does not have what the run's search has, or an option is wrong.
-        """
-        if self.search is None and run.search_name != "beam":
-            raise ConfigError(
-                f"{option('runtime')} ctranslate2 decodes by beam search, but {run.path} has search.name="
-                f"{run.search_name}; give {option('search')} beam, or translate by the run with torch"
-            )
-        rules = [name for name in run.rules if self.changes.get(name) is None]
-        if rules:
-            none = RULES[rules[0]]
-            remedy = f"give {option(rules[0])} {none}, or " if rules[0] in self.changes and none is not False else ""
-            raise ConfigError(
-                f"{option('runtime')} ctranslate2 has no rules of the next token, but {run.path} has "
-                f"search.{rules[0]}={run.rules[rules[0]]}; {remedy}translate by the run with torch"
-            )
-        settings = changed_settings(run.search, self.changes)
-        check_numbers({"nbest": self.nbest}, self.nbest, settings)
-        return settings
+def tags_with(options: DecodeOptions, run: Owner) -> Tags:
+    """Return the symbols in front of source lines.
 
-    def tags(self, run: Owner) -> Tags:
-        """Return the symbols in front of source lines.
+    Raises:
+        ConfigError: if translations are to begin with one.
+    """
+    given = {"source": options.tag, "target": options.tag_target}
+    tags = replace(run.tags, **{side: tag or None for side, tag in given.items() if tag is not None})
+    if tags.target is not None:
+        raise ConfigError(
+            f"{option('tag_target')} is {tags.target}{' in the data of the run' * (options.tag_target is None)}, and "
+            f"{option('runtime')} ctranslate2 does not let translations begin with a tag; give "
+            f"{option('tag_target')} none, or translate by the run with torch"
+        )
+    return tags
 
-        Raises:
-            ConfigError: if translations are to begin with one.
-        """
-        given = {"source": self.tag, "target": self.tag_target}
-        tags = replace(run.tags, **{side: tag or None for side, tag in given.items() if tag is not None})
-        if tags.target is not None:
-            raise ConfigError(
-                f"{option('runtime')} ctranslate2 does not let translations begin with a tag, but "
-                f"{option('tag_target')} is {tags.target}{' in the data of the run' * (self.tag_target is None)}; "
-                f"give {option('tag_target')} none, or translate by the run with torch"
-            )
-        return tags
 
-    def plain(self, run: Owner) -> TextForm | None:
-        """Return the form of the text that is made plain; None if it stays as it is.
+def form_with(options: DecodeOptions, run: Owner) -> TextForm | None:
+    """Return the form of the text that is made plain; None if it stays as it is.
 
-        Raises:
-            ConfigError: if it cannot be made plain.
-        """
-        return None if self.detokenise is None else plain_form(run.text, self.detokenise, run.path)
+    Raises:
+        ConfigError: if it cannot be made plain.
+    """
+    return None if options.detokenise is None else plain_form(run.text, options.detokenise, run.path)
 
 
 class ExportedTranslator:
@@ -156,8 +149,7 @@ class ExportedTranslator:
     Args:
         place: directory of the export.
         certificate: of the export.
-        device: auto, cpu or cuda.
-        asked: options of the user.
+        options: of the translation.
 
     Attributes:
         tokenizer: of the run.
@@ -165,33 +157,39 @@ class ExportedTranslator:
         text: form of the text that the model was trained on.
         digests: hash of the export's files.
         precision: of its matrices.
-        device: that translates.
-        max_source_tokens: default of :meth:`stream`.
-        model: the exported model.
+        longest_line: default bound of a line, in tokens.
 
     Raises:
         ConfigError: if an option is wrong, or CTranslate2 is not installed.
         DataError: if the tag is no symbol of the vocabulary.
     """
 
-    def __init__(self, place: Path, certificate: Certificate, device: str, asked: Asked) -> None:
+    def __init__(self, place: Path, certificate: Certificate, options: DecodeOptions) -> None:
         info = ExportInfo.read(place)
         run = Owner(place, info.search_name, info.search, info.rules, info.text_form, info.tags)
         self.tokenizer: Tokenizer = open_tokenizer(place)
-        self.search = asked.settings(run)
+        self.search = settings_with(options, run)
         self.text = info.text_form
         self.digests = (certificate.hashes["weights"], *(each.sha256 for each in certificate.files.values()))
         self.precision = info.precision
-        self.max_source_tokens, self.model = info.max_source_tokens, Model(info.longest)
-        self._tags = asked.tags(run)
-        self._plain = asked.plain(run)
+        self.longest_line, self._longest_source = info.longest_line, info.longest
+        self._tags = tags_with(options, run)
+        self._plain = form_with(options, run)
         if self._tags.source is not None:
             self.tokenizer.symbol("source", self._tags.source)
         pieces = self.tokenizer.all_pieces("source"), self.tokenizer.all_pieces("target")
         self._search = CTranslate2Search(
-            place, self.tokenizer.vocabulary, pieces, info.longest, info.precision, device
+            place, self.tokenizer.vocabulary, pieces, info.longest, info.precision, options.device
         )
-        self.device = Device(self._search.device)
+
+    def identity(self) -> dict[str, Any]:
+        """Return all that translations depend on besides the options and the text."""
+        identity = {"the vocabulary": self.tokenizer.digest, "the weights": self.digests}
+        return {**identity, **identity_of(self.search, self._search.device, self.precision)}
+
+    def line_bound(self, options: DecodeOptions) -> tuple[int, str]:
+        """Return the most tokens of a line that are translated, and what sets this bound."""
+        return longest_line(options.longest_line(self.longest_line), self._longest_source)
 
     def check(self, sentences: Iterable[str], max_source_tokens: int | None = None) -> None:
         """Check that no sentence is too long.
@@ -199,7 +197,7 @@ class ExportedTranslator:
         Raises:
             DataError: if one is.
         """
-        reader = self._reader(max_source_tokens, strict=True)
+        reader = self._reader(DecodeOptions(max_source_tokens=max_source_tokens, strict=True))
         for sentence in self._tags.tagged(sentences):
             reader.encode(sentence)
 
@@ -207,14 +205,10 @@ class ExportedTranslator:
         self,
         sentences: Iterable[str],
         *,
-        max_tokens: int = 4096,
-        buffer_lines: int = 4096,
-        nbest: int = 1,
         advance: Callable[[int], object] = lambda more: None,
-        max_source_tokens: int | None = None,
-        strict: bool = False,
         counts: SourceCounts | None = None,
         first_line: int = 0,
+        **options: Any,
     ) -> Iterator[list[Translation]]:
         """Yield the ``nbest`` best translations of each sentence; see ``Translator.stream``.
 
@@ -222,14 +216,14 @@ class ExportedTranslator:
             ConfigError: if a number is out of range.
             DataError: if a sentence is too long, and ``strict`` is True.
         """
-        numbers = {"max_tokens": max_tokens, "buffer_lines": buffer_lines, "nbest": nbest}
-        check_numbers(numbers, nbest, self.search)
-        reader = self._reader(max_source_tokens, strict, counts, first_line)
+        chosen = DecodeOptions.of(options)
+        check_nbest(chosen.nbest, self.search)
+        reader = self._reader(chosen, counts, first_line)
         lines = iter(self._tags.tagged(warn_of_form(sentences, self.text) if counts is None else sentences))
 
         def search(_: list[str], sources: list[list[int]]) -> Iterator[list[Found]]:
-            for number, hypotheses in self._search.search(sources, self.search, max_tokens):
-                yield [(number, self._translations(hypotheses[:nbest]))]
+            for number, hypotheses in self._search.search(sources, self.search, chosen.max_tokens):
+                yield [(number, self._translations(hypotheses[: chosen.nbest]))]
 
         return translated(
             lambda count: list(islice(lines, count)),
@@ -237,16 +231,14 @@ class ExportedTranslator:
             search,
             reader,
             Translation("", 0.0, []),
-            max_tokens,
-            buffer_lines,
+            chosen.max_tokens,
+            chosen.buffer_lines or BUFFER_LINES,
             advance,
         )
 
-    def _reader(
-        self, max_source_tokens: int | None, strict: bool, counts: SourceCounts | None = None, before: int = 0
-    ) -> SourceLines:
-        longest = self.max_source_tokens if max_source_tokens is None else max_source_tokens
-        return SourceLines(self.tokenizer, longest, self.model.longest_source, strict, counts=counts, before=before)
+    def _reader(self, options: DecodeOptions, counts: SourceCounts | None = None, before: int = 0) -> SourceLines:
+        longest = options.longest_line(self.longest_line)
+        return SourceLines(self.tokenizer, longest, self._longest_source, options.strict, True, counts, before)
 
     def _translations(self, hypotheses: Sequence[Any]) -> list[Translation]:
         texts = [self.tokenizer.decode(each.tokens) for each in hypotheses]
@@ -267,7 +259,7 @@ def changed_settings(settings: ExportBeamSettings, changes: Mapping[str, Any]) -
     given = {
         name: value
         for name, value in changes.items()
-        if value is not None and not (name in RULES and RULES[name] == value)  # forbids nothing
+        if name != "name" and value is not None and not (name in RULES and RULES[name] == value)  # forbids nothing
     }
     if unknown := sorted(given.keys() - ExportBeamSettings.model_fields.keys()):
         raise ConfigError(

@@ -1,22 +1,33 @@
-"""The choice of backends for the fused operations, and the operations themselves.
+"""The fused operations, and the choice of the backends that carry them out.
 
-Legend: D model width, B batch, H heads, T queries, S keys, K head width.
+An operation is a method of :class:`Kernels`. A backend is a module beside this one (`torch_ops.py`, `triton_ops.py`,
+`apex_ops.py`, `onednn_ops.py`) with functions of the operations' names. torch has all of them.
+A choice is a function of the device, the dtype, the packages and the settings. Nothing is timed, so that a run that
+is started again computes the same.
+
+Legend: D model width, E output width, B batch, H heads, T queries, S keys, K head width.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
-from collections.abc import Callable, Iterable, Mapping
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from deepspeed_nmt.console import logger
-from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.kernels import backends, torch_ops
-from deepspeed_nmt.kernels.attention import (
+from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
+from deepspeed_nmt.kernels import torch_ops
+from deepspeed_nmt.kernels.attention_ops import (
     AttentionChoice,
     additive_mask,
     attention_with_weights,
@@ -24,11 +35,260 @@ from deepspeed_nmt.kernels.attention import (
     sdpa,
     sdpa_is_fused,
 )
-from deepspeed_nmt.kernels.backends import BACKENDS, OPERATIONS, Capability, Choices, parse_setting
+from deepspeed_nmt.kernels.precision import Capability
 from deepspeed_nmt.kernels.segments import Mask, SegmentPair, attention_by_rows, attention_by_varlen, has_varlen
+from deepspeed_nmt.kernels.torch_ops import ChunkRows
 
 ENVIRONMENT = "DEEPSPEED_NMT_KERNELS"
 """Environment variable with the syntax, and priority over the value, of the setting ``engine.kernels``."""
+
+OPERATIONS: dict[str, tuple[str, ...]] = {
+    "linear": ("torch", "onednn"),
+    "layer_norm": ("torch", "triton", "apex"),
+    "branch_layer_norm": ("torch", "triton"),
+    "bias_dropout_add": ("torch", "triton"),
+    "bias_dropout_add_layer_norm": ("torch", "triton"),
+    "bias_relu_dropout": ("torch", "triton"),
+    "bias_gelu_dropout": ("torch", "triton"),
+    "softmax": ("torch", "triton", "apex"),
+    "cross_entropy": ("torch", "triton"),
+}
+"""Operations, each with the backends that have it."""
+BACKENDS = ("torch", "triton", "apex", "onednn")
+
+Choices = dict[str, str]
+"""Operation -> backend."""
+
+MEASURED: dict[Capability, dict[torch.dtype, Choices]] = {}
+"""Fastest backends by compute capability and dtype, as `benchmarks/gpu/run.sh kernels` prints them. None so far."""
+EXPECTED: Choices = {
+    # torch has these as one kernel, a good one.
+    "linear": "torch",
+    "layer_norm": "torch",
+    # In torch these are several kernels, each of which reads and writes every element.
+    "branch_layer_norm": "triton",
+    "bias_dropout_add": "triton",
+    "bias_dropout_add_layer_norm": "triton",
+    "bias_relu_dropout": "triton",
+    "bias_gelu_dropout": "triton",
+    "softmax": "triton",
+    "cross_entropy": "triton",
+}
+"""Backends preferred on a GPU that has not been measured: expectations, not findings."""
+
+Function = Callable[..., Any]
+Arguments = tuple[Any, ...]
+
+ROWS, WIDTH = 10, 72
+"""Sizes of the comparison with torch: not multiples of the kernels' block sizes."""
+_APEX_EXTENSIONS = {
+    "layer_norm": ("fused_layer_norm_cuda",),
+    "softmax": ("scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda"),
+}
+
+
+def parse_setting(setting: str, source: str) -> Choices:
+    """Parse "auto", a backend's name, or ``operation=backend`` separated by commas.
+
+    Args:
+        setting: to be parsed; "" names no operation.
+        source: of the setting, for messages.
+
+    Returns:
+        The backend, or "auto", of each operation that the setting names.
+
+    Raises:
+        ConfigError: if it names an unknown operation, or a backend that an operation does not have.
+    """
+    if not setting:
+        return {}
+    if setting in ("auto", *BACKENDS):
+        return {name: setting for name, backends in OPERATIONS.items() if setting in ("auto", *backends)}
+    named: Choices = {}
+    for part in setting.split(","):
+        operation, equals, name = (word.strip() for word in part.partition("="))
+        if not equals:
+            raise ConfigError(
+                f"{source} is {shown(setting)}; use auto, {', '.join(BACKENDS)}, or operation=backend separated by "
+                f"commas{did_you_mean(setting, BACKENDS)}"
+            )
+        if operation not in OPERATIONS:
+            raise ConfigError(
+                f"{source} names {shown(operation)}, which is no operation; use one of {', '.join(OPERATIONS)}"
+                f"{did_you_mean(operation, OPERATIONS)}"
+            )
+        if name not in ("auto", *OPERATIONS[operation]):
+            raise ConfigError(
+                f"{source}: {operation} is {shown(name)}; use auto, {' or '.join(OPERATIONS[operation])}"
+                f"{did_you_mean(name, OPERATIONS[operation])}"
+            )
+        named[operation] = name
+    return named
+
+
+def preferred_on_gpu(operation: str, capability: Capability, dtype: torch.dtype) -> str:
+    """Return the installed backend to prefer on a GPU of this capability."""
+    name = MEASURED.get(capability, {}).get(dtype, EXPECTED)[operation]
+    installed = [backend for backend in OPERATIONS[operation] if is_installed(operation, backend)]
+    if dtype == torch.float64:
+        return "torch"
+    if name not in installed or (name == "torch" and "apex" in installed and capability not in MEASURED):
+        return "apex" if "apex" in installed else "torch"
+    return name
+
+
+def preferred_on_cpu(operation: str, dtype: torch.dtype) -> str:
+    """Return the backend to prefer on this CPU, a function of its vendor, its instructions and the build of torch.
+
+    oneDNN multiplies fp32 up to twice as fast as MKL on CPUs of AMD (measured on three generations), and no faster on
+    those of Intel; it multiplies bf16 faster wherever the CPU has instructions for it.
+    """
+    if operation != "linear" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return "torch"
+    if dtype == torch.bfloat16:
+        return "onednn" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "torch"
+    slow_mkl = torch.backends.mkl.is_available() and cpu_vendor() == "AuthenticAMD"  # type: ignore[no-untyped-call]
+    return "onednn" if dtype == torch.float32 and slow_mkl else "torch"
+
+
+@cache
+def cpu_vendor() -> str:
+    """Return the vendor of this CPU as it reports itself, such as "AuthenticAMD"; "" if unknown."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return next((name for name in ("AuthenticAMD", "GenuineIntel") if name in platform.processor()), "")
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
+
+
+def is_installed(operation: str, name: str) -> bool:
+    """Return True if the packages that a backend needs for an operation are installed; import none of them."""
+    if name == "apex":
+        # PyPI has another package by that name: only the compiled extensions tell.
+        return all(_is_importable(extension) for extension in _APEX_EXTENSIONS[operation])
+    return name in ("torch", "onednn") or _is_importable("triton")
+
+
+def obstacle(operation: str, name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return the reason for which a backend cannot carry out an operation on a device, or None."""
+    if not is_installed(operation, name):
+        packages = " and ".join(_APEX_EXTENSIONS[operation]) if name == "apex" else name
+        return f"{packages} is not installed"
+    if name == "onednn":
+        if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+            return "oneDNN needs a CPU, and a build of torch with oneDNN"
+        return None if dtype in (torch.float32, torch.bfloat16) else "oneDNN multiplies fp32 and bf16 only"
+    if name != "torch" and dtype == torch.float64:
+        return f"{name} computes in fp32, not in fp64"
+    if name == "apex" and device.type != "cuda":
+        return "apex needs a CUDA device"
+    if name == "triton" and device.type != "cuda" and not interpreting():
+        return "Triton needs a CUDA device (or TRITON_INTERPRET=1, to test it)"
+    return None
+
+
+def failure(operation: str, name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Run a backend's operation on a few numbers; return the reason for which it cannot be trusted here, or None."""
+
+    def try_out() -> float | Exception:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            return compare(operation, load(operation, name), load(operation, "torch"), device, dtype)
+        except Exception as problem:  # of a compiler, a driver or an extension; torch works without them
+            return problem
+
+    # Grad mode and recomputation's hooks for saved tensors are per thread: a new thread has none of them.
+    with ThreadPoolExecutor(1) as pool:
+        error = pool.submit(try_out).result()
+    if isinstance(error, Exception):
+        return f"{name} fails on {torch.cuda.get_device_name(device)} ({type(error).__name__}: {error})"
+    if error > (1e-3 if dtype == torch.float32 else 5e-2):
+        return f"{name} is wrong by {error:.2g} on {torch.cuda.get_device_name(device)}"
+    return None
+
+
+def compare(operation: str, ours: Function, theirs: Function, device: torch.device, dtype: torch.dtype) -> float:
+    """Return the largest difference in results and gradients, in units of max(1, |expected|), without dropout.
+
+    ``theirs`` computes in fp64. An infinity or a NaN differs by infinity.
+    """
+    worst = 0.0
+    for arguments in cases(operation, device, dtype):
+        results = _outcome(operation, ours, arguments, dtype)
+        expected = _outcome(operation, theirs, arguments, torch.float64)
+        for one, other in zip(results, expected, strict=True):
+            error = ((one.double() - other).abs() / other.abs().clamp(min=1.0)).max()
+            worst = max(worst, float(error) if bool(torch.isfinite(error)) else float("inf"))
+    return worst
+
+
+def cases(operation: str, device: torch.device, dtype: torch.dtype) -> Iterator[Arguments]:
+    """Yield arguments of an operation, without dropout; tensors in ``dtype``."""
+    generator = torch.Generator().manual_seed(1)
+
+    def of(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    if operation == "linear":
+        yield of(ROWS, WIDTH), of(WIDTH, WIDTH), of(WIDTH)
+    elif operation in ("layer_norm", "branch_layer_norm"):
+        yield of(ROWS, WIDTH), of(WIDTH), of(WIDTH), 1e-5
+    elif operation == "bias_dropout_add":
+        yield of(ROWS, WIDTH), of(WIDTH), of(ROWS, WIDTH), 0.0, 1.7
+    elif operation == "bias_dropout_add_layer_norm":
+        yield of(ROWS, WIDTH), of(WIDTH), of(ROWS, WIDTH), of(WIDTH), of(WIDTH), 0.0, 1.7, 1e-5
+    elif operation in ("bias_relu_dropout", "bias_gelu_dropout"):
+        yield of(ROWS, WIDTH), of(WIDTH), 0.0
+    elif operation == "softmax":
+        mask = torch.rand(4, 1, 1, WIDTH, generator=generator).to(device) < 0.8
+        mask[1] = False  # a sentence that is all padding
+        yield of(4, 4, 16, WIDTH), mask, False, 0.3
+        yield of(4, 4, 16, 16), None, True, 0.3
+    else:
+        assert operation == "cross_entropy", operation
+        index = torch.randint(0, WIDTH, (ROWS,), generator=generator).to(device)
+        here = (torch.arange(ROWS) != 3).to(device)
+        rows = ChunkRows(index, here, here.float() * 1.3, 0.1, WIDTH, 0.7, None)
+        yield [of(ROWS, WIDTH)], rows
+        yield [of(ROWS, WIDTH), of(ROWS, WIDTH)], rows
+
+
+def _outcome(operation: str, function: Function, arguments: Arguments, dtype: torch.dtype) -> list[Tensor]:
+    """Compute the results, and the gradients of every tensor argument that has one."""
+    if operation == "cross_entropy":
+        logits, rows = arguments
+        result = function([z.to(dtype, copy=True) for z in logits], rows, True)
+        sums = [result.loss_N * rows.weights_N, result.nll_N * rows.here_N, *result.gradients]
+        return sums if result.divergence_N is None else [*sums, result.divergence_N]
+    inputs = [x.to(dtype, copy=True) if _has_gradient(x) else x for x in arguments]
+    leaves = [x.requires_grad_() for x in inputs if _has_gradient(x)]
+    result = function(*inputs)
+    results = result if isinstance(result, tuple) else (result,)
+    upstream = [torch.linspace(-1.0, 1.0, x.numel(), device=x.device).view_as(x).to(x.dtype) for x in results]
+    return [*(x.detach() for x in results), *torch.autograd.grad(results, leaves, upstream)]
+
+
+def _has_gradient(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def load(operation: str, name: str) -> Function:
+    """Import a backend and return its function for an operation."""
+    function: Function = getattr(importlib.import_module(f"deepspeed_nmt.kernels.{name}_ops"), operation)
+    return function
+
+
+def interpreting() -> bool:
+    """Return True if Triton's kernels are run by its interpreter, in Python and on a CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def _is_importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 class Kernels:
@@ -39,16 +299,17 @@ class Kernels:
     1. the one in ``fixed``;
     2. the one that the environment variable ``DEEPSPEED_NMT_KERNELS`` names;
     3. the one that ``setting`` names;
-    4. on a GPU, the fastest one in :data:`~deepspeed_nmt.kernels.backends.MEASURED`, or if its capability has not
-       been measured, the one in :data:`~deepspeed_nmt.kernels.backends.EXPECTED`;
-    5. torch.
+    4. on a GPU, the fastest one in :data:`MEASURED`, or if its capability has not
+       been measured, the one in :data:`EXPECTED`;
+    5. on a CPU, the one that :func:`preferred_on_cpu` gives;
+    6. torch.
 
     A backend that is named but not available is an error. A backend that is chosen automatically is compared with
     torch on a few numbers first; if it fails, torch is used and a warning logged: a GPU whose Triton finds no C
     compiler must not end a program.
 
     An instance is immutable but for its record of the choices made, so models may share one. Give it to a model by
-    :func:`deepspeed_nmt.nn.fused.use_kernels`.
+    :func:`use_kernels`.
 
     Args:
         setting: "auto", a backend for all operations that it has, or ``operation=backend`` separated by commas;
@@ -82,14 +343,22 @@ class Kernels:
 
     @classmethod
     def only(cls, backend: str) -> Kernels:
-        """Return kernels of one backend for all operations, regardless of the environment."""
+        """Return kernels of one backend where it has the operation, else of torch, regardless of the environment."""
         assert backend in BACKENDS
-        return cls(fixed=dict.fromkeys(OPERATIONS, backend))
+        return cls(fixed={name: backend if backend in having else "torch" for name, having in OPERATIONS.items()})
 
     def fall_back_to_torch(self, operations: Iterable[str]) -> Kernels:
         """Return the same kernels with torch for some of the operations, regardless of settings and environment."""
-        fixed = {**self._fixed, **dict.fromkeys(operations, "torch")}
+        return self.fixing(dict.fromkeys(operations, "torch"))
+
+    def fixing(self, choices: Choices) -> Kernels:
+        """Return the same kernels with these backends for some operations, regardless of settings and environment."""
+        fixed = {**self._fixed, **choices}
         return Kernels(self._setting, self._attention, fixed=fixed, capability=self._capability)
+
+    def names(self, operation: str) -> bool:
+        """Return True if a setting or the environment names the backend of an operation."""
+        return self._named_backend(operation) != "auto"
 
     def planned_for(self, capability: Capability | None) -> Kernels:
         """Return the same kernels, allocating on the meta device as on a GPU of this capability; None for a CPU."""
@@ -128,11 +397,10 @@ class Kernels:
         return {operation: self.backend(operation, x) for operation in OPERATIONS}
 
     def describe(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Return the choices for the log: "layer_norm torch, softmax triton, ...", or "torch" if all are equal."""
-        chosen = self.choices(device, dtype)
-        if len(set(chosen.values())) == 1:
-            return chosen.popitem()[1]
-        return ", ".join(f"{operation} {name}" for operation, name in chosen.items())
+        """Return the choices for the log: "torch", or "softmax triton, ..., others torch"."""
+        others = {operation: name for operation, name in self.choices(device, dtype).items() if name != "torch"}
+        listed = ", ".join(f"{operation} {name}" for operation, name in others.items())
+        return f"{listed}, others torch" if others else "torch"
 
     def device_type(self, x: Tensor) -> str:
         """Return the type of the device of ``x``; for the meta device, "cuda" or "cpu", whichever is planned for."""
@@ -159,44 +427,61 @@ class Kernels:
         choice = self._chosen.get(key)
         if choice is None:
             name = self._choose(operation, x.device, key[2])
-            choice = self._chosen[key] = name, backends.load(operation, name)
+            choice = self._chosen[key] = name, load(operation, name)
         return choice
 
     def _choose(self, operation: str, device: torch.device, dtype: torch.dtype) -> str:
         if operation in self._fixed:
             return self._fixed[operation]
-        named = {**self._named, **parse_setting(os.environ.get(ENVIRONMENT, ""), ENVIRONMENT)}.get(operation, "auto")
+        named = self._named_backend(operation)
         if device.type == "meta":
             return self._choose_for_plan(operation, named, dtype)
         if named != "auto":
-            _refuse(operation, named, backends.obstacle(operation, named, device, dtype))
+            _refuse(operation, named, obstacle(operation, named, device, dtype))
             return named
         if device.type != "cuda":
-            return "torch"
-        name = backends.preferred(operation, torch.cuda.get_device_capability(device), dtype)
+            return preferred_on_cpu(operation, dtype) if device.type == "cpu" else "torch"
+        name = preferred_on_gpu(operation, torch.cuda.get_device_capability(device), dtype)
         if name == "torch":
             return name
-        reason = backends.obstacle(operation, name, device, dtype) or backends.failure(operation, name, device, dtype)
+        reason = obstacle(operation, name, device, dtype) or failure(operation, name, device, dtype)
         if reason is None:
             return name
         logger.warning("%s: %s, so torch is used, which is slower", operation, reason)
         return "torch"
 
+    def _named_backend(self, operation: str) -> str:
+        """Return the backend that the environment or the setting names for an operation, or "auto"."""
+        return {**self._named, **parse_setting(os.environ.get(ENVIRONMENT, ""), ENVIRONMENT)}.get(operation, "auto")
+
     def _choose_for_plan(self, operation: str, named: str, dtype: torch.dtype) -> str:
         if self._capability is None:
             return "torch"
-        name = backends.preferred(operation, self._capability, dtype) if named == "auto" else named
-        if not backends.is_installed(operation, name):
+        name = preferred_on_gpu(operation, self._capability, dtype) if named == "auto" else named
+        if not is_installed(operation, name):
             _refuse(operation, name, f"{name} is not installed here, so its memory cannot be counted")
         # apex's extensions have no meta device, and allocate as torch does.
         return "torch" if name == "apex" else name
 
     # The operations. Statistics and sums are in fp32 or wider for every dtype.
 
+    def linear(self, x: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+        """Compute x W^T + b. Shape: (..., D), (E,D), (E,) -> (..., E)."""
+        product: Tensor = self.implementation("linear", x)(x, weight_ED, bias_E)
+        return product
+
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """Normalise over the last dimension (Ba et al. 2016). Shape: (..., D), (D,), (D,) -> (..., D)."""
         normed: Tensor = self.implementation("layer_norm", x)(x, weight, bias, eps)
         return normed
+
+    def branch_layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return x and its LayerNorm; a fused kernel adds the gradients of both.
+
+        Shape: (..., D), (D,), (D,) -> (..., D), (..., D)
+        """
+        results: tuple[Tensor, Tensor] = self.implementation("branch_layer_norm", x)(x, weight, bias, eps)
+        return results
 
     def bias_dropout_add(
         self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, training: bool, alpha: float = 1.0
@@ -206,8 +491,8 @@ class Kernels:
         Shape: (..., D), (D,), (..., D) -> (..., D)
         """
         carry_out = self.implementation("bias_dropout_add", x)
-        joined: Tensor = carry_out(x, bias, residual, p if training else 0.0, alpha)
-        return joined
+        total: Tensor = carry_out(x, bias, residual, p if training else 0.0, alpha)
+        return total
 
     def bias_dropout_add_layer_norm(
         self,
@@ -226,10 +511,10 @@ class Kernels:
         Shape: (..., D), (D,), (..., D), (D,), (D,) -> (..., D), (..., D)
         """
         carry_out = self.implementation("bias_dropout_add_layer_norm", x)
-        found: tuple[Tensor, Tensor] = carry_out(
+        results: tuple[Tensor, Tensor] = carry_out(
             x, bias, residual, weight, norm_bias, p if training else 0.0, alpha, eps
         )
-        return found
+        return results
 
     def bias_relu_dropout(self, x: Tensor, bias: Tensor | None, p: float, training: bool) -> Tensor:
         """Compute dropout(max(0, x + bias)). Shape: (..., D), (D,) -> (..., D)."""
@@ -322,7 +607,7 @@ def _refuse(operation: str, name: str, reason: str | None) -> None:
     """Raise a ConfigError if there is a reason."""
     if reason is not None:
         raise ConfigError(
-            f"engine.kernels or {ENVIRONMENT} asks for {operation}={name}, but {reason}; use {operation}=torch"
+            f"{reason}, which engine.kernels or {ENVIRONMENT} asks for by {operation}={name}; use {operation}=torch"
         )
 
 
@@ -330,3 +615,23 @@ _by_rows = _disable_dynamo(attention_by_rows)  # torch.compiler.disable would im
 """Not compiled, because its shapes differ from one micro-batch to the next."""
 DEFAULT = Kernels()
 """Automatic choices: the kernels of modules to which no others are given."""
+
+
+class UsesKernels:
+    """Mixin of modules whose operations are carried out by :class:`Kernels`.
+
+    Attributes:
+        kernels: no part of the module's state; set from outside by :func:`use_kernels`.
+    """
+
+    kernels: Kernels = DEFAULT
+
+
+def use_kernels(model: nn.Module, kernels: Kernels) -> None:
+    """Have all operations of a model carried out by these kernels from now on.
+
+    Models made from it afterwards by ``at_exit`` share its modules, and so its kernels.
+    """
+    for module in model.modules():
+        if isinstance(module, UsesKernels):
+            module.kernels = kernels

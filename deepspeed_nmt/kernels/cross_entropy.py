@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
-from deepspeed_nmt.kernels.products import linear, product
-from deepspeed_nmt.kernels.rows import ChunkResult, ChunkRows, VocabularySlice
+from deepspeed_nmt.kernels.torch_ops import ChunkResult, ChunkRows, VocabularySlice
 
 _CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 2**30}
 """Bytes of logits in fp32 held at once: what fits a CPU's last-level cache; a bound on a GPU's memory."""
@@ -164,14 +163,14 @@ def _in_chunks(
         here = counted & (local >= 0) & (local < held)
         index = torch.where(here, local, 0)
         part = ChunkRows(index, here, weights, smoothing, size, divergence_weight, vocabulary)
-        logits = [linear(x, weight_VD, bias_V) for x in chunks]
+        logits = [kernels.linear(x, weight_VD, bias_V) for x in chunks]
         result: ChunkResult = kernels.implementation("cross_entropy", logits[0])(logits, part, with_gradient)
         nll_N[start : start + step] = torch.where(counted, result.nll_N, 0.0)
         loss += torch.where(counted, result.loss_N * weights, 0.0).sum()
         if result.divergence_N is not None:
             divergence += torch.where(counted, result.divergence_N * weights, 0.0).sum()
         for number, (x, d_logits) in enumerate(zip(chunks, result.gradients)):  # noqa: B905  # empty without gradients
-            d_states[number][start : start + step] = product(d_logits, weight_VD)
+            d_states[number][start : start + step] = kernels.linear(d_logits, weight_VD.t())
             if d_bias is not None:
                 d_bias += d_logits.sum(0, dtype=accumulate)
             if d_weight is None:
@@ -189,8 +188,8 @@ def _in_chunks(
 class _ProjectedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight_VD: Tensor, bias_V: Tensor | None, options: _Options, *states: Tensor) -> _Sums:
-        sums, found = _in_chunks(states, weight_VD, bias_V, options, with_gradient=True)
-        ctx.save_for_backward(found.weight, found.bias, *found.states)
+        sums, computed = _in_chunks(states, weight_VD, bias_V, options, with_gradient=True)
+        ctx.save_for_backward(computed.weight, computed.bias, *computed.states)
         ctx.dtype = weight_VD.dtype
         ctx.mark_non_differentiable(*sums[1:])
         return sums

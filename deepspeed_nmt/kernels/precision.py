@@ -6,8 +6,8 @@ from typing import Literal
 
 import torch
 
-from deepspeed_nmt.kernels.backends import Capability
-
+Capability = tuple[int, int]
+"""Compute capability of a GPU, such as (7, 0)."""
 Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Data types of weights and activations, by precision."""

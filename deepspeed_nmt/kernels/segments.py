@@ -91,8 +91,8 @@ class Segments:
 
         Shape: (..., N, ...) -> (..., B, L, ...), with N at dimension ``dim``
         """
-        found = x.index_select(dim, self._token_of_place.flatten())
-        return found.view(*x.shape[:dim], *self._token_of_place.shape, *x.shape[dim + 1 :])
+        rows = x.index_select(dim, self._token_of_place.flatten())
+        return rows.view(*x.shape[:dim], *self._token_of_place.shape, *x.shape[dim + 1 :])
 
     def from_rows(self, x: Tensor, dim: int) -> Tensor:
         """Copy padded rows back into one row of tokens, the reverse of :meth:`to_rows`; the tail repeats a token.
@@ -219,7 +219,7 @@ def attention_by_varlen(q_PHNK: Tensor, k_PHMK: Tensor, v_PHMK: Tensor, pair: Se
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_PHNK, k_PHMK, v_PHMK))
     from torch.nn.attention.varlen import varlen_attn  # imports the compiler
 
-    bounds_q, bounds_k = (each.bounds(rows) for each in pair)
+    bounds_q, bounds_k = (side.bounds(rows) for side in pair)
     options: dict[str, Any] = {"window_size": (-1, 0 if causal else -1)}
     if _takes_is_causal():
         options = {"is_causal": causal}

@@ -2,22 +2,91 @@
 
 Shapes and arguments are those of the methods of :class:`deepspeed_nmt.kernels.choice.Kernels`; outside training ``p``
 is 0.
+
+Legend: N rows of a chunk, V tokens of the vocabulary that are held.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepspeed_nmt.kernels.rows import ChunkResult, ChunkRows
+
+class VocabularySlice(Protocol):
+    """The rows of the output matrix that a rank holds, and communication with the ranks that hold the others.
+
+    Attributes:
+        start: index of the first token held.
+        size: tokens of the whole vocabulary.
+        largest: tokens of the largest slice, the same on all ranks.
+    """
+
+    start: int
+    size: int
+    largest: int
+
+    def sum(self, x: Tensor) -> None:
+        """Sum ``x`` over those ranks, in place."""
+
+    def max(self, x: Tensor) -> None:
+        """Take the maximum of ``x`` over those ranks, in place."""
+
+
+class ChunkRows(NamedTuple):
+    """Targets and options of a chunk of rows.
+
+    Attributes:
+        index_N: index of each row's target among the tokens held; any valid index where ``here_N`` is False.
+        here_N: bool, True where the target is among the tokens held.
+        weights_N: factor on each row's gradient, 0 for rows that do not count.
+        smoothing: e of the label smoothing.
+        size: tokens of the whole vocabulary.
+        divergence_weight: factor on the divergence in the gradient, for two predictions.
+        vocabulary: the slice that is held, or None for all of it.
+    """
+
+    index_N: Tensor
+    here_N: Tensor
+    weights_N: Tensor
+    smoothing: float
+    size: int
+    divergence_weight: float
+    vocabulary: VocabularySlice | None
+
+
+class ChunkResult(NamedTuple):
+    """Losses and gradients of a chunk of rows.
+
+    Attributes:
+        loss_N: label-smoothed loss, mean over the predictions, without weights.
+        nll_N: negative log-likelihood, mean over the predictions, without weights.
+        divergence_N: symmetric KL divergence between two predictions, without weights; None for one.
+        gradients: of the weighted sum of losses and divergences with respect to each prediction's logits (N,V), in
+            their dtype and possibly their memory; empty unless requested.
+    """
+
+    loss_N: Tensor
+    nll_N: Tensor
+    divergence_N: Tensor | None
+    gradients: list[Tensor]
+
+
+def linear(x: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+    """Compute x W^T + b."""
+    return F.linear(x, weight_ED, bias_E)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Normalise over the last dimension."""
     return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def branch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return x and its LayerNorm."""
+    return x, layer_norm(x, weight, bias, eps)
 
 
 def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, alpha: float) -> Tensor:
@@ -149,7 +218,7 @@ def cross_entropy(logits: list[Tensor], rows: ChunkRows, with_gradient: bool) ->
         nlls.append(nll_N)
         loss_N = (1.0 - rows.smoothing) * nll_N
         losses.append(loss_N - rows.smoothing / rows.size * total_N if rows.smoothing > 0.0 else loss_N)
-    loss_N, nll_N = (torch.stack(each).mean(0) if len(each) > 1 else each[0] for each in (losses, nlls))
+    loss_N, nll_N = (torch.stack(rows_N).mean(0) if len(rows_N) > 1 else rows_N[0] for rows_N in (losses, nlls))
     divergence_N: Tensor | None = None
     pulls: list[Tensor] = []
     if len(logits) == 2:
@@ -212,3 +281,26 @@ def _divergence(
     pull_p = (p.mul_(ratio - forward_N1) + apart).mul_(0.5)
     pull_q = (q.mul_(-ratio - backward_N1) - apart).mul_(0.5)
     return divergence_N, [pull_p, pull_q]
+
+
+def touch(x: Tensor, touched: Tensor) -> Tensor:
+    """Return ``x`` with ``touched`` in its history, so that the origins of ``touched`` get zero gradients, not none.
+
+    The value of ``touched`` is never used, so an infinity or a NaN in it does not reach ``x``.
+
+    Shape: any, any -> that of x
+    """
+    result: Tensor = _Touch.apply(x, touched)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Touch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, touched: Tensor) -> Tensor:
+        ctx.like = (touched.shape, touched.dtype, touched.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        shape, dtype, device = ctx.like
+        return gradients[0], torch.zeros(shape, dtype=dtype, device=device)

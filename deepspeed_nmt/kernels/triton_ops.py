@@ -15,10 +15,10 @@ import triton
 from torch import Tensor
 
 from deepspeed_nmt.kernels import triton_kernels as kernels
-from deepspeed_nmt.kernels.backends import interpreting
-from deepspeed_nmt.kernels.rows import ChunkResult, ChunkRows
+from deepspeed_nmt.kernels.choice import interpreting
+from deepspeed_nmt.kernels.torch_ops import ChunkResult, ChunkRows
 
-IDENTITY, RELU, GELU = (each.value for each in (kernels.IDENTITY, kernels.RELU, kernels.GELU))
+IDENTITY, RELU, GELU = (constant.value for constant in (kernels.IDENTITY, kernels.RELU, kernels.GELU))
 _WIDEST = 16384
 """Most elements of a row that fit a program's registers."""
 _PROGRAMS = 4 if interpreting() else 512
@@ -27,7 +27,12 @@ _PROGRAMS = 4 if interpreting() else 512
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Normalise over the last dimension."""
-    return _Norm.apply(x, None, None, weight, bias, 0.0, 1.0, eps)[1]  # type: ignore[no-any-return,no-untyped-call]
+    return _Norm.apply(x, None, None, weight, bias, 0.0, 1.0, eps, False)[1]  # type: ignore[no-any-return,no-untyped-call]
+
+
+def branch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return x and its LayerNorm, whose gradients are added in one kernel."""
+    return _Norm.apply(x, None, None, weight, bias, 0.0, 1.0, eps, True)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, alpha: float) -> Tensor:
@@ -47,7 +52,7 @@ def bias_dropout_add_layer_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Compute alpha residual + dropout(x + bias), and its LayerNorm."""
-    arguments = (x, bias, residual, weight, norm_bias, p, alpha, eps)
+    arguments = (x, bias, residual, weight, norm_bias, p, alpha, eps, True)
     return _Norm.apply(*arguments)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -96,7 +101,7 @@ def cross_entropy(logits: list[Tensor], rows: ChunkRows, with_gradient: bool) ->
         log_totals.append(log_total_N)
         nlls.append(nll_N)
         losses.append(loss_N)
-    loss_N, nll_N = (torch.stack(each).mean(0) if len(each) > 1 else each[0] for each in (losses, nlls))
+    loss_N, nll_N = (torch.stack(rows_N).mean(0) if len(rows_N) > 1 else rows_N[0] for rows_N in (losses, nlls))
     divergence_N = divergences_2N = None
     if len(logits) == 2:
         divergences_2N = torch.empty(2, count, dtype=torch.float32, device=logits[0].device)
@@ -164,7 +169,10 @@ class _Pointwise(torch.autograd.Function):
 
 
 class _Norm(torch.autograd.Function):
-    """alpha residual + dropout(x + bias) and its LayerNorm; without a residual, None and the LayerNorm of x."""
+    """A sum alpha residual + dropout(x + bias) and its LayerNorm; without a residual, the sum is x.
+
+    If the sum is not used, as ``branches`` says, it is None.
+    """
 
     @staticmethod
     def forward(
@@ -177,6 +185,7 @@ class _Norm(torch.autograd.Function):
         p: float,
         alpha: float,
         eps: float,
+        branches: bool,
     ) -> tuple[Tensor | None, Tensor]:
         x, residual = x.contiguous(), None if residual is None else residual.contiguous()
         width, rows = _sizes(x)
@@ -197,17 +206,19 @@ class _Norm(torch.autograd.Function):
         ctx.save_for_backward(total, weight, statistics_2N)
         ctx.set_materialize_grads(False)  # A sum that only the norm uses has no gradient of its own.
         ctx.numbers, ctx.flags = (alpha, p, seed), flags
-        ctx.dtypes = [None if each is None else each.dtype for each in (x, residual, weight, norm_bias, bias)]
-        return None if residual is None else total, normed
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (x, residual, weight, norm_bias, bias)]
+        if not branches:
+            return None, normed
+        return x.view_as(x) if residual is None else total, normed
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         total, weight, statistics_2N = ctx.saved_tensors
-        d_total, d_normed = (None if each is None else each.contiguous() for each in gradients)
+        d_total, d_normed = (None if gradient is None else gradient.contiguous() for gradient in gradients)
         if d_normed is None:
             d_normed = torch.zeros_like(total)
         x_dtype, residual_dtype, weight_dtype, norm_bias_dtype, bias_dtype = ctx.dtypes
-        parameter_dtypes = [each for each in (weight_dtype, norm_bias_dtype, bias_dtype) if each is not None]
+        parameter_dtypes = [dtype for dtype in (weight_dtype, norm_bias_dtype, bias_dtype) if dtype is not None]
         width, rows = _sizes(total)
         d_x = torch.empty_like(total, dtype=x_dtype)
         d_residual = None if residual_dtype is None else torch.empty_like(total, dtype=residual_dtype)
@@ -220,7 +231,7 @@ class _Norm(torch.autograd.Function):
         flags = {**ctx.flags, "HAS_D_TOTAL": d_total is not None, "num_warps": _warps(2 * ctx.flags["BLOCK"])}
         _launch(kernels.norm_backward, (programs,), *tensors, rows, width, count, *ctx.numbers, **flags)
         d_weight, d_norm_bias, *d_bias = _summed(partial, parameter_dtypes)
-        return d_x, d_bias[0] if d_bias else None, d_residual, d_weight, d_norm_bias, None, None, None
+        return d_x, d_bias[0] if d_bias else None, d_residual, d_weight, d_norm_bias, None, None, None, None
 
 
 class _Softmax(torch.autograd.Function):
@@ -264,9 +275,9 @@ class _Softmax(torch.autograd.Function):
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    tensors = [each for each in arguments if isinstance(each, Tensor)]
-    assert all(each.is_contiguous() or each.dtype == torch.bool for each in tensors), "tensors must be contiguous"
-    assert all(each.numel() < 2**31 for each in tensors), "offsets have 32 bits: use smaller micro-batches"
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    assert all(x.is_contiguous() or x.dtype == torch.bool for x in tensors), "tensors must be contiguous"
+    assert all(x.numel() < 2**31 for x in tensors), "offsets have 32 bits: use smaller micro-batches"
     if tensors[0].device.type != "meta" and min(grid) > 0:
         kernel[grid](*arguments, **options)
 
@@ -278,8 +289,8 @@ def _sizes(x: Tensor) -> tuple[int, int]:
 
 def _division(rows: int) -> tuple[int, int]:
     """Return the number of programs, and the rows (or groups of rows) of each."""
-    each = max(1, triton.cdiv(rows, _PROGRAMS))
-    return triton.cdiv(rows, each), each
+    share = max(1, triton.cdiv(rows, _PROGRAMS))
+    return triton.cdiv(rows, share), share
 
 
 def _partial(parameters: int, programs: int, width: int, like: Tensor) -> Tensor:
@@ -295,7 +306,7 @@ def _summed(partial: Tensor, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     block = min(32, _power_of_two(width))
     grid = (triton.cdiv(width, block), parameters)
     _launch(kernels.column_sums, grid, partial, sums, programs, width, ROWS=64, BLOCK=block)
-    return [each.to(dtype) for each, dtype in zip(sums, dtypes, strict=True)]
+    return [total.to(dtype) for total, dtype in zip(sums, dtypes, strict=True)]
 
 
 def _power_of_two(size: int) -> int:

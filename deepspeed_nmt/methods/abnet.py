@@ -55,25 +55,22 @@ from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_WIDTH, Parts
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.segments import Segments
-from deepspeed_nmt.methods.bert import parts
-from deepspeed_nmt.methods.bert.config import SMALL_BERT, BertPair
-from deepspeed_nmt.methods.bert.weights import Loader
+from deepspeed_nmt.methods import bert
+from deepspeed_nmt.methods.bert import SMALL_BERT, BertPair, Loader
 from deepspeed_nmt.methods.masked_tokens import LENGTH, MaskedTokensConfig, mask_token
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import DecoderCache, LayerCache
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform
-from deepspeed_nmt.nn.feedforward import FeedForward
 from deepspeed_nmt.nn.layers import (
     Context,
-    CrossAttending,
+    DecoderBlock,
     Draw,
     EncoderLayer,
+    FeedForward,
     MakeDecoderLayer,
-    cross_attention_sublayer,
-    feed_forward_sublayer,
+    Residual,
 )
 from deepspeed_nmt.nn.stack import LayerStack
-from deepspeed_nmt.nn.sublayer import Residual
 from deepspeed_nmt.registry import SelfTest
 
 _LOGITS_AT_ONCE = 1 << 24
@@ -103,7 +100,7 @@ class AbNetConfig(BertPair):
     def _divisible(self) -> AbNetConfig:
         if self.cross_heads and self.target.dim % self.cross_heads:
             raise ValueError(
-                f"cross_heads must divide target.dim, but is {self.cross_heads} and target.dim is {self.target.dim}"
+                f"cross_heads is {self.cross_heads}, which does not divide target.dim {self.target.dim}; use another"
             )
         return self
 
@@ -150,26 +147,27 @@ class AdaptedEncoderLayer(nn.Module):
     def __init__(self, config: AbNetConfig) -> None:
         super().__init__()
         shape = config.source
-        self.layer = parts.bert_layer(shape, config)
+        self.layer = bert.bert_layer(shape, config)
         self.adapter = FeedForward(shape.dim, config.adapter_dim)
-        self.adapter_residual = parts.residual(shape, config, "pre")
+        self.adapter_residual = bert.residual(shape, config, "pre")
 
     def forward(self, x_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Apply the frozen layer and the adapter. An encoder caches nothing. Shape: (B,S,D) -> (B,S,D)."""
-        return feed_forward_sublayer(self.adapter, self.adapter_residual, self.layer(x_BSD, context))
+        adapted: Tensor = self.adapter_residual(self.layer(x_BSD, context), self.adapter)
+        return adapted
 
 
-class AdaptedDecoderLayer(CrossAttending):
+class AdaptedDecoderLayer(DecoderBlock):
     """Frozen BERT layer with cross-attention and an adapter, after it (serial) or beside it (parallel)."""
 
     def __init__(self, config: AbNetConfig) -> None:
         super().__init__()
         shape, norm = config.target, config.adapter_norm
-        self.layer = parts.bert_layer(shape, config)
-        self.cross_attention: MultiHeadAttention = parts.attention(shape, config, config.cross_heads)
-        self.cross_residual: Residual = parts.residual(shape, config, norm)
+        self.layer = bert.bert_layer(shape, config)
+        self.cross_attention: MultiHeadAttention = bert.attention(shape, config, config.cross_heads)
+        self.cross_residual: Residual = bert.residual(shape, config, norm)
         self.adapter = FeedForward(shape.dim, config.adapter_dim)
-        self.adapter_residual = parts.residual(shape, config, norm)
+        self.adapter_residual = bert.residual(shape, config, norm)
         self.parallel = config.adapters == "parallel"
 
     @property
@@ -186,17 +184,14 @@ class AdaptedDecoderLayer(CrossAttending):
         """Apply the layer to whole sentences, without a cache. Shape: (B,T,D) -> (B,T,D)."""
         bidirectional = Context(mask=context.target_mask)
         if not self.parallel:
-            x_BTD = cross_attention_sublayer(
-                self.cross_attention, self.cross_residual, self.layer(x_BTD, bidirectional), context
-            )
-            return feed_forward_sublayer(self.adapter, self.adapter_residual, x_BTD)
-        attention, around = self.layer.self_attention, self.layer.self_residual
-        attended: Tensor = attention(x_BTD, x_BTD, bidirectional.mask, then=around.epilogue(x_BTD))
-        sum_BTD = cross_attention_sublayer(
-            self.cross_attention, self.cross_residual, x_BTD, context, onto_BTD=attended
-        )
-        frozen = feed_forward_sublayer(self.layer.feed_forward, self.layer.feed_forward_residual, sum_BTD)
-        return feed_forward_sublayer(self.adapter, self.adapter_residual, sum_BTD, onto=frozen)
+            sum_BTD, onto_BTD = self.cross(self.layer(x_BTD, bidirectional), context, cache), None
+        else:
+            frozen = self.layer
+            attended_BTD = frozen.self_residual(x_BTD, lambda h: frozen.self_attention(h, h, context.target_mask))
+            sum_BTD = self.cross(x_BTD, context, cache, attended_BTD)
+            onto_BTD = frozen.feed_forward_residual(sum_BTD, frozen.feed_forward)
+        adapted: Tensor = self.adapter_residual(sum_BTD, self.adapter, onto_BTD)
+        return adapted
 
 
 class LengthToken(nn.Module):
@@ -221,9 +216,9 @@ class AbNet(TranslationModel):
     def __init__(self, config: AbNetConfig, vocabulary: Vocabulary) -> None:
         super().__init__()
         self.config = config
-        self.source_embedding = parts.embedding(config.source, config, vocabulary.source)
-        self.target_embedding = parts.embedding(config.target, config, vocabulary)
-        transform, self.projection = parts.head(config.target, self.target_embedding, True, vocabulary)
+        self.source_embedding = bert.embedding(config.source, config, vocabulary.source)
+        self.target_embedding = bert.embedding(config.target, config, vocabulary)
+        transform, self.projection = bert.head(config.target, self.target_embedding, True, vocabulary)
         self.encoder = LayerStack([AdaptedEncoderLayer(config) for _ in range(config.source.layers)])
         decoder = [AdaptedDecoderLayer(config) for _ in range(config.target.layers)]
         self.decoder = LayerStack(decoder, final_norm=transform)
@@ -234,7 +229,7 @@ class AbNet(TranslationModel):
         self.vocab_size, self.pad = vocabulary.size, vocabulary.pad
         self.mask: int = mask_token(vocabulary)
         self.longest_source, self.longest_target = config.source.positions, config.target.positions - 1
-        parts.initialise(self)
+        bert.initialise(self)
         frozen = [self.source_embedding, self.target_embedding, transform, self.projection]
         for module in [*frozen, *(layer.layer for layer in [*self._encoder_layers(), *self._decoder_layers()])]:
             module.requires_grad_(False)
@@ -287,20 +282,20 @@ class AbNet(TranslationModel):
         logits_BL: Tensor = self.length(memory.states_BSD[:, 0])
         return logits_BL
 
-    def guess(self, tokens_RT: Tensor, wanted_RT: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-        """Predict the most probable token at each wanted position. Special tokens are never predicted.
+    def guess(self, tokens_RT: Tensor, chosen_RT: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+        """Predict the most probable token at each chosen position. Special tokens are never predicted.
 
         Shape: (R,T), bool (R,T) -> (N,), (N,)
 
         Args:
             tokens_RT: [CLS] y [SEP], some of whose tokens are masked.
-            wanted_RT: True for positions to predict.
+            chosen_RT: True for positions to predict.
             memory: encoded sources.
 
         Returns:
-            The tokens and their log-probabilities (nats), in row-major order of the wanted positions.
+            The tokens and their log-probabilities (nats), in row-major order of the chosen positions.
         """
-        states_ND = self.decode(tokens_RT, memory)[0][wanted_RT]
+        states_ND = self.decode(tokens_RT, memory)[0][chosen_RT]
         never = [self.pad, self.vocabulary.bos, self.vocabulary.eos, self.mask]
         best = []
         for part_ND in torch.split(states_ND, max(1, _LOGITS_AT_ONCE // self.vocab_size)):
@@ -308,7 +303,7 @@ class AbNet(TranslationModel):
             log_p_NV = torch.log_softmax(logits_NV.float(), dim=1)
             log_p_NV[:, never] = -torch.inf
             best.append(log_p_NV.max(dim=1))
-        return torch.cat([each.indices for each in best]), torch.cat([each.values for each in best])
+        return torch.cat([part.indices for part in best]), torch.cat([part.values for part in best])
 
     @override
     def single_pass(self, batch: Batch) -> dict[str, Tensor]:
@@ -341,8 +336,8 @@ class AbNet(TranslationModel):
         target = Loader(self.config.target_encoder, "target")
         if not target.has_head:
             raise ConfigError(
-                "model.target_encoder must have been saved with its language-model head, because model.name=abnet "
-                f"does not train one, but {self.config.target_encoder} was saved without; name another BERT"
+                f"{self.config.target_encoder} was saved without its language-model head, and model.name=abnet does "
+                "not train one; name another BERT as model.target_encoder"
             )
         _load(target, self.target_embedding, [layer.layer for layer in self._decoder_layers()])
         target.head(self.decoder.final_norm, self.projection)

@@ -1,7 +1,7 @@
 """ALD, anti-LM degradation: a contrastive loss on the part of the source that the decoder sees.
 
-Anonymous ACL submission: "What Works and Doesn't Work, A Deep Decoder for Neural Machine Translation" (undated; cites
-work up to 2021), section 3.4.
+Li, Wang, Utiyama, Sumita, Zhao, Watanabe: "What Works and Doesn't Work, A Deep Decoder for Neural Machine
+Translation", Findings of ACL 2022, section 3.4.
 
 For each sentence pair (X, Y) draw gamma ~ U[0, p_ald) with p_ald < 0.5. X+ is X with a fraction gamma of its tokens
 replaced by UNK, and X- is X with a fraction 1 - gamma replaced. EOS and padding are never replaced. G(X, Y) is the
@@ -35,8 +35,8 @@ from torch import Tensor
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP
+from deepspeed_nmt.core.objective import Passes
 from deepspeed_nmt.core.parts import RegularizerConfig
-from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.segments import Segments
 from deepspeed_nmt.randomness import Purpose, uniforms

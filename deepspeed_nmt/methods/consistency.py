@@ -1,7 +1,7 @@
 """Consistency of two passes over the same pair: R-Drop, and DDR, decoder dropout regularisation.
 
-- DDR encodes once and decodes twice. Anonymous ACL submission: "What Works and Doesn't Work, A Deep Decoder for
-  Neural Machine Translation" (undated; cites work up to 2021), section 3.4.
+- DDR encodes once and decodes twice. Li, Wang, Utiyama, Sumita, Zhao, Watanabe: "What Works and Doesn't Work, A Deep
+  Decoder for Neural Machine Translation", Findings of ACL 2022, section 3.4.
 - R-Drop encodes twice and decodes twice. Liang, Wu, Li, Wang, Meng, Qin, Chen, Zhang, Liu: "R-Drop: Regularized
   Dropout for Neural Networks", 2021.
 
@@ -26,8 +26,8 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
+from deepspeed_nmt.core.objective import Passes
 from deepspeed_nmt.core.parts import Parts, RegularizerConfig
-from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
 
 

@@ -1,7 +1,7 @@
 """CAD, cross-attention drop: decoder layers that skip cross-attention at random in training.
 
-Anonymous ACL submission: "What Works and Doesn't Work, A Deep Decoder for Neural Machine Translation" (undated; cites
-work up to 2021), section 3.3.
+Li, Wang, Utiyama, Sumita, Zhao, Watanabe: "What Works and Doesn't Work, A Deep Decoder for Neural Machine
+Translation", Findings of ACL 2022, section 3.3.
 
 A decoder of 15 to 27 layers can degenerate into a language model that ignores its source. CAD skips the whole
 cross-attention sub-layer of layer l in training, with its residual connection and LayerNorm, with probability
@@ -43,13 +43,19 @@ from torch import Tensor
 from typing_extensions import override
 
 from deepspeed_nmt.core.parts import LayerConfig, Parts
-from deepspeed_nmt.kernels import ops
+from deepspeed_nmt.kernels import torch_ops
 from deepspeed_nmt.methods.transformer import SMALL
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import KeysValues, LayerCache
-from deepspeed_nmt.nn.feedforward import FeedForward
-from deepspeed_nmt.nn.layers import Context, DecoderLayer, LayerParts, make_decoder_layer, select_blocks
-from deepspeed_nmt.nn.sublayer import Residual
+from deepspeed_nmt.nn.layers import (
+    Context,
+    DecoderLayer,
+    FeedForward,
+    LayerParts,
+    Residual,
+    make_decoder_layer,
+    select_blocks,
+)
 from deepspeed_nmt.randomness import Purpose
 from deepspeed_nmt.registry import SelfTest
 
@@ -97,10 +103,7 @@ class CrossAttentionDropConfig(LayerConfig):
             return  # Models that build their own layers refuse this setting.
         setting, depth = made
         if self.drop_depth > depth:
-            yield (
-                f"layer.drop_depth must not exceed {setting}, but is {self.drop_depth} of {depth}; "
-                f"lower layer.drop_depth to {depth} at most"
-            )
+            yield (f"layer.drop_depth is {self.drop_depth}, more than {setting}={depth}; lower it to {depth} at most")
         if not any(self.attends_to_source(number) for number in range(1, depth + 1)):
             yield (
                 f"layer.drop_ratio, layer.drop_depth and layer.beyond leave none of the {depth} layers of "
@@ -161,7 +164,9 @@ class CrossAttentionDropLayer(DecoderLayer):
         """Project the source for all applications, unless all passes skip them."""
         return None if self.training and not self._kept(context) else super().project_source(context)
 
-    def cross(self, x_BTD: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
+    def cross(
+        self, x_BTD: Tensor, context: Context, cache: LayerCache | None, onto_BTD: Tensor | None = None
+    ) -> Tensor:
         """Apply cross-attention to the rows of the passes that do not skip it.
 
         Shape: (P B,T,D) -> (P B,T,D)
@@ -175,10 +180,10 @@ class CrossAttentionDropLayer(DecoderLayer):
         if not kept:
             # Without a use in this update, ZeRO-3 would keep a parameter's last gradient. One position is enough.
             probe_11D = x_BTD.new_zeros(1, 1, x_BTD.shape[2])
-            x_BTD = ops.touch(x_BTD, super().cross(probe_11D, Context(memory_BSD=probe_11D), None))
+            x_BTD = torch_ops.touch(x_BTD, super().cross(probe_11D, Context(memory_BSD=probe_11D), None))
             # The same holds for the encoder, if all layers drop in one update.
             assert context.memory_BSD is not None
-            return ops.touch(x_BTD, context.memory_BSD)
+            return torch_ops.touch(x_BTD, context.memory_BSD)
         crossed = super().cross(select_blocks(x_BTD, count, kept), context.of_passes(kept), None)
         rows = x_BTD.shape[0] // count
         blocks, done = list(torch.split(x_BTD, rows)), torch.split(crossed, rows)

@@ -58,10 +58,14 @@ from deepspeed_nmt.methods.transformer import (
     refuse_differences,
 )
 from deepspeed_nmt.nn.cache import DecoderCache, LayerCache
-from deepspeed_nmt.nn.layers import Context, Draw, MakeDecoderLayer, make_decoder_layer
+from deepspeed_nmt.nn.layers import (
+    Context,
+    Draw,
+    LayerNorm,
+    MakeDecoderLayer,
+    make_decoder_layer,
+)
 from deepspeed_nmt.nn.stack import LayerStack
-from deepspeed_nmt.nn.static_cache import StaticAncestry, StaticCache
-from deepspeed_nmt.nn.sublayer import LayerNorm
 from deepspeed_nmt.registry import SelfTest
 
 
@@ -97,13 +101,13 @@ class DepthGrowingConfig(TransformerShape):
         """Refuse all but Transformers of the same shape whose decoder layers all have cross-attention."""
         if not isinstance(bottom.model, TransformerConfig):
             raise ConfigError(
-                f"--grow-from must be a run with model.name=transformer, but {where} has "
-                f"model.name={bottom.model.name}, which cannot be grown"
+                f"{where} has model.name={bottom.model.name}, which cannot be grown; give --grow-from a run with "
+                "model.name=transformer"
             )
         if not all(bottom.layer.attends_to_source(n) for n in range(1, bottom.model.decoder_layers + 1)):
             raise ConfigError(
-                "--grow-from must be a run whose decoder layers all have cross-attention, but those of "
-                f"layer.name={bottom.layer.name} in {where} do not; such runs cannot be grown"
+                f"decoder layers of {where} have no cross-attention (layer.name={bottom.layer.name}), so it cannot "
+                "be grown; give --grow-from another run"
             )
         keys = self.shape_fields | self.depth_fields
         refuse_differences(self.differences(bottom.model, keys), "bottom", where)
@@ -112,8 +116,8 @@ class DepthGrowingConfig(TransformerShape):
         """Refuse runs that are not grown, and runs of another shape."""
         if not isinstance(other, DepthGrowingConfig):
             raise ConfigError(
-                f"--init-from must be a run with model.name={self.name}, as this one, but {where} has "
-                f"model.name={other.name}; use --grow-from to grow on top of it"
+                f"{where} has model.name={other.name}, and this run model.name={self.name}; use --grow-from to grow "
+                "on top of it"
             )
         super().check_weights_of(other, where)
 
@@ -149,7 +153,7 @@ class DepthGrowing(TranslationModel):
         attends_to_input: True if dec1 attends to h1 + r(x) below the top, False if to h1.
     """
 
-    not_plain = (
+    not_standard = (
         "its deep exit runs two models, and the upper one reads the embedded tokens again; the shallow exit can be "
         "exported (--exit shallow)"
     )
@@ -233,16 +237,6 @@ class DepthGrowing(TranslationModel):
         return DecoderCache(self.bottom.decoder.order.indices, self.top_decoder.order.indices)
 
     @override
-    def begin_static(self, ancestry: StaticAncestry) -> StaticCache:
-        return StaticCache(ancestry, self.bottom.decoder.order.indices, self.top_decoder.order.indices)
-
-    @override
-    def cache_source(self, memory: Memory, cache: StaticCache) -> None:
-        split, context = self.bottom.decoder.applications, memory.context()
-        self.bottom.decoder.cache_source(replace(context, memory_BSD=memory.below_BSD), cache.layers[:split])
-        self.top_decoder.cache_source(context, cache.layers[split:])
-
-    @override
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
         embedded_R1D = self.bottom.target_embedding(tokens_R.unsqueeze(1), offset=cache.length)
         split = self.bottom.decoder.applications
@@ -259,7 +253,7 @@ class DepthGrowing(TranslationModel):
             return self
         if name == "shallow":
             return self.bottom
-        raise ConfigError(f"the exit must be shallow or deep, but is '{name}'")
+        raise ConfigError(f"the exit is '{name}'; use shallow or deep")
 
     def _top(
         self, embedded_BTD: Tensor, below_BTD: Tensor, context: Context, caches: Sequence[LayerCache] | None

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, TranslationModel
-from deepspeed_nmt.core.objective import LikelihoodOutput
+from deepspeed_nmt.core.objective import LikelihoodOutput, Passes
 from deepspeed_nmt.core.parts import LikelihoodConfig
-from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
 

@@ -40,9 +40,8 @@ from torch import Tensor
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, TranslationModel
-from deepspeed_nmt.core.objective import LikelihoodOutput
+from deepspeed_nmt.core.objective import LikelihoodOutput, Passes
 from deepspeed_nmt.core.parts import LikelihoodConfig, Parts
-from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
 from deepspeed_nmt.randomness import Purpose, uniforms
@@ -188,7 +187,7 @@ class MaskedTokens:
         self, model: TranslationModel, passes: Sequence[Mapping[str, Tensor]], batch: Batch, divergence: float
     ) -> LikelihoodOutput:
         """Compute the loss of one pass; see :class:`Likelihood`. The metric "length" is the length's loss."""
-        (found,) = passes
+        (states,) = passes
         output_BT, pad = batch.target_output_BT, self.vocabulary.pad
         targets_BT = output_BT.masked_fill(~masked_positions(batch, self.vocabulary), pad)
         consume = partial(
@@ -198,8 +197,8 @@ class MaskedTokens:
             ignore_index=pad,
             row_weights_N=None if (weights_BT := batch.token_weights) is None else weights_BT.flatten(),
         )
-        loss, nll_N, _ = model.projection([found[TOP].flatten(0, 1)], consume)
-        length = self._length(found[LENGTH], batch)
+        loss, nll_N, _ = model.projection([states[TOP].flatten(0, 1)], consume)
+        length = self._length(states[LENGTH], batch)
         loss = 2.0 * loss + self.config.length_weight * length
         return LikelihoodOutput(loss, 2.0 * nll_N, {LENGTH: length.detach()})
 

@@ -48,14 +48,13 @@ from torch import Tensor
 from deepspeed_nmt import randomness
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, TranslationModel, exit_name
-from deepspeed_nmt.core.objective import LikelihoodOutput
+from deepspeed_nmt.core.objective import LikelihoodOutput, Passes
 from deepspeed_nmt.core.parts import LikelihoodConfig, Parts
-from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import shown
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
 from deepspeed_nmt.methods.transformer import SMALL
-from deepspeed_nmt.registry import SelfTest, older
+from deepspeed_nmt.registry import SelfTest
 
 _EXITS = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 
@@ -70,7 +69,6 @@ class MultiSoftmaxConfig(LikelihoodConfig):
     weights: dict[str, float] = Field(default={}, description="weights of exits n-m, 1 by default: {6-6: 2.0}")
     inverse_probability: bool = Field(
         default=True,
-        json_schema_extra=older(False),
         description="true: divide the weight of a drawn exit by the probability of drawing it, so that the expected "
         "loss is that of exits=all; false: do not",
     )
@@ -79,25 +77,23 @@ class MultiSoftmaxConfig(LikelihoodConfig):
     @classmethod
     def _form(cls, value: object) -> str:
         if not isinstance(value, str):  # YAML reads 0x2 as a hexadecimal number.
-            raise ValueError(
-                f"must be all, or a string AxB such as 2x2, A and B from 1, but is {shown(value)} in YAML"
-            )
+            raise ValueError(f"is {shown(value)} in YAML; use all, or a string AxB such as 2x2, A and B from 1")
         if value != "all" and not _EXITS.fullmatch(value):
-            raise ValueError(f"must be all, or AxB such as 2x2, but is {shown(value)}")
+            raise ValueError(f"is {shown(value)}; use all, or AxB such as 2x2")
         return value
 
     @field_validator("weights")
     @classmethod
     def _positive(cls, value: dict[str, float]) -> dict[str, float]:
         if any(weight < 0.0 for weight in value.values()):
-            raise ValueError("must not be negative")
+            raise ValueError("is negative for an exit; use 0 or more")
         return value
 
     @property
     def drawn(self) -> tuple[int, int] | None:
         """Numbers of encoder and decoder exits drawn for an update; None if all are used."""
-        found = _EXITS.fullmatch(self.exits)
-        return None if found is None else (int(found[1]), int(found[2]))
+        match = _EXITS.fullmatch(self.exits)
+        return None if match is None else (int(match[1]), int(match[2]))
 
     def weight(self, encoder: int, decoder: int) -> float:
         """Return the weight of an exit (w_e)."""
@@ -141,19 +137,18 @@ class MultiSoftmaxConfig(LikelihoodConfig):
         for count, side in zip(self.drawn or (1, 1), stages, strict=True):
             if count > side.total:
                 yield (
-                    f"objective.multi_softmax.exits must draw at most model.{side.setting} exits of that side, but "
-                    f"draws {count} of {side.total}; lower it"
+                    f"objective.multi_softmax.exits draws {count} exits, but model.{side.setting} is {side.total}; "
+                    "lower it"
                 )
         every = [(n, m) for n in range(1, encoder.total + 1) for m in range(1, decoder.total + 1)]
         if unknown := sorted(set(self.weights) - {exit_name(n, m) for n, m in every}):
             yield (
-                "objective.multi_softmax.weights must name exits n-m up to "
-                f"{exit_name(encoder.total, decoder.total)}, but names {', '.join(unknown)}"
+                f"objective.multi_softmax.weights names {', '.join(unknown)}; use exits n-m up to "
+                f"{exit_name(encoder.total, decoder.total)}"
             )
         if not any(self.trains_exit(n, m, (encoder.total, decoder.total)) for n, m in every):
             yield (
-                "objective.multi_softmax.weights must give one of the exits that are trained a weight above 0, but "
-                f"all of those of exits={self.exits} have weight 0; raise that of "
+                f"objective.multi_softmax.weights gives all exits of exits={self.exits} weight 0; raise that of "
                 f"{exit_name(encoder.total, decoder.total)}"
             )
         if not any(parts.layer.attends_to_source(number) for number in range(1, decoder.layers + 1)):
@@ -209,7 +204,7 @@ class MultiSoftmax:
     ) -> LikelihoodOutput:
         """Compute the weighted sum of the losses of the drawn exits; see :class:`Likelihood`.
 
-        The reported NLL is that of the top exit. The metric "mean_exit_nll" is the plain mean over the drawn exits.
+        The reported NLL is that of the top exit. The metric "mean_exit_nll" is the mean over the drawn exits.
         """
         names = [name for name in passes[0] if name != TOP]
         # Validation uses the top exit only, with weight 1 even if its weight in training is 0.

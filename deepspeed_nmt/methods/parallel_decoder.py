@@ -1,7 +1,7 @@
 """Decoders initialised from a target-language BERT: the parallel-mechanism decoder and its baselines.
 
-Anonymous ACL submission: "Parallel Mechanism Decoders in Pretrained Language Model-based Neural Machine Translation"
-(undated; cites work up to 2023), equations 7 to 10.
+"Parallel Mechanism Decoders in Pretrained Language Model-based Neural Machine Translation", an anonymous submission
+to ACL Rolling Review of February 2024, equations 7 to 10.
 
 The encoder is a source-language BERT with the top states R. The sub-layers of the decoder are those of BERT (Devlin,
 Chang, Lee, Toutanova: "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding", 2019), each
@@ -58,25 +58,21 @@ from typing_extensions import override
 from deepspeed_nmt.core.parts import MAX_LAYERS, DataVocabulary, ModelConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError, shown
-from deepspeed_nmt.methods.bert import parts
-from deepspeed_nmt.methods.bert.config import SMALL_BERT, BertPair, BertShape
-from deepspeed_nmt.methods.bert.weights import Loader
+from deepspeed_nmt.methods import bert
+from deepspeed_nmt.methods.bert import SMALL_BERT, BertPair, BertShape, Loader
 from deepspeed_nmt.methods.transformer import Transformer
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import LayerCache
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform
 from deepspeed_nmt.nn.layers import (
     Context,
-    CrossAttending,
+    DecoderBlock,
     DecoderLayer,
     EncoderLayer,
     MakeDecoderLayer,
-    cross_attention_sublayer,
-    feed_forward_sublayer,
-    self_attention_sublayer,
+    Residual,
 )
 from deepspeed_nmt.nn.stack import LayerStack
-from deepspeed_nmt.nn.sublayer import Residual
 from deepspeed_nmt.registry import SelfTest
 
 Decoder = Literal["parallel", "serial", "transformer", "coordinator"]
@@ -88,9 +84,7 @@ def _fusion_scale(value: object) -> object:
     """Check a fusion scale."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 < value <= 1.0
     if value != "learned" and not number:
-        raise ValueError(
-            f"must be a number above 0 and at most 1, or learned, but is {shown(value)}; 1 is the paper's"
-        )
+        raise ValueError(f"is {shown(value)}; use a number above 0 and at most 1 (1 is the paper's), or learned")
     return value
 
 
@@ -124,11 +118,13 @@ class BertDecoderConfig(BertPair):
             )
         if self.decoder != "parallel" and self.fusion_scale != 1.0:
             raise ValueError(
-                f"fusion_scale must be 1 unless decoder is parallel, but is {self.fusion_scale} and decoder is "
-                f"{self.decoder}; omit fusion_scale"
+                f"fusion_scale is {self.fusion_scale}, but decoder={self.decoder} has no sums to scale; omit it, or "
+                "use decoder=parallel"
             )
         if self.freeze and not self.pretrained:
-            raise ValueError(f"freeze must be [] if pretrained is false, but is {list(self.freeze)}; set freeze=[]")
+            raise ValueError(
+                f"freeze is {list(self.freeze)}, but with pretrained=false all weights are random; set freeze=[]"
+            )
         return self
 
     def check_data(self, tokenizer: DataVocabulary) -> None:
@@ -143,8 +139,8 @@ class BertDecoderConfig(BertPair):
             here, there = self.fusion_scale, other.fusion_scale
             if (here == "learned") != (there == "learned"):
                 raise ConfigError(
-                    f"model.fusion_scale must be learned if and only if it is in {where}, but is {there} there and "
-                    f"{here} here; set model.fusion_scale={there}"
+                    f"model.fusion_scale is {there} in {where} and {here} here, and only one of them is learned; set "
+                    f"model.fusion_scale={there}"
                 )
 
 
@@ -164,7 +160,7 @@ SELF_TEST = SelfTest(
 """The parallel decoder with learned fusion scales, and with frozen embeddings and encoding sub-layers."""
 
 
-class Encoding(CrossAttending):
+class Encoding(DecoderBlock):
     """Parts of a decoder layer with an encoding sub-layer (S and F) and a fusion sub-layer (C and F_c).
 
     Args:
@@ -174,21 +170,23 @@ class Encoding(CrossAttending):
 
     def __init__(self, shape: BertShape, pair: BertPair) -> None:
         super().__init__()
-        self.self_attention = parts.attention(shape, pair)
-        self.self_residual: Residual = parts.residual(shape, pair)
-        self.feed_forward = parts.feed_forward(shape)
-        self.feed_forward_residual: Residual = parts.residual(shape, pair)
-        self.cross_attention: MultiHeadAttention = parts.attention(shape, pair)
-        self.cross_residual: Residual = parts.residual(shape, pair)
-        self.fusion = parts.feed_forward(shape)
-        self.fusion_residual = parts.residual(shape, pair)
+        self.self_attention = bert.attention(shape, pair)
+        self.self_residual: Residual = bert.residual(shape, pair)
+        self.feed_forward = bert.feed_forward(shape)
+        self.feed_forward_residual: Residual = bert.residual(shape, pair)
+        self.cross_attention: MultiHeadAttention = bert.attention(shape, pair)
+        self.cross_residual: Residual = bert.residual(shape, pair)
+        self.fusion = bert.feed_forward(shape)
+        self.fusion_residual = bert.residual(shape, pair)
 
     def attend(self, x_BTD: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
         """Apply S.
 
         Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
         """
-        return self_attention_sublayer(self.self_attention, self.self_residual, x_BTD, context, cache)
+        mask, attention = context.target_mask, self.self_attention
+        attended: Tensor = self.self_residual(x_BTD, lambda h: attention(h, h, mask, True, cache))
+        return attended
 
     def encoding(self) -> list[nn.Module]:
         """Return the modules of the encoding sub-layer."""
@@ -221,10 +219,10 @@ class ParallelLayer(Encoding):
 
         Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
         """
-        crossed = cross_attention_sublayer(self.cross_attention, self.cross_residual, x_BTD, context, cache)
-        sum_BTD = self._scaled(self.attend(x_BTD, context, cache) + crossed, 0)
-        fused = feed_forward_sublayer(self.fusion, self.fusion_residual, sum_BTD)
-        return self._scaled(fused + feed_forward_sublayer(self.feed_forward, self.feed_forward_residual, sum_BTD), 1)
+        crossed_BTD = self.cross(x_BTD, context, cache)
+        sum_BTD = self._scaled(self.attend(x_BTD, context, cache) + crossed_BTD, 0)
+        fused_BTD = self.fusion_residual(sum_BTD, self.fusion)
+        return self._scaled(fused_BTD + self.feed_forward_residual(sum_BTD, self.feed_forward), 1)
 
     def _scaled(self, sum_BTD: Tensor, number: int) -> Tensor:
         """Multiply sum ``number``, 0 or 1, by its factor. Shape: (B,T,D) -> (B,T,D)."""
@@ -241,14 +239,14 @@ class SerialLayer(Encoding):
 
         Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
         """
-        x_BTD = feed_forward_sublayer(
-            self.feed_forward, self.feed_forward_residual, self.attend(x_BTD, context, cache)
-        )
-        x_BTD = cross_attention_sublayer(self.cross_attention, self.cross_residual, x_BTD, context, cache)
-        return feed_forward_sublayer(self.fusion, self.fusion_residual, x_BTD)
+        x_BTD = self.attend(x_BTD, context, cache)
+        x_BTD = self.feed_forward_residual(x_BTD, self.feed_forward)
+        x_BTD = self.cross(x_BTD, context, cache)
+        x_BTD = self.fusion_residual(x_BTD, self.fusion)
+        return x_BTD
 
 
-class CoordinatorLayer(CrossAttending):
+class CoordinatorLayer(DecoderBlock):
     """Decoder layer H' = F_c(C(H)), without self-attention.
 
     Args:
@@ -260,18 +258,19 @@ class CoordinatorLayer(CrossAttending):
 
     def __init__(self, shape: BertShape, pair: BertPair) -> None:
         super().__init__()
-        self.cross_attention: MultiHeadAttention = parts.attention(shape, pair)
-        self.cross_residual: Residual = parts.residual(shape, pair)
-        self.feed_forward = parts.feed_forward(shape)
-        self.feed_forward_residual: Residual = parts.residual(shape, pair)
+        self.cross_attention: MultiHeadAttention = bert.attention(shape, pair)
+        self.cross_residual: Residual = bert.residual(shape, pair)
+        self.feed_forward = bert.feed_forward(shape)
+        self.feed_forward_residual: Residual = bert.residual(shape, pair)
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Apply the layer.
 
         Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
         """
-        x_BTD = cross_attention_sublayer(self.cross_attention, self.cross_residual, x_BTD, context, cache)
-        return feed_forward_sublayer(self.feed_forward, self.feed_forward_residual, x_BTD)
+        x_BTD = self.cross(x_BTD, context, cache)
+        x_BTD = self.feed_forward_residual(x_BTD, self.feed_forward)
+        return x_BTD
 
 
 class BertTransformer(Transformer):
@@ -323,10 +322,10 @@ def build_bert_decoder(
         vocabulary: vocabulary of the target, and of the source.
         make_layer: not used; the model makes its own layers.
     """
-    source_embedding = parts.embedding(config.source, config, vocabulary.source)
-    target_embedding = parts.embedding(config.target, config, vocabulary)
-    transform, projection = parts.head(config.target, target_embedding, config.tie_output, vocabulary)
-    encoder = [parts.bert_layer(config.source, config) for _ in range(config.source.layers)]
+    source_embedding = bert.embedding(config.source, config, vocabulary.source)
+    target_embedding = bert.embedding(config.target, config, vocabulary)
+    transform, projection = bert.head(config.target, target_embedding, config.tie_output, vocabulary)
+    encoder = [bert.bert_layer(config.source, config) for _ in range(config.source.layers)]
     decoder = _decoder_layers(config)
     model = BertTransformer(
         source_embedding,
@@ -337,7 +336,7 @@ def build_bert_decoder(
         vocabulary.pad,
     )
     model.config, model.mask = config, vocabulary.mask
-    parts.initialise(model)
+    bert.initialise(model)
     for part in config.freeze:
         for module in _parts(model, part):
             module.requires_grad_(False)
@@ -347,22 +346,22 @@ def build_bert_decoder(
 def _decoder_layers(config: BertDecoderConfig) -> list[nn.Module]:
     shape = config.target
 
-    def plain(crossing: bool) -> DecoderLayer:
+    def standard(crossing: bool) -> DecoderLayer:
         return DecoderLayer(
-            self_attention=parts.attention(shape, config),
-            self_residual=parts.residual(shape, config),
-            cross_attention=parts.attention(shape, config) if crossing else None,
-            cross_residual=parts.residual(shape, config) if crossing else None,
-            feed_forward=parts.feed_forward(shape),
-            feed_forward_residual=parts.residual(shape, config),
+            self_attention=bert.attention(shape, config),
+            self_residual=bert.residual(shape, config),
+            cross_attention=bert.attention(shape, config) if crossing else None,
+            cross_residual=bert.residual(shape, config) if crossing else None,
+            feed_forward=bert.feed_forward(shape),
+            feed_forward_residual=bert.residual(shape, config),
         )
 
     made: dict[Decoder, Callable[[], list[nn.Module]]] = {
         "parallel": lambda: [ParallelLayer(shape, config, config.fusion_scale) for _ in range(shape.layers)],
         "serial": lambda: [SerialLayer(shape, config) for _ in range(shape.layers // 2)],
-        "transformer": lambda: [plain(crossing=True) for _ in range(shape.layers)],
+        "transformer": lambda: [standard(crossing=True) for _ in range(shape.layers)],
         "coordinator": lambda: [
-            *(plain(crossing=False) for _ in range(shape.layers)),
+            *(standard(crossing=False) for _ in range(shape.layers)),
             *(CoordinatorLayer(shape, config) for _ in range(config.coordinator_layers)),
         ],
     }
@@ -375,10 +374,10 @@ def _parts(model: BertTransformer, part: Part) -> list[nn.Module]:
         return [model.encoder]
     if part == "embeddings":
         return [model.source_embedding, model.target_embedding]
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
     for layer in model.decoder.layers:
         if isinstance(layer, Encoding):
-            found += layer.encoding()
+            modules += layer.encoding()
         elif isinstance(layer, DecoderLayer):
-            found += [layer.self_attention, layer.self_residual, layer.feed_forward, layer.feed_forward_residual]
-    return found
+            modules += [layer.self_attention, layer.self_residual, layer.feed_forward, layer.feed_forward_residual]
+    return modules

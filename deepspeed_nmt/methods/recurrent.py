@@ -24,17 +24,15 @@ name parts of another method ("RTAL", binary trees), which are not implemented.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from deepspeed_nmt.core.parts import MAX_LAYERS, ModelConfig, Stages
+from deepspeed_nmt.core.parts import MAX_LAYERS, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods.transformer import Transformer, TransformerShape, build_transformer
 from deepspeed_nmt.nn.layers import MakeDecoderLayer, make_decoder_layer
 from deepspeed_nmt.nn.stack import LayerOrder
-from deepspeed_nmt.registry import older
 
 Sharing = Literal["stacked", "closed_chain"]
 
@@ -54,12 +52,6 @@ class RecurrentConfig(TransformerShape):
         default=2, ge=1, le=MAX_LAYERS, description="loops over the layers of the decoder (T); 1: no recurrence"
     )
 
-    deepnorm_depth: Literal["applications", "layers"] = Field(
-        default="applications",
-        json_schema_extra=older("layers"),
-        description="depth in the constants of norm=deepnorm; layers: repetitions are not counted, as in older runs",
-    )
-
     @model_validator(mode="after")
     def _check_loops(self) -> RecurrentConfig:
         for side, layers, loops in (
@@ -68,8 +60,7 @@ class RecurrentConfig(TransformerShape):
         ):
             if layers * loops > MAX_LAYERS:
                 raise ValueError(
-                    f"{side}_layers x {side}_loops must be at most {MAX_LAYERS:,}, but is {layers:,} x {loops:,}; "
-                    "lower one of them"
+                    f"{side}_layers x {side}_loops is {layers:,} x {loops:,}, more than {MAX_LAYERS:,}; lower one"
                 )
             if self.sharing == "closed_chain" and loops > 1 and layers < 2:
                 raise ValueError(
@@ -80,8 +71,6 @@ class RecurrentConfig(TransformerShape):
 
     def deepnorm_depths(self) -> tuple[int, int]:
         """Return the numbers of layer applications, each of which adds to the state, of encoder and decoder."""
-        if self.deepnorm_depth == "layers":
-            return super().deepnorm_depths()
         encoder, decoder = self.layer_orders()
         return len(encoder.indices), len(decoder.indices)
 
@@ -91,11 +80,6 @@ class RecurrentConfig(TransformerShape):
             layer_order(self.sharing, self.encoder_layers, self.encoder_loops),
             layer_order(self.sharing, self.decoder_layers, self.decoder_loops),
         )
-
-    def differences(self, other: ModelConfig, keys: Iterable[str]) -> list[str]:
-        """Return one phrase for each differing setting; ``deepnorm_depth`` has no effect on other normalisation."""
-        ineffective = set() if self.norm == "deepnorm" else {"deepnorm_depth"}
-        return super().differences(other, set(keys) - ineffective)
 
     def exit_stages(self) -> tuple[Stages, Stages] | None:
         """Return the loops of encoder and decoder as stages."""

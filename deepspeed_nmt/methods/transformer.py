@@ -23,28 +23,30 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from typing_extensions import override
 
+from deepspeed_nmt.core.description import LinearWeights, NotStandardError, StandardTransformer, describe
 from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
 from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH, LayerConfig, ModelConfig, Stages
-from deepspeed_nmt.core.plain import NotPlainError, PlainLinear, PlainTransformer, describe
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.segments import Segments, mask_between
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PositionName, Projection, TokenEmbedding
-from deepspeed_nmt.nn.feedforward import Activation, FeedForward
 from deepspeed_nmt.nn.layers import (
+    Activation,
     Context,
     DecoderLayer,
     Draw,
     EncoderLayer,
+    FeedForward,
+    LayerNorm,
     LayerParts,
     MakeDecoderLayer,
+    NormStyle,
+    Residual,
     make_decoder_layer,
 )
 from deepspeed_nmt.nn.stack import LayerOrder, LayerStack
-from deepspeed_nmt.nn.static_cache import StaticAncestry, StaticCache
-from deepspeed_nmt.nn.sublayer import LayerNorm, NormStyle, Residual
 from deepspeed_nmt.registry import SelfTest
 
 
@@ -94,12 +96,11 @@ class TransformerShape(ModelConfig):
             divisors = [n for n in range(1, self.dim + 1) if self.dim % n == 0]
             nearest = sorted(sorted(divisors, key=lambda n: abs(n - self.heads))[:2])
             raise ValueError(
-                f"heads must divide dim, but dim is {self.dim} and heads is {self.heads}; "
-                f"use {' or '.join(map(str, nearest))} heads"
+                f"heads is {self.heads}, which does not divide dim {self.dim}; use {' or '.join(map(str, nearest))}"
             )
         if self.norm == "deepnorm" and self.init != "xavier":
             raise ValueError(
-                f"init must be xavier if norm is deepnorm, which has its own, but is {self.init}; set init=xavier"
+                f"init is {self.init}, but norm=deepnorm has an initialisation of its own; set init=xavier"
             )
         return self
 
@@ -140,7 +141,7 @@ would then change gradients.
 """
 
 SELF_TEST = SelfTest("vanilla", {"model": {"name": "transformer", **SMALL}})
-"""A plain Transformer."""
+"""A standard Transformer."""
 
 
 def refuse_differences(differences: Sequence[str], part: str, where: str) -> None:
@@ -156,7 +157,7 @@ def refuse_differences(differences: Sequence[str], part: str, where: str) -> Non
     """
     if differences:
         raise ConfigError(
-            f"the {part} must be that of {where}, but {' and '.join(differences)}; make these settings those of "
+            f"the {part} is not that of {where}: {' and '.join(differences)}; make these settings those of "
             f"{where}/config.yaml"
         )
 
@@ -238,8 +239,8 @@ class Transformer(TranslationModel):
         n, m = (int(part) if part.isdecimal() else 0 for part in (encoder, decoder))
         if not (1 <= n <= self.encoder.stages and 1 <= m <= self.decoder.stages):
             raise ConfigError(
-                f"the exit must be n-m with n from 1 to {self.encoder.stages} stages of the encoder and m from 1 to "
-                f"{self.decoder.stages} of the decoder, but is '{name}'"
+                f"the exit is '{name}'; use n-m with n from 1 to {self.encoder.stages} stages of the encoder and m "
+                f"from 1 to {self.decoder.stages} of the decoder"
             )
         embeddings = (self.source_embedding, self.target_embedding)
         stacks = (self.encoder.until(n), self.decoder.until(m))
@@ -248,32 +249,24 @@ class Transformer(TranslationModel):
         return cut.train(self.training)
 
     @override
-    def plain(self) -> PlainTransformer:
+    def described(self) -> StandardTransformer:
         if type(self) is not Transformer:
-            return super().plain()
+            return super().described()
         source, target = self.source_embedding, self.target_embedding
         if not (isinstance(source, TokenEmbedding) and isinstance(target, TokenEmbedding)):
-            raise NotPlainError("its embeddings are those of a BERT, with learned positions")
+            raise NotStandardError("its embeddings are those of a BERT, with learned positions")
         if self.mask is not None:
-            raise NotPlainError("it predicts masked tokens, and not one token after another")
+            raise NotStandardError("it predicts masked tokens, and not one token after another")
         if type(self.projection) is not Projection:
-            raise NotPlainError("its projection is not that of a plain Transformer")
+            raise NotStandardError("its projection is not that of a standard Transformer")
         bias: Tensor | None = self.projection.bias
-        output = PlainLinear(self.projection.weight.detach(), None if bias is None else bias.detach())
+        output = LinearWeights(self.projection.weight.detach(), None if bias is None else bias.detach())
         weights = source.weight, target.weight
         return describe(*weights, output, target.scale, target.table, self.encoder, self.decoder)
 
     @override
     def begin(self) -> DecoderCache:
         return DecoderCache(self.decoder.order.indices)
-
-    @override
-    def begin_static(self, ancestry: StaticAncestry) -> StaticCache:
-        return StaticCache(ancestry, self.decoder.order.indices)
-
-    @override
-    def cache_source(self, memory: Memory, cache: StaticCache) -> None:
-        self.decoder.cache_source(memory.context(), cache.layers)
 
     @override
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
@@ -349,7 +342,7 @@ def _embedding(vocabulary: Vocabulary, dim: int) -> nn.Parameter:
 def _parts(config: TransformerShape, side: Literal["encoder", "decoder"]) -> LayerParts:
     alpha, _ = _deepnorm(config, side)
     return LayerParts(
-        attention=lambda: MultiHeadAttention(config.dim, config.heads, config.attention_dropout),
+        attention=lambda kind=MultiHeadAttention: kind(config.dim, config.heads, config.attention_dropout),
         feed_forward=lambda: FeedForward(config.dim, config.ffn_dim, config.activation, config.activation_dropout),
         residual=lambda: Residual(config.dim, config.norm, config.dropout, alpha),
     )

@@ -42,8 +42,7 @@ from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.segments import Segments, mask_between
 from deepspeed_nmt.methods.transformer import SMALL, Transformer, TransformerShape, build_transformer
 from deepspeed_nmt.nn.cache import KeysValues, LayerCache
-from deepspeed_nmt.nn.layers import Context, CrossAttending, Draw, MakeDecoderLayer, make_decoder_layer
-from deepspeed_nmt.nn.sublayer import Dropout
+from deepspeed_nmt.nn.layers import Context, DecoderBlock, Draw, Dropout, MakeDecoderLayer, make_decoder_layer
 from deepspeed_nmt.registry import SelfTest
 
 
@@ -112,7 +111,7 @@ class MixtureLayer(nn.Module):
 
     def project_source(self, context: Context) -> KeysValues | None:
         """Project the mixture for all steps of a search."""
-        assert isinstance(self.layer, CrossAttending)
+        assert isinstance(self.layer, DecoderBlock)
         return self.layer.project_source(self._context(context))
 
     def _context(self, context: Context) -> Context:
@@ -131,7 +130,7 @@ class TransparentTransformer(Transformer):
         dropout_p: probability of dropping a logit of the mixtures.
     """
 
-    not_plain = "its decoder layers attend to different mixtures of the encoder's layers"
+    not_standard = "its decoder layers attend to different mixtures of the encoder's layers"
 
     def __init__(self, transformer: Transformer, dropout_p: float) -> None:
         encoder, decoder = transformer.encoder, transformer.decoder
@@ -176,8 +175,8 @@ class TransparentTransformer(Transformer):
         if name == TOP:
             return self
         raise ConfigError(
-            f"the exit must be {TOP}, because each decoder layer of model.name=transparent_attention attends to all "
-            f"encoder layers, but is '{name}'"
+            f"the exit is '{name}', but each decoder layer of model.name=transparent_attention attends to all "
+            f"encoder layers; use {TOP}, or omit it"
         )
 
 

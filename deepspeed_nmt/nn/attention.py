@@ -10,10 +10,10 @@ import math
 import torch
 from torch import Tensor, nn
 
+from deepspeed_nmt.kernels.choice import UsesKernels
 from deepspeed_nmt.kernels.segments import Mask
 from deepspeed_nmt.nn.cache import KeysValues, LayerCache
-from deepspeed_nmt.nn.fused import UsesKernels
-from deepspeed_nmt.nn.linear import Epilogue, Linear, project
+from deepspeed_nmt.nn.linear import Linear, Product, project
 
 
 class MultiHeadAttention(nn.Module, UsesKernels):
@@ -41,6 +41,77 @@ class MultiHeadAttention(nn.Module, UsesKernels):
         self.v_proj = Linear(dim, dim)
         self.out_proj = Linear(dim, dim)
 
+    def forward(
+        self,
+        query_BTD: Tensor,
+        memory: Tensor | KeysValues,
+        mask: Mask = None,
+        causal: bool = False,
+        cache: LayerCache | None = None,
+    ) -> Product:
+        """Attend, over whole sentences or from one position of each hypothesis.
+
+        The hypotheses of a sentence are computed together, as queries of one row of keys.
+
+        Args:
+            query_BTD: states that attend.
+            memory: states to attend to, (B,S,D), the same object for self-attention; or what :meth:`project` returned
+                for them.
+            mask: bool (B,1,1,S), True for keys that are not padding; or the sentences in which queries see keys; None
+                when all are seen.
+            causal: position t sees positions 0..t only, of its sentence.
+            cache: in self-attention, when decoding position by position: keeps keys and values, and knows which of
+                them a hypothesis sees.
+
+        Shape: (B,T,D), (B,S,D) -> (B,T,D), or (R,1,D) -> (R,1,D)
+        """
+        return self.out_proj.product(self.heads(query_BTD, memory, mask, causal, cache))
+
+    def heads(
+        self,
+        query_BTD: Tensor,
+        memory: Tensor | KeysValues,
+        mask: Mask,
+        causal: bool,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Compute the outputs of all heads, concatenated; arguments are those of :meth:`forward`."""
+        if memory is query_BTD:
+            keys_BTD, values_BTD, query_BTD = project(query_BTD, self.k_proj, self.v_proj, self.q_proj)
+            memory = KeysValues(self._split(keys_BTD), self._split(values_BTD))
+        else:
+            memory = memory if isinstance(memory, KeysValues) else self.keys_values(memory)
+            query_BTD = self.q_proj(query_BTD)
+        if cache is not None:
+            memory, mask = cache.append(memory)
+        rows, length, dim = query_BTD.shape
+        sentences = memory.keys.shape[0]
+        if rows != sentences:  # nothing is copied for each hypothesis
+            query_BTD = query_BTD.reshape(sentences, rows // sentences * length, dim)
+        return self.attend(query_BTD, memory, mask, causal and cache is None).reshape(rows, length, -1)
+
+    def attend(self, query_BTD: Tensor, memory: KeysValues, mask: Mask, causal: bool) -> Tensor:
+        """Attend from projected queries to keys and values; to be overridden by other kinds of attention.
+
+        Args:
+            query_BTD: queries, of all heads.
+            memory: keys and values, (B,H,S,K).
+            mask: bool, broadcastable to (B,H,T,S), True where a query sees a key; or the sentences in which queries
+                see keys; None when all are seen.
+            causal: position t sees positions 0..t only.
+
+        Shape: (B,T,D), (B,H,S,K) -> (B,T,D)
+        """
+        attended_BHTK = self.kernels.attention(
+            self._split(query_BTD),
+            memory.keys,
+            memory.values,
+            mask=mask,
+            causal=causal,
+            dropout_p=self.dropout_p if self.training else 0.0,
+        )
+        return attended_BHTK.transpose(1, 2).flatten(2)
+
     def keys_values(self, memory_BSD: Tensor) -> KeysValues:
         """Project the states to attend to. Shape: (B,S,D) -> two of (B,H,S,K)."""
         return KeysValues(*map(self._split, project(memory_BSD, self.k_proj, self.v_proj)))
@@ -52,65 +123,6 @@ class MultiHeadAttention(nn.Module, UsesKernels):
         :meth:`heads` to sum the gradients of their inputs over ranks, once.
         """
         return self.keys_values(memory_BSD)
-
-    def forward(
-        self,
-        query_BTD: Tensor,
-        memory: Tensor | KeysValues,
-        mask: Mask = None,
-        causal: bool = False,
-        then: Epilogue | None = None,
-    ) -> Tensor:
-        """Attend over whole sentences.
-
-        Args:
-            query_BTD: states that attend.
-            memory: states to attend to, (B,S,D), or what :meth:`project` returned for them.
-            mask: bool (B,1,1,S), True for keys that are not padding; or the sentences in which queries see keys; None
-                when all are seen.
-            causal: position t sees positions 0..t only, of its sentence.
-            then: epilogue of the output projection.
-
-        Shape: (B,T,D), (B,S,D) -> (B,T,D)
-        """
-        out: Tensor = self.out_proj(self.heads(query_BTD, memory, mask, causal), then)
-        return out
-
-    def heads(self, query_BTD: Tensor, memory: Tensor | KeysValues, mask: Mask, causal: bool) -> Tensor:
-        """Compute the outputs of all heads, concatenated. Shape: (B,T,D), (B,S,D) -> (B,T,D)."""
-        if memory is query_BTD:
-            query_BTD, projected = self._project_self(query_BTD)
-        else:
-            projected = memory if isinstance(memory, KeysValues) else self.keys_values(memory)
-            query_BTD = self.q_proj(query_BTD)
-        return self._attend(query_BTD, projected, mask, causal)
-
-    def step_self(self, query_R1D: Tensor, cache: LayerCache, then: Epilogue | None = None) -> Tensor:
-        """Attend to all positions of each hypothesis so far, and cache the new one.
-
-        The hypotheses of a sentence are computed together; each sees the cached positions that it descends from.
-
-        Shape: (R,1,D) -> (R,1,D)
-        """
-        rows, length, _ = query_R1D.shape
-        query_R1D, new = self._project_self(query_R1D)
-        memory, mask = cache.append(new)
-        query = query_R1D.reshape(memory.keys.shape[0], rows // memory.keys.shape[0] * length, -1)
-        out: Tensor = self.out_proj(self._attend(query, memory, mask, False).reshape(rows, length, -1), then)
-        return out
-
-    def step_cross(self, query_RTD: Tensor, memory: KeysValues, mask: Mask, then: Epilogue | None = None) -> Tensor:
-        """Attend to the source from every hypothesis; its keys and values are held once per sentence.
-
-        The hypotheses of a sentence are treated as query positions, so nothing is copied for each.
-
-        Shape: (R,T,D), memory of (B,H,S,K), mask (B,1,1,S) -> (R,T,D)
-        """
-        rows, length, _ = query_RTD.shape
-        sentences = memory.keys.shape[0]
-        query = self.q_proj(query_RTD).reshape(sentences, rows // sentences * length, -1)
-        out: Tensor = self.out_proj(self._attend(query, memory, mask, False).reshape(rows, length, -1), then)
-        return out
 
     def weights(self, query_BTD: Tensor, memory: Tensor | KeysValues, mask: Mask = None) -> Tensor:
         """Compute the attention weights of whole sentences in the padded layout, as the mean of the heads.
@@ -129,26 +141,6 @@ class MultiHeadAttention(nn.Module, UsesKernels):
             scores_BHTS = scores_BHTS.masked_fill(~mask, -torch.inf)
         return scores_BHTS.softmax(dim=3).mean(dim=1)
 
-    def _project_self(self, x_BTD: Tensor) -> tuple[Tensor, KeysValues]:
-        """Project states that attend to each other to queries, keys and values.
-
-        Shape: (B,T,D) -> (B,T,D) and two of (B,H,T,K)
-        """
-        keys_BTD, values_BTD, query_BTD = project(x_BTD, self.k_proj, self.v_proj, self.q_proj)
-        return query_BTD, KeysValues(self._split(keys_BTD), self._split(values_BTD))
-
     def _split(self, x_BTD: Tensor) -> Tensor:
         batch, length, _ = x_BTD.shape
         return x_BTD.view(batch, length, -1, self.head_dim).transpose(1, 2)
-
-    def _attend(self, query_BTD: Tensor, memory: KeysValues, mask: Mask, causal: bool) -> Tensor:
-        batch, length, _ = query_BTD.shape
-        attended_BHTK = self.kernels.attention(
-            self._split(query_BTD),
-            memory.keys,
-            memory.values,
-            mask=mask,
-            causal=causal,
-            dropout_p=self.dropout_p if self.training else 0.0,
-        )
-        return attended_BHTK.transpose(1, 2).reshape(batch, length, -1)

@@ -38,28 +38,6 @@ class KeysValues:
         return KeysValues(self.keys.index_select(0, sentences_B), self.values.index_select(0, sentences_B))
 
 
-class Position:
-    """The number of the next position of all hypotheses, which the host does not know.
-
-    Args:
-        index_1: the number, on the device.
-
-    Attributes:
-        bound: a number that it is below.
-        tables: tensors that were indexed by it; whoever records the kernels of a step keeps them.
-    """
-
-    def __init__(self, index_1: Tensor) -> None:
-        self.index_1 = index_1
-        self.bound = 0
-        self.tables: list[Tensor] = []
-
-    def row(self, table_TD: Tensor) -> Tensor:
-        """Return the row of the position. Shape: (T,D) -> (1,D)."""
-        self.tables.append(table_TD)
-        return table_TD.index_select(0, self.index_1)
-
-
 class Ancestry:
     """The cached positions that each hypothesis descends from; all layers share it.
 
@@ -144,10 +122,6 @@ class SourceCache:
 
     def __init__(self) -> None:
         self.projected: KeysValues | None = None
-
-    def write(self, projected: KeysValues) -> None:
-        """Cache keys and values of the source."""
-        self.projected = projected
 
     def select(self, sentences_B: Tensor) -> None:
         """Keep the sentences ``sentences_B``."""
@@ -278,7 +252,7 @@ class DecoderCache:
             self.layers += [LayerCache(self._ancestry, of_layer[index]) for index in indices]
 
     @property
-    def length(self) -> int | Position:
+    def length(self) -> int:
         """Target positions of a hypothesis so far."""
         return self.layers[0].length if self.layers else 0
 

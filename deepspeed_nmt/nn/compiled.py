@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.segments import CONSTANTS, SegmentPair
-from deepspeed_nmt.nn.layers import Context, CrossAttending
+from deepspeed_nmt.nn.layers import Context, DecoderBlock
 
 _VARIANTS = 64
 """Bound on the variants of a class's code, after which torch would silently run it uncompiled. By default 8, fewer
@@ -67,8 +67,7 @@ def check_compiler(device: torch.device) -> None:
         elif "compiler" in f"{type(problem).__name__} {problem}".lower():
             remedy = f"install a C++ compiler, or {remedy}"
         raise ConfigError(
-            f"engine.compile must be off where torch.compile does not work, but is layers, and here it fails on "
-            f"{device.type}: {reason}; {remedy}"
+            f"torch.compile, which engine.compile=layers needs, fails on {device.type}: {reason}; {remedy}"
         ) from problem
 
 
@@ -93,7 +92,7 @@ def _in_training(forward: Callable[..., Any]) -> Callable[..., Any]:
         if not layer.training:
             return forward(layer, x, context, *rest, **options)
         for part in layer.modules():
-            if isinstance(part, CrossAttending):
+            if isinstance(part, DecoderBlock):
                 context = part.choose(context)
         _mark_sentences(context)
         return compiled(layer, x, context, *rest, **options)

@@ -13,13 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepspeed_nmt.kernels.products import linear
+from deepspeed_nmt.kernels.choice import UsesKernels
 from deepspeed_nmt.kernels.segments import Segments
-from deepspeed_nmt.nn.cache import Position
-from deepspeed_nmt.nn.feedforward import Activation
-from deepspeed_nmt.nn.fused import UsesKernels
+from deepspeed_nmt.nn.layers import Activation, Dropout, LayerNorm
 from deepspeed_nmt.nn.linear import Linear, UsesPackedWeights
-from deepspeed_nmt.nn.sublayer import Dropout, LayerNorm
 
 
 def sinusoids(length: int, dim: int, device: torch.device | None = None) -> Tensor:
@@ -94,16 +91,12 @@ class TokenEmbedding(nn.Module):
         # Grown on demand; not saved, since it can be computed again.
         self._positions_TD = torch.empty(0, weight_VD.shape[1])
 
-    def forward(self, tokens_BT: Tensor, offset: int | Position = 0, segments: Segments | None = None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, offset: int = 0, segments: Segments | None = None) -> Tensor:
         """Embed tokens at the positions from ``offset`` on, or at those in their sentences.
-
-        An ``offset`` that the host does not know is that of one token of each row.
 
         Shape: (B,T) -> (B,T,D)
         """
-        if isinstance(offset, Position):
-            positions_TD = offset.row(self._positions(offset.bound))
-        elif segments is None:
+        if segments is None:
             end = offset + tokens_BT.shape[1]
             positions_TD = self._positions(end)[offset:end]
         else:
@@ -150,16 +143,12 @@ class LearnedEmbedding(nn.Module):
         self.norm = LayerNorm(dim, eps)
         self.dropout = Dropout(dropout_p)
 
-    def forward(self, tokens_BT: Tensor, offset: int | Position = 0, segments: Segments | None = None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, offset: int = 0, segments: Segments | None = None) -> Tensor:
         """Embed tokens at the positions from ``offset`` on, or at those in their sentences.
-
-        An ``offset`` that the host does not know is that of one token of each row.
 
         Shape: (B,T) -> (B,T,D)
         """
-        if isinstance(offset, Position):
-            positions_TD = offset.row(self.position_PD)
-        elif segments is None:
+        if segments is None:
             positions_TD = self.position_PD[offset : offset + tokens_BT.shape[1]]
         else:
             positions_TD = F.embedding(segments.positions, self.position_PD)
@@ -216,5 +205,5 @@ class Projection(nn.Module, UsesKernels, UsesPackedWeights):
         if consume is None and self.packed is not None:
             return self.packed.of(self)(states)
         if consume is None:
-            return linear(states, self.weight, self.bias)
+            return self.kernels.linear(states, self.weight, self.bias)
         return consume(states, self.weight, bias=self.bias, kernels=self.kernels)

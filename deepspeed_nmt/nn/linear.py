@@ -1,41 +1,29 @@
-"""Matrix products.
+"""Matrix products, by weights as they are or packed for decoding on a CPU.
 
 Legend: D input width, E output width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from deepspeed_nmt.kernels.packed import Activation, JoinedWeight, PackedWeight
-from deepspeed_nmt.kernels.products import linear
-from deepspeed_nmt.nn.decoding import DecoderStep
-from deepspeed_nmt.nn.fused import UsesKernels
-
-if TYPE_CHECKING:
-    from deepspeed_nmt.nn.layers import DecoderLayer
+from deepspeed_nmt.kernels.choice import UsesKernels
+from deepspeed_nmt.kernels.onednn_ops import PackedWeight
 
 
-class Epilogue(NamedTuple):
-    """An operation that follows a matrix product, and may add its bias in the same kernel.
+class Product(NamedTuple):
+    """A matrix product, and the bias (E,) that the next operation is to add in its own kernel; None for none."""
 
-    Attributes:
-        operation: name of a method of :class:`~deepspeed_nmt.kernels.choice.Kernels`.
-        apply: takes the product, and a bias that is still to be added, or None.
-        activation: the function that it applies without dropout, for products that can apply it themselves.
-        residual: what it adds without dropout, for products that can add it themselves; None if not a plain sum.
-        finish: what it does to that sum; None if it returns it.
-    """
+    value: Tensor
+    bias: Tensor | None
 
-    operation: str
-    apply: Callable[[Tensor, Tensor | None], Tensor]
-    activation: Activation | None = None
-    residual: Tensor | None = None
-    finish: Callable[[Tensor], Tensor] | None = None
+    def total(self) -> Tensor:
+        """Return the sum of both. Shape: -> (..., E)."""
+        return self.value if self.bias is None else self.value + self.bias
 
 
 class Weighted(Protocol):
@@ -52,52 +40,26 @@ class PackedWeights:
 
     Args:
         int8: True to round them to int8.
+
+    Attributes:
+        steps: steps of decoder layers with these weights, each made by its layer when it is first taken.
     """
 
     def __init__(self, int8: bool = False) -> None:
+        self.steps: dict[nn.Module, Any] = {}
         self._int8 = int8
-        self._packed: dict[tuple[Weighted, ...], PackedWeight | JoinedWeight] = {}
-        self._steps: dict[nn.Module, DecoderStep] = {}
+        self._packed: dict[tuple[Weighted, ...], PackedWeight] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeights:
         """Return an empty one: a copied model may be given other weights."""
         return type(self)(self._int8)
 
-    def of(self, *layers: Weighted) -> PackedWeight | JoinedWeight:
+    def of(self, *layers: Weighted) -> PackedWeight:
         """Return the weights of layers that multiply the same input, one below the other."""
         if layers not in self._packed:
             weight, bias = joined(layers) if len(layers) > 1 else (layers[0].weight, layers[0].bias)
-            self._packed[layers] = self._pack(weight, bias)
+            self._packed[layers] = PackedWeight(weight, bias, self._int8)
         return self._packed[layers]
-
-    def step(self, layer: DecoderLayer) -> DecoderStep:
-        """Return the step of a decoder layer with its packed weights."""
-        step = self._steps.get(layer)
-        if step is None:
-            step = self._steps[layer] = DecoderStep(layer, self)
-        return step
-
-    def apply(self, layer: Linear, x: Tensor, then: Epilogue | None) -> Tensor:
-        """Project, then apply the epilogue, without dropout. Shape: (..., D) -> that of the epilogue's result."""
-        multiply = self.of(layer)
-        if then is None:
-            return multiply(x)
-        if then.activation is not None:
-            return multiply(x, then.activation)
-        if then.residual is None:
-            return then.apply(multiply(x), None)
-        found = multiply(x, residual=then.residual)
-        return found if then.finish is None else then.finish(found)
-
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> PackedWeight | JoinedWeight:
-        return PackedWeight(weight, bias, self._int8)
-
-
-class JoinedWeights(PackedWeights):
-    """Weights for the steps of decoder layers on a GPU: those that multiply the same input are one matrix."""
-
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> JoinedWeight:
-        return JoinedWeight(weight, bias)
 
 
 class UsesPackedWeights:
@@ -134,35 +96,41 @@ def _use(model: nn.Module, weights: PackedWeights | None) -> None:
 
 
 class Linear(nn.Linear, UsesKernels, UsesPackedWeights):
-    """x W^T + b, followed by an epilogue.
+    """x W^T + b."""
 
-    The epilogue runs inside ``forward`` because ZeRO-3 gathers a module's parameters only there.
-    """
-
-    def forward(self, x: Tensor, then: Epilogue | None = None) -> Tensor:
-        """Project, then apply the epilogue. Shape: (..., D) -> (..., E), or that of the epilogue's result."""
+    def forward(self, x: Tensor) -> Tensor:
+        """Project. Shape: (..., D) -> (..., E)."""
         if self.packed is not None:
-            return self.packed.apply(self, x, then)
-        if then is None:
-            return linear(x, self.weight, self.bias)
-        if self.bias is not None and self.kernels.takes_bias(then.operation, x):
-            return then.apply(linear(x, self.weight), self.bias)
-        return then.apply(linear(x, self.weight, self.bias), None)
+            return self.packed.of(self)(x)
+        return self.kernels.linear(x, self.weight, self.bias)
+
+    def product(self, x: Tensor, operation: str = "bias_dropout_add") -> Product:
+        """Project, and leave the bias to the operation that follows if that adds it in its own kernel.
+
+        It runs no hooks of this module. Under ZeRO-3 the parameters must be gathered by a module around this one, as
+        those of layers are.
+
+        Shape: (..., D) -> (..., E)
+        """
+        if self.packed is None and self.bias is not None and self.kernels.takes_bias(operation, x):
+            return Product(self.kernels.linear(x, self.weight), self.bias)
+        return Product(self.forward(x), None)
 
 
 def project(x: Tensor, *layers: Linear) -> Sequence[Tensor]:
-    """Apply several layers to the same input; as one matrix product if the kernels prefer that.
+    """Apply several layers to the same input; as one matrix product if they are packed, or the kernels prefer that.
 
     The parameters stay apart, so that state and checkpoints do not depend on this. Under ZeRO-3 they must be gathered
     outside of the layers' own calls.
 
     Shape: (..., D) -> (..., E) for each layer
     """
-    if layers[0].packed is not None:
-        return torch.split(layers[0].packed.of(*layers)(x), [layer.out_features for layer in layers], dim=-1)
-    if not layers[0].kernels.joins_products(x):
+    first, widths = layers[0], [layer.weight.shape[0] for layer in layers]
+    if first.packed is not None:
+        return torch.split(first.packed.of(*layers)(x), widths, dim=-1)
+    if not first.kernels.joins_products(x):
         return [layer(x) for layer in layers]
-    return torch.split(linear(x, *joined(layers)), [layer.weight.shape[0] for layer in layers], dim=-1)
+    return torch.split(first.kernels.linear(x, *joined(layers)), widths, dim=-1)
 
 
 def joined(layers: Sequence[Weighted]) -> tuple[Tensor, Tensor]:

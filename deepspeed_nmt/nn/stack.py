@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed_nmt.nn.cache import KeysValues, LayerCache
-from deepspeed_nmt.nn.layers import Context, CrossAttending
+from deepspeed_nmt.nn.cache import LayerCache
+from deepspeed_nmt.nn.layers import Context, DecoderBlock
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,8 @@ class LayerStack(nn.Module):
 
         Shape: (B,T,D) -> one (B,T,D) per exit
         """
-        wanted = [self.order.stages[exit - 1] for exit in (exits or (self.stages,))]
-        indices = self.order.indices[: max(wanted)]
+        stages = [self.order.stages[exit - 1] for exit in (exits or (self.stages,))]
+        indices = self.order.indices[: max(stages)]
         input_BTD = x_BTD
         states: dict[int, Tensor] = {}
         keeps_graph = self.training and torch.is_grad_enabled() and caches is None
@@ -122,22 +121,9 @@ class LayerStack(nn.Module):
                 x_BTD = checkpoint(layer, x_BTD, shared, use_reentrant=False)
             else:
                 x_BTD = layer(x_BTD, shared, None if caches is None else caches[number])
-            if number + 1 in wanted:
+            if number + 1 in stages:
                 states[number + 1] = x_BTD
-        return [states[number] if self.final_norm is None else self.final_norm(states[number]) for number in wanted]
-
-    def cache_source(self, context: Context, caches: Sequence[LayerCache]) -> None:
-        """Cache the source's keys and values of each layer before the first step.
-
-        Args:
-            context: input that all layers share.
-            caches: one for each application.
-        """
-        for index, cache in dict(zip(self.order.indices, caches, strict=True)).items():
-            layer: Any = self.layers[index]
-            projected: KeysValues | None = layer.project_source(context)
-            if projected is not None:
-                cache.source.write(projected)
+        return [states[number] if self.final_norm is None else self.final_norm(states[number]) for number in stages]
 
     def _contexts(self, context: Context, indices: Sequence[int]) -> dict[int, Context]:
         """Return the contexts of the layers that are applied several times, by index.
@@ -145,9 +131,9 @@ class LayerStack(nn.Module):
         They have the source's keys and values, which are equal in all applications. They are projected outside of
         recomputation, because they outlive an application.
         """
-        found = {}
+        contexts = {}
         for index, count in Counter(indices).items():
             layer = self.layers[index]
-            if count > 1 and isinstance(layer, CrossAttending):
-                found[index] = replace(context, source=layer.project_source(context))
-        return found
+            if count > 1 and isinstance(layer, DecoderBlock):
+                contexts[index] = replace(context, source=layer.project_source(context))
+        return contexts

@@ -1,15 +1,18 @@
-"""Collectives over ranks. Objects are exchanged as JSON, never as pickles."""
+"""Collectives over ranks, and errors that end all of them. Objects are exchanged as JSON, never as pickles."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed_nmt.console import report
+from deepspeed_nmt.errors import ReportedError, TrainingError, UserError
 from deepspeed_nmt.parallel.world import World
 
 _BUCKET_ELEMENTS = 8 * 1024 * 1024
@@ -38,6 +41,13 @@ def sum_over_ranks(values: dict[str, float], world: World) -> dict[str, float]:
     tensor = torch.tensor([values[name] for name in names], dtype=torch.float64, device=world.device)
     dist.all_reduce(tensor)
     return dict(zip(names, tensor.tolist(), strict=True))
+
+
+def max_over_ranks(values: list[float], world: World) -> Tensor:
+    """Return the maximum of each value over all ranks, in double precision, on the device, without waiting for it."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=world.device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor
 
 
 def sum_over_data_ranks(values: dict[str, float], world: World) -> dict[str, float]:
@@ -144,7 +154,6 @@ def all_reduce_in_buckets(tensors: Iterable[Tensor], world: World) -> None:
 
 
 def _reduce_bucket(bucket: list[Tensor], world: World) -> None:
-    """Sum the tensors of a bucket over data-parallel ranks, in place."""
     if not bucket:
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
@@ -153,3 +162,38 @@ def _reduce_bucket(bucket: list[Tensor], world: World) -> None:
     for tensor in bucket:
         tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
         offset += tensor.numel()
+
+
+@contextmanager
+def fail_together(world: World) -> Iterator[None]:
+    """Fail on all ranks if the block fails on any of them.
+
+    All ranks must enter the block, and nothing inside it may wait for other ranks. If several ranks fail with the
+    same message, the first of them reports it.
+
+    Args:
+        world: the ranks that enter the block.
+
+    Raises:
+        UserError: the error of the block, if there is only one rank.
+        TrainingError: the same.
+        OSError: the same.
+        ReportedError: on every rank, if there are several ranks and the block failed on any of them.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except (UserError, TrainingError, OSError) as error:
+        if world.ranks == 1:
+            raise
+        problem = error
+    problems = gather_lists([] if problem is None else [[world.rank, str(problem)]], world)
+    if not problems:
+        return
+    first = {message: rank for rank, message in reversed(problems)}
+    status = 0
+    if problem is not None and first[str(problem)] == world.rank:
+        status = report(problem)
+    # Wait until every message is written: a launcher ends all ranks as soon as one exits.
+    statuses = gather_lists([status], world)
+    raise ReportedError(next(filter(None, statuses)), problems[0][1]) from problem

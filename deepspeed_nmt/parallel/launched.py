@@ -54,14 +54,13 @@ def place() -> RankPlace:
 
 
 def _place(rank: str, ranks: str, local_rank: str) -> RankPlace:
-    """Return the place that environment variables of these names describe."""
-    found = RankPlace(_number(rank), _number(ranks), _number(local_rank))
-    if found.rank >= found.ranks:
+    here = RankPlace(_number(rank), _number(ranks), _number(local_rank))
+    if here.rank >= here.ranks:
         raise ConfigError(
-            f"{rank} must be below {ranks}, the number of processes, but they are {shown(found.rank)} and "
-            f"{shown(found.ranks)}; unset both, or start with `deepspeed`, `torchrun` or `srun`, which set them"
+            f"{rank} is {shown(here.rank)}, but {ranks}, the number of processes, is {shown(here.ranks)}; unset "
+            "both, or start with `deepspeed`, `torchrun` or `srun`, which set them"
         )
-    return found
+    return here
 
 
 def _started_by_srun() -> bool:
@@ -79,12 +78,11 @@ def requeued() -> bool:
 
 
 def _number(name: str) -> int:
-    """Return an environment variable as a number; 0 if it is not set."""
     text = os.environ.get(name, "0")
     if not text.isdecimal():
         raise ConfigError(
-            f"{name} must be a number, but is '{text}'; unset it, or start with `deepspeed`, `torchrun` or `srun`, "
-            "which set it"
+            f"{name} is {shown(text)}, which is no number; unset it, or start with `deepspeed`, `torchrun` or "
+            "`srun`, which set it"
         )
     return int(text)
 
@@ -101,11 +99,11 @@ def local_ranks(environment: Mapping[str, str]) -> int:
 
 def expanded(counts: str) -> list[int]:
     """Return the numbers of a list as SLURM writes it: "8(x2),4" is 8, 8 and 4."""
-    found = []
+    numbers = []
     for part in filter(None, counts.split(",")):
         number, _, times = part.partition("(x")
-        found += [_count(number)] * (_count(times.rstrip(")")) if times else 1)
-    return found
+        numbers += [_count(number)] * (_count(times.rstrip(")")) if times else 1)
+    return numbers
 
 
 def _count(text: str) -> int:
@@ -131,9 +129,7 @@ def isolate_extension_builds() -> None:
         directory.mkdir(mode=0o700)
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
     if directory.stat().st_uid != os.getuid():
-        raise ConfigError(
-            f"{directory} must be owned by this user, but is not; set TORCH_EXTENSIONS_DIR to another directory"
-        )
+        raise ConfigError(f"{directory} belongs to another user; set TORCH_EXTENSIONS_DIR to another directory")
     os.environ["TORCH_EXTENSIONS_DIR"] = str(directory)
 
 
@@ -175,6 +171,5 @@ def pointing_to_doctor() -> Iterator[None]:
     except RuntimeError as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise TrainingError(
-            f"all ranks must be able to start, but rank {place().rank} on {socket.gethostname()} cannot "
-            f"({reason}){_POINTER}"
+            f"rank {place().rank} on {socket.gethostname()} cannot start ({reason}){_POINTER}"
         ) from error

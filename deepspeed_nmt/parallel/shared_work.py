@@ -52,8 +52,7 @@ class SharedWork:
         """
         if place.ranks == 1:
             return cls(place)
-        from deepspeed_nmt.parallel.rendezvous import meet  # imports torch, which a single rank need not have
-        from deepspeed_nmt.parallel.world import check_launcher
+        from deepspeed_nmt.parallel.world import check_launcher, meet  # torch, which a single rank need not have
 
         check_launcher(place.ranks)
         with pointing_to_doctor():
@@ -141,7 +140,6 @@ class SharedWork:
             raise ReportedError(int(self._ask(lambda: self._store.get("ended"))))
 
     def _end(self, status: int) -> None:
-        """End the work on all ranks with a status; only the first end counts."""
         if self.claim("ends") == 0:
             self._ask(lambda: self._store.set("ended", str(status)))
 

@@ -22,7 +22,7 @@ Legend: B batch, T length, D model width, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,15 +34,35 @@ from typing_extensions import override
 
 from deepspeed_nmt import randomness
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.kernels.products import linear
 from deepspeed_nmt.kernels.segments import Mask
 from deepspeed_nmt.nn.attention import MultiHeadAttention
-from deepspeed_nmt.nn.cache import KeysValues
+from deepspeed_nmt.nn.cache import KeysValues, LayerCache
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform, Projection, TokenEmbedding
-from deepspeed_nmt.nn.feedforward import FeedForward
-from deepspeed_nmt.nn.linear import Epilogue, Linear
-from deepspeed_nmt.parallel.slices import SLICE, Slice
+from deepspeed_nmt.nn.layers import FeedForward
+from deepspeed_nmt.nn.linear import Linear, Product
 from deepspeed_nmt.parallel.world import World
+
+SLICE = "tensor_slice"
+"""Name of the attribute that holds the :class:`Slice` of a sliced parameter."""
+
+
+class Slice:
+    """Part of a parameter that a rank holds: ``[start, stop)`` of ``size`` along ``dim``, at most ``largest``."""
+
+    def __init__(self, dim: int, size: int, world: World) -> None:
+        self.dim, self.size, self.largest = dim, size, -(-size // world.tensor_ranks)
+        # If the ranks do not divide the size, slices differ in size by one, without padding.
+        self.start, self.stop = (
+            size * place // world.tensor_ranks for place in (world.tensor_rank, world.tensor_rank + 1)
+        )
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return this rank's slice of a whole tensor, as a view."""
+        return whole.narrow(self.dim, self.start, self.stop - self.start)
+
+    def whole_shape(self, part: Tensor) -> torch.Size:
+        """Return the shape of the whole tensor of which ``part`` is a slice."""
+        return torch.Size([*part.shape[: self.dim], self.size, *part.shape[self.dim + 1 :]])
 
 
 class ModelParallelUnit:
@@ -140,7 +160,7 @@ def _slice_attention(module: nn.Module, world: World) -> None:
     heads = module.q_proj.out_features // module.head_dim
     if heads % world.tensor_ranks:
         raise ConfigError(
-            f"engine.tensor_parallel must divide the model's heads, but is {world.tensor_ranks} with {heads} heads"
+            f"engine.tensor_parallel is {world.tensor_ranks}, which does not divide the model's {heads} heads"
         )
     for layer in (module.q_proj, module.k_proj, module.v_proj):
         _slice_columns(layer, world)
@@ -153,7 +173,7 @@ def _slice_feed_forward(module: nn.Module, world: World) -> None:
     assert isinstance(module, FeedForward)
     if module.up_proj.out_features % world.tensor_ranks:
         raise ConfigError(
-            f"engine.tensor_parallel must divide the model's ffn_dim, but is {world.tensor_ranks} with "
+            f"engine.tensor_parallel is {world.tensor_ranks}, which does not divide the model's ffn_dim "
             f"{module.up_proj.out_features}"
         )
     _slice_columns(module.up_proj, world)
@@ -192,17 +212,19 @@ COMMON: tuple[type[nn.Module], ...] = (PredictionTransform,)
 
 
 class _RowParallelLinear(Linear):
-    """Linear layer sliced by rows: partial sums, an all-reduce, then bias and epilogue."""
+    """Linear layer sliced by rows: partial sums, an all-reduce, then the bias."""
 
     world: World
 
     @override
-    def forward(self, x: Tensor, then: Epilogue | None = None) -> Tensor:
-        partial_sum = linear(x, self.weight)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x).total()
+
+    @override
+    def product(self, x: Tensor, operation: str = "bias_dropout_add") -> Product:
+        partial_sum = self.kernels.linear(x, self.weight)
         whole: Tensor = _Sum.apply(partial_sum, self.world.tensor_group)  # type: ignore[no-untyped-call]
-        if then is not None:
-            return then.apply(whole, self.bias)
-        return whole if self.bias is None else whole + self.bias
+        return Product(whole, self.bias)
 
 
 class _ParallelAttention(MultiHeadAttention):
@@ -215,12 +237,19 @@ class _ParallelAttention(MultiHeadAttention):
         return super().project(_copy(memory_BSD, self.world))
 
     @override
-    def heads(self, query_BTD: Tensor, memory: Tensor | KeysValues, mask: Mask, causal: bool) -> Tensor:
+    def heads(
+        self,
+        query_BTD: Tensor,
+        memory: Tensor | KeysValues,
+        mask: Mask,
+        causal: bool,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
         copied_BTD = _copy(query_BTD, self.world)
         if isinstance(memory, Tensor):
             memory = copied_BTD if memory is query_BTD else _copy(memory, self.world)
         with _rank_generator(self.training and self.dropout_p > 0.0, self.world):
-            return super().heads(copied_BTD, memory, mask, causal)
+            return super().heads(copied_BTD, memory, mask, causal, cache)
 
 
 class _ParallelFeedForward(FeedForward):
@@ -244,9 +273,9 @@ class _ParallelLookup:
         part: Slice = getattr(self.weight, SLICE)
         local_BT = tokens_BT - part.start
         elsewhere_BT = (local_BT < 0) | (local_BT >= part.stop - part.start)
-        found_BTD = F.embedding(local_BT.masked_fill(elsewhere_BT, 0), self.weight)
-        found_BTD = found_BTD.masked_fill(elsewhere_BT.unsqueeze(-1), 0.0)
-        whole: Tensor = _Sum.apply(found_BTD, self.world.tensor_group)  # type: ignore[no-untyped-call]
+        embedded_BTD = F.embedding(local_BT.masked_fill(elsewhere_BT, 0), self.weight)
+        embedded_BTD = embedded_BTD.masked_fill(elsewhere_BT.unsqueeze(-1), 0.0)
+        whole: Tensor = _Sum.apply(embedded_BTD, self.world.tensor_group)  # type: ignore[no-untyped-call]
         return whole
 
 
@@ -271,7 +300,7 @@ class _ParallelProjection(Projection):
 
 
 class _Vocabulary:
-    """Rows of the output matrix that this rank holds; a :class:`deepspeed_nmt.kernels.rows.VocabularySlice`."""
+    """Rows of the output matrix that this rank holds; a :class:`deepspeed_nmt.kernels.torch_ops.VocabularySlice`."""
 
     def __init__(self, part: Slice, group: Any) -> None:
         self.start, self.size, self.largest = part.start, part.size, part.largest
@@ -336,3 +365,73 @@ def _rank_generator(needed: bool, world: World) -> Iterator[None]:
     with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
         torch.manual_seed(randomness.key(common, randomness.Purpose.TENSOR_RANK, world.tensor_rank) >> 1)
         yield
+
+
+def gather(tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter], world: World) -> list[Tensor]:
+    """Return the whole tensors of which the ranks of a tensor-parallel group hold slices, by one all-reduce.
+
+    Collective: all ranks of the group must call it.
+
+    Args:
+        tensors: this rank's slices of parameters, or of moments of them, all of one dtype.
+        parameters: the parameter of each; the tensor of a replicated one is returned unchanged.
+        world: the ranks.
+    """
+    wholes = list(tensors)
+    sliced = [index for index, parameter in enumerate(parameters) if hasattr(parameter, SLICE)]
+    if not sliced:
+        return wholes
+    parts: list[Slice] = [getattr(parameters[index], SLICE) for index in sliced]
+    shapes = [part.whole_shape(tensors[index]) for index, part in zip(sliced, parts, strict=True)]
+    sizes = [shape.numel() for shape in shapes]
+    # An all-reduce of slices padded with zeros is exact, and allows slices of different sizes.
+    flat = torch.zeros(sum(sizes), dtype=tensors[0].dtype, device=world.device)
+    for index, part, shape, whole in zip(sliced, parts, shapes, torch.split(flat, sizes), strict=True):
+        wholes[index] = whole.view(shape)
+        part.of(wholes[index]).copy_(tensors[index])
+    dist.all_reduce(flat, group=world.tensor_group)
+    return wholes
+
+
+def scatter(whole: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return this rank's slice of a tensor that has the shape of the whole ``parameter``."""
+    return getattr(parameter, SLICE).of(whole) if hasattr(parameter, SLICE) else whole
+
+
+def total_norm(parameters: list[nn.Parameter], gradients: list[Tensor], world: World) -> Tensor:
+    """Compute the norm of the whole gradient, of which each tensor-parallel rank holds slices.
+
+    Collective: all ranks of a tensor-parallel group must call it.
+
+    Args:
+        parameters: sliced and replicated parameters.
+        gradients: their gradients, in the same order.
+        world: the ranks.
+    """
+    norm: Tensor = torch.nn.utils.get_total_norm(gradients)
+    if world.tensor_ranks == 1:
+        return norm
+    sliced = [g for p, g in zip(parameters, gradients, strict=True) if hasattr(p, SLICE)]
+    common = [g for p, g in zip(parameters, gradients, strict=True) if not hasattr(p, SLICE)]
+    squares = [torch.nn.utils.get_total_norm(part).double() ** 2 for part in (sliced, common)]
+    dist.all_reduce(squares[0], group=world.tensor_group)
+    return (squares[0] + squares[1]).sqrt().to(norm.dtype)
+
+
+def sum_over_slices(values_NP: Tensor, parameters: Sequence[nn.Parameter], world: World) -> Tensor:
+    """Sum values of the slices of parameters over the ranks of a tensor-parallel group.
+
+    Collective: all ranks of the group must call it.
+
+    Args:
+        values_NP: values of this rank's slices. Those of a replicated parameter are equal on all ranks, and stay so.
+        parameters: sliced and replicated ones. Length: P
+        world: the ranks.
+    """
+    if world.tensor_ranks == 1:
+        return values_NP
+    if world.tensor_rank > 0:
+        sliced_P = torch.tensor([hasattr(parameter, SLICE) for parameter in parameters], device=world.device)
+        values_NP = values_NP * sliced_P
+    dist.all_reduce(values_NP, group=world.tensor_group)
+    return values_NP

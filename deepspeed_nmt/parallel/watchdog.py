@@ -67,14 +67,8 @@ class Watchdog:
         leave: Callable[[int], Any] = os._exit,
         failed: Callable[[str], object] = lambda verdict: None,
     ) -> None:
-        self._world, self._silent_s, self._stuck_s, self._slow_s, self._leave = (
-            world,
-            silent_s,
-            stuck_s,
-            slow_s,
-            leave,
-        )
-        self._report_failure = failed
+        self._world, self._leave, self._report_failure = world, leave, failed
+        self._silent_s, self._stuck_s, self._slow_s = silent_s, stuck_s, slow_s
         self._interval_s = silent_s / 6
         self._at = ("starting", 0, time.monotonic(), slow_s)
         self._threads: list[threading.Thread] = []
@@ -129,8 +123,7 @@ class Watchdog:
         self._store.set(f"{_KEY}/{self._world.rank}", json.dumps({"done": True}))
         deadline = time.monotonic() + self._silent_s
         while self._world.is_main and time.monotonic() < deadline:
-            heartbeats = [json.loads(self._store.get(f"{_KEY}/{rank}")) for rank in range(self._world.ranks)]
-            if all(each.get("done") for each in heartbeats):
+            if all(self._heartbeat(rank).get("done") for rank in range(self._world.ranks)):
                 return
             time.sleep(0.05)
 
@@ -150,7 +143,6 @@ class Watchdog:
             self._ended.wait(_GRACE * self._interval_s)
 
     def _guard(self) -> None:
-        """Stop this rank if the store has not answered for too long."""
         while not self._ended.wait(self._interval_s):
             if time.monotonic() - self._answered > self._silent_s + self._interval_s:
                 self._stop(_GONE.format(f"no answer for {self._silent_s:.0f} s"))
@@ -181,10 +173,15 @@ class Watchdog:
 
         The store can still answer when rank 0's own threads have stopped.
         """
-        heartbeat = json.loads(self._store.get(f"{_KEY}/0")) if self._store.check([f"{_KEY}/0"]) else {}
+        heartbeat = self._heartbeat(0)
         if heartbeat.get("done") or heartbeat.get("beat", -1) != before[0]:
             return heartbeat.get("beat", -1), time.monotonic()
         return before
+
+    def _heartbeat(self, rank: int) -> dict[str, Any]:
+        """Return the last heartbeat of a rank; empty if it has sent none."""
+        key = f"{_KEY}/{rank}"
+        return dict(json.loads(self._store.get(key))) if self._store.check([key]) else {}
 
     def _send(self, beat: int) -> None:
         """Write a heartbeat: the step of the main thread, the time it has left, and the line it executes."""
@@ -196,12 +193,10 @@ class Watchdog:
         self._store.set(f"{_KEY}/{self._world.rank}", json.dumps(heartbeat))
 
     def _verdict(self) -> str:
-        """Return the published verdict; "" if there is none."""
         key = f"{_KEY}/verdict"
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _publish(self, text: str) -> None:
-        """Publish a verdict, unless there is one already."""
         self._store.compare_set(f"{_KEY}/verdict", "", text)
 
     def _judge(self, heard: dict[int, tuple[int, float, str]]) -> str:
@@ -214,14 +209,10 @@ class Watchdog:
             The verdict; "" if no rank is lost or stuck.
         """
         now = time.monotonic()
-        heartbeats: dict[int, dict[str, Any]] = {}
-        for rank in range(self._world.ranks):
-            key = f"{_KEY}/{rank}"
-            if self._store.check([key]):
-                heartbeats[rank] = json.loads(self._store.get(key))
+        heartbeats = {rank: self._heartbeat(rank) for rank in range(self._world.ranks)}
         silent = []
         for rank, (beat, since, _) in heard.items():
-            heartbeat = heartbeats.get(rank, {})
+            heartbeat = heartbeats[rank]
             if heartbeat.get("done"):
                 continue
             if heartbeat.get("beat", -1) != beat:
@@ -230,13 +221,10 @@ class Watchdog:
                 silent.append(rank)
         if silent:
             first = min(silent)
-            last = heard[first][2]
+            step = f"; it was last in {heard[first][2]}" if heard[first][2] else ""
             more = f", as are {len(silent) - 1} more" if len(silent) > 1 else ""
-            return (
-                f"rank {first} is gone or stopped{more}: no heartbeat for {self._silent_s:.0f} s"
-                f"{f'; it was last in {last}' if last else ''}"
-            )
-        at_work = {rank: heartbeat for rank, heartbeat in heartbeats.items() if not heartbeat.get("done")}
+            return f"rank {first} is gone or stopped{more}: no heartbeat for {self._silent_s:.0f} s{step}"
+        at_work = {rank: last for rank, last in heartbeats.items() if last and not last.get("done")}
         if len(at_work) < self._world.ranks:
             return ""
         # Of the ranks in the earliest step, those that do not wait in a collective hold up the others.
@@ -246,12 +234,9 @@ class Watchdog:
         if heartbeat["left"] >= 0.0:
             return ""
         where = "; ".join(f"rank {rank} on {at_work[rank]['host']} in {at_work[rank]['line']}" for rank in behind[:8])
-        if len(behind) == 1:
-            return f"rank {behind[0]} is stuck in {heartbeat['at']}, which exceeds its time limit ({where})"
+        who = f"rank {behind[0]}" if len(behind) == 1 else f"one of {len(behind)} ranks"
         more = "" if len(behind) <= 8 else f"; and {len(behind) - 8} more"
-        return (
-            f"one of {len(behind)} ranks is stuck in {heartbeat['at']}, which exceeds its time limit ({where}{more})"
-        )
+        return f"{who} is stuck in {heartbeat['at']}, which exceeds its time limit ({where}{more})"
 
     def _stop(self, verdict: str) -> None:
         """Log the verdict and end the process, unless this rank's main thread is failing already."""

@@ -65,13 +65,11 @@ def run_workers(target: Callable[[T], int], argument: T, workers: int) -> int:
 
 
 def _work(environment: dict[str, str], target: Callable[[T], int], argument: T) -> None:
-    """Run a worker in this process."""
     os.environ.update(environment)
     sys.exit(target(argument))
 
 
 def _supervise(processes: Sequence[Any]) -> int:
-    """Wait until all workers have ended or one has failed, and return the exit status."""
     while True:
         codes = [process.exitcode for process in processes]  # once: a worker can end at any moment
         for process, code in zip(processes, codes, strict=True):

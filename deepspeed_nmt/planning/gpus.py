@@ -56,9 +56,6 @@ GPUS = {
     )
 }
 
-# Parts of the names that drivers report, in order of search.
-_KINDS = {"V100": "v100-32g", "A100": "a100-80g", "L40S": "l40s-48g", "H100": "h100-80g", "H200": "h200-141g"}
-
 
 def gpu_named(name: str) -> Gpu:
     """Return the GPU named by ``--gpu``: a known name, or NAME:GiB for any other.
@@ -75,7 +72,7 @@ def gpu_named(name: str) -> Gpu:
         gib = 0.0
     if not 0.0 < gib < math.inf:
         raise ConfigError(
-            f"--gpu must be a known GPU, or NAME:GiB such as rtx4090:24, but is {shown(name)}"
+            f"--gpu is {shown(name)}, which is neither a known GPU nor NAME:GiB such as rtx4090:24"
             f"{did_you_mean(name, GPUS)}"
         )
     kind = kind_of(label)
@@ -84,7 +81,5 @@ def gpu_named(name: str) -> Gpu:
 
 def kind_of(device_name: str) -> Gpu | None:
     """Return the known GPU that matches a device's name, such as "Tesla V100-SXM2-16GB"; its memory may differ."""
-    for part, kind in _KINDS.items():
-        if part.lower() in device_name.lower():
-            return GPUS[kind]
-    return None
+    kinds = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in device_name.lower()]
+    return max(kinds, key=lambda gpu: gpu.gib, default=None)

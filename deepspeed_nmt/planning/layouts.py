@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from deepspeed_nmt.data.batching import BatchConfig, divide_update
 from deepspeed_nmt.data.packing import pack_update, row_sizes
-from deepspeed_nmt.data.windows import Window
+from deepspeed_nmt.data.update_order import Window
 
 _SAMPLED_UPDATES = 50
 """Updates that are divided in either layout."""
@@ -61,7 +61,7 @@ def estimates(
     # The last update of an epoch may be what is left.
     sample = range(0, max(1, len(updates) - 1), max(1, len(updates) // updates_sampled))
     return [
-        _estimate(layout, _rows(layout, updates, longest, sample, config, ranks), len(sample) * ranks)
+        _estimate(layout, [*_micro_batches(layout, updates, longest, sample, config, ranks)], len(sample) * ranks)
         for layout in layouts
     ]
 
@@ -71,33 +71,31 @@ def prefers_padded(padded: LayoutEstimate, packed: LayoutEstimate) -> bool:
     return packed.padding > padded.padding + _MARGIN
 
 
-_Shape = tuple[int, int, int]
-"""Rows, and positions of a source's and a target's row."""
+_MicroBatch = tuple[int, int, int, int]
+"""Rows, positions of a source's and a target's row, and tokens of both."""
 
 
-def _rows(
+def _micro_batches(
     layout: str, updates: Window, longest: int, sample: range, config: BatchConfig, ranks: int
-) -> list[tuple[_Shape, int]]:
-    """Return the shape of each micro-batch of the sample, and its tokens."""
-    found: list[tuple[_Shape, int]] = []
+) -> Iterator[_MicroBatch]:
     source, target = updates.source, updates.target
     sizes = row_sizes(updates, longest, ranks, config) if layout == "packed" else None
     for number in sample:
         if sizes is not None:
-            packed = pack_update(updates[number], source, target, ranks, config, sizes)
-            for part in (each for parts in packed for each in parts):
-                tokens = int(source[part.sentences].sum() + target[part.sentences].sum())
-                found.append(((1, part.source, part.target), tokens))
+            for parts in pack_update(updates[number], source, target, ranks, config, sizes):
+                for part in parts:
+                    tokens = int(source[part.sentences].sum() + target[part.sentences].sum())
+                    yield 1, part.source, part.target, tokens
         else:
-            divided = divide_update(updates[number], source, target, ranks, config)
-            for group in (each for groups in divided for each in groups if len(each)):
-                s, t = source[group], target[group]
-                found.append(((len(group), int(s.max()), int(t.max())), int(s.sum() + t.sum())))
-    return found
+            for groups in divide_update(updates[number], source, target, ranks, config):
+                for group in filter(len, groups):
+                    s, t = source[group], target[group]
+                    yield len(group), int(s.max()), int(t.max()), int(s.sum() + t.sum())
 
 
-def _estimate(layout: str, found: list[tuple[_Shape, int]], of: int) -> LayoutEstimate:
-    tokens = sum(each for _, each in found)
-    positions = sum(rows * (source + target) for (rows, source, target), _ in found)
-    shapes = len({shape for shape, _ in found})
-    return LayoutEstimate(layout, len(found) / of, tokens / len(found), 1.0 - tokens / positions, shapes)
+def _estimate(layout: str, micro_batches: Sequence[_MicroBatch], of: int) -> LayoutEstimate:
+    tokens = sum(tokens for *_, tokens in micro_batches)
+    positions = sum(rows * (source + target) for rows, source, target, _ in micro_batches)
+    shapes = len({tuple(shape) for *shape, _ in micro_batches})
+    count = len(micro_batches)
+    return LayoutEstimate(layout, count / of, tokens / count, 1.0 - tokens / positions, shapes)

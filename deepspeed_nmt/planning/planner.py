@@ -1,79 +1,165 @@
-"""Planner of a run: it computes the memory of any layout from counts of the model."""
+"""Plans of a run: memory and speed of a layout, recomputation and micro-batch size, and the advice of the fastest."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-import torch
-
-from deepspeed_nmt.core.model import TranslationModel
-from deepspeed_nmt.core.objective import Objective
-from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.console import table
 from deepspeed_nmt.data.batching import BatchConfig
-from deepspeed_nmt.engine.config import EngineConfig
-from deepspeed_nmt.engine.ds_config import load_ds_config
-from deepspeed_nmt.engine.settings import EngineSettings
-from deepspeed_nmt.kernels.precision import DTYPES, Precision
-from deepspeed_nmt.parallel.tensor import parallelize
-from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.planning.advice import RECOMPUTE, Plan, advise, plan_for
+from deepspeed_nmt.engine.contract import checkpoint_bytes
+from deepspeed_nmt.engine.settings import EngineConfig, EngineSettings, load_ds_config
+from deepspeed_nmt.errors import shown_bytes
+from deepspeed_nmt.planning.counting import Counts, RecomputedLayers
 from deepspeed_nmt.planning.gpus import Gpu
-from deepspeed_nmt.planning.memory import Layout, RecomputedLayers, Work, WorkOf, count_update, interpolated
+from deepspeed_nmt.planning.memory import GIB, PARTS, Layout, host_bytes, state_bytes, validation_bytes
 
-_COUNTED = (1024, 4096, 16384)
-"""Sizes in tokens of the micro-batches that are counted; other sizes are interpolated. Up to 4,096 the loss of a GPU
-holds all logits at once, from there on a chunk of them (:func:`deepspeed_nmt.kernels.cross_entropy.chunk_rows`)."""
+_SMALLEST_MICRO_TOKENS, _LARGEST_MICRO_TOKENS = 512, 32768
+_RANKS_OF_A_HOST = 8
+"""Largest number of GPUs that are assumed to be in one host."""
+_RECOMPUTE = (0, 4, 2, 1)
+"""Settings of recomputation to try: every k-th layer, from the least recomputation to the most; 0 is none."""
+_IDLE_TOKENS = 400
+"""Overhead of a micro-batch in tokens: a GPU needs work to hide the launch of its kernels."""
+_SLOWER = {None: 1.0, 0: 1.0, 1: 1.0, 2: 1.02, 3: 1.15}
+"""Relative time of an update under a ZeRO stage, for communication that is not hidden. A rule of thumb."""
+_TRAINING = frozenset({"activations", "logits"})
+"""Parts that make room for validation."""
 
 
 @dataclass(frozen=True)
-class Counts:
-    """Counts of a model that all its plans share. They take seconds, plans none.
+class Plan:
+    """A way to train a model on some GPUs, and its cost.
 
     Attributes:
-        work: work of a micro-batch on one rank.
-        trained: number of trained parameters on one rank.
-        frozen: number of frozen parameters on one rank.
+        layout: of the model.
+        micro_tokens: padded tokens in a micro-batch.
+        recompute: every k-th layer of encoder and decoder is recomputed; 0 none.
+        parts: bytes on one GPU, by the names in PARTS.
+        host: bytes of host memory that the tensors of one rank take at most.
+        host_ranks: number of ranks that are assumed to share a host.
+        host_sum: bytes of host memory that the tensors of these ranks take at most together.
+        flops_per_token: of the model, for each target token; recomputation is not counted.
+        seconds_per_token: relative cost, for comparing plans.
     """
 
-    work: WorkOf
-    trained: int
-    frozen: int
+    layout: Layout
+    micro_tokens: int
+    recompute: RecomputedLayers
+    parts: Mapping[str, int]
+    host: int
+    host_ranks: int
+    host_sum: int
+    flops_per_token: float
+    seconds_per_token: float
+
+    @property
+    def absent(self) -> frozenset[str]:
+        """Parts that are not held at the peak: validation, or what makes room for it."""
+        held = sum(self.parts[part] for part in _TRAINING)
+        return _TRAINING if held < self.parts["validation"] else frozenset({"validation"})
+
+    @property
+    def total(self) -> int:
+        """Peak bytes on one GPU: activations and logits make room for validation."""
+        return sum(size for part, size in self.parts.items() if part not in self.absent)
+
+    def fits(self, gib: float) -> bool:
+        """Return True if the plan fits into ``gib`` GiB."""
+        return self.total <= gib * GIB
+
+    def tokens_per_second(self, gpu: Gpu, num_gpus: int, mfu: float) -> float | None:
+        """Return target tokens a second of all GPUs at a share ``mfu`` of their peak; None if that is unknown."""
+        return num_gpus * mfu * gpu.tflops * 1e12 / self.flops_per_token if gpu.tflops else None
+
+    def as_json(self, gpu: Gpu) -> dict[str, Any]:
+        """Return the plan as values for JSON."""
+        return {
+            "zero_stage": self.layout.stage,
+            "micro_tokens": self.micro_tokens,
+            "recompute": self.recompute,
+            "bytes": {**self.parts, "total": self.total},
+            "host_bytes": self.host,
+            "host_ranks": self.host_ranks,
+            "host_bytes_of_ranks": self.host_sum,
+            "fits": self.fits(gpu.usable_gib),
+        }
 
 
-def count_model(
-    model: TranslationModel, objective: Objective, vocabulary: Vocabulary, precision: Precision, tensor_ranks: int
-) -> Counts:
-    """Count a model.
+def plan_for(counts: Counts, layout: Layout, micro_tokens: int, recompute: RecomputedLayers) -> Plan:
+    """Compute memory and cost of one way to train.
 
     Args:
-        model: on the meta device, with kernels planned for the GPUs; sliced here, and converted to ``precision``.
-        objective: of the run.
-        vocabulary: of the data.
-        precision: that the model is trained in.
-        tensor_ranks: number of GPUs that share the model.
-
-    Raises:
-        ConfigError: if ``tensor_ranks`` does not divide the model.
+        counts: of the model.
+        layout: of the model over the ranks.
+        micro_tokens: padded tokens of a micro-batch.
+        recompute: every k-th layer of encoder and decoder; 0 none.
     """
-    parallelize(model, World(0, tensor_ranks, 0, torch.device("meta"), tensor_ranks))
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = sum(p.numel() for p in model.parameters()) - trained
-    model.to(DTYPES[precision])
+    work, unrecomputed = counts.work(micro_tokens, recompute), counts.work(micro_tokens, (0, 0))
+    size = (counts.trained, counts.frozen, layout)
+    parts = {
+        **state_bytes(*size),
+        "activations": work.activations,
+        "logits": work.logits,
+        "validation": validation_bytes(*size),
+    }
+    share = work.flops / max(1, unrecomputed.flops)
+    cost = share * _SLOWER[layout.stage] * (micro_tokens + _IDLE_TOKENS) / micro_tokens
+    flops = unrecomputed.flops * layout.tensor_ranks / micro_tokens
+    ranks = min(layout.ranks, _RANKS_OF_A_HOST)
+    return Plan(
+        layout,
+        micro_tokens,
+        recompute,
+        parts={part: parts[part] for part in PARTS},
+        host=host_bytes(*size, 1),
+        host_ranks=ranks,
+        host_sum=host_bytes(*size, ranks),
+        flops_per_token=flops,
+        seconds_per_token=cost * flops,
+    )
 
-    def counted(recompute: RecomputedLayers) -> tuple[Work, ...]:
-        return tuple(count_update(model, objective, vocabulary, tokens, recompute) for tokens in _COUNTED)
 
-    encoder, decoder = (sum(stack.applications for stack in side) for side in model.stacks)
-    work = interpolated(counted((0, 0)), counted((1, 0)), counted((0, 1)), (encoder, decoder))
-    return Counts(work, trained, frozen)
+def advise(
+    counts: Counts, gpu: Gpu, layout: Layout, update_tokens: int, zero: Mapping[int, Mapping[str, Any]]
+) -> Plan:
+    """Return the fastest plan that fits, or the smallest if none fits.
+
+    Args:
+        counts: of the model.
+        gpu: to plan for.
+        layout: ranks and precision to plan for; its stage is chosen here.
+        update_tokens: target tokens of an update over all ranks, which bound a micro-batch.
+        zero: section ``zero_optimization`` of the DeepSpeed configuration for each stage.
+    """
+    stages: tuple[int | None, ...] = (None,) if layout.ranks == 1 else (1, 2, 3)
+    plans = [
+        plan_for(counts, replace(layout, stage=stage, zero=zero.get(stage or 0)), tokens, recompute)
+        for stage in stages
+        for recompute in itertools.product(_RECOMPUTE, _RECOMPUTE)
+        for tokens in _micro_tokens(update_tokens * layout.tensor_ranks // layout.ranks)
+    ]
+    fitting = [plan for plan in plans if plan.fits(gpu.usable_gib)]
+    if not fitting:
+        return min(plans, key=lambda plan: plan.total)
+    return min(fitting, key=lambda plan: (plan.seconds_per_token, plan.total))
+
+
+def _micro_tokens(share: int) -> Iterator[int]:
+    """Yield sizes to try: powers of two up to a GPU's share of an update."""
+    tokens = _SMALLEST_MICRO_TOKENS
+    while tokens <= max(_SMALLEST_MICRO_TOKENS, min(share, _LARGEST_MICRO_TOKENS)):
+        yield tokens
+        tokens *= 2
 
 
 def layout_of(settings: EngineSettings, ranks: int, tensor_ranks: int, copies: bool) -> Layout:
     """Return the layout of a model over GPUs that an engine's settings describe; arguments as in :class:`Layout`."""
     zero = None if settings.ds_config is None else settings.ds_config.get("zero_optimization", {})
     bits = 32 if settings.precision == "fp32" else 16
-    return Layout(settings.zero_stage, ranks, tensor_ranks, bits, zero, copies)
+    return Layout(settings.zero_stage, ranks, tensor_ranks, bits, zero, copies, len(settings.optimizer.states))
 
 
 class Planner:
@@ -97,30 +183,30 @@ class Planner:
         ranks: int,
         copies: bool,
     ) -> None:
-        self.work, self.trained, self.frozen = counts.work, counts.trained, counts.frozen
-        self._engine, self._settings, self._batch = engine, settings, batch
+        self.counts, self._engine, self._batch = counts, engine, batch
         self._layout = layout_of(settings, ranks, engine.tensor_parallel, copies)
 
     def as_set(self, usable_gib: float) -> Plan:
         """Return the plan that the settings describe; "auto" is as little recomputation as fits."""
-        engine, layout = self._engine, self._layout
         sides = [
-            RECOMPUTE if every == "auto" else (every,)
-            for every in (engine.recompute_encoder, engine.recompute_decoder)
+            _RECOMPUTE if every == "auto" else (every,)
+            for every in (self._engine.recompute_encoder, self._engine.recompute_decoder)
         ]
-        plans = [self._plan(layout, (encoder, decoder)) for encoder, decoder in itertools.product(*sides)]
+        plans = [
+            plan_for(self.counts, self._layout, self._batch.micro_tokens, (encoder, decoder))
+            for encoder, decoder in itertools.product(*sides)
+        ]
         fitting = [plan for plan in plans if plan.fits(usable_gib)]
         return min(fitting, key=lambda plan: plan.seconds_per_token) if fitting else plans[-1]
 
     def advised(self, gpu: Gpu) -> Plan:
         """Return the fastest plan that fits; the smallest if none does."""
         zero = {stage: load_ds_config(f"zero{stage}")["zero_optimization"] for stage in (1, 2, 3)}
-        tokens = self._batch.update_tokens
-        return advise(self.work, self.trained, self.frozen, gpu, self._layout, tokens, zero)
+        return advise(self.counts, gpu, self._layout, self._batch.update_tokens, zero)
 
     def unrecomputed(self, plan: Plan) -> Plan:
         """Return the same plan without recomputation."""
-        return plan_for(self.work, self.trained, self.frozen, plan.layout, plan.micro_tokens, (0, 0))
+        return plan_for(self.counts, plan.layout, plan.micro_tokens, (0, 0))
 
     def settings(self, plan: Plan) -> list[str]:
         """Return the settings of a plan, as arguments of ``train``."""
@@ -134,5 +220,98 @@ class Planner:
         recompute = [f"engine.recompute_{side}={every}" for side, every in sides if every]
         return [*engine, *recompute, f"batch.micro_tokens={plan.micro_tokens}"]
 
-    def _plan(self, layout: Layout, recompute: RecomputedLayers) -> Plan:
-        return plan_for(self.work, self.trained, self.frozen, layout, self._batch.micro_tokens, recompute)
+
+def as_text(columns: Mapping[str, Plan], advice: list[str], update_tokens: int, gpu: Gpu, speed: str) -> str:
+    """Return a table of plans, the memory of one GPU by part, and the settings to use.
+
+    Args:
+        columns: plans by title; "advised" is the one with the settings in ``advice``.
+        advice: settings to use.
+        update_tokens: target tokens of an update.
+        gpu: GPU that the plans are for.
+        speed: phrase that ends the last line; "" if the speed is unknown.
+    """
+    plans, plan = columns.values(), columns["advised"]
+
+    def row(name: str, text_of: Callable[[Plan], str]) -> list[str]:
+        return [name, *map(text_of, plans)]
+
+    def part_row(part: str) -> list[str]:
+        frames = {True: "({:.2f})", False: "{:.2f}"}
+        return row(part, lambda plan: frames[part in plan.absent].format(plan.parts[part] / GIB))
+
+    rows = [["GiB on a GPU", *columns], *map(part_row, PARTS)]
+    rows.append(row("total", lambda plan: f"{plan.total / GIB:.2f}"))
+    rows.append(row("fits", lambda plan: "yes" if plan.fits(gpu.usable_gib) else "no"))
+    rows.append(row("host, a rank", lambda plan: f"{plan.host / GIB:.2f}"))
+    if plan.host_ranks > 1:
+        rows.append(row(f"host, {plan.host_ranks} ranks", lambda plan: f"{plan.host_sum / GIB:.2f}"))
+    lines = [table(rows)]
+    if plan.layout.ranks > plan.host_ranks:
+        lines.append(f"(a host is assumed to have {plan.host_ranks} GPUs)")
+    lines.append("(in parentheses: not held at the peak; validation has no activations and logits)")
+    lines += ["", f"set: {' '.join(advice)}"]
+    if not plan.fits(gpu.usable_gib):
+        lines.append(
+            "no plan fits; this is the smallest: use larger GPUs, more of them (perhaps with "
+            "engine.tensor_parallel), or offload (engine.name=deepspeed engine.ds_config=zero3_offload)"
+        )
+    share = update_tokens * plan.layout.tensor_ranks // plan.layout.ranks
+    if share < _SMALLEST_MICRO_TOKENS:
+        lines.append(
+            f"an update of {update_tokens:,} tokens leaves {share} for a GPU, too few to be fast: use fewer GPUs, or "
+            "raise batch.update_tokens"
+        )
+    lines.append(f"{plan.flops_per_token / 1e9:,.2f} GFLOP for each target token{speed}")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """Disk space and time of a run's checkpoints.
+
+    Attributes:
+        size: bytes of the tensors of one checkpoint: fp32 weights and optimizer states.
+        keep_last: number of newest checkpoints that are kept.
+        keep_best: True if the best one is kept besides.
+        mb_per_s: speed of writing in MB/s.
+    """
+
+    size: int
+    keep_last: int
+    keep_best: bool
+    mb_per_s: float
+
+    @classmethod
+    def of(
+        cls, trained: int, frozen: int, states: int, keep_last: int, keep_best: bool, mb_per_s: float
+    ) -> CheckpointPlan:
+        """Return the plan of a model; the first three arguments as of :func:`checkpoint_bytes`."""
+        return cls(checkpoint_bytes(trained, frozen, states), keep_last, keep_best, mb_per_s)
+
+    @property
+    def disk(self) -> int:
+        """Bytes of the largest number of checkpoints at once, the one being written included."""
+        return self.size * (self.keep_last + int(self.keep_best) + 1)
+
+    @property
+    def seconds(self) -> float:
+        """Time to write one checkpoint."""
+        return self.size / (self.mb_per_s * 1e6)
+
+    def as_json(self) -> dict[str, object]:
+        """Return the plan as values for JSON."""
+        return {
+            "checkpoint_bytes": self.size,
+            "disk_bytes": self.disk,
+            "write_mb_per_s": self.mb_per_s,
+            "save_seconds": self.seconds,
+        }
+
+    def __str__(self) -> str:
+        best = ", the best one" if self.keep_best else ""
+        return (
+            f"a checkpoint has {shown_bytes(self.size)} and is written in {self.seconds:,.0f} s at "
+            f"{self.mb_per_s:g} MB/s (--write-speed); training.keep_last={self.keep_last}{best} and the one being "
+            f"written need {shown_bytes(self.disk)} of disk"
+        )

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.data.batching import BatchConfig
-from deepspeed_nmt.data.corpora import Corpora
-from deepspeed_nmt.data.largest import check_lengths
-from deepspeed_nmt.data.loader import epoch_order
-from deepspeed_nmt.data.mixture import MixtureOrder
+from deepspeed_nmt.data.corpus import Corpora
+from deepspeed_nmt.data.loader import check_lengths, epoch_order
+from deepspeed_nmt.data.mixture import MixtureOrder, next_phase, taken
 from deepspeed_nmt.data.training import TrainingData
-from deepspeed_nmt.data.update_order import UpdateOrder
+from deepspeed_nmt.data.update_order import Cursor, UpdateOrder
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.kernels.backends import Capability
-from deepspeed_nmt.kernels.precision import Precision, has_flash_attention
+from deepspeed_nmt.kernels.precision import Capability, Precision, capability_of, has_flash_attention
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning.layouts import estimates, prefers_padded
 from deepspeed_nmt.train.progress import Progress
@@ -73,6 +72,19 @@ def layout_on(config: RunConfig, precision: Precision, capability: Capability | 
     return layout
 
 
+def batch_on(config: RunConfig, data: TrainingData, precision: Precision, world: World) -> BatchConfig:
+    """Return sizes of batches with their layout on these ranks.
+
+    Raises:
+        ConfigError: if the model cannot be trained in the layout, or a sentence does not fit into a micro-batch.
+    """
+    layout = layout_on(config, precision, capability_of(world.device))
+    batch = config.batch.model_copy(update={"layout": layout})
+    if config.batch.layout == "auto" and layout == "packed":
+        return with_less_padding(batch, update_order_of(data.corpora(config.mixture), config, data), world)
+    return batch
+
+
 def has_packed_kernel(precision: Precision, capability: Capability | None) -> bool:
     """Return True if attention within packed sentences has a fast kernel on a device; arguments as in `layout_on`."""
     return precision != "fp32" and has_flash_attention(capability)
@@ -96,3 +108,34 @@ def with_less_padding(batch: BatchConfig, order: UpdateOrder, world: World) -> B
             100.0 * padded.padding,
         )
     return batch.model_copy(update={"layout": "padded"})
+
+
+def with_mixture(progress: Progress, corpora: Corpora, config: RunConfig, data: TrainingData) -> Progress:
+    """Return the progress with the mixture of corpora with which the run continues, if it has any.
+
+    Args:
+        progress: of the run.
+        corpora: the training text of ``data``.
+        config: settings of the run.
+        data: data to train on.
+    """
+    first = progress.update + 1
+    if not data.is_mixture and not progress.phases:
+        return progress
+    before = {}
+    if progress.phases:
+        before = taken(progress.phases[-1], first, config.batch.update_tokens)
+    elif progress.update:  # the run began with the first corpus alone
+        alone = Corpora(corpora.parts[:1])
+        order = epoch_order(alone, config.batch, config.training.seed)
+        epochs = order.epochs(Cursor(progress.epoch, progress.epoch_update), first)[0]
+        before = {data.parts[0].identity: round(epochs * len(alone))}
+    phases = next_phase(progress.phases, data.phase(corpora, config.mixture, first), before)
+    if len(phases) > len(progress.phases):
+        mixture = config.mixture
+        how = f"{data}; temperature {mixture.temperature:g}, tags in front of {mixture.tag}s"
+        if progress.update:
+            logger.warning("from update %s on the run has another mixture: %s", f"{first:,}", how)
+        else:
+            logger.info("mixture: %s", how)
+    return replace(progress, phases=phases)

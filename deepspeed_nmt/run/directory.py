@@ -1,49 +1,48 @@
-"""Run directories.
+"""Run directories, and the manifest with hashes of the files that decide a run's outputs.
 
 Files of a run:
 
 config.yaml  data.json  environment.json  resolved.json  origin.json  vocabulary.*  manifest.json
 metrics.jsonl  events.jsonl  tensorboard/  checkpoints/  logs/  test_scores.json  alignment.json
+
+The manifest records ``config.yaml``, ``data.json`` and ``vocabulary.*``. A file that is lost or damaged is restored
+where that is possible: the vocabulary from the data directory, settings and ``data.json`` from the newest checkpoint.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from deepspeed_nmt.build import build_model
-from deepspeed_nmt.config import RunConfig, load_recorded, validate_recorded
+from deepspeed_nmt.config import RunConfig, load_recorded, validate
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.parts import LikelihoodConfig
-from deepspeed_nmt.data.directory import VOCABULARY_FILES, open_tokenizer
+from deepspeed_nmt.data.data_directory import VOCABULARY_FILES, DataDirectory, open_tokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
-from deepspeed_nmt.data.training import DataOption, TrainingData
-from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
+from deepspeed_nmt.data.training import CorpusRecord, TrainingData
+from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError, UserError
 from deepspeed_nmt.evaluate.metrics import Scorer
-from deepspeed_nmt.files import atomic_write_text, check_utf8_name, parse_json, remove_orphans
-from deepspeed_nmt.manifest import MANIFEST_FILE, DamagedRecordError, FileRecord
-from deepspeed_nmt.run.environment import environment
-from deepspeed_nmt.run.manifest import (
-    CHECKPOINTS,
-    CONFIG_FILE,
-    DATA_FILE,
-    DataRecord,
-    RunManifest,
-    replace_files,
-    verify_run,
+from deepspeed_nmt.files import atomic_write_bytes, check_utf8_name
+from deepspeed_nmt.manifest import (
+    MANIFEST_FILE,
+    DamagedRecordError,
+    FileRecord,
+    PlainName,
+    read_record,
+    write_record,
 )
-from deepspeed_nmt.run.validation import ValidationConfig
-from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS
-from deepspeed_nmt.text import Tags, TextForm
-from deepspeed_nmt.train.checkpoint import Checkpoint, RunRecord
-from deepspeed_nmt.train.metrics import METRICS_FILE
-from deepspeed_nmt.train.store import CheckpointStore
+from deepspeed_nmt.registry import Config
+from deepspeed_nmt.search.decode_options import MAX_SOURCE_TOKENS
+from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
+from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore, RunRecord
+from deepspeed_nmt.train.configuration import ValidationConfig
 
 ALIGNMENT_FILE = "alignment.json"
 """File with the decoder layers that align best."""
@@ -62,11 +61,8 @@ _FIXED = (
     "optimizer.name.",
     "training.seed.",
     "batch.update_tokens.",
-    "batch.order.",
 )
 """Settings that cannot change once the run has a checkpoint."""
-_LEARNING = ("optimizer.", "schedule.")
-"""Settings whose change in a resumed run is logged, because a recipe may have changed them."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +112,7 @@ class Run:
         return CheckpointStore(self.path / CHECKPOINTS, training.keep_last, training.keep_best)
 
     @property
-    def max_source_tokens(self) -> int:
+    def longest_line(self) -> int:
         """Default bound of a source line, in tokens: 1024, or the longest training sentence if that is longer."""
         return max(MAX_SOURCE_TOKENS, DataRecord.read(self.path).longest_source)
 
@@ -191,25 +187,6 @@ class Run:
         return any(part.trains_exit(int(encoder), int(decoder), stages) for part in likelihoods)
 
 
-def has_begun(path: Path) -> bool:
-    """Return True if a run has a checkpoint. Until then, all its settings can change."""
-    return bool(CheckpointStore(path / CHECKPOINTS).names())
-
-
-def record_of(config: RunConfig, data: TrainingData) -> RunRecord:
-    """Return the record of a run, for its checkpoints."""
-    return RunRecord(
-        config=config.model_dump(mode="json"),
-        data=str(data.main.path.resolve()),
-        fingerprint=data.main.fingerprint,
-        longest_source=data.longest_source,
-        text=data.main.text_form,
-        tags=data.tags,
-        corpora=data.records,
-        vocabulary=data.main.vocabulary,
-    )
-
-
 def check_record(checkpoint: Checkpoint, config: RunConfig, files: Mapping[str, FileRecord]) -> None:
     """Check that a checkpoint is of a run with the same fixed settings and the same vocabulary.
 
@@ -224,9 +201,10 @@ def check_record(checkpoint: Checkpoint, config: RunConfig, files: Mapping[str, 
     if (record := checkpoint.run) is None:
         return
     now = config.flat()
-    before = validate_recorded(record.config).flat()
+    before = validate(record.config).flat()
     differences = [
-        f"its {key} is {before.get(key, 'unset')} instead of {now.get(key, 'unset')}" for key in _changed(before, now)
+        f"its {key} is {before.get(key, 'unset')} instead of {now.get(key, 'unset')}"
+        for key in changed_fixed_settings(before, now)
     ]
     if any(files.get(name) != each for name, each in record.vocabulary.items()):
         differences.append("its vocabulary is another one")
@@ -237,152 +215,295 @@ def check_record(checkpoint: Checkpoint, config: RunConfig, files: Mapping[str, 
         )
 
 
-def begin(path: Path, config: RunConfig, data: TrainingData) -> None:
-    """Write the files of a new run, or check that a resumed one has the same fixed settings and the same data.
-
-    Args:
-        path: run directory.
-        config: settings of the run.
-        data: data to train on.
-
-    Raises:
-        ConfigError: if a setting has changed that cannot change, all of them at once; or if files are in the way that
-            `train` did not write.
-        CheckpointError: if the newest checkpoint is of another run.
-        DataError: if the data has changed.
-    """
-    files = {
-        CONFIG_FILE: config.to_yaml().encode(),
-        DATA_FILE: DataRecord.of(data).content(),
-    }
-    if has_begun(path):
-        verify_run(path, data.main.path)
-        _check_same(path, config, data)
-    else:
-        path.mkdir(parents=True, exist_ok=True)
-        _check_own(path)
-        if (path / METRICS_FILE).exists():
-            logger.warning("%s has no checkpoint: training starts from the beginning, and its metrics with it", path)
-        for name in (ORIGIN_FILE, MANIFEST_FILE, SCORES_FILE, ALIGNMENT_FILE):
-            (path / name).unlink(missing_ok=True)
-        files |= {name: (data.main.path / name).read_bytes() for name in data.main.vocabulary}
-    for directory in (path, path / CHECKPOINTS, *(path / CHECKPOINTS).glob("update-*/")):
-        remove_orphans(directory)
-    replace_files(path, files)
-    atomic_write_text(path / ENVIRONMENT_FILE, json.dumps(environment(), indent=1))
-
-
-def recorded_data(path: Path) -> TrainingData:
-    """Open the data directories that a run was last trained on.
-
-    Args:
-        path: run directory.
-
-    Raises:
-        DataError: if one is not where it was, or is incomplete.
-    """
-    record = DataRecord.read(path)
-    options = [each.option for each in record.corpora] or [DataOption(Path(record.path))]
-    for option in options:
-        if not option.path.is_dir():
-            raise DataError(
-                f"--data is not given, so it is that of {path}, but there is no directory {option.path}; give the "
-                "place of its data by --data"
-            )
-    return TrainingData(options)
-
-
-def _check_same(path: Path, config: RunConfig, data: TrainingData) -> None:
-    recorded = DataRecord.read(path)
-    main = data.main
-    if recorded.fingerprint != main.fingerprint:
-        if recorded.fingerprint in (part.directory.fingerprint for part in data.parts):
-            raise ConfigError(
-                f"the first --data must be that of {recorded.path}, which gives {path} its vocabulary and validation "
-                f"set, but is {main.path}; give that one first"
-            )
-        raise DataError(
-            f"{main.path} must hold the data that {path} began with (from {recorded.path}), but it has changed; "
-            "restore it, or start a new run with another --run directory"
-        )
-    before_at = {each.path: each.fingerprint for each in recorded.corpora}
-    for part in data.parts:
-        where = str(part.directory.path.resolve())
-        if before_at.get(where, part.directory.fingerprint) != part.directory.fingerprint:
-            raise DataError(
-                f"{where} must hold the data that {path} was trained on, but it has changed; restore it, or give the "
-                "new data another directory"
-            )
-    before = load_recorded(path / CONFIG_FILE).flat()
-    now = config.flat()
-    problems = [
-        f"{key} must stay {before.get(key, 'unset')} once {path} has a checkpoint, but is {now.get(key, 'unset')}; "
-        "without --recipe, --config and this setting the run keeps its own; for another one, start a new run"
-        for key in _changed(before, now)
-    ]
-    if problems:
-        raise ConfigError(problems)
-    if learning := [key for key in sorted(now) if key.startswith(_LEARNING) and before.get(key) != now[key]]:
-        changes = [f"{key} was {before.get(key, 'unset')} and is {now[key]}" for key in learning]
-        logger.warning("%s continues with other settings: %s", path, ", ".join(changes))
-    if config.layer.depends_on_micro_batches:
-        _warn_of_micro_batches(path, before, now)
-    store = CheckpointStore(path / CHECKPOINTS)
-    newest = None
-    with suppress(CheckpointError):  # a damaged one is skipped later
-        newest = store.read(store.names()[-1], verify=False)
-    if newest is not None:
-        check_record(newest, config, main.vocabulary)
-
-
-def _warn_of_micro_batches(path: Path, before: Mapping[str, object], now: Mapping[str, object]) -> None:
-    """Warn if updates are divided into other micro-batches than at the last start, on which random choices depend.
-
-    Args:
-        path: run directory.
-        before: settings of the last start.
-        now: settings of this one.
-    """
-    changes = [
-        f"{key} was {before.get(key, 'unset')} and is {now[key]}"
-        for key in sorted(now)
-        if key.startswith("batch.") and before.get(key) != now[key]
-    ]
-    with suppress(OSError, ValueError, KeyError, TypeError):  # of an older version, or damaged
-        ranks = int(parse_json((path / ENVIRONMENT_FILE).read_bytes())["ranks"])
-        sizes = [(ranks, before), (int(environment()["ranks"]), now)]
-        old, new = (count // int(str(settings["engine.tensor_parallel"])) for count, settings in sizes)
-        if old != new:
-            changes.append(f"there were {old} data-parallel ranks and are {new}")
-    if changes:
-        logger.warning(
-            "%s: the random choices of layer.name=%s for each micro-batch are others from now on, because %s",
-            path,
-            now["layer.name"],
-            " and ".join(changes),
-        )
-
-
-def _check_own(path: Path) -> None:
-    """Check that a new run replaces only files of a run that has no checkpoint yet.
-
-    Raises:
-        ConfigError: if there are other files of these names.
-    """
-    with suppress(DamagedRecordError, ValidationError):
-        RunManifest.read(path)
-        return
-    if all((path / name).is_file() for name in (CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE)):
-        return  # of an older version
-    names = (CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE, ORIGIN_FILE, MANIFEST_FILE, METRICS_FILE, *VOCABULARY_FILES)
-    if found := [name for name in names if (path / name).exists()]:
-        raise ConfigError(
-            f"--run must be a new directory or one made by `train`, but {path} has {' and '.join(found[:3])} that "
-            "`train` did not write; give another directory"
-        )
-
-
-def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+def changed_fixed_settings(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     """Return the fixed settings that differ."""
     keys = sorted(before.keys() | now.keys())
     return [key for key in keys if f"{key}.".startswith(_FIXED) and before.get(key) != now.get(key)]
+
+
+CONFIG_FILE, DATA_FILE, CHECKPOINTS = "config.yaml", "data.json", "checkpoints"
+
+
+class DataRecord(Config):
+    """The content of ``data.json``.
+
+    Attributes:
+        path: data directory that the run was last trained on.
+        fingerprint: fingerprint of the data.
+        longest_source: tokens of its longest source sentence, without EOS; 0 in older runs.
+        text: form of its text; None in older runs.
+        tags: symbols in front of all its sentences.
+        corpora: corpora of a mixture, of which that directory is the first; none if there is one corpus.
+    """
+
+    path: str
+    fingerprint: str
+    longest_source: int = 0
+    text: TextForm | None = None
+    tags: Tags = NO_TAGS
+    corpora: tuple[CorpusRecord, ...] = ()
+
+    @classmethod
+    def of(cls, data: TrainingData) -> DataRecord:
+        """Return the record of the data of a run."""
+        return cls(
+            path=str(data.main.path.resolve()),
+            fingerprint=data.main.fingerprint,
+            longest_source=data.longest_source,
+            text=data.main.text_form,
+            tags=data.tags,
+            corpora=data.records,
+        )
+
+    @classmethod
+    def read(cls, run: Path) -> DataRecord:
+        """Read the record of a run.
+
+        Raises:
+            DataError: if it is missing or cannot be read.
+        """
+        try:
+            return cls.model_validate_json((run / DATA_FILE).read_bytes())
+        except (OSError, ValidationError) as error:
+            raise DataError(
+                f"{run / DATA_FILE} must be what `train` wrote when the run began, but cannot be read; "
+                f"{_remedy(run, DATA_FILE, None)}"
+            ) from error
+
+    def content(self) -> bytes:
+        """Return the content of DATA_FILE."""
+        return self.model_dump_json().encode()
+
+
+class RunManifest(Config):
+    """The content of ``manifest.json`` of a run.
+
+    Attributes:
+        format: version of the format.
+        files: the run's files.
+        before: records of files that were being replaced when the manifest was written: a file may match either.
+    """
+
+    format: Literal[1] = 1
+    files: dict[PlainName, FileRecord]
+    before: dict[PlainName, FileRecord] = Field(default={})
+
+    @classmethod
+    def read(cls, path: Path) -> RunManifest:
+        """Read the manifest of a run.
+
+        Raises:
+            DamagedRecordError: if it is missing, or does not match its hash.
+            ValidationError: if it is not a manifest of a run.
+        """
+        return cls.model_validate_json(read_record(path / MANIFEST_FILE))
+
+    def problems(self, path: Path) -> dict[str, str]:
+        """Return the predicate of a message for each file that is not as recorded, by name."""
+        found = {}
+        for name, record in self.files.items():
+            problem = record.problem(path / name)
+            if problem and not (name in self.before and self.before[name].problem(path / name) is None):
+                found[name] = problem
+        return found
+
+    def write(self, path: Path) -> None:
+        """Write the manifest and its hash."""
+        write_record(path / MANIFEST_FILE, self.model_dump_json(indent=1).encode())
+
+
+def replace_files(path: Path, contents: Mapping[str, bytes]) -> None:
+    """Replace files of a run; after a crash at any moment they match the manifest.
+
+    Args:
+        path: run directory.
+        contents: new contents by name. Other files of the manifest stay.
+
+    Raises:
+        OSError: if a file cannot be written.
+    """
+    try:
+        old = RunManifest.read(path)
+    except (DamagedRecordError, ValidationError):
+        old = RunManifest(files={})
+    new = {**old.files, **{name: FileRecord.of(content) for name, content in contents.items()}}
+    changed = [name for name in contents if old.files.get(name) != new[name] or new[name].problem(path / name)]
+    if not changed and not old.before:
+        return
+    damaged = old.problems(path)
+    before = {name: FileRecord.of(path / name) for name in changed if name in old.files and name not in damaged}
+    RunManifest(files=new, before=before).write(path)
+    for name in changed:
+        atomic_write_bytes(path / name, contents[name])
+    if before:
+        RunManifest(files=new).write(path)
+
+
+def verify_run(path: Path, data: Path | None = None) -> dict[str, FileRecord]:
+    """Compare a run's files with its manifest, and restore what is lost. A run of an older version is adopted.
+
+    Args:
+        path: run directory.
+        data: data directory to restore the vocabulary from, besides the one that the run records.
+
+    Returns:
+        Records of its files by name.
+
+    Raises:
+        DataError: if a file is lost or damaged and cannot be restored.
+    """
+    problems: dict[str, str] = {}
+    for _ in range(2):  # a start of `train` may replace the files between the two readings
+        try:
+            manifest = RunManifest.read(path)
+        except (DamagedRecordError, ValidationError) as error:
+            return _adopt(path, error, data)
+        if not (problems := manifest.problems(path)):
+            return manifest.files
+    restored = _restored(path, manifest.files, problems, data)
+    try:
+        replace_files(path, restored)
+    except OSError as error:
+        raise _not_writable(path, restored, error) from error
+    return {**manifest.files, **{name: FileRecord.of(content) for name, content in restored.items()}}
+
+
+def _adopt(path: Path, error: Exception, data: Path | None) -> dict[str, FileRecord]:
+    """Write the manifest of a run that has none, or whose manifest is damaged, and return the records of its files.
+
+    They are compared with the newest checkpoint's record. Without one, the vocabulary is compared with the data.
+
+    Raises:
+        DataError: if a file is lost or damaged and cannot be restored.
+    """
+    record = CheckpointStore(path / CHECKPOINTS).record()
+    expected = record.vocabulary if record is not None else _vocabulary_of_data(path)
+    names = {CONFIG_FILE, DATA_FILE, *expected, *(name for name in VOCABULARY_FILES if (path / name).is_file())}
+    problems = {name: "is missing" for name in names if not (path / name).is_file()}
+    problems |= {name: found for name, each in expected.items() if (found := each.problem(path / name))}
+    problems = {**_differences(path, record), **problems}
+    if record is not None:
+        logger.warning("%s; %s is compared with its newest checkpoint instead", _clause(error), path)
+    else:
+        logger.warning(
+            "%s has no %s, because an older version wrote it; its files are checked from now on", path, MANIFEST_FILE
+        )
+    contents = {name: (path / name).read_bytes() for name in names - problems.keys()}
+    restored = _restored(path, expected, problems, data)
+    contents |= restored
+    try:
+        replace_files(path, contents)
+    except OSError as problem:
+        if restored:
+            raise _not_writable(path, restored, problem) from problem
+        logger.warning("%s could not be written (%s)", path / MANIFEST_FILE, problem.strerror or problem)
+    return {name: FileRecord.of(content) for name, content in contents.items()}
+
+
+def _differences(path: Path, record: RunRecord | None) -> dict[str, str]:
+    """Return the predicate of a message for settings and DATA_FILE if they differ from a record or are unreadable."""
+    problems = {}
+    with suppress(UserError):
+        problems[DATA_FILE] = "cannot be read"
+        found = DataRecord.read(path)
+        if record is None or found.fingerprint == record.fingerprint:
+            del problems[DATA_FILE]
+        else:
+            problems[DATA_FILE] = "records other data than the newest checkpoint"
+    if record is not None and (path / CONFIG_FILE).is_file():
+        with suppress(UserError):
+            problems[CONFIG_FILE] = "differs from the settings in the newest checkpoint"
+            if load_recorded(path / CONFIG_FILE) == validate(record.config):
+                del problems[CONFIG_FILE]
+    return problems
+
+
+def _restored(
+    path: Path, files: Mapping[str, FileRecord], problems: Mapping[str, str], data: Path | None
+) -> dict[str, bytes]:
+    """Return the contents of lost or damaged files.
+
+    Settings that exist are not replaced: they may be the user's work.
+
+    Args:
+        path: run directory.
+        files: records of the run's files.
+        problems: predicate of a message for each lost or damaged file.
+        data: data directory besides those that are recorded.
+
+    Raises:
+        DataError: if a file cannot be restored; it names the way out.
+    """
+    record = CheckpointStore(path / CHECKPOINTS).record()
+    restored: dict[str, bytes] = {}
+    for name, problem in sorted(problems.items()):
+        source = "the newest checkpoint"
+        if name == CONFIG_FILE and record is not None and not (path / name).exists():
+            restored[name] = validate(record.config).to_yaml().encode()
+        elif name == DATA_FILE and record is not None:
+            found = DataRecord(
+                path=record.data,
+                fingerprint=record.fingerprint,
+                longest_source=record.longest_source,
+                text=record.text,
+                tags=record.tags,
+                corpora=record.corpora,
+            )
+            restored[name] = found.content()
+        elif (file := _in_data(path, record, name, files.get(name), data)) is not None:
+            restored[name], source = file.read_bytes(), str(file.parent)
+        else:
+            remedy = _remedy(path, name, record)
+            raise DataError(f"{path / name} must be as `train` wrote it, but it {problem}; {remedy}")
+        logger.warning("%s %s; it is restored from %s", path / name, problem, source)
+    return restored
+
+
+def _remedy(path: Path, name: str, record: RunRecord | None) -> str:
+    if name == CONFIG_FILE and record is not None:
+        return (
+            "delete it to restore it from the newest checkpoint; change settings on the command line of `train`, "
+            "as section.key=value"
+        )
+    if name in (CONFIG_FILE, DATA_FILE):
+        return (
+            "restore it from a copy, or start a new run with another --run directory (--init-from takes over the "
+            "weights of a run whose files are complete)"
+        )
+    return (
+        f"restore it from a copy, or bring back the data directory that {path} was trained on (or give `train` its "
+        "place by --data)"
+    )
+
+
+def _not_writable(path: Path, restored: Mapping[str, bytes], error: OSError) -> DataError:
+    return DataError(
+        f"{path} must be writable, because {' and '.join(restored)} must be restored, but is not "
+        f"({error.strerror or error}); make it writable, or work with a copy of it"
+    )
+
+
+def _clause(error: Exception) -> str:
+    return str(error) if isinstance(error, DamagedRecordError) else f"{MANIFEST_FILE} is not what `train` writes"
+
+
+def _vocabulary_of_data(path: Path) -> dict[str, FileRecord]:
+    """Return the records of the vocabulary in the data directory of a run, if that is unchanged."""
+    try:
+        recorded = DataRecord.read(path)
+        data = DataDirectory.open(Path(recorded.path))
+    except UserError:
+        return {}
+    return data.vocabulary if data.fingerprint == recorded.fingerprint else {}
+
+
+def _in_data(
+    path: Path, record: RunRecord | None, name: str, wanted: FileRecord | None, data: Path | None
+) -> Path | None:
+    """Return a file of the vocabulary in one of the run's data directories, if it is the one wanted."""
+    directories = [] if data is None else [data]
+    with suppress(UserError):
+        directories.append(Path(DataRecord.read(path).path))
+    directories += [Path(record.data)] if record is not None else []
+    files = [directory / name for directory in directories]
+    return next((file for file in files if wanted is not None and wanted.problem(file) is None), None)

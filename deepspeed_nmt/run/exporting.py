@@ -1,4 +1,7 @@
-"""Export of a run: a model of a checkpoint in another program's format, compared with the run."""
+"""Export of a run: a model of a checkpoint in another program's format, compared with the run.
+
+Legend: B sentences (here 1), C extensions, K beam.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,25 @@ import importlib.metadata
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from typing_extensions import override
+
 import deepspeed_nmt
-from deepspeed_nmt.build import build_meta_model, build_model
+from deepspeed_nmt.build import build_meta_model
 from deepspeed_nmt.console import counting, logger
+from deepspeed_nmt.core.description import NotStandardError
 from deepspeed_nmt.core.model import TOP, TranslationModel
-from deepspeed_nmt.core.plain import NotPlainError
-from deepspeed_nmt.directories import replacing, staged
-from deepspeed_nmt.errors import ConfigError, check_installed
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import ConfigError, DataError, check_installed
 from deepspeed_nmt.evaluate.metrics import Scorer
+from deepspeed_nmt.evaluate.scoring import read_sentences
 from deepspeed_nmt.export.certificate import (
     AT_LIMIT,
     CERTIFICATE_FILE,
@@ -27,22 +37,26 @@ from deepspeed_nmt.export.certificate import (
     Certificate,
     Comparison,
     Difference,
-    problems_of,
+    ExportInfo,
 )
-from deepspeed_nmt.export.ctranslate2_search import RULES, ExportBeamSettings, Found
-from deepspeed_nmt.export.ctranslate2_weights import longest_positions
-from deepspeed_nmt.export.formats import FORMATS, Format, OwnProgram, Program, Subject
-from deepspeed_nmt.export.info import ExportInfo, text_record
-from deepspeed_nmt.export.margins import smallest_margin
+from deepspeed_nmt.export.ctranslate2_search import RULES, ExportBeamSettings
+from deepspeed_nmt.export.ctranslate2_weights import CTranslate2Format, longest_positions
+from deepspeed_nmt.export.formats import Format, OwnProgram, Program, SafetensorsFormat, Sentences, Subject
+from deepspeed_nmt.export.huggingface_weights import HuggingFaceFormat
 from deepspeed_nmt.export.runtime import Owner
-from deepspeed_nmt.files import check_utf8_name
+from deepspeed_nmt.files import check_utf8_name, replacing, staged
 from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.run.directory import Run
-from deepspeed_nmt.run.export_text import ExportRequest, ExportText, export_text
+from deepspeed_nmt.run.start import recorded_data
 from deepspeed_nmt.search import SEARCHES
-from deepspeed_nmt.search.beam import BeamConfig
-from deepspeed_nmt.search.length_penalty import LengthPenalty
+from deepspeed_nmt.search.base import Hypothesis, LengthPenalty
+from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
+from deepspeed_nmt.search.forced import token_log_probs
 
+FORMATS: Mapping[str, type[Format]] = {
+    format.name: format for format in (CTranslate2Format, HuggingFaceFormat, SafetensorsFormat)
+}
+"""All formats by name."""
 BEAMS = (1, 5)
 """Beam sizes of a certificate."""
 _LEAST_TOLERANCE = 1e-4
@@ -53,6 +67,46 @@ _LARGEST_LOGIT_DIFFERENCE = 1e-3
 """Largest difference (nats) of a token's log-probability in fp32."""
 _SCORED = 50
 """Translations whose tokens' log-probabilities are compared."""
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """An export to make.
+
+    Attributes:
+        run: run directory.
+        format: name of the format.
+        precision: of the matrices.
+        checkpoint: best, last, average, or a path.
+        exit: exit of the model; None for the top.
+        source: text to compare translations of; None for that of the run's data.
+        reference: translations of the text; None without such, or for those of the run's data.
+        sentences: number of sentences to compare; None: 1,000.
+    """
+
+    run: Path
+    format: str
+    precision: str
+    checkpoint: str = "best"
+    exit: str | None = None
+    source: Path | None = None
+    reference: Path | None = None
+    sentences: int | None = None
+
+
+@dataclass(frozen=True)
+class ExportText:
+    """Text to compare translations of.
+
+    Attributes:
+        lines: sentences, none without tokens, with the tag of the run's data.
+        references: one of each; None without such.
+        description: of its origin.
+    """
+
+    lines: list[str]
+    references: list[str] | None
+    description: str
 
 
 def export_run(request: ExportRequest, out: Path, overwrite: bool) -> Certificate:
@@ -75,15 +129,14 @@ def export_run(request: ExportRequest, out: Path, overwrite: bool) -> Certificat
     run = Run.open(request.run)
     if not run.config.model.left_to_right:
         raise ConfigError(
-            f"--run must translate from left to right to be exported, but {run.path} predicts masked tokens; use "
-            "another run"
+            f"{run.path} predicts masked tokens, and only runs that translate from left to right are exported"
         )
     config, vocabulary = run.config, run.tokenizer.vocabulary
     empty = _cut(run, build_meta_model(config, vocabulary), request.exit)
     try:
         format.check(empty)
-    except NotPlainError as error:
-        raise _not_plain(run, format, error) from error
+    except NotStandardError as error:
+        raise _not_standard(run, format, error) from error
     checkpoint = run.checkpoint(request.checkpoint)
     settings = settings_of(run)
     _warn_of_search(run, request)
@@ -91,42 +144,41 @@ def export_run(request: ExportRequest, out: Path, overwrite: bool) -> Certificat
     text = export_text(run, request, longest, request.sentences or SENTENCES)
     cut = _cut(run, run.model(request.checkpoint), request.exit).eval()
 
-    def rebuild() -> TranslationModel:
-        return build_model(config, vocabulary).at_exit(request.exit or TOP)
-
-    subject = Subject(cut, run.tokenizer, longest, request.precision, rebuild, run.tags)
+    subject = Subject(cut, run.tokenizer, longest, request.precision, run.tags)
     with replacing(out, is_export), staged(out) as new:
         try:
             format.write(new, subject)
-        except NotPlainError as error:
-            raise _not_plain(run, format, error) from error
+        except NotStandardError as error:
+            raise _not_standard(run, format, error) from error
         run.tokenizer.save(new)
         shutil.copyfile(run.path / "config.yaml", new / "run.yaml")
         ExportInfo(
             exporter=format.name,
             precision=request.precision,
             longest=longest,
-            max_source_tokens=min(run.max_source_tokens, longest - 1),
+            longest_line=min(run.longest_line, longest - 1),
             search_name=search_name(run, request.exit),
             search=settings,
             rules=rules_of(run),
-            text=text_record(run.text_form),
+            text=asdict(run.text_form),
             tags=run.tags,
             model={**config.model.model_dump(mode="json"), "exit": request.exit or TOP},
         ).write(new)
         records = {file.name: FileRecord.of(file) for file in sorted(new.iterdir()) if file.is_file()}
-        program = format.open(new, subject)
+        program = format(new, subject)
         metric, signature, comparisons, difference = _compare(run, subject, program, settings, text, format)
-        problems = list(problems_of(comparisons, request.precision))
+        problems = [problem for comparison in comparisons for problem in comparison.problems(request.precision)]
         if request.precision == "fp32" and difference > _LARGEST_LOGIT_DIFFERENCE:
             problems.append(
-                f"log-probabilities of tokens must differ by at most {_LARGEST_LOGIT_DIFFERENCE:g}, but differ by "
-                f"{difference:.1e}"
+                f"log-probabilities of tokens differ by {difference:.1e}, more than {_LARGEST_LOGIT_DIFFERENCE:g}"
             )
         certificate = Certificate(
             exporter=format.name,
             precision=request.precision,
-            versions=_versions(format.name),
+            versions={
+                "deepspeed_nmt": deepspeed_nmt.__version__,
+                **{name: importlib.metadata.version(name) for name in ("torch", format.package)},
+            },
             run=str(run.path.resolve()),
             checkpoint=request.checkpoint,
             exit=request.exit or "",
@@ -150,6 +202,67 @@ def export_run(request: ExportRequest, out: Path, overwrite: bool) -> Certificat
         )
         certificate.write(new)
     return certificate
+
+
+def export_text(run: Run, request: ExportRequest, longest: int, most: int) -> ExportText:
+    """Return the text to compare translations of: test set, validation set, then training set.
+
+    Raises:
+        ConfigError: if there is a reference without a source, or int8 without references.
+        DataError: if there is no text.
+    """
+    if request.reference is not None and request.source is None:
+        raise ConfigError("--reference is given without --source; give both")
+    pairs: list[tuple[str, str]]
+    parts: list[tuple[int, str]] = []  # of the data: number of the first pair, and name
+    if request.source is not None:
+        sources = read_sentences(str(request.source))
+        references = read_sentences(str(request.reference)) if request.reference is not None else None
+        if references is not None and len(references) != len(sources):
+            raise DataError(
+                f"--reference has {len(references):,} lines and --source {len(sources):,}; give texts of the same "
+                "sentences"
+            )
+        pairs = list(zip(sources, references or [""] * len(sources), strict=True))
+        origin = str(request.source)
+    else:
+        try:
+            data = recorded_data(run.path).main
+        except DataError as error:
+            raise DataError(
+                f"no data of {run.path}, by which translations are compared; export with another text (`export "
+                "--source F`), and give that export by `translate --export DIR`"
+            ) from error
+        pairs = []
+        for split in ("test", "valid"):
+            with suppress(DataError):
+                files = [data.text(split, side) for side in ("source", "target")]
+                more = list(zip(*(read_sentences(str(file)) for file in files), strict=True))
+                parts.append((len(pairs), split))
+                pairs += more
+        if len(pairs) < most:
+            corpus, tokenizer = data.corpus("train"), run.tokenizer
+            parts.append((len(pairs), "train"))
+            for index in range(min(len(corpus), most - len(pairs))):
+                source, target = corpus.source(index).tolist(), corpus.target(index).tolist()
+                texts = tokenizer.decode(source, "source"), tokenizer.decode(target, "target")
+                pairs.append((run.tags.untagged(texts[0], "source"), run.tags.untagged(texts[1])))
+        references, origin = [""], str(data.path)
+    if references is None and request.precision != "fp32":
+        raise ConfigError(f"no --reference, by which --precision {request.precision} is judged; add it to --source")
+    encode = run.tokenizer.encode
+    pairs = list(zip(run.tags.tagged([pair[0] for pair in pairs]), [pair[1] for pair in pairs], strict=True))
+    fits = [n for n, (source, _) in enumerate(pairs) if source.strip() and 0 < len(encode(source)) < longest][:most]
+    if not fits:
+        raise DataError(f"{origin} has no sentences to compare translations of")
+    kept = [pairs[n] for n in fits]
+    if parts:
+        origin = f"{'+'.join(name for first, name in parts if first <= fits[-1])} of {origin}"
+    return ExportText(
+        [source for source, _ in kept],
+        None if references is None else [run.tokenizer.reference(reference) for _, reference in kept],
+        f"{len(kept):,} sentences: {origin}",
+    )
 
 
 def _warn_of_search(run: Run, request: ExportRequest) -> None:
@@ -178,11 +291,9 @@ def _check_out(out: Path, overwrite: bool) -> None:
     if out.is_dir() and not any(out.iterdir()):
         return
     if out.exists() and not is_export(out):
-        raise ConfigError(
-            f"--out must be a new directory or an older export, but {out} is neither; give another path"
-        )
+        raise ConfigError(f"{out} is neither new nor an export; give another --out")
     if out.exists() and not overwrite:
-        raise ConfigError(f"--out must be a new directory, but {out} has an export; add --overwrite to replace it")
+        raise ConfigError(f"{out} has an export; add --overwrite to replace it")
 
 
 def _cut(run: Run, model: TranslationModel, exit: str | None) -> TranslationModel:
@@ -197,8 +308,8 @@ def _cut(run: Run, model: TranslationModel, exit: str | None) -> TranslationMode
         raise ConfigError(f"{run.path}: {error}") from error
 
 
-def _not_plain(run: Run, format: Format, reason: NotPlainError) -> ConfigError:
-    return ConfigError(f"{run.path} must be a plain Transformer to be exported as {format.name}, but {reason}")
+def _not_standard(run: Run, format: type[Format], reason: NotStandardError) -> ConfigError:
+    return ConfigError(f"{run.path} cannot be exported as {format.name}: {reason}")
 
 
 def settings_of(run: Run) -> ExportBeamSettings:
@@ -235,12 +346,12 @@ def owner_of(path: Path, exit: str | None) -> Owner:
 
 def _longest(run: Run, model: TranslationModel, settings: ExportBeamSettings) -> int:
     """Return the positions that an export needs."""
-    most = min(run.max_source_tokens, (model.longest_source or math.inf) - 1)
+    most = min(run.longest_line, (model.longest_source or math.inf) - 1)
     return longest_positions(int(most) + 1, settings.max_length_ratio, settings.max_length_extra)
 
 
 def _compare(
-    run: Run, subject: Subject, program: Program, settings: ExportBeamSettings, text: ExportText, format: Format
+    run: Run, subject: Subject, program: Program, settings: ExportBeamSettings, text: ExportText, format: type[Format]
 ) -> tuple[str, str, tuple[Comparison, ...], float]:
     """Translate by both programs.
 
@@ -273,9 +384,7 @@ def _compare(
     return metric.name, metric.signature(), tuple(comparisons), difference
 
 
-def _logit_difference(
-    here: OwnProgram, program: Program, sources: Sequence[Sequence[int]], own: Sequence[Found]
-) -> float:
+def _logit_difference(here: OwnProgram, program: Program, sources: Sentences, own: Sequence[Hypothesis]) -> float:
     some = range(0, len(sources), max(1, len(sources) // _SCORED))
     pairs = [sources[number] for number in some], [own[number].tokens for number in some]
     both = zip(here.token_log_probs(*pairs), program.token_log_probs(*pairs), strict=True)
@@ -284,15 +393,15 @@ def _logit_difference(
 
 def _comparison(
     subject: Subject,
-    sources: Sequence[Sequence[int]],
+    sources: Sentences,
     settings: ExportBeamSettings,
-    own: Sequence[Found],
-    other: Sequence[Found],
+    own: Sequence[Hypothesis],
+    other: Sequence[Hypothesis],
     seconds: tuple[float, float],
     scorer: Scorer | None,
     logit_difference: float,
 ) -> Comparison:
-    texts = [[subject.decode(each.tokens) for each in found] for found in (own, other)]
+    texts = [[subject.decode(best.tokens) for best in hypotheses] for hypotheses in (own, other)]
     same = [one.tokens == two.tokens for one, two in zip(own, other, strict=True)]
     scores, log_probs = (
         _gaps([(getattr(one, name), getattr(two, name)) for one, two in zip(own, other, strict=True)], same)
@@ -309,7 +418,7 @@ def _comparison(
         pair = own[number].tokens, other[number].tokens
         limit = settings.limit(len(sources[number]) + 1, subject.longest)
         margin: float | None
-        margin, kind = smallest_margin(subject.model, subject.vocabulary, sources[number], *pair, config)
+        margin, kind = _smallest_margin(subject.model, subject.vocabulary, sources[number], *pair, config)
         if any(len(tokens) + 1 >= limit for tokens in pair):
             margin, kind = None, AT_LIMIT
         elif settings.beam > 1 and _left_out(own[number], other[number], settings):
@@ -338,13 +447,13 @@ def _comparison(
     )
 
 
-def _left_out(own: Found, other: Found, settings: ExportBeamSettings) -> bool:
+def _left_out(own: Hypothesis, other: Hypothesis, settings: ExportBeamSettings) -> bool:
     """Return True if a program that ranks its K finished hypotheses by the power of the length prefers the other one.
 
     CTranslate2 knows no other penalty. It keeps the best K by its own, of which the best by the run's is taken.
     """
     penalty = LengthPenalty.parse(settings.length_penalty)
-    scores = [each.log_prob / (len(each.tokens) + 1) ** penalty.exponent for each in (own, other)]
+    scores = [best.log_prob / (len(best.tokens) + 1) ** penalty.exponent for best in (own, other)]
     return penalty.family != "power" and scores[0] < scores[1]
 
 
@@ -352,12 +461,6 @@ def _gaps(pairs: Sequence[tuple[float, float]], same: Sequence[bool]) -> list[fl
     """Return the differences between numbers of both programs for identical translations; one may give none."""
     gaps = [abs(one - two) for (one, two), is_same in zip(pairs, same, strict=True) if is_same]
     return [gap for gap in gaps if not math.isnan(gap)]
-
-
-def _versions(format: str) -> dict[str, str]:
-    packages = {"ctranslate2": "ctranslate2", "huggingface": "transformers", "safetensors": "safetensors"}
-    names = ("torch", packages[format])
-    return {"deepspeed_nmt": deepspeed_nmt.__version__, **{name: importlib.metadata.version(name) for name in names}}
 
 
 def is_current(certificate: Certificate, path: Path, checkpoint: str) -> bool:
@@ -378,3 +481,58 @@ def is_current(certificate: Certificate, path: Path, checkpoint: str) -> bool:
         "weights": run.checkpoint(checkpoint).weights_digest,
     }
     return all(certificate.hashes.get(name) == digest for name, digest in now.items())
+
+
+class _TracedSearch(BeamSearch):
+    """Beam search that records the smallest margin by which it preferred a hypothesis of the beam to another."""
+
+    smallest = math.inf
+
+    @override
+    def _extend(self, live, logits_RV, closing, forbid=None):  # type: ignore[no-untyped-def]
+        extensions = super()._extend(live, logits_RV, closing, forbid)
+        if not any(closing):
+            beam = self.config.beam
+            log_probs, ends = extensions.log_prob_BC[0], extensions.is_eos_BC[0]
+            opened = log_probs[~ends]
+            pairs = [(opened[beam - 1], opened[beam])] if len(opened) > beam else []
+            if len(log_probs) > beam and bool(ends[beam - 1]) != bool(ends[beam]):
+                pairs.append((log_probs[beam - 1], log_probs[beam]))
+            gaps = [float(better - worse) for better, worse in pairs if bool(worse.isfinite())]
+            self.smallest = min([self.smallest, *gaps])
+        return extensions
+
+
+@torch.inference_mode()
+def _smallest_margin(
+    model: TranslationModel,
+    vocabulary: Vocabulary,
+    source: Sequence[int],
+    here: Sequence[int],
+    there: Sequence[int],
+    config: BeamConfig,
+) -> tuple[float, str]:
+    """Return the smallest margin (nats) by which a search preferred one translation to another, and its kind.
+
+    Args:
+        model: on the CPU, in eval mode.
+        vocabulary: special tokens.
+        source: tokens of the sentence, without EOS.
+        here: tokens that the search found.
+        there: tokens that another program found.
+        config: settings of the search.
+    """
+    source_BS: Tensor = torch.tensor([[*source, vocabulary.source.eos]])
+    scored = token_log_probs([model], vocabulary, source_BS, False, [[list(here), list(there)]])[0]
+    penalty = LengthPenalty.parse(config.length_penalty)
+    scores = [math.fsum(log_probs) / penalty(len(log_probs)) for log_probs in scored]
+    margins = {"the two translations": abs(scores[0] - scores[1])}
+    ended = ([*here, vocabulary.eos], [*there, vocabulary.eos])
+    at = next(place for place, (one, other) in enumerate(zip(*ended, strict=False)) if one != other)
+    margins["their first different tokens"] = abs(scored[0][at] - scored[1][at])
+    if config.beam > 1:
+        search = _TracedSearch(config, model, vocabulary)
+        search.search(source_BS, False)
+        margins["hypotheses of the beam"] = search.smallest
+    kind = min(margins, key=lambda name: margins[name])
+    return margins[kind], kind

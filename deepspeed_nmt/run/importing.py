@@ -1,8 +1,11 @@
-"""Import of MarianMT models of `transformers` as runs, to be grown, cut at exits, or trained further."""
+"""Runs made of other programs' models, and the import of MarianMT models of `transformers`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +16,87 @@ from deepspeed_nmt.build import build_meta_model
 from deepspeed_nmt.config import RunConfig, validate
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.data.marian_tokenizer import MarianTokenizer
-from deepspeed_nmt.engine.base import ParameterState
+from deepspeed_nmt.data.tokenizer import Tokenizer
+from deepspeed_nmt.engine.contract import EngineScalars, ParameterState
 from deepspeed_nmt.errors import ConfigError, DataError
-from deepspeed_nmt.export.huggingface_weights import own_names, shared_embeddings
+from deepspeed_nmt.export.huggingface_weights import names_there, shared_embeddings
+from deepspeed_nmt.files import atomic_write_text, check_utf8_name
 from deepspeed_nmt.huggingface import MarianFiles, load_marian
+from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.methods import MODELS
 from deepspeed_nmt.nn.embedding import POSITIONS
-from deepspeed_nmt.run.imported import check_new, write_run
+from deepspeed_nmt.run.directory import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    DATA_FILE,
+    ENVIRONMENT_FILE,
+    DataRecord,
+    replace_files,
+)
+from deepspeed_nmt.run.start import environment
 from deepspeed_nmt.text import TextForm
+from deepspeed_nmt.train.checkpoint import CheckpointStore, RunRecord
+from deepspeed_nmt.train.progress import Progress
 
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "swish", "silu": "swish"}
 """Activations by their names there."""
 _TOLERANCE = 1e-5
 """Largest difference of a position from those that this program computes."""
+
+
+def check_new(out: Path) -> None:
+    """Check that a run directory can be made.
+
+    Raises:
+        ConfigError: if it exists and has files.
+    """
+    check_utf8_name(out, "--run")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} has files; give another --run")
+
+
+def write_run(
+    out: Path,
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    states: Sequence[ParameterState],
+    origin: str,
+    text: TextForm,
+) -> None:
+    """Write a run with one checkpoint, which is its best and its last.
+
+    Args:
+        out: directory of the run, which :func:`check_new` has accepted.
+        config: settings of the run.
+        tokenizer: its vocabulary.
+        states: parameters of its model.
+        origin: name of the other program's model, recorded in place of the data.
+        text: form of the text that the model translates.
+
+    Raises:
+        OSError: if a file cannot be written; then nothing is left in the directory.
+    """
+    vocabulary = tokenizer.files()
+    records = {file: FileRecord.of(content) for file, content in vocabulary.items()}
+    data = DataRecord(path=origin, fingerprint=tokenizer.digest, text=text)
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        contents = {CONFIG_FILE: config.to_yaml().encode(), DATA_FILE: data.content(), **vocabulary}
+        replace_files(out, contents)
+        atomic_write_text(out / ENVIRONMENT_FILE, json.dumps(environment(), indent=1))
+        record = RunRecord(
+            config=config.model_dump(mode="json"),
+            data=data.path,
+            fingerprint=data.fingerprint,
+            text=data.text,
+            vocabulary=records,
+        )
+        store = CheckpointStore(out / CHECKPOINTS, record=record)
+        store.save(Progress(best_score=0.0, best_by="import"), EngineScalars(), states)
+    except BaseException:
+        with suppress(OSError):
+            shutil.rmtree(out)
+        raise
 
 
 def import_marian(name: str, out: Path) -> RunConfig:
@@ -63,19 +134,15 @@ def _model_settings(files: MarianFiles, name: str) -> dict[str, Any]:
     for setting, there in (("ffn_dim", "ffn_dim"), ("heads", "attention_heads")):
         sides = [config[f"{side}_{there}"] for side in ("encoder", "decoder")]
         if sides[0] != sides[1]:
-            problems.append(
-                f"--from must have the same {setting} on both sides, but {name} has {sides[0]} and {sides[1]}"
-            )
+            problems.append(f"{name} has {setting} {sides[0]} in its encoder and {sides[1]} in its decoder")
     if not config.get("scale_embedding", False):
-        problems.append(f"--from must scale its embeddings (scale_embedding), but {name} does not")
+        problems.append(f"{name} does not scale its embeddings (scale_embedding)")
     if config["activation_function"] not in _ACTIVATIONS:
-        problems.append(
-            f"--from must have an activation_function of {', '.join(_ACTIVATIONS)}, but that of {name} is "
-            f"{config['activation_function']}"
-        )
+        known = ", ".join(_ACTIVATIONS)
+        problems.append(f"{name} has the activation_function {config['activation_function']}, none of {known}")
     positions = _positions(files)
     if positions is None:
-        problems.append(f"--from must have sinusoidal positions, but those of {name} are others")
+        problems.append(f"{name} has positions that are not sinusoidal")
     if problems:
         raise ConfigError(problems)
     return {
@@ -128,8 +195,8 @@ def _tokenizer(files: MarianFiles, name: str) -> MarianTokenizer:
     sizes = (config["vocab_size"], config["vocab_size"] if shared else config["decoder_vocab_size"])
     if (have := tuple(map(len, numbers))) != sizes:
         raise ConfigError(
-            f"--from must have a token for each row of its embeddings, but {name} has {have[0]:,} and {have[1]:,} "
-            f"tokens for {sizes[0]:,} and {sizes[1]:,} rows; use a model whose vocabulary fits"
+            f"{name} has {have[0]:,} and {have[1]:,} tokens for {sizes[0]:,} and {sizes[1]:,} rows of its "
+            "embeddings; use a model whose vocabulary fits"
         )
     special = {
         "pad": files.special["pad"],
@@ -140,7 +207,7 @@ def _tokenizer(files: MarianFiles, name: str) -> MarianTokenizer:
     try:
         return MarianTokenizer(files.models, numbers, special)
     except DataError as error:
-        raise ConfigError(f"--from {name}: {error}") from error
+        raise ConfigError(f"{name}: {error}") from error
 
 
 def _states(model: TranslationModel, files: MarianFiles, name: str) -> Iterator[ParameterState]:
@@ -150,13 +217,11 @@ def _states(model: TranslationModel, files: MarianFiles, name: str) -> Iterator[
         ConfigError: if one is missing, or has another shape.
     """
     parameters = dict(model.named_parameters())
-    for own, there in own_names(list(parameters)).items():
+    for own, there in names_there(list(parameters)).items():
         weight = files.weights.get(there)
         if own == "projection.bias" and weight is not None:
             weight = weight.reshape(-1)
         if weight is None or weight.shape != parameters[own].shape:
-            what = "lacks it" if weight is None else f"has it as {tuple(weight.shape)}"
-            raise ConfigError(
-                f"--from must have {there} as {tuple(parameters[own].shape)}, but {name} {what}; use another model"
-            )
+            what = f"lacks {there}" if weight is None else f"has {there} as {tuple(weight.shape)}"
+            raise ConfigError(f"{name} {what}, not as {tuple(parameters[own].shape)}; use another model")
         yield ParameterState(own, weight.to(torch.float32).contiguous(), {})

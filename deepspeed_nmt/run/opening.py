@@ -1,24 +1,95 @@
-"""Opening of runs to decode with: models at an exit, ensembles, and tags."""
+"""Opening of runs to decode with: the search and its settings, models at an exit, ensembles, and tags."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from pydantic import ValidationError
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TOP, TranslationModel, exit_name
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import SIDES
 from deepspeed_nmt.data.tokenizer import Tokenizer
-from deepspeed_nmt.errors import ConfigError, counted, option, shown
-from deepspeed_nmt.run.alignment import alignment_layer
-from deepspeed_nmt.run.arguments import check_type, check_unicode
-from deepspeed_nmt.run.decoding import search_settings
+from deepspeed_nmt.errors import ConfigError, counted, did_you_mean, option, shown
+from deepspeed_nmt.registry import problem_of
+from deepspeed_nmt.run.alignment_layer import alignment_layer
 from deepspeed_nmt.run.directory import Run
-from deepspeed_nmt.search.details import cross_attention
+from deepspeed_nmt.search import SEARCHES
+from deepspeed_nmt.search.alignment import cross_attention
+from deepspeed_nmt.search.decode_options import DecodeOptions, check_unicode
 from deepspeed_nmt.text import Tags
+
+
+def search_settings(runs: Sequence[Run], changes: Mapping[str, Any], exits: Sequence[str]) -> SearchConfig:
+    """Return the search of the first run with changed settings.
+
+    Args:
+        runs: to decode with.
+        changes: settings by name; those that are None stay.
+        exits: options by which the user chooses an exit.
+
+    Raises:
+        ConfigError: if a setting is unknown or out of range, or the model lacks an exit that the search needs.
+    """
+    run = runs[0]
+    settings = run.config.search.model_dump()
+    if (exits or len(runs) > 1) and run.config.search.needs_exits and changes.get("name") is None:
+        settings["name"] = SEARCHES.default  # decodes from one exit, although the run was validated with both
+    settings |= {key: value for key, value in changes.items() if value is not None}
+    if settings["name"] not in SEARCHES:
+        name = settings["name"]
+        raise ConfigError(
+            f"{option('name', 'search')} is {shown(name)}, no known search{did_you_mean(str(name), SEARCHES)}"
+        )
+    kind = SEARCHES[settings["name"]].config
+    if unknown := [key for key, value in changes.items() if value is not None and key not in kind.model_fields]:
+        raise ConfigError(
+            f"{option(unknown[0])} is no option of search.name={settings['name']}, which decodes here; "
+            + _remedy(runs, unknown[0], exits)
+        )
+    try:
+        search = kind.model_validate({key: value for key, value in settings.items() if key in kind.model_fields})
+    except ValidationError as error:
+        raise ConfigError(
+            [problem_of(each, option(str(each["loc"][0])) if each["loc"] else "") for each in error.errors()]
+        ) from error
+    assert isinstance(search, SearchConfig)
+    if not set(search.needs_exits) <= set(run.config.model.named_exits):
+        raise ConfigError(
+            f"search.name={search.name} needs a run whose model has the exits {' and '.join(search.needs_exits)}, "
+            f"but {run.path} has model.name={run.config.model.name}"
+        )
+    parts = run.config.parts
+    if wrong := set(replace(parts, search=search).contradictions()) - set(parts.contradictions()):
+        raise ConfigError(sorted(wrong))
+    return search
+
+
+def _remedy(runs: Sequence[Run], setting: str, exits: Sequence[str]) -> str:
+    """Return the remedy for a setting that the search lacks; another search only if it can decode with the runs.
+
+    Args:
+        runs: to decode with.
+        setting: its name.
+        exits: options by which the user chooses an exit.
+    """
+    config = runs[0].config
+    if exits and setting in type(config.search).model_fields:
+        chosen = " and ".join(map(option, exits))
+        return f"leave out {chosen} to decode with {config.search.name}, or leave out {option(setting)}"
+    kinds = [entry.config() for entry in SEARCHES.entries if setting in entry.config.model_fields]
+    possible = [
+        kind.name
+        for kind in kinds
+        if isinstance(kind, SearchConfig)
+        and not replace(config.parts, search=kind).contradictions()
+        and not (kind.needs_exits and len(runs) > 1)
+    ]
+    return f"use search {' or '.join(possible)}, or leave it out" if possible else "leave it out"
 
 
 def check_ensemble(runs: Sequence[Run], weights: Sequence[float] | None) -> None:
@@ -33,29 +104,24 @@ def check_ensemble(runs: Sequence[Run], weights: Sequence[float] | None) -> None
             weights are not one positive number for each.
     """
     if not runs:
-        raise ConfigError("`run` must be a run directory or several, but is empty")
+        raise ConfigError("`run` is empty; give a run directory or several")
     if len({run.tokenizer.digest for run in runs}) > 1:
-        raise ConfigError(
-            "the runs of an ensemble must have one vocabulary, but theirs differ; see prepare --vocab-from"
-        )
+        raise ConfigError("the runs of the ensemble differ in their vocabularies; prepare their data by --vocab-from")
     masked = [run.path for run in runs if not run.config.model.left_to_right]
     if masked and len(runs) > 1:
         raise ConfigError(
-            f"all runs of an ensemble must translate from left to right, but {masked[0]} predicts masked "
-            "tokens; give it alone"
+            f"{masked[0]} predicts masked tokens, and an ensemble translates from left to right; give it alone"
         )
     if weights is None:
         return
-    check_type("weights", weights, (Sequence,), "a list of numbers")
     if len(weights) != len(runs):
         raise ConfigError(
-            f"{option('weights')} must have a number for each run, but has {len(weights)} for "
+            f"{option('weights')} has {counted(len(weights), 'numbers')} for "
             f"{counted(len(runs), 'runs')}; give as many"
         )
-    if not all(isinstance(weight, (int, float)) and 0.0 < weight < math.inf for weight in weights):
+    if not all(0.0 < weight < math.inf for weight in weights):
         raise ConfigError(
-            f"{option('weights')} must be positive numbers, but are {shown(list(weights))}; leave out a run of "
-            "weight 0"
+            f"{option('weights')} are {shown(list(weights))}, and not all above 0; leave out a run of weight 0"
         )
 
 
@@ -117,12 +183,8 @@ def suppressed(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[int, ...]:
     Raises:
         ConfigError: if a text is no token of the target, or is the end of sentences.
     """
-    if isinstance(texts, str):
-        raise ConfigError(f"{option('suppress')} must be a list of tokens, but is one string; put it into a list")
-    check_type("suppress", texts, (Iterable,), "a list of tokens as text")
     found = []
     for text in texts:
-        check_type("suppress", text, (str,), "a list of tokens as text")
         check_unicode("suppress", text)
         number = tokenizer.number(text, "target")
         if number is None:
@@ -130,7 +192,7 @@ def suppressed(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[int, ...]:
             number = tokens[0] if len(tokens) == 1 else None
         if number is None or number in (tokenizer.vocabulary.eos, tokenizer.vocabulary.unk):
             raise ConfigError(
-                f"{option('suppress')} must be tokens of the target's vocabulary, but {shown(text)} is none; for the "
+                f"{option('suppress')}: {shown(text)} is no token of the target's vocabulary; for the "
                 f"unknown token give {option('suppress_unknown')}"
             )
         found.append(number)
@@ -162,37 +224,25 @@ def chosen_tags(run: Run, source: str | None, target: str | None) -> Tags:
     return tags
 
 
-def chosen_search(
-    runs: Sequence[Run], changes: Mapping[str, Any], suppress: Sequence[str] | None, exits: Mapping[str, object]
-) -> SearchConfig:
-    """Return the search that a user has chosen; see :func:`~deepspeed_nmt.run.decoding.search_settings`.
+def chosen_search(runs: Sequence[Run], changes: Mapping[str, Any], options: DecodeOptions) -> SearchConfig:
+    """Return the search that a user has chosen; see :func:`search_settings`.
 
     Args:
         runs: to decode with.
         changes: settings by name; those that are None stay.
-        suppress: tokens that are never predicted, as text; None to keep those of the run.
-        exits: options that choose an exit; None if they are not given.
+        options: which tokens are never predicted, and the exit.
     """
-    if suppress is not None:
-        changes = {**changes, "suppress_tokens": suppressed(runs[0].tokenizer, suppress)}
-    return search_settings(runs, changes, [name for name, value in exits.items() if value is not None])
+    if options.suppress is not None:
+        changes = {**changes, "suppress_tokens": suppressed(runs[0].tokenizer, options.suppress)}
+    return search_settings(runs, changes, options.exits)
 
 
-def chosen_exit(
-    model: TranslationModel, exit: str | None, encoder_layers: int | None, decoder_layers: int | None
-) -> str:
-    """Return the name of the exit that a user has chosen; a side without a number of layers keeps all of them.
-
-    Args:
-        model: the whole model.
-        exit: name of the exit; None for the top.
-        encoder_layers: number of the encoder's first stages; None for all.
-        decoder_layers: number of the decoder's first stages; None for all.
-    """
-    if encoder_layers is None and decoder_layers is None:
-        return exit or TOP
-    counts = zip((encoder_layers, decoder_layers), model.stages, strict=True)
-    return exit_name(*(whole if count is None else count for count, whole in counts))
+def chosen_exit(model: TranslationModel, options: DecodeOptions) -> str:
+    """Return the name of the exit that a user has chosen; a side without a number of layers keeps all of them."""
+    if options.encoder_layers is None and options.decoder_layers is None:
+        return options.exit or TOP
+    encoder, decoder = model.stages
+    return exit_name(options.encoder_layers or encoder, options.decoder_layers or decoder)
 
 
 def cut_at(run: Run, model: TranslationModel, exit: str) -> TranslationModel:

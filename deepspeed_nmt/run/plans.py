@@ -9,16 +9,17 @@ from typing import NamedTuple
 from deepspeed_nmt.build import build_kernels, build_meta_model, build_objective
 from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.data.directory import DataDirectory
-from deepspeed_nmt.data.largest import check_lengths
+from deepspeed_nmt.data.data_directory import DataDirectory
+from deepspeed_nmt.data.loader import check_lengths
 from deepspeed_nmt.data.training import TrainingData
 from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine_for
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.kernels.precision import Precision
+from deepspeed_nmt.planning.counting import Counts, count_model
 from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.layouts import LayoutEstimate, estimates, prefers_padded
-from deepspeed_nmt.planning.planner import Counts, Planner, count_model
+from deepspeed_nmt.planning.planner import Planner
 from deepspeed_nmt.run.batches import has_packed_kernel, layout_on, update_order_of
 
 VOCAB_SIZE = "32000"
@@ -45,7 +46,7 @@ class Plans:
 
     def __init__(self) -> None:
         self._parameters: dict[str, tuple[int, int]] = {}
-        self._counted: dict[tuple[int, int], dict[str, Counts]] = {}
+        self._counts: dict[tuple[int, int], dict[str, Counts]] = {}
 
     def parameters(self, config: RunConfig, vocabulary: Vocabulary) -> tuple[int, int]:
         """Return the number of trained parameters, and of all."""
@@ -65,13 +66,13 @@ class Plans:
         kernels = build_kernels(config).planned_for(gpu.capability)
         engine = resolve_engine_for(
             config.engine,
-            config.optimizer.clip_norm,
+            config.optimizer,
             ranks=ranks,
             data_ranks=max(1, ranks // config.engine.tensor_parallel),
             native=gpu.precision,
         )
-        counted = self._counted.setdefault(gpu.capability, {})
-        return Planned(make_planner(config, vocabulary, engine, ranks, kernels, counted), engine, kernels)
+        counts = self._counts.setdefault(gpu.capability, {})
+        return Planned(make_planner(config, vocabulary, engine, ranks, kernels, counts), engine, kernels)
 
 
 def check_tensor_ranks(config: RunConfig, ranks: int) -> None:
@@ -82,7 +83,7 @@ def check_tensor_ranks(config: RunConfig, ranks: int) -> None:
     """
     tensor_ranks = config.engine.tensor_parallel
     if ranks % tensor_ranks:
-        raise ConfigError(f"engine.tensor_parallel must divide --num-gpus, but is {tensor_ranks} with {ranks} GPUs")
+        raise ConfigError(f"engine.tensor_parallel is {tensor_ranks}, which does not divide --num-gpus {ranks}")
 
 
 def make_planner(
@@ -91,7 +92,7 @@ def make_planner(
     engine: EngineSettings,
     ranks: int,
     kernels: Kernels,
-    counted: MutableMapping[str, Counts] | None = None,
+    counts: MutableMapping[str, Counts] | None = None,
 ) -> Planner:
     """Return a planner of a run.
 
@@ -101,20 +102,20 @@ def make_planner(
         engine: resolved settings.
         ranks: GPUs.
         kernels: planned for the GPUs' capability, see :meth:`Kernels.planned_for`.
-        counted: counts of models for GPUs of this capability, which are used and added to; None for none.
+        counts: of models for GPUs of this capability, which are used and added to; None for none.
 
     Raises:
         ConfigError: if ``engine.tensor_parallel`` does not divide the model or the ranks.
     """
     check_tensor_ranks(config, ranks)
     tensor_ranks = config.engine.tensor_parallel
-    counted = {} if counted is None else counted
+    counts = {} if counts is None else counts
     choice = (config.engine.kernels, config.engine.attention, tensor_ranks, engine.precision)
     key = repr((config.model, config.layer, config.objective, vocabulary, choice))
-    if key not in counted:
+    if key not in counts:
         model, objective = build_meta_model(config, vocabulary, kernels), build_objective(config, vocabulary)
-        counted[key] = count_model(model, objective, vocabulary, engine.precision, tensor_ranks)
-    return Planner(counted[key], config.engine, engine, config.batch, ranks, config.training.save == "background")
+        counts[key] = count_model(model, objective, vocabulary, engine.precision, tensor_ranks)
+    return Planner(counts[key], config.engine, engine, config.batch, ranks, config.training.save == "background")
 
 
 def planned_vocabulary(sizes: str | None, config: RunConfig, data: DataDirectory | None) -> Vocabulary:
@@ -138,12 +139,12 @@ def planned_vocabulary(sizes: str | None, config: RunConfig, data: DataDirectory
         return given
     tokenizer = data.tokenizer()
     config.model.check_data(tokenizer)
-    found: Vocabulary = tokenizer.vocabulary
-    if sizes is not None and (given.source.size, given.size) != (found.source.size, found.size):
+    vocabulary: Vocabulary = tokenizer.vocabulary
+    if sizes is not None and (given.source.size, given.size) != (vocabulary.source.size, vocabulary.size):
         raise ConfigError(
-            f"--vocab-size must be that of --data, {tokens_of(found)}, but is {sizes}; leave out one of the two"
+            f"--vocab-size is {sizes}, but that of --data is {tokens_of(vocabulary)}; leave out one of the two"
         )
-    return found
+    return vocabulary
 
 
 def tokens_of(vocabulary: Vocabulary) -> str:
@@ -169,13 +170,13 @@ def layout_estimates(config: RunConfig, data: TrainingData, num_gpus: int) -> li
 
 
 def layout_notes(
-    config: RunConfig, found: Sequence[LayoutEstimate], gpu: Gpu | None, precision: Precision | None
+    config: RunConfig, layouts: Sequence[LayoutEstimate], gpu: Gpu | None, precision: Precision | None
 ) -> list[str]:
     """Return sentences about the layout that a run takes.
 
     Args:
         config: of the run.
-        found: estimates of the layouts.
+        layouts: estimates of the layouts.
         gpu: to run on; None if not known.
         precision: that the model is trained in on that GPU.
     """
@@ -185,7 +186,7 @@ def layout_notes(
     if gpu is None or precision is None:
         return notes
     layout, reason = layout_on(config, precision, gpu.capability), ""
-    if layout == "packed" and config.batch.layout == "auto" and prefers_padded(*found):
+    if layout == "packed" and config.batch.layout == "auto" and prefers_padded(*layouts):
         layout, reason = "padded", ", which has less padding"
     notes.append(f"batch.layout={config.batch.layout} on {gpu.name} in {precision} is {layout}{reason}")
     if layout == "packed" and not has_packed_kernel(precision, gpu.capability):

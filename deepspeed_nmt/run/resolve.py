@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,55 +17,60 @@ from deepspeed_nmt.build import build_kernels, build_meta_model
 from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
-from deepspeed_nmt.data.corpora import Corpora
-from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.data.corpus import Corpora
+from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.training import TrainingData
+from deepspeed_nmt.engine.contract import checkpoint_bytes
 from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine
 from deepspeed_nmt.errors import ConfigError, DataError, counted, shown_bytes
 from deepspeed_nmt.evaluate.metrics import Scorer
-from deepspeed_nmt.files import atomic_write_text
-from deepspeed_nmt.kernels.choice import Kernels
+from deepspeed_nmt.files import atomic_write_text, made, parse_json
+from deepspeed_nmt.kernels.choice import OPERATIONS, Kernels, obstacle
 from deepspeed_nmt.kernels.precision import DTYPES, capability_of
-from deepspeed_nmt.parallel.agreement import fail_together
-from deepspeed_nmt.parallel.host_memory import host_memory
+from deepspeed_nmt.parallel.collectives import fail_together, from_main, sum_over_ranks
+from deepspeed_nmt.parallel.hardware import host_memory
 from deepspeed_nmt.parallel.launched import local_ranks
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.planning.advice import GIB
-from deepspeed_nmt.planning.gpus import usable_gib
-from deepspeed_nmt.planning.memory import RecomputedLayers, cpu_bytes, host_bytes
+from deepspeed_nmt.planning.counting import RecomputedLayers, count_rates
+from deepspeed_nmt.planning.gpus import kind_of, usable_gib
+from deepspeed_nmt.planning.memory import GIB, cpu_bytes, host_bytes
 from deepspeed_nmt.planning.planner import layout_of
-from deepspeed_nmt.run.agreement import agree_on_kernels
-from deepspeed_nmt.run.batches import layout_on, update_order_of, with_less_padding
+from deepspeed_nmt.run.batches import batch_on
+from deepspeed_nmt.run.directory import CHECKPOINTS
 from deepspeed_nmt.run.plans import make_planner
 from deepspeed_nmt.run.validation_sets import SPLIT, title
+from deepspeed_nmt.train.checkpoint import CheckpointStore
+from deepspeed_nmt.train.log import Workload
+from deepspeed_nmt.train.saving import DiskWatch, Rotation, check_can_save
 
 RESOLVED_FILE = "resolved.json"
 """File with the resolved settings of the last start."""
 
 
 @dataclass(frozen=True)
-class ResolvedRun:
-    """Settings of a run with all automatic values decided.
+class Resolved:
+    """Values of a run that depend on the machine or the data.
 
     Attributes:
-        config: settings of the user, completed from files that they name.
         vocabulary: vocabulary of the data.
         engine: precision, clipping and DeepSpeed's configuration.
         batch: sizes and layout of batches.
         recompute: every k-th layer application of encoder and decoder that is recomputed; 0 none.
         kernels: kernels of the fused operations.
         backends: description of the kernels chosen on this rank's device, for the log.
+        is_compiled: True if layers are compiled.
     """
 
-    config: RunConfig
     vocabulary: Vocabulary
     engine: EngineSettings
     batch: BatchConfig
     recompute: RecomputedLayers
     kernels: Kernels
     backends: str
+    is_compiled: bool
 
     def __str__(self) -> str:
         stage = self.engine.zero_stage
@@ -73,7 +80,7 @@ class ResolvedRun:
             f"{self.batch.layout} batches",
             f"kernels: {self.backends}",
         ]
-        if self.config.engine.compile == "layers":
+        if self.is_compiled:
             parts.append("compiled layers")
         if any(self.recompute):
             parts.append("recompute_encoder={}, recompute_decoder={}".format(*self.recompute))
@@ -89,14 +96,29 @@ class ResolvedRun:
             "recompute_encoder": self.recompute[0],
             "recompute_decoder": self.recompute[1],
             "kernels": self.backends,
-            "compile": self.config.engine.compile,
+            "products": self.kernels.backend("linear", torch.empty(0)),
+            "compile": "layers" if self.is_compiled else "off",
         }
         atomic_write_text(run / RESOLVED_FILE, json.dumps(content, indent=1))
 
 
-def resolve_run(
-    config: RunConfig, data: TrainingData, sets: Mapping[str, DataDirectory], world: World, *, resumed: bool
-) -> ResolvedRun:
+def recorded_products(run: Path) -> object:
+    """Return the library for matrix products that a run recorded at its last start; None if it recorded none."""
+    with suppress(OSError, ValueError):
+        content = parse_json((run / RESOLVED_FILE).read_bytes())
+        return content.get("products") if isinstance(content, dict) else None
+    return None
+
+
+def resolve(
+    config: RunConfig,
+    data: TrainingData,
+    sets: Mapping[str, DataDirectory],
+    world: World,
+    *,
+    resumed: bool,
+    products: object = None,
+) -> Resolved:
     """Resolve a run's settings on these ranks, and check them against the data. All ranks call it together.
 
     Args:
@@ -105,6 +127,7 @@ def resolve_run(
         sets: data directories of all validation sets by name.
         world: the ranks.
         resumed: True if the run has a checkpoint, so that no pretrained weights are loaded.
+        products: library for matrix products that the resumed run has recorded; None for a new run.
 
     Raises:
         ConfigError: if a setting cannot be respected on this machine, or a metric not with this text.
@@ -112,11 +135,8 @@ def resolve_run(
     """
     with fail_together(world):
         vocabulary = data.main.tokenizer().vocabulary
-        engine = resolve_engine(config.engine, config.optimizer.clip_norm, world)
-        layout = layout_on(config, engine.precision, capability_of(world.device))
-        batch = config.batch.model_copy(update={"layout": layout})
-        if config.batch.layout == "auto" and batch.layout == "packed":
-            batch = with_less_padding(batch, update_order_of(data.corpora(config.mixture), config, data), world)
+        engine = resolve_engine(config.engine, config.optimizer, world)
+        batch = batch_on(config, data, engine.precision, world)
         if not resumed:
             config.model.check_data(data.main.tokenizer())
         model = build_meta_model(config, vocabulary)
@@ -126,12 +146,14 @@ def resolve_run(
             metrics, _ = config.validation.chosen(each.text_form, name)
             Scorer(metrics, each.text_form, [])  # imports what it needs
         kernels = build_kernels(config)
+    kernels = keep_products(kernels, products, world)
     # Validation on a CPU runs in fp32, too.
     kernels = agree_on_kernels(kernels, world, {DTYPES[engine.precision], torch.float32})
     with fail_together(world):
         recompute = resolve_recomputation(config, vocabulary, engine, world, kernels)
     backends = kernels.describe(world.device, DTYPES[engine.precision])
-    return ResolvedRun(config, vocabulary, engine, batch, recompute, kernels, backends)
+    is_compiled = config.engine.compile == "layers"
+    return Resolved(vocabulary, engine, batch, recompute, kernels, backends, is_compiled)
 
 
 def _check_lengths(
@@ -228,3 +250,125 @@ def resolve_recomputation(
             "" if plan.fits(gib) else ", which does not fit",
         )
     return plan.recompute
+
+
+def check_ranks_agree(config: RunConfig, data: TrainingData, world: World) -> None:
+    """Check that all ranks have the settings and the data of rank 0, since each host may have files of its own.
+
+    Args:
+        config: settings that this rank has read.
+        data: data that this rank has opened.
+        world: the ranks, which call it together.
+
+    Raises:
+        ConfigError: if settings differ, naming their sections.
+        DataError: if the data differs.
+    """
+    own: dict[str, Any] = {
+        "settings": config.model_dump(mode="json"),
+        "data": [data.main.text_form.form, *(f"{part.identity} {part.weights}" for part in data.parts)],
+    }
+    own["settings"]["validation"]["sets"] = list(config.validation.sets)  # at places of their own on each host
+    main = from_main(own, world)
+    with fail_together(world):
+        if differing := [name for name, value in own["settings"].items() if value != main["settings"][name]]:
+            raise ConfigError(
+                f"all ranks must have the same settings, but this one differs from rank 0 in {', '.join(differing)}; "
+                "start all of them with the same command and files"
+            )
+        if own["data"] != main["data"]:
+            raise DataError(
+                f"all ranks must have the same data, but {data} is not that of rank 0 here; copy that to this host"
+            )
+
+
+def keep_products(kernels: Kernels, recorded: object, world: World) -> Kernels:
+    """Return kernels that multiply matrices by the library with which a run began, unless the settings name one.
+
+    Args:
+        kernels: kernels of the settings.
+        recorded: library that the run has recorded; anything else if it has recorded none.
+        world: the ranks, which call it together.
+    """
+    library = from_main(recorded, world)
+    here, number = kernels.backend("linear", torch.empty(0)), torch.empty(0)
+    known = isinstance(library, str) and library in OPERATIONS["linear"]
+    if not known or library == here or kernels.names("linear"):
+        return kernels
+    if reason := obstacle("linear", library, number.device, number.dtype):
+        logger.warning("matrix products by %s from now on, not by %s as so far: %s", here, library, reason)
+        return kernels
+    logger.info("matrix products by %s, as so far; a new run on this CPU would take %s", library, here)
+    return kernels.fixing({"linear": library})
+
+
+def agree_on_kernels(kernels: Kernels, world: World, dtypes: Iterable[torch.dtype]) -> Kernels:
+    """Return kernels that all ranks have: if any rank lacks one, all ranks fall back to torch for its operation.
+
+    Otherwise ranks that share a model would draw different dropout masks.
+
+    Args:
+        kernels: kernels of the run.
+        world: the ranks.
+        dtypes: dtypes to compute in.
+
+    Raises:
+        ConfigError: on all ranks, if a backend that the settings name is not available on one.
+    """
+    with fail_together(world):
+        chosen = [kernels.choices(world.device, dtype) for dtype in dtypes]
+        by_torch = {name: float(any(choices[name] == "torch" for choices in chosen)) for name in OPERATIONS}
+    counts = sum_over_ranks(by_torch, world)
+    differing = [operation for operation, count in counts.items() if 0.0 < count < world.ranks]
+    if not differing:
+        return kernels
+    logger.warning("%s: all ranks fall back to torch, because some have no other kernel", ", ".join(differing))
+    return kernels.fall_back_to_torch(differing)
+
+
+def check_room(run: Path, config: RunConfig, data: TrainingData) -> None:
+    """Check that a run's checkpoints have room, before anything is written, unless the run has ended.
+
+    Args:
+        run: run directory.
+        config: settings of the run.
+        data: data to train on.
+
+    Raises:
+        ConfigError: if its checkpoints cannot be written, or have no room.
+    """
+    training = config.training
+    store = CheckpointStore(run / CHECKPOINTS, training.keep_last, training.keep_best)
+    names = store.names()
+    progress = store.progress(names[-1]) if names else None
+    if progress is not None and training.ends_at(progress):
+        return
+    tokenizer = data.main.tokenizer()
+    if not names:
+        config.model.check_data(tokenizer)
+    model = build_meta_model(config, tokenizer.vocabulary)
+    size = checkpoint_bytes(*sizes(model), len(config.optimizer.states))
+    rotation = Rotation(training.keep_last, training.keep_best)
+    check_can_save(store.directory, size, rotation, len(names))
+    with made(store.directory):
+        DiskWatch(store.directory, rotation)(size, len(names))
+
+
+def sizes(model: TranslationModel) -> tuple[int, int]:
+    """Return the numbers of trained and of frozen parameters."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return trained, sum(p.numel() for p in model.parameters()) - trained
+
+
+def workload_of(config: RunConfig, resolved: Resolved, objective: Objective, world: World) -> Workload | None:
+    """Count the cost of training; return None on CPUs, on GPUs of unknown peak, and on ranks that do not log."""
+    if world.device.type != "cuda" or not world.is_main:
+        return None
+    name = torch.cuda.get_device_name(world.device)
+    kind = kind_of(name)
+    if kind is None:
+        logger.info("perf/mfu is not logged: the peak of %s is not known", name)
+        return None
+    model = build_meta_model(config, resolved.vocabulary, resolved.kernels)
+    rates = count_rates(model, objective, resolved.vocabulary)
+    return Workload(rates.source, rates.target, kind.tflops * 1e12)

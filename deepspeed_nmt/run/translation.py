@@ -1,67 +1,377 @@
-"""Translation of a file in pieces, on any number of ranks, resumed where it stopped.
+"""Translation of a text: of a file in pieces, on any number of ranks and resumed where it stopped; of a pipe at once.
 
-Each rank claims pieces one by one and writes their translations. Rank 0 prepares the directory of pieces, logs
-warnings and progress for all ranks, and joins the pieces in order. Nothing here imports torch for a single rank.
+A file is cut into pieces of equally many lines, and each is translated by itself. Where it is cut depends on the
+text and on the batch size only, so that the translation is the same for any number of ranks. Each rank claims pieces
+one by one and writes their translations; rank 0 logs warnings and progress for all, and joins the pieces in order.
+
+    OUTPUT.pieces/job.json        what is translated, with what: another translation does not resume this one
+                  piece-0000000   a line of JSON with hash and counts, then the translations, then the alignments
+
+Nothing here imports torch for a single rank.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
+from io import BufferedReader
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from tempfile import TemporaryFile
+from typing import Any, NamedTuple, Protocol
 
+from deepspeed_nmt import __version__
 from deepspeed_nmt.console import counting, logger
-from deepspeed_nmt.core.parts import SearchConfig
-from deepspeed_nmt.errors import EXIT_STOPPED, ConfigError, DataError, ReportedError
-from deepspeed_nmt.files import atomic_writer, hidden, resolved, text_lines
+from deepspeed_nmt.errors import EXIT_STOPPED, ConfigError, DataError, ReportedError, shown
+from deepspeed_nmt.evaluate.nbest import Candidate
+from deepspeed_nmt.files import (
+    atomic_write_bytes,
+    atomic_writer,
+    exclusive,
+    hidden,
+    is_replaceable,
+    open_text,
+    parse_json,
+    raw_lines,
+    remove_orphans,
+    replaces,
+    resolved,
+    text_lines,
+)
 from deepspeed_nmt.interruption import Interrupted
-from deepspeed_nmt.locks import exclusive
 from deepspeed_nmt.parallel.launched import place, requeued
 from deepspeed_nmt.parallel.shared_work import SharedWork
-from deepspeed_nmt.run.pieces import SOURCE, SUFFIX, Pieces, Translated, TranslationJob
-from deepspeed_nmt.run.translated_file import FileToTranslate, FileTranslator, description_of
-from deepspeed_nmt.search.base import Translation
-from deepspeed_nmt.search.source_form import LINES_OF_A_FORM, warn_of_form
-from deepspeed_nmt.search.source_lines import (
-    SourceCounts,
-    SourceWarnings,
-    longest_line,
-)
-from deepspeed_nmt.text import phrases_of, text_of
+from deepspeed_nmt.search.base import MisalignedError, Translation
+from deepspeed_nmt.search.decode_options import STREAM, DecodeOptions, typed
+from deepspeed_nmt.search.lines import LINES_OF_A_FORM, SourceCounts, SourceWarnings, warn_of_form
+from deepspeed_nmt.text import TextForm, phrases_of
 
 SILENT_S = 300.0
-"""Seconds without any progress after which an idle rank takes a piece that another one has claimed."""
+"""Seconds without any progress after which an idle rank translates a piece that another one has claimed."""
 _VISIBLE_S = 60.0
 """Seconds that a rank waits until it sees what rank 0 has written: network file systems show it late."""
 _LOCK_S = 60.0
 """Seconds that a requeued job waits for the lock of a lost host."""
+MAX_LINES = 4096
+"""Bound of the lines of a piece, which are in memory at once."""
+MAX_LINES_OF_LARGE_BATCHES = 16384
+"""The same bound if a batch has so many tokens that it needs more lines."""
+_TOKENS_PER_LINE = 8
+"""Tokens of a batch for each line that a piece has at least. Thus it fills several batches, most of them wholly."""
+_PIECES = 64
+"""Number of pieces of a text of middling length."""
+_WORKERS_A_CORE = 4
+"""Most workers for each CPU core: each takes the memory of a process with torch and the model."""
+_JOB_FILE = "job.json"
+_OWN = re.compile(rf"{re.escape(_JOB_FILE)}|piece-\d{{7,}}|\..*\.tmp|\.nfs.*")
+"""Names of the files in a directory of pieces; NFS keeps removed files that are open as .nfs*."""
+_DAMAGED = (OSError, ValueError, KeyError, TypeError)
+"""Errors of reading what is no piece."""
 
-Format = Callable[[int, Sequence[Translation]], str]
-"""Function from the number of a line, from 0, and its translations to the text that is written."""
+
+class LineTranslator(Protocol):
+    """A program that translates lines: torch's ``Translator``, or CTranslate2's ``ExportedTranslator``."""
+
+    text: TextForm
+
+    def identity(self) -> dict[str, Any]:
+        """Return all that translations depend on besides the options and the text: settings, weights, device."""
+        ...
+
+    def line_bound(self, options: DecodeOptions) -> tuple[int, str]:
+        """Return the most tokens of a line that are translated, and what sets this bound."""
+        ...
+
+    def check(self, sentences: Iterable[str], max_source_tokens: int | None = None) -> None:
+        """Check that no sentence is too long."""
+        ...
+
+    @property
+    def stream(self) -> Callable[..., Iterator[list[Translation]]]:
+        """Function that yields the best translations of each sentence; see ``Translator.stream``."""
+        ...
 
 
-def pieces_directory(target: Path) -> Path:
+@dataclass(frozen=True)
+class Texts:
+    """The source, and texts that have a line for each line of it, each at its beginning.
+
+    Attributes:
+        options: of the translation.
+        streams: the texts by option: input, prefix, constraints.
+        lines: number of lines; None if it is not known.
+    """
+
+    options: DecodeOptions
+    streams: Mapping[str, BufferedReader[Any]]
+    lines: int | None
+
+    @property
+    def source(self) -> BufferedReader[Any]:
+        """The source."""
+        return self.streams["input"]
+
+    def name(self, option: str) -> str:
+        """Return the name of a text's file."""
+        return str(getattr(self.options, option))
+
+    def read(self, option: str) -> Iterator[Any]:
+        """Read the lines of a text from where it stands; constraints as phrases."""
+        lines = text_lines(self.streams[option], self.name(option))
+        return map(phrases_of, lines) if option == "constraints" else lines
+
+    def from_start(self) -> dict[str, Iterator[Any]]:
+        """Read all texts from their beginnings."""
+        for stream in self.streams.values():
+            stream.seek(0)
+        return {option: self.read(option) for option in self.streams}
+
+    def digests(self) -> dict[str, str]:
+        """Return the hashes of the texts."""
+        found = {}
+        for option, stream in self.streams.items():
+            stream.seek(0)
+            digest = hashlib.sha256()
+            while block := stream.read(1 << 20):
+                digest.update(block)
+            found["the source text" if option == "input" else f"the text of {typed(option)}"] = digest.hexdigest()
+        return found
+
+    @property
+    def piece_lines(self) -> int:
+        """Number of lines of a piece."""
+        return MAX_LINES if self.lines is None else lines_of_a_piece(self.lines, self.options.max_tokens)
+
+    def in_pieces(self) -> bool:
+        """Return True if the text is translated in pieces, which can be resumed; False if as a stream.
+
+        Raises:
+            ConfigError: if several processes are to translate what is no file.
+        """
+        several = max(place().ranks, self.options.workers) > 1
+        outputs = {name: getattr(self.options, name) for name in ("output", "alignment")}
+        wrong = [option for option, stream in self.streams.items() if not is_file(self.name(option), stream)]
+        wrong += [name for name, path in outputs.items() if path and (path == "-" or not is_replaceable(Path(path)))]
+        if several and wrong:
+            raise ConfigError(
+                f"{typed(wrong[0])} is {self.name(wrong[0])}, which is no file, and several processes are to "
+                "translate; give a file, or start one process"
+            )
+        if wrong or self.lines is None:
+            return False
+        return several or pieces_directory(self.options).exists() or self.lines > self.piece_lines
+
+
+def is_file(name: str, stream: BufferedReader[Any]) -> bool:
+    """Return True if a text is a file, which can be read again."""
+    return name != "-" and stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+
+
+def lines_of_a_piece(lines: int, max_tokens: int) -> int:
+    """Return the number of lines of a piece.
+
+    Args:
+        lines: number of lines of the text.
+        max_tokens: bound of a batch: sentences x longest source.
+    """
+    least = min(MAX_LINES_OF_LARGE_BATCHES, max_tokens // _TOKENS_PER_LINE)
+    return max(1, least, min(MAX_LINES, -(-lines // _PIECES)))
+
+
+def count_lines(stream: BufferedReader[Any], name: str) -> int | None:
+    """Count the lines of a text, which is read again from where it stands; None if it can be read only once."""
+    if not stream.seekable():
+        return None
+    start = stream.tell()
+    count = sum(1 for _ in raw_lines(stream, name))
+    stream.seek(start)
+    return count
+
+
+@contextmanager
+def open_texts(options: DecodeOptions) -> Iterator[Texts]:
+    """Open the source and the texts beside it. If all are files, their lines are counted before anything is done.
+
+    Raises:
+        ConfigError: if standard input is given twice, or an output cannot be written or would replace a text.
+        DataError: if a file cannot be read or has another number of lines.
+    """
+    check_outputs(options)
+    names = {name: getattr(options, name) for name in ("input", "prefix", "constraints")}
+    names = {name: path for name, path in names.items() if path is not None}
+    if list(names.values()).count("-") > 1:
+        raise ConfigError("standard input (`-`) is given more than once; give paths")
+    with ExitStack() as stack:
+        streams = {name: stack.enter_context(open_text(path)) for name, path in names.items()}
+        for output in ("output", "alignment"):
+            path = getattr(options, output)
+            for name, stream in streams.items():
+                if path not in (None, "-") and replaces(Path(path), stream):
+                    raise ConfigError(f"{typed(output)} is {path}, the text of {typed(name)}; give another path")
+        counts = {name: count_lines(stream, names[name]) for name, stream in streams.items()}
+        for name, count in counts.items():
+            if None not in (count, counts["input"]) and count != counts["input"]:
+                raise DataError(
+                    f"{typed(name)} has {count:,} lines, and the source has {counts['input']:,}; give a text of the "
+                    "same lines, in which an empty line asks for nothing"
+                )
+        yield Texts(options, streams, counts["input"] if is_file(names["input"], streams["input"]) else None)
+
+
+def check_workers(options: DecodeOptions) -> None:
+    """Check the number of workers.
+
+    Raises:
+        ConfigError: if it is too large, or a launcher has started processes.
+    """
+    cores, ranks = len(os.sched_getaffinity(0)), place().ranks
+    if options.workers > (most := _WORKERS_A_CORE * cores):
+        raise ConfigError(
+            f"--workers is {options.workers}, more than {most}, {_WORKERS_A_CORE} for each CPU core of this process; "
+            f"{cores} are usually fastest"
+        )
+    if options.workers > 1 and ranks > 1:
+        raise ConfigError(
+            f"--workers is {options.workers}, but a launcher has started {ranks} processes; leave it out"
+        )
+    if options.is_exported and max(options.workers, ranks) > 1:
+        raise ConfigError(
+            "--runtime ctranslate2 translates in one process, but several are to start; leave out --workers or the "
+            "launcher, and set OMP_NUM_THREADS for more threads"
+        )
+
+
+def output_path(name: str, option: str) -> Path | None:
+    """Return the path of an output file; None for standard output.
+
+    Raises:
+        ConfigError: if it cannot be written.
+        OSError: if the disk is full.
+    """
+    if name == "-":
+        return None
+    target = Path(name)
+    problem = "" if target.parent.is_dir() else f"is in {target.parent}, which is no directory"
+    problem = "is a directory" if target.is_dir() else problem
+    try:
+        if not problem and is_replaceable(target):  # permissions do not tell what some file systems refuse
+            with TemporaryFile(dir=resolved(target).parent):
+                return target
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        problem = f"cannot be written ({error.strerror or error})"
+    if not problem and not os.access(target, os.W_OK):
+        problem = f"cannot be written ({os.strerror(errno.EACCES)})"
+    if problem:
+        raise ConfigError(f"{option}: {target} {problem}; give another path")
+    return target
+
+
+def check_outputs(options: DecodeOptions) -> tuple[Path | None, Path | None]:
+    """Return the paths of the translations and of the alignment; None for standard output, or without alignment.
+
+    Raises:
+        ConfigError: if one cannot be written, or both are the same.
+    """
+    target = output_path(str(options.output), "--output")
+    if options.alignment is None:
+        return target, None
+    aligned = output_path(str(options.alignment), "--alignment")
+    if (aligned and resolved(aligned)) == (target and resolved(target)):
+        raise ConfigError("--alignment and --output are the same file; give another")
+    return target, aligned
+
+
+def written(options: DecodeOptions, number: int, best: Sequence[Translation]) -> str:
+    """Return the translations of a line as they are written.
+
+    Args:
+        options: of the translation.
+        number: of the line, from 0.
+        best: its translations, best first.
+    """
+    if not options.writes_lists:
+        return best[0].text + "\n"
+    lines = []
+    for one in best:
+        features = {**one.features, "log_prob": one.log_prob, "tokens": len(one.tokens)}
+        lines.append(f"{Candidate(number, one.text, features, one.score, one.token_scores or ())}\n")
+    return "".join(lines)
+
+
+def aligned(best: Sequence[Translation]) -> str:
+    """Return the alignments of the translations of a line in Pharaoh's format: ``0-0 1-2``, source word first."""
+    pairs = [" ".join(f"{source}-{target}" for source, target in one.alignment or ()) for one in best]
+    return "".join(f"{line}\n" for line in pairs)
+
+
+def stream_keywords(options: DecodeOptions) -> dict[str, Any]:
+    """Return the arguments of ``LineTranslator.stream``."""
+    return {**{name: getattr(options, name) for name in STREAM}, "alignment": options.alignment is not None}
+
+
+def translate_stream(translator: LineTranslator, texts: Texts) -> None:
+    """Translate a text in the order of its lines; it is written as it is translated.
+
+    Raises:
+        UserError: if a line cannot be translated.
+        OSError: if the output cannot be written.
+    """
+    options, source = texts.options, texts.source
+    if options.strict and source.seekable():  # a pipe is checked as it is read
+        start = source.tell()
+        translator.check(texts.read("input"), options.max_source_tokens)
+        source.seek(start)
+    flushed = options.buffer_lines or (1 if source.isatty() else None)
+    problem: MisalignedError | None = None
+    number = -1
+    with ExitStack() as stack:
+        outputs = []
+        for path in check_outputs(options)[: 1 if options.alignment is None else 2]:
+            outputs.append(stack.enter_context(nullcontext(sys.stdout) if path is None else atomic_writer(path, "w")))
+        advance = stack.enter_context(counting("translate", "sentences", texts.lines))
+        beside = {option: texts.read(option) for option in texts.streams if option != "input"}
+        keywords = {**stream_keywords(options), "buffer_lines": flushed or texts.piece_lines}
+        try:
+            for number, best in enumerate(
+                translator.stream(texts.read("input"), advance=advance, **beside, **keywords)
+            ):
+                for output, text in zip(outputs, (written(options, number, best), aligned(best)), strict=False):
+                    output.write(text)
+                    if flushed is not None and (number + 1) % flushed == 0:  # another program may wait for it
+                        output.flush()
+        except MisalignedError as error:  # what was translated is kept
+            problem = error
+        outputs[0].flush()
+    if problem is not None:
+        raise DataError(f"{problem}; lines translated: {number + 1:,}") from problem
+
+
+def pieces_directory(options: DecodeOptions) -> Path:
     """Return the directory of the pieces of an output file."""
-    target = resolved(target)
-    return target.with_name(target.name + SUFFIX)
+    target = resolved(Path(str(options.output)))
+    return target.with_name(f"{target.name}.pieces")
 
 
-def translate_in_pieces(
-    translator: FileTranslator, file: FileToTranslate, written: Format, aligned: Format | None = None
-) -> int:
+def translate_in_pieces(translator: LineTranslator, texts: Texts) -> int:
     """Translate a file with the other ranks of this start, and return the exit status.
 
     Pieces that an earlier start has finished are used. If this one is interrupted, those that it has finished stay.
 
     Args:
         translator: the same on all ranks.
-        file: what to translate.
-        written: text of the translations of a line.
-        aligned: text of their alignments; None for none.
+        texts: what to translate.
 
     Raises:
         ConfigError: if the ranks cannot meet.
@@ -69,19 +379,16 @@ def translate_in_pieces(
             too long.
         OSError: if a file cannot be written; what was translated is kept.
     """
-    models = {"the vocabulary": translator.tokenizer.digest, "the weights": translator.digests}
-    description = description_of(file, translator.search, translator.device.type, translator.precision)
-    job = TranslationJob({**description, **models}, file.lines, file.piece_lines, tuple(file.beside))
-    pieces = Pieces(pieces_directory(file.target), job)
+    pieces = Pieces(texts, translator.identity())
     try:
         with SharedWork.join(place()) as work:
-            rank = _Rank(work, pieces, translator, file, (written, aligned))
+            rank = _Rank(work, pieces, translator)
             try:
                 rank.lead() if work.is_main else rank.follow()
             except (Interrupted, ReportedError) as end:
                 if work.is_main and _is_stop(end):  # before a launcher ends this rank because another one has ended
                     by = end.signal.name if isinstance(end, Interrupted) else "a request to another rank"
-                    logger.info("stopped by %s; %s; start the same command again to resume", by, _kept(pieces))
+                    logger.info("stopped by %s; %s; start the same command again to resume", by, pieces)
                 raise
     except (Interrupted, ReportedError) as end:
         if not _is_stop(end):
@@ -89,7 +396,7 @@ def translate_in_pieces(
         return EXIT_STOPPED
     except OSError:
         if pieces.path.exists():
-            logger.info("%s; the same command resumes there", _kept(pieces))
+            logger.info("%s; the same command resumes there", pieces)
         raise
     return 0
 
@@ -99,51 +406,212 @@ def _is_stop(end: Interrupted | ReportedError) -> bool:
     return isinstance(end, Interrupted) or end.status == EXIT_STOPPED
 
 
-def check_resumable(file: FileToTranslate, search: SearchConfig, device: str, precision: str) -> None:
-    """Check that what is translated of a file already is of the same translation, without the model's weights.
+class Piece(NamedTuple):
+    """A translated piece.
+
+    Attributes:
+        text: translations.
+        alignment: their alignments; empty if they are not asked for.
+        counts: of its source lines.
+    """
+
+    text: bytes
+    alignment: bytes
+    counts: SourceCounts
+
+
+class Pieces:
+    """The directory of the pieces of a translation.
 
     Args:
-        file: what to translate.
-        search: the search.
-        device: type of the device.
-        precision: of the weights on this device.
+        texts: which are cut.
+        identity: all that the translation depends on besides the options and the texts.
 
-    Raises:
-        DataError: if another translation was begun there.
+    Attributes:
+        path: of the directory.
+        count: number of pieces.
     """
-    path = pieces_directory(file.target)
-    if path.exists():
-        description = description_of(file, search, device, precision)
-        Pieces(path, TranslationJob(description, file.lines, file.piece_lines)).check()
+
+    def __init__(self, texts: Texts, identity: Mapping[str, Any]) -> None:
+        assert texts.lines is not None
+        self.texts, self.path = texts, pieces_directory(texts.options)
+        self.piece_lines, self.count = texts.piece_lines, -(-texts.lines // texts.piece_lines)
+        self._sources = texts.digests()
+        job = {
+            **texts.options.resumed(),
+            "--alignment": texts.options.alignment is not None,
+            **self._sources,
+            **identity,
+            "the version of the program": __version__,
+            "lines of a piece": self.piece_lines,
+        }
+        self._job: dict[str, Any] = json.loads(json.dumps(job, default=str))
+        self.digest = hashlib.sha256(json.dumps(self._job, sort_keys=True).encode()).hexdigest()
+        self.restart()
+
+    def restart(self) -> None:
+        """Read the texts from their beginnings from now on."""
+        self._reading: tuple[int, dict[str, Iterator[Any]]] = (0, self.texts.from_start())
+
+    def __str__(self) -> str:
+        """Return how much of a translation is kept, and where."""
+        finished = sum(map(self.has, range(self.count)))
+        return f"{finished} of {self.count} pieces are finished, in {self.path}"
+
+    def prepare(self) -> int:
+        """Make the directory or resume in it, and remove damaged pieces. Return the lines that are translated.
+
+        Raises:
+            DataError: if the directory is of another translation.
+            OSError: if a file cannot be written.
+        """
+        if self.path.exists():
+            self._check_own()
+        self.path.mkdir(exist_ok=True)
+        remove_orphans(self.path)
+        file = self.path / _JOB_FILE
+        if file.exists():
+            self._check_job(file)
+        atomic_write_bytes(file, json.dumps(self._job, indent=1).encode())
+        finished = lines = 0
+        for number in filter(self.has, range(self.count)):
+            if self.read(number) is None:
+                logger.warning("%s is damaged; it is translated again", self.file(number))
+                self.file(number).unlink(missing_ok=True)
+            else:
+                finished, lines = finished + 1, lines + self.lines_of(number)
+        if finished:
+            logger.info("resumes: %d of %d pieces are in %s", finished, self.count, self.path)
+        return lines
+
+    def is_visible(self) -> bool:
+        """Return True if this host sees the directory as rank 0 has prepared it."""
+        return (self.path / _JOB_FILE).exists()
+
+    def lines_of(self, number: int) -> int:
+        """Return the number of lines of a piece."""
+        assert self.texts.lines is not None
+        return min(self.piece_lines, self.texts.lines - number * self.piece_lines)
+
+    def file(self, number: int) -> Path:
+        """Return the path of a piece."""
+        return self.path / f"piece-{number:07d}"
+
+    def has(self, number: int) -> bool:
+        """Return True if a piece is finished."""
+        return self.file(number).exists()
+
+    def source(self, number: int) -> dict[str, list[Any]]:
+        """Read the lines of a piece in all texts.
+
+        Raises:
+            DataError: if a text has become shorter.
+        """
+        at, readers = self._reading
+        if number < at:
+            self.restart()
+            at, readers = self._reading
+        found = {}
+        for option, lines in readers.items():
+            deque(islice(lines, (number - at) * self.piece_lines), maxlen=0)
+            found[option] = list(islice(lines, self.piece_lines))
+            if len(found[option]) != self.lines_of(number):
+                raise _changed(self.texts.name(option))
+        self._reading = number + 1, readers
+        return found
+
+    def check_sources(self) -> None:
+        """Check that the texts are those that were translated.
+
+        Raises:
+            DataError: if one has changed.
+        """
+        for option, now, before in zip(
+            self.texts.streams, self.texts.digests().values(), self._sources.values(), strict=True
+        ):
+            if now != before:
+                raise _changed(self.texts.name(option))
+        self.restart()
+
+    def write(self, number: int, piece: Piece) -> None:
+        """Write a piece.
+
+        Raises:
+            OSError: if the file cannot be written, for example because the disk is full.
+        """
+        content = piece.text + piece.alignment
+        header = {
+            "job": self.digest,
+            "text": len(piece.text),
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "counts": asdict(piece.counts),
+        }
+        atomic_write_bytes(self.file(number), json.dumps(header).encode() + b"\n" + content)
+
+    def read(self, number: int) -> Piece | None:
+        """Return a piece; None if it is damaged or of another translation."""
+        with suppress(*_DAMAGED):
+            header, _, content = self.file(number).read_bytes().partition(b"\n")
+            values = parse_json(header)
+            if (values["job"], values["sha256"]) == (self.digest, hashlib.sha256(content).hexdigest()):
+                size = values["text"]
+                return Piece(content[:size], content[size:], SourceCounts(**values["counts"]))
+        return None
+
+    def remove(self) -> None:
+        """Remove the directory and its files, or warn that it cannot be removed."""
+        try:
+            for file in self.path.iterdir():
+                file.unlink(missing_ok=True)
+            self.path.rmdir()
+        except OSError as error:  # such as files that NFS keeps because another rank has them open
+            logger.warning("%s could not be removed (%s); remove it", self.path, error.strerror or error)
+
+    def _check_own(self) -> None:
+        """Check that nothing but pieces is in the way."""
+        foreign = [self.path]
+        if self.path.is_dir():
+            foreign = [file for file in self.path.iterdir() if not _OWN.fullmatch(file.name) or file.is_dir()]
+        if foreign:
+            raise DataError(
+                f"{foreign[0]} is in the way of the pieces of the translation, and not written by `translate`; move "
+                "it away, or give another output"
+            )
+
+    def _check_job(self, file: Path) -> None:
+        """Compare the job with the one that is recorded."""
+        try:
+            before = dict(parse_json(file.read_bytes()))
+        except _DAMAGED:
+            logger.warning("%s is damaged; pieces of this translation are used, others translated again", file)
+            return
+        keys = sorted(key for key in before.keys() | self._job.keys() if before.get(key) != self._job.get(key))
+        if keys:
+            differences = ", ".join(_difference(key, before.get(key), self._job.get(key)) for key in keys[:3])
+            raise DataError(
+                f"{self.path} is of another translation: {differences}; start with what it was begun with, or remove "
+                f"{self.path} to begin anew"
+            )
 
 
-def _warnings(translator: FileTranslator, lines: Iterator[str], max_source_tokens: int | None) -> SourceWarnings:
-    """Return the warnings of a text that is translated in pieces, and warn of the form of its beginning."""
-    deque(warn_of_form(islice(lines, LINES_OF_A_FORM), translator.text), maxlen=0)
-    longest = translator.max_source_tokens if max_source_tokens is None else max_source_tokens
-    return SourceWarnings(*longest_line(longest, translator.model.longest_source))
+def _difference(key: str, before: object, now: object) -> str:
+    """Return the clause of a message on what differs in one entry of a job."""
+    if key.startswith("the "):
+        return f"{key} was another one"
+    return f"{key} was {shown(before)} and is {shown(now)}"
 
 
-def _kept(pieces: Pieces) -> str:
-    """Return how much of a translation is kept, and where."""
-    finished = sum(pieces.has(piece) for piece in range(pieces.job.pieces))
-    return f"{finished} of {pieces.job.pieces} pieces are finished, in {pieces.path}"
+def _changed(name: str) -> DataError:
+    return DataError(f"{name} changed while it was translated; start again")
 
 
 class _Rank:
     """The part of one rank in a translation."""
 
-    def __init__(
-        self,
-        work: SharedWork,
-        pieces: Pieces,
-        translator: FileTranslator,
-        file: FileToTranslate,
-        written: tuple[Format, Format | None],
-    ) -> None:
-        self._work, self._pieces, self._job = work, pieces, pieces.job
-        self._translator, self._file = translator, file
-        self._written, self._aligned = written
+    def __init__(self, work: SharedWork, pieces: Pieces, translator: LineTranslator) -> None:
+        self._work, self._pieces, self._translator = work, pieces, translator
+        self._options = pieces.texts.options
+        self._keywords = stream_keywords(self._options.model_copy(update={"strict": False}))  # checked before
         self._first_missing = 0
         """Number of a piece before which all are finished."""
         self._report: Callable[[], object] = lambda: None
@@ -151,123 +619,89 @@ class _Rank:
 
     def lead(self) -> None:
         """Prepare the pieces, translate with the other ranks, and join what all have translated."""
-        refusal = f"{self._file.target} must not be in use, but {{holder}} is translating to it; wait for it"
-        patience_s = _LOCK_S if requeued() else 0.0
-        with exclusive(hidden(resolved(self._file.target), "translate.lock"), refusal, patience_s):
-            self._check_lines()
-            self._warnings = _warnings(self._translator, self._source_lines(), self._file.max_source_tokens)
-            self._file.source.seek(0)
-            if self._file.alignment is not None:  # the layer is chosen and recorded before other ranks need it
-                deque(self._translator.stream([], **self._file.details), maxlen=0)
-            before = self._pieces.prepare(self._file.texts)
-            self._work.announce(self._job.digest)
-            with counting("translate", "sentences", self._file.lines, before) as advance:
-                self._report = _difference_of(self._work.done, advance)
+        target = Path(str(self._options.output))
+        refusal = f"{target} is in use: {{holder}} is translating to it; wait for it"
+        with exclusive(
+            hidden(resolved(target), "translate.lock"), refusal, patience_s=_LOCK_S if requeued() else 0.0
+        ):
+            if self._options.strict:
+                self._translator.check(self._pieces.texts.from_start()["input"], self._options.max_source_tokens)
+            beginning = islice(self._pieces.texts.from_start()["input"], LINES_OF_A_FORM)
+            deque(warn_of_form(beginning, self._translator.text), maxlen=0)
+            self._warnings = SourceWarnings(*self._translator.line_bound(self._options))
+            if self._options.alignment:  # the layer is chosen and recorded before other ranks need it
+                deque(self._translator.stream([], **self._keywords), maxlen=0)
+            self._pieces.restart()
+            before = self._pieces.prepare()
+            self._work.announce(self._pieces.digest)
+            with counting("translate", "sentences", self._pieces.texts.lines, before) as advance:
+                self._report = _growth_of(self._work.done, advance)
                 self._translate_all()
                 self._report()
             self._warnings.warn_at_end()
+            self._pieces.check_sources()
             self._join()
             self._work.complete()
             self._pieces.remove()
 
     def follow(self) -> None:
         """Translate with the other ranks, until all is translated."""
-        if self._work.announced() != self._job.digest:
+        rank = self._work.place.rank
+        if self._work.announced() != self._pieces.digest:
             raise ConfigError(
-                f"all ranks must translate the same text with the same run and options, but rank "
-                f"{self._work.place.rank} differs from rank 0; if the run is being trained, name the checkpoint; if "
-                "GPUs differ, give --precision"
+                f"rank {rank} translates another text, run or options than rank 0; if the run is being trained, name "
+                "the checkpoint; if GPUs differ, give --precision"
             )
         deadline = time.monotonic() + _VISIBLE_S
         while not self._pieces.is_visible() and not self._work.is_complete():
             if time.monotonic() > deadline:
                 raise DataError(
-                    f"{self._pieces.path} must be on a file system that all hosts share, but rank "
-                    f"{self._work.place.rank} does not see it"
+                    f"rank {rank} does not see {self._pieces.path}; write to a file system that all hosts share"
                 )
             self._work.pause()
         self._translate_all()
         while not self._work.is_complete():  # a launcher may end all ranks some time after the first
             self._work.pause()
 
-    def _check_lines(self) -> None:
-        """Check all lines before any is translated, if the user has asked for it."""
-        if self._file.strict:
-            self._translator.check(self._source_lines(), self._file.max_source_tokens)
-
-    def _source_lines(self) -> Iterator[str]:
-        self._file.source.seek(0)
-        return text_lines(self._file.source, self._file.name)
-
     def _translate_all(self) -> None:
         """Translate pieces as long as any is missing."""
-        while (piece := self._work.claim()) < self._job.pieces:
-            if not self._pieces.has(piece):
-                self._translate(piece)
+        while (number := self._work.claim()) < self._pieces.count:
+            if not self._pieces.has(number):
+                self._translate(number)
             self._look()
-        done, since, take = self._work.done(), time.monotonic(), 0
+        done, since = self._work.done(), time.monotonic()
         while not self._look() and not self._work.is_complete():
             self._work.pause()
             if (now := self._work.done()) != done:
                 done, since = now, time.monotonic()
             elif time.monotonic() - since > SILENT_S:
-                self._take_over(take)
-                since, take = time.monotonic(), take + 1
-
-    def _take_over(self, take: int) -> None:
-        """Translate a piece that another rank has claimed and not finished. If both do, they write the same."""
-        for piece in range(self._first_missing, self._job.pieces):
-            if not self._pieces.has(piece) and self._work.claim(f"{piece}, take {take}") == 0:
-                logger.warning("no progress for %.0f s: piece %d is translated by another rank", SILENT_S, piece)
-                try:
-                    self._translate(piece)
-                except FileNotFoundError:  # the silent rank has finished it, and the directory was removed
-                    if not self._work.is_complete():
-                        raise
-                return
+                logger.warning("no progress for %.0f s: piece %d is taken over", SILENT_S, self._first_missing)
+                with suppress(FileNotFoundError):  # the silent rank has finished it, and the directory was removed
+                    self._translate(self._first_missing)  # if both ranks do, they write the same
+                since = time.monotonic()
 
     def _look(self) -> bool:
         """Look which pieces are finished by now, and return True if all are. Rank 0 warns of their source lines."""
         self._report()
-        while self._first_missing < self._job.pieces and self._pieces.has(self._first_missing):
-            counts = self._pieces.counts(self._first_missing)
-            if self._warnings is not None and counts is not None:  # a damaged one is translated again in the end
-                self._warnings.add(counts, self._file.max_tokens)
+        while self._first_missing < self._pieces.count and self._pieces.has(self._first_missing):
+            if self._warnings is not None and (piece := self._pieces.read(self._first_missing)) is not None:
+                self._warnings.add(piece.counts, self._options.max_tokens)
             self._first_missing += 1
-        return self._first_missing == self._job.pieces
+        return self._first_missing == self._pieces.count
 
-    def _translate(self, piece: int) -> None:
+    def _translate(self, number: int) -> None:
         """Translate a piece and write it."""
-        counts, before = SourceCounts(), piece * self._job.piece_lines
+        counts, before, lines = SourceCounts(), number * self._pieces.piece_lines, self._pieces.source(number)
+        keywords = {**self._keywords, "buffer_lines": self._pieces.piece_lines}
         translations = self._translator.stream(
-            self._lines(SOURCE, piece),
-            max_tokens=self._file.max_tokens,
-            buffer_lines=self._job.piece_lines,
-            nbest=self._file.nbest,
-            advance=self._advance,
-            max_source_tokens=self._file.max_source_tokens,
-            counts=counts,
-            first_line=before,
-            **self._beside(piece),
-            **self._file.details,
+            lines.pop("input"), advance=self._advance, counts=counts, first_line=before, **lines, **keywords
         )
         text, links = [], []
-        for number, best in enumerate(translations, before):
-            text.append(self._written(number, best))
-            if self._aligned is not None:
-                links.append(self._aligned(number, best))
-        self._pieces.write(piece, Translated("".join(text).encode(), "".join(links).encode()), counts)
-
-    def _lines(self, name: str, piece: int) -> list[str]:
-        """Return the lines of a piece of a text."""
-        return [text_of(line) for line in self._pieces.lines(name, self._file.texts[name], piece)]
-
-    def _beside(self, piece: int) -> dict[str, Any]:
-        """Return the lines of a piece of the texts beside the source, as arguments of ``Translator.stream``."""
-        found: dict[str, Any] = {name: self._lines(name, piece) for name in self._job.beside}
-        if "constraints" in found:
-            found["constraints"] = [phrases_of(line) for line in found["constraints"]]
-        return found
+        for line, best in enumerate(translations, before):
+            text.append(written(self._options, line, best))
+            if self._options.alignment:
+                links.append(aligned(best))
+        self._pieces.write(number, Piece("".join(text).encode(), "".join(links).encode(), counts))
 
     def _advance(self, more: int) -> None:
         self._work.advance(more)
@@ -276,26 +710,21 @@ class _Rank:
     def _join(self) -> None:
         """Write the pieces in order to the outputs, which are replaced when they are complete."""
         with ExitStack() as stack:
-            output = stack.enter_context(atomic_writer(self._file.target))
-            links: BinaryIO | None = None
-            if self._file.alignment is not None:
-                links = stack.enter_context(atomic_writer(self._file.alignment))
-            for piece in range(self._job.pieces):
-                found = self._pieces.read(piece)
-                if found is None:
-                    logger.warning("%s is damaged; it is translated again", self._pieces.file(piece))
-                    self._translate(piece)
-                    found = self._pieces.read(piece)
-                if found is None:
-                    raise DataError(
-                        f"{self._pieces.file(piece)} must be as it was written, but is not; check the disk"
-                    )
-                output.write(found.text)
-                if links is not None:
-                    links.write(found.alignment)
+            paths = [path for path in check_outputs(self._options) if path is not None]
+            outputs = [stack.enter_context(atomic_writer(path)) for path in paths]
+            for number in range(self._pieces.count):
+                piece = self._pieces.read(number)
+                if piece is None:
+                    logger.warning("%s is damaged; it is translated again", self._pieces.file(number))
+                    self._translate(number)
+                    piece = self._pieces.read(number)
+                if piece is None:
+                    raise DataError(f"{self._pieces.file(number)} is not as it was written; check the disk")
+                for output, content in zip(outputs, (piece.text, piece.alignment), strict=False):
+                    output.write(content)
 
 
-def _difference_of(total: Callable[[], int], advance: Callable[[int], object]) -> Callable[[], None]:
+def _growth_of(total: Callable[[], int], advance: Callable[[int], object]) -> Callable[[], None]:
     """Return a function that passes on by how much a total has grown since it was called last."""
     before = 0
 

@@ -1,19 +1,38 @@
-"""Validation sets of a run: that of its training data, and those that have names."""
+"""Validation sets of a run, that of its training data and those that have names, and their translations on disk.
+
+    RUN/validation/SET/source.txt, reference.txt       text of the set (main: that of the training data)
+                       signatures.json                 signature of each metric, by name
+                       update-0000400.txt              translations after update 400, one a line
+                       update-0000400.NAME.sentences   scores of sentences by the program NAME, if it gives them
+                       update-0000400.NAME.result      number of the late program NAME, which the program writes
+                       update-0000400.NAME.log         output of the late program NAME
+                       update-0000400.json             values of a validation that has late ones (main only)
+
+All of it is plain text where that can be made, as metrics score it.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import html
+import importlib.util
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.config import RunConfig
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.errors import ConfigError, DataError, shown
-from deepspeed_nmt.evaluate.command_metrics import check_programs
-from deepspeed_nmt.files import check_utf8_name
-from deepspeed_nmt.parallel.agreement import fail_together
-from deepspeed_nmt.parallel.collectives import from_main
+from deepspeed_nmt.evaluate.command_metrics import ScoredFiles, check_programs
+from deepspeed_nmt.evaluate.metrics import Metric
+from deepspeed_nmt.files import atomic_write_text, check_utf8_name
+from deepspeed_nmt.parallel.collectives import fail_together, from_main
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.run.validation import MAIN, ValidationConfig, check_set_name
+from deepspeed_nmt.text import Kind, TextForm, detokenise
+from deepspeed_nmt.train.configuration import MAIN, MAIN_DIRECTORY, ValidationConfig, check_set_name
 
 SPLIT = "valid"
 
@@ -80,12 +99,12 @@ def title(name: str) -> str:
 
 def digest(sets: Mapping[str, DataDirectory]) -> str:
     """Return a short hash of the names and the text of validation sets: scores of equal digests can be compared."""
-    found = hashlib.sha256()
+    total = hashlib.sha256()
     for name, data in sorted(sets.items()):
         for file, record in sorted(data.meta.files.items()):
             if file.startswith(f"{SPLIT}."):
-                found.update(f"{name} {file} {record.sha256}\n".encode())
-    return found.hexdigest()[:8]
+                total.update(f"{name} {file} {record.sha256}\n".encode())
+    return total.hexdigest()[:8]
 
 
 def check_sets_agree(sets: Mapping[str, DataDirectory], world: World) -> None:
@@ -108,23 +127,184 @@ def check_sets_agree(sets: Mapping[str, DataDirectory], world: World) -> None:
             )
 
 
-def check_commands(config: ValidationConfig, timeout_s: float, world: World) -> None:
-    """Check on rank 0, which calls them, that programs can be called, and that other ranks wait for them.
+def check_commands(config: RunConfig, world: World) -> None:
+    """Check that programs can be called, that other ranks wait for them, and that early stopping has a score.
 
     Args:
-        config: settings of validation.
-        timeout_s: time limit of waiting for another rank.
+        config: settings of the run.
         world: the ranks, which call it together.
 
     Raises:
-        ConfigError: if a program cannot be called, or may take longer than other ranks wait.
+        ConfigError: if a program cannot be called, or may take longer than other ranks wait; or if patience depends
+            on late scores, which training never reads.
     """
+    commands, timeout_s = config.validation.commands, config.engine.timeout_s
     with fail_together(world):
         if world.is_main:
-            check_programs(list(config.commands.values()))
-        direct = any(not metric.late for metric in config.commands.values())
-        if direct and world.ranks > 1 and config.command_s >= timeout_s:
+            check_programs(list(commands.values()))
+        direct = any(not metric.late for metric in commands.values())
+        if direct and world.ranks > 1 and config.validation.command_s >= timeout_s:
             raise ConfigError(
-                f"validation.command_s must be below engine.timeout_s={timeout_s:g}, for which other ranks wait, but "
-                f"is {config.command_s:g}; lower it, or raise engine.timeout_s"
+                f"validation.command_s is {config.validation.command_s:g}, but other ranks wait for "
+                f"engine.timeout_s={timeout_s:g} only; lower the one, or raise the other"
             )
+        best = commands.get(config.validation.best_measure)
+        if best is not None and best.late and config.training.patience:
+            raise ConfigError(
+                f"training.patience is {config.training.patience}, but {best.name} chooses the best checkpoint, "
+                "whose scores come late and are never read by training; use training.patience=0, or another "
+                "validation.best_by"
+            )
+
+
+VALIDATION = "validation"
+SAMPLES = 5
+"""Sentences of each set whose translations TensorBoard shows."""
+_SAMPLE_WORDS = range(6, 26)
+_FILE = re.compile(r"update-(\d{7,})\.(?:txt|json|[\w-]+\.(?:sentences|result|log))")
+_MARKDOWN = re.compile(r"([\\`*_\[\]|])")
+
+
+class ValidationTexts:
+    """Translations of a validation set on disk. Only rank 0 has one.
+
+    Args:
+        run: run directory.
+        name: name of the set, "" for that of the training data.
+        keep: number of newest translations to keep; 0 for all.
+    """
+
+    def __init__(self, run: Path, name: str, keep: int = 0) -> None:
+        self.directory = run / VALIDATION / (name or MAIN_DIRECTORY)
+        self.sources: Sequence[str] = ()
+        self.references: Sequence[str] = ()
+        self._keep = keep
+
+    def begin(
+        self, sources: Sequence[str], references: Sequence[str], metrics: Sequence[Metric], update: int
+    ) -> None:
+        """Write source, reference and signatures; translations of other sentences, or of later updates, are removed.
+
+        Args:
+            sources: plain text.
+            references: plain text.
+            metrics: of this set.
+            update: number of updates made so far.
+
+        Raises:
+            OSError: if a file cannot be written.
+        """
+        self.sources, self.references = list(map(_one_line, sources)), list(map(_one_line, references))
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.forget(update)
+        texts = {"source.txt": _text(self.sources), "reference.txt": _text(self.references)}
+        other = [name for name, text in texts.items() if self._differs(name, text)]
+        if other and (found := self._updates()):
+            logger.warning("%s: %d translations of other sentences than now are removed", self.directory, len(found))
+            self.forget(-1)
+        for name in other:
+            atomic_write_text(self.directory / name, texts[name])
+        signatures = json.dumps({metric.name: metric.signature() for metric in metrics}, indent=1)
+        if self._differs("signatures.json", signatures):
+            atomic_write_text(self.directory / "signatures.json", signatures)
+
+    def _differs(self, name: str, text: str) -> bool:
+        with suppress(FileNotFoundError):
+            return (self.directory / name).read_bytes() != text.encode()
+        return True
+
+    def forget(self, update: int) -> None:
+        """Remove what belongs to later updates, which a resumed run makes again."""
+        for path, number in self._files():
+            if number > update:
+                path.unlink(missing_ok=True)
+
+    def write(self, update: int, translations: Sequence[str], besides: Collection[int]) -> None:
+        """Write the translations after an update, and remove old ones that are no longer kept.
+
+        Args:
+            update: number of the update.
+            translations: plain text.
+            besides: updates whose translations are kept in any case.
+
+        Raises:
+            OSError: if they cannot be written.
+        """
+        atomic_write_text(self.path(update), _text(list(map(_one_line, translations))))
+        if self._keep:
+            kept = {*sorted(self._updates())[-self._keep :], *besides}
+            for path, number in self._files():
+                if number not in kept:
+                    path.unlink(missing_ok=True)
+
+    def read(self, update: int) -> list[str] | None:
+        """Read the translations after an update; None if they are not there, or not those of these sentences."""
+        try:
+            lines = self.path(update).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        except (OSError, ValueError):
+            return None
+        return lines if len(lines) == len(self.references) else None
+
+    def path(self, update: int, suffix: str = "txt") -> Path:
+        """Return the path of a file of an update."""
+        return self.directory / f"update-{update:07d}.{suffix}"
+
+    def sentences(self, update: int, metric: str) -> Path:
+        """Return the path of the scores of sentences by a program."""
+        return self.path(update, f"{metric}.sentences")
+
+    def result(self, update: int, metric: str) -> Path:
+        """Return the path of the number of a late program."""
+        return self.path(update, f"{metric}.result")
+
+    def scored(self, update: int, metric: str) -> ScoredFiles:
+        """Return the files for a program."""
+        source, reference = self.directory / "source.txt", self.directory / "reference.txt"
+        return ScoredFiles(self.path(update), reference, source, self.sentences(update, metric))
+
+    def table(self, translations: Sequence[str]) -> str:
+        """Return a table, in Markdown, of a few sentences: always the same ones, the first of common length."""
+        usual = [number for number, line in enumerate(self.sources) if len(line.split()) in _SAMPLE_WORDS]
+        chosen = [*usual, *(number for number in range(len(self.sources)) if number not in set(usual))][:SAMPLES]
+        rows = [(self.sources[number], self.references[number], translations[number]) for number in sorted(chosen)]
+        head = "| source | reference | translation |\n| --- | --- | --- |\n"
+        return head + "".join(f"| {' | '.join(map(_escaped, row))} |\n" for row in rows)
+
+    def _files(self) -> list[tuple[Path, int]]:
+        found = ((path, _FILE.fullmatch(path.name)) for path in self.directory.glob("update-*"))
+        return [(path, int(match[1])) for path, match in found if match is not None]
+
+    def _updates(self) -> set[int]:
+        return {number for path, number in self._files() if path.suffix == ".txt"}
+
+
+def plain_kind(form: TextForm) -> Kind:
+    """Return the kind of text in which translations are written: plain if it can be made."""
+    if form.problem("plain") or (form.form == "moses" and importlib.util.find_spec("sacremoses") is None):
+        return "tokenised"
+    return "plain"
+
+
+def plain_sources(lines: Sequence[str], form: TextForm) -> list[str]:
+    """Return sources, without marks of segments, as plain text where that can be made.
+
+    Args:
+        lines: sources in the form of the corpus.
+        form: that form.
+    """
+    if form.form == "moses" and form.source_lang is not None and plain_kind(form) == "plain":
+        return detokenise(lines, form.source_lang)
+    return list(lines)
+
+
+def _one_line(text: str) -> str:
+    return text.replace("\r", " ").replace("\n", " ")
+
+
+def _text(lines: Sequence[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _escaped(text: str) -> str:
+    """Return text that Markdown and HTML show as it is."""
+    return _MARKDOWN.sub(r"\\\1", html.escape(text, quote=False))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,30 +14,27 @@ import torch
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective
-from deepspeed_nmt.data.directory import DataDirectory
-from deepspeed_nmt.data.validation import ValidationSet
+from deepspeed_nmt.data.data_directory import DataDirectory
+from deepspeed_nmt.data.loader import ValidationSet
 from deepspeed_nmt.errors import MetricError
-from deepspeed_nmt.evaluate.bleu import join_segments
-from deepspeed_nmt.evaluate.command_metrics import CommandMetric
-from deepspeed_nmt.evaluate.metrics import Scorer, validation_tag
+from deepspeed_nmt.evaluate.command_metrics import CommandMetric, read_sentence_scores
+from deepspeed_nmt.evaluate.metrics import Metric, Scorer, TextMetric, validation_tag
 from deepspeed_nmt.files import text_lines
 from deepspeed_nmt.parallel.collectives import from_main, gather_lists, sum_over_ranks
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run.attention_images import AttentionImages, Images
-from deepspeed_nmt.run.gains import Compared, is_significant
-from deepspeed_nmt.run.late_results import LateMetrics, choice_by
-from deepspeed_nmt.run.validation import MAIN, MEAN, ValidationConfig
-from deepspeed_nmt.run.validation_sets import SPLIT, digest, title
-from deepspeed_nmt.run.validation_texts import ValidationTexts, plain_kind, plain_sources
+from deepspeed_nmt.run.late_scores import LateScores
+from deepspeed_nmt.run.validation_sets import SPLIT, ValidationTexts, digest, plain_kind, plain_sources, title
 from deepspeed_nmt.search import SearchConfig
-from deepspeed_nmt.search.precision import packed_weights
-from deepspeed_nmt.search.requests import LineInputs
-from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS
-from deepspeed_nmt.search.translate import translate_lines
+from deepspeed_nmt.search.decode_options import MAX_SOURCE_TOKENS, DecodeOptions
+from deepspeed_nmt.search.lines import LineInputs
+from deepspeed_nmt.search.models import packed_weights
+from deepspeed_nmt.search.streams import translate_lines
+from deepspeed_nmt.text import TextForm, join_segments, tokenise
+from deepspeed_nmt.train.configuration import MAIN, MEAN, ValidationConfig
 from deepspeed_nmt.train.progress import Progress
-from deepspeed_nmt.train.replica import Replica
-from deepspeed_nmt.train.validation import LateResult, Validation
+from deepspeed_nmt.train.validation import Choice, Replica, Validation
 
 
 class ModelValidator:
@@ -95,11 +92,11 @@ class ModelValidator:
         chosen_by = data if chooses == MEAN else {chooses: data[chooses]}
         # Scores of other text are not compared. The main set is always the same one.
         self._choice = choice_by(self._best, chooses, data, "" if chooses == MAIN else f" of {digest(chosen_by)}")
-        self._late: LateMetrics | None = None
+        self._late: LateScores | None = None
         if world.is_main:
             for each in self._sets.values():
                 each.open_texts(run, update)
-            self._late = LateMetrics(run, config)
+            self._late = LateScores(run, config)
 
     def __call__(self, progress: Progress) -> Validation:
         """Validate the weights after the newest update. All ranks call it together."""
@@ -122,35 +119,31 @@ class ModelValidator:
         samples: dict[str, str] = {}
         for name, each in translated.items():
             if self._world.is_main:
-                each.write(update, {progress.best_update, progress.patience_update, *self._pending(progress)})
+                each.write(update, {progress.best_update, progress.patience_update, *self._awaiting()})
                 samples[validation_tag("samples", name)] = each.table()
             with self._measuring(name, update, seconds):
                 values |= self._command_scores(each, update)
         if len(seconds) > 1 and self._world.is_main:
             shares = ", ".join(f"{value:.1f} s for {title(name)}" for name, value in seconds.items())
             logger.info("validation after update %d took %.1f s: %s", update, sum(seconds.values()), shares)
-        pending_limit = self._start_late(progress, values) if self._has_late else 0
-        return replace(self._choice.validation(values, pending_limit), samples=samples, images=images)
+        validation = self._choice.validation(values)
+        return replace(validation, awaits_score=self._start_late(progress, values), samples=samples, images=images)
 
-    @property
-    def _has_late(self) -> bool:
-        return any(metric.late for metric in self._config.commands.values())
+    def _awaiting(self) -> Sequence[int]:
+        """Return the updates whose translations late programs may still read; on rank 0."""
+        return () if self._late is None else self._late.awaiting()
 
-    def _pending(self, progress: Progress) -> Sequence[int]:
-        """Return updates whose translations late programs may still read; on rank 0."""
-        assert self._late is not None
-        return (*progress.awaited, *self._late.pending_updates()[-self._config.late_keep :])
-
-    def _start_late(self, progress: Progress, values: Mapping[str, float]) -> int:
-        """Start late programs on rank 0, and return how many scores may be pending if that of this one is, else 0."""
-        is_pending = False
+    def _start_late(self, progress: Progress, values: Mapping[str, float]) -> bool:
+        """Start late programs on rank 0, and return True on all ranks if the score is to come."""
+        if not any(metric.late for metric in self._config.commands.values()):
+            return False
+        awaits_score = False
         if self._late is not None:
             try:
-                self._late.start(progress.update, progress.target_tokens, values, self._choice)
-                is_pending = self._late.has_pending_score(progress.update)
+                awaits_score = self._late.start(progress.update, progress.target_tokens, values, self._choice)
             except OSError as error:
                 logger.error("%s; late metrics of update %d are left out", error, progress.update)
-        return self._config.late_keep if from_main(is_pending, self._world) else 0
+        return bool(from_main(awaits_score, self._world))
 
     def _command_scores(self, measured: _MeasuredSet, update: int) -> dict[str, float]:
         """Return the numbers of programs by tag, which rank 0 calls."""
@@ -166,17 +159,6 @@ class ModelValidator:
                     logger.warning("%s; %s of update %d is not known, and training continues", error, tag, update)
             found = from_main(found, self._world)
         return found
-
-    def late_results(self, pending: Sequence[int]) -> Sequence[LateResult]:
-        """Return the late values that have come, and what is known of validations with pending scores, oldest first.
-
-        Args:
-            pending: updates of these validations.
-        """
-        if not (pending or self._has_late):
-            return ()
-        results = [] if self._late is None else [asdict(each) for each in self._late.collect(pending)]
-        return [LateResult.read(each) for each in from_main(results, self._world)]
 
     def is_significantly_better(self, update: int, than: int) -> bool:
         """Return True if translations are significantly better than those after an earlier update.
@@ -201,6 +183,29 @@ class ModelValidator:
         started = time.monotonic()
         yield
         seconds[name] += time.monotonic() - started
+
+
+def choice_by(metric: Metric | None, chooses: str, sets: Iterable[str], suffix: str) -> Choice:
+    """Return the choice of the best checkpoint by a metric, or by the loss.
+
+    Args:
+        metric: the metric; None for the loss.
+        chooses: name of the set, or MEAN.
+        sets: names of all sets.
+        suffix: what the description of the measure ends in.
+    """
+    name = "loss" if metric is None else metric.name
+    chosen = list(sets) if chooses == MEAN else [chooses]
+    return Choice(
+        by=validation_tag(name, chooses) + suffix,
+        tags=tuple(validation_tag(name, of) for of in chosen),
+        losses=tuple(validation_tag("loss", of) for of in chosen),
+        mean=(validation_tag(name, MEAN), validation_tag("loss", MEAN)) if chooses == MEAN else ("", ""),
+        sign=1 if metric is not None and metric.higher_is_better else -1,
+        # Losses, which are not rounded, decide alone.
+        least=math.inf if metric is None else metric.least,
+        decimals=2 if metric is None else metric.decimals,
+    )
 
 
 class _MeasuredSet:
@@ -237,17 +242,17 @@ class _MeasuredSet:
         self._config = config
         self._search = search
         self._world = world
-        self._max_source_tokens = max(MAX_SOURCE_TOKENS, main.longest_source)
+        self._longest_line = max(MAX_SOURCE_TOKENS, main.longest_source)
         longest = data.meta.splits[SPLIT].source.longest
         self._metrics, _ = config.chosen(data.text_form, name)
         self.commands = [each for each in self._metrics if isinstance(each, CommandMetric) and not each.late]
-        if self._metrics and longest > self._max_source_tokens and world.is_main:
+        if self._metrics and longest > self._longest_line and world.is_main:
             logger.warning(
                 "%s has a source line of %s tokens: of lines over %s only the beginning is "
                 "translated; leave them out",
                 title(name),
                 f"{longest:,}",
-                f"{self._max_source_tokens:,}",
+                f"{self._longest_line:,}",
             )
         with data.text(SPLIT, "source").open("rb") as stream:
             self._sources = list(text_lines(stream))
@@ -330,9 +335,8 @@ class _MeasuredSet:
             self._tokenizer,
             (self._sources[index] for index in mine),
             self._search,
-            max_tokens=self._config.max_tokens,
+            DecodeOptions(max_tokens=self._config.max_tokens, max_source_tokens=self._longest_line),
             device=self._world.device,
-            max_source_tokens=self._max_source_tokens,
             warn=False,  # it would repeat itself at each validation
             inputs=LineInputs(first=self._world.rank, step=self._world.ranks, tags=self._tags),
         )
@@ -340,3 +344,76 @@ class _MeasuredSet:
         self._translations = [text for _, text in sorted(gather_lists(pairs, self._world))]
         scores = self._scorer(self._translations)
         return {validation_tag(name, self.name): score for name, score in scores.items()}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A validation set whose translations are compared.
+
+    Attributes:
+        texts: its translations.
+        form: form of its text.
+    """
+
+    texts: ValidationTexts
+    form: TextForm
+
+    def lines(self, lines: Sequence[str], metric: Metric) -> list[str]:
+        """Return lines as they are kept, in the kind that a metric scores."""
+        if metric.kind == plain_kind(self.form) or self.form.target_lang is None:
+            return list(lines)
+        return list(tokenise(lines, self.form.target_lang))
+
+
+def is_significant(metric: Metric, sets: Sequence[Compared], update: int, over: int, level: float) -> bool:
+    """Return True if a gain is significant by paired bootstrap, or cannot be tested.
+
+    Args:
+        metric: the metric that chooses the best checkpoint.
+        sets: sets whose mean it is; their sentences are resampled together.
+        update: update of the better translations.
+        over: update of those that they are compared with.
+        level: level of significance.
+    """
+    found = _p_value(metric, sets, update, over)
+    if found is None:
+        logger.warning(
+            "the gain of update %d over update %d counts as significant, because %s cannot be tested",
+            update,
+            over,
+            metric.name,
+        )
+        return True
+    logger.info(
+        "%s of update %d against update %d: p = %.4f, %s",
+        metric.name,
+        update,
+        over,
+        found,
+        "a significant gain" if found < level else "no significant gain (validation.significant)",
+    )
+    return found < level
+
+
+def _p_value(metric: Metric, sets: Sequence[Compared], update: int, over: int) -> float | None:
+    """Return the p-value of a difference; None if translations or scores of sentences are missing."""
+    from deepspeed_nmt.evaluate.metrics import p_value_of_scores
+
+    sides: list[list[float]] = [[], []]
+    texts: list[list[str]] = [[], [], []]
+    for each in sets:
+        for number, side in enumerate((update, over)):
+            if isinstance(metric, CommandMetric):
+                path = each.texts.sentences(side, metric.name)
+                scores = read_sentence_scores(path, len(each.texts.references))
+                if scores is None:
+                    return None
+                sides[number] += scores
+            elif (lines := each.texts.read(side)) is None:
+                return None
+            else:
+                texts[number] += each.lines(lines, metric)
+        texts[2] += each.lines(each.texts.references, metric)
+    if isinstance(metric, TextMetric):
+        return metric.p_value(*texts)
+    return p_value_of_scores(*sides)

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import ConfigError, option
 from deepspeed_nmt.nn.attention import MultiHeadAttention
-from deepspeed_nmt.search.source_lines import SourceTokenizer
+from deepspeed_nmt.search.base import Links
+from deepspeed_nmt.search.lines import SourceTokenizer
 from deepspeed_nmt.text import NO_TAGS, Tags
 
-Links = tuple[tuple[int, int], ...]
-"""Pairs of a source word and a target word, from 0, in ascending order."""
 Weighted = Sequence[tuple[MultiHeadAttention, float]]
 """Cross-attentions, one of each model, and the models' weights."""
 
@@ -175,6 +175,20 @@ def target_words(tokens: Sequence[int], tokenizer: SourceTokenizer) -> list[int 
             waiting = 0
         text = longer
     return found + [None] * waiting
+
+
+def cross_attention(attentions: dict[int, MultiHeadAttention], layer: int) -> MultiHeadAttention:
+    """Return the cross-attention of a decoder layer.
+
+    Raises:
+        ConfigError: if the layer does not exist or has none.
+    """
+    if layer not in attentions:
+        have = ", ".join(map(str, attentions)) or "none"
+        raise ConfigError(
+            f"{option('alignment_layer')} is {layer}, no decoder layer with cross-attention; those are {have}"
+        )
+    return attentions[layer]
 
 
 def pharaoh(links: Links) -> str:

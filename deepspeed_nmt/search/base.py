@@ -1,4 +1,7 @@
-"""The interface of all searches, and their results.
+"""The interface of all searches, their results, and length penalties. Nothing here imports torch.
+
+A hypothesis of n tokens, *its end-of-sentence token included*, scores log p / penalty(n). Log-probabilities are
+negative sums over tokens, so a penalty that grows with n compensates for the cost of each further token.
 
 Legend: B sentences, S source length.
 """
@@ -6,16 +9,20 @@ Legend: B sentences, S source length.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Protocol, runtime_checkable
+
+from pydantic import AfterValidator
+
+from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from deepspeed_nmt.search.alignment import Links
-
-from deepspeed_nmt.errors import CheckpointError, DataError
+Links = tuple[tuple[int, int], ...]
+"""Pairs of a source word and a target word, from 0, in ascending order."""
 
 
 class MisalignedError(DataError):
@@ -136,7 +143,7 @@ def check_finite(log_prob: float) -> None:
 def not_finite() -> CheckpointError:
     """Return the error of a model that predicts numbers that are not finite."""
     return CheckpointError(
-        "the model must predict finite numbers, but predicts NaN or infinity for a sentence; its weights are damaged "
+        "the model predicts NaN or infinity for a sentence; its weights are damaged "
         "or overflow: translate with another checkpoint, or in fp32"
     )
 
@@ -156,3 +163,75 @@ class RanksTexts(Protocol):
             Different hypotheses with their texts, best first, at least one.
         """
         ...
+
+
+MAX_EXPONENT = 10.0
+"""Far above every useful exponent, and far below those that overflow at thousands of tokens."""
+
+_FORMULAS: dict[str, Callable[[int, float], float]] = {
+    "gnmt": lambda length, exponent: ((5.0 + length) / 6.0) ** exponent,
+    "power": lambda length, exponent: float(length) ** exponent,
+}
+
+
+@dataclass(frozen=True)
+class LengthPenalty:
+    """A length penalty.
+
+    - ``gnmt:A``:  ((5 + n) / 6)^A (Wu et al., "Google's Neural Machine Translation System", 2016, eq. 14)
+    - ``power:A``: n^A
+    - ``mean``:    n, the mean log-probability of a token; the same as power:1
+    - ``none``:    1, the bare log-probability; the same as power:0
+
+    Attributes:
+        family: "gnmt" or "power".
+        exponent: the exponent A.
+    """
+
+    family: str
+    exponent: float
+
+    @classmethod
+    def parse(cls, text: str) -> LengthPenalty:
+        """Parse the name of a penalty.
+
+        Raises:
+            ConfigError: if there is no such penalty, or its exponent is not a number from 0 to 10.
+        """
+        if text in ("mean", "none"):
+            return cls("power", 1.0 if text == "mean" else 0.0)
+        match = re.fullmatch(r"(gnmt|power):(\d+(?:\.\d*)?|\.\d+)", text, flags=re.ASCII)
+        if match is None or float(match[2]) > MAX_EXPONENT:
+            raise ConfigError(
+                f"must be gnmt:A or power:A with A from 0 to {MAX_EXPONENT:g}, mean, or none, but is {shown(text)}; "
+                "the usual one is gnmt:0.6"
+            )
+        return cls(match[1], float(match[2]))
+
+    def __call__(self, length: int) -> float:
+        """Compute the divisor for the log-probability of ``length`` tokens, the end-of-sentence token included."""
+        return _FORMULAS[self.family](length, self.exponent)
+
+
+def length_bound(source_tokens: int, ratio: float, extra: int, most: int) -> int:
+    """Return the most tokens that a translation may have, EOS included.
+
+    Args:
+        source_tokens: tokens of the source, EOS included.
+        ratio: target tokens for each source token (``max_length_ratio``).
+        extra: target tokens on top of the ratio (``max_length_extra``).
+        most: bound whatever the source is (``max_length``); 0 for none.
+    """
+    bound = max(1, int(ratio * source_tokens) + extra)
+    return min(bound, most or bound)
+
+
+def _known(name: str) -> str:
+    LengthPenalty.parse(name)
+    return name
+
+
+PenaltyName = Annotated[str, AfterValidator(_known)]
+"""Type of settings that name a length penalty."""
+PENALTY_NAMES = "gnmt:A ((5 + length) / 6)^A, power:A length^A, mean, or none"
+"""Description of the values of such settings."""

@@ -29,19 +29,20 @@ from torch import Tensor
 from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.parts import MAX_HYPOTHESES
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.search.base import Hypothesis, Request
-from deepspeed_nmt.search.extensions import Extensions, best_extensions, survivors
+from deepspeed_nmt.search.base import PENALTY_NAMES, Hypothesis, LengthPenalty, PenaltyName, Request
 from deepspeed_nmt.search.left_to_right import (
+    Extensions,
     Forbid,
+    LeftToRightSettings,
+    TokenRules,
+    best_extensions,
     best_of,
     bounded_requests,
     extended,
     never_predicted,
     rows_of,
+    survivors,
 )
-from deepspeed_nmt.search.length_penalty import PENALTY_NAMES, LengthPenalty, PenaltyName
-from deepspeed_nmt.search.rules import LeftToRightSettings, TokenRules
-from deepspeed_nmt.search.static_beam import StaticBeamSearch, static_search
 
 
 class BeamSettings(LeftToRightSettings):
@@ -58,10 +59,6 @@ class BeamConfig(BeamSettings):
     """Beam search with one model."""
 
     name: Literal["beam"] = "beam"
-
-
-Steps = Literal["auto", "growing", "static", "graphs"]
-"""A way to take the steps of a search; see :class:`BeamSearch`."""
 
 
 @dataclass(frozen=True)
@@ -86,20 +83,14 @@ class BeamSearch:
         config: settings.
         model: A model, which must be in eval mode when :meth:`search` is called.
         vocabulary: special tokens.
-        steps: "growing" for a cache that grows with each step; "static" for steps of constant sizes, and "graphs" for
-            their CUDA graphs, if the model has such; "auto" for graphs on a GPU, and a growing cache on a CPU.
     """
 
-    def __init__(
-        self, config: BeamSettings, model: DecodableModel, vocabulary: Vocabulary, steps: Steps = "auto"
-    ) -> None:
+    def __init__(self, config: BeamSettings, model: DecodableModel, vocabulary: Vocabulary) -> None:
         self.config = config
         self.model = model
         self.vocabulary = vocabulary
         self.penalty = LengthPenalty.parse(config.length_penalty)
         self._never = never_predicted(vocabulary, model)
-        self._steps = steps
-        self._static: StaticBeamSearch | None = None
 
     @torch.inference_mode()
     def search(
@@ -116,9 +107,6 @@ class BeamSearch:
         requests, limits = bounded_requests(self.config, self.model, self.vocabulary, source_BS, requests)
         if not limits:
             return []
-        if (search := self._static_search(source_BS.device)) is not None:
-            found = search.search(source_BS, padded, requests, limits)
-            return [best_of(hypotheses, self.config.beam) for hypotheses in found]
         rules = TokenRules.of(self.config, self.vocabulary, requests, source_BS.device)
         finished: list[list[Hypothesis]] = [[] for _ in limits]
         numbers = list(range(len(limits)))  # of the sentences still searched, in the order of the rows
@@ -149,20 +137,6 @@ class BeamSearch:
             live, rows_R = self._survivors(live, extensions, kept_B)
             cache.select(rows_R, kept_B)
         return [best_of(hypotheses, self.config.beam) for hypotheses in finished]
-
-    def _static_search(self, device: torch.device) -> StaticBeamSearch | None:
-        """Return the search in steps of constant sizes, if it is to be used on this device."""
-        steps = self._steps
-        if steps == "auto":
-            steps = "graphs" if device.type == "cuda" else "growing"
-        if steps == "growing":
-            return None
-        if self._static is None or self._static.device != device:
-            if not StaticBeamSearch.serves(self.model):
-                return None
-            arguments = (self.config, self.config.beam, self.penalty, self.model, self.vocabulary, device)
-            self._static = static_search(*arguments, graphs=steps == "graphs")
-        return self._static
 
     def _extend(self, live: _Live, logits_RV: Tensor, closing: list[bool], forbid: Forbid | None) -> Extensions:
         """Find the best 2K extensions of each sentence.

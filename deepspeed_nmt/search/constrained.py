@@ -27,11 +27,9 @@ from torch import Tensor
 
 from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.search.base import Hypothesis, Request
+from deepspeed_nmt.search.base import Hypothesis, LengthPenalty, Request
 from deepspeed_nmt.search.beam import BeamSettings
-from deepspeed_nmt.search.left_to_right import best_of, bounded_requests, never_predicted
-from deepspeed_nmt.search.length_penalty import LengthPenalty
-from deepspeed_nmt.search.rules import TokenRules
+from deepspeed_nmt.search.left_to_right import TokenRules, best_of, bounded_requests, never_predicted
 
 Phrases = tuple[tuple[int, ...], ...]
 

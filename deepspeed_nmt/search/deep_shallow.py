@@ -8,7 +8,7 @@ union with the highest
 
 wins, where *own* is the score by the exit that proposed it, *other* that by the other exit, and length + 1 counts the
 EOS. A candidate that both exits proposed gets the higher of its two totals. If totals are equal, a candidate of the
-deep exit wins. :mod:`deepspeed_nmt.deep_shallow` has the total and its defaults.
+deep exit wins. :mod:`deepspeed_nmt.deep_shallow_score` has the total and its defaults.
 
 The candidates and their scores do not depend on alpha and the exponent, so one n-best list of all candidates suffices
 to choose both.
@@ -28,11 +28,10 @@ from torch import Tensor
 
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.deep_shallow import ALPHA, EXITS, EXPONENT, total_of
-from deepspeed_nmt.search.base import Hypothesis, Request
+from deepspeed_nmt.deep_shallow_score import ALPHA, EXITS, EXPONENT, total_of
+from deepspeed_nmt.search.base import MAX_EXPONENT, Hypothesis, Request
 from deepspeed_nmt.search.beam import BeamSearch, BeamSettings
 from deepspeed_nmt.search.forced import token_log_probs
-from deepspeed_nmt.search.length_penalty import MAX_EXPONENT
 
 _LogProbs = dict[tuple[int, ...], float]
 """Log-probabilities (nats) of candidates by their tokens."""

@@ -29,12 +29,17 @@ from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.parts import MAX_HYPOTHESES
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import option
-from deepspeed_nmt.search.base import Hypothesis, Request
+from deepspeed_nmt.search.base import Hypothesis, LengthPenalty, Request
 from deepspeed_nmt.search.beam import BeamSettings
-from deepspeed_nmt.search.extensions import largest
-from deepspeed_nmt.search.left_to_right import best_of, bounded_requests, extended, never_predicted, rows_of
-from deepspeed_nmt.search.length_penalty import LengthPenalty
-from deepspeed_nmt.search.rules import TokenRules
+from deepspeed_nmt.search.left_to_right import (
+    TokenRules,
+    best_of,
+    bounded_requests,
+    extended,
+    largest,
+    never_predicted,
+    rows_of,
+)
 
 
 class DiverseBeamConfig(BeamSettings):

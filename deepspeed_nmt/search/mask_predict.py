@@ -21,8 +21,7 @@ from deepspeed_nmt.core.model import DecodableModel, Memory
 from deepspeed_nmt.core.parts import MAX_HYPOTHESES, Parts, SearchConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.search.base import Hypothesis, check_finite
-from deepspeed_nmt.search.length_penalty import PENALTY_NAMES, LengthPenalty, PenaltyName
+from deepspeed_nmt.search.base import PENALTY_NAMES, Hypothesis, LengthPenalty, PenaltyName, check_finite
 
 
 class MaskPredictConfig(SearchConfig):
@@ -64,7 +63,7 @@ class MaskedModel(Protocol):
     def lengths(self, memory: Memory) -> Tensor:
         """Compute logits of the number of target tokens. Shape: -> (B,L)."""
 
-    def guess(self, tokens_RT: Tensor, wanted_RT: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+    def guess(self, tokens_RT: Tensor, chosen_RT: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
         """Guess the most probable token at each wanted position, row by row, and its log-probability.
 
         Shape: (R,T), bool (R,T) -> (N,), (N,)

@@ -3,21 +3,104 @@
 Samples of the model's distribution are both the candidates and the evidence. The expected utility of a candidate is
 its mean utility with each sample as the reference, itself included; the candidate of the highest one wins. The random
 choices are those of sampling with the same seed.
+
+Utilities are metrics of sacreBLEU. Legend: N texts, G n-grams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
 from deepspeed_nmt.core.parts import MAX_HYPOTHESES
 from deepspeed_nmt.search.base import Hypothesis, Request
 from deepspeed_nmt.search.sampling import Sampling, SamplingSettings
-from deepspeed_nmt.search.utility import UtilityName, pairwise
+
+UtilityName = Literal["chrf", "bleu"]
+Matrix = NDArray[np.float64]
+
+
+def pairwise(name: UtilityName, texts: Sequence[str]) -> Matrix:
+    """Return the utility (0 to 100) of each text (row) with each text (column) as its reference.
+
+    - chrf: sentence chrF2 with sacreBLEU's defaults
+    - bleu: sentence BLEU with effective order, 13a and exponential smoothing, sacreBLEU's defaults
+
+    Shape: -> (N,N)
+    """
+    return _UTILITIES[name](texts)
+
+
+def _matches(counters: Sequence[Counter[Hashable]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the number of n-grams that each pair of texts shares, and the number of n-grams of each.
+
+    Shape: -> (N,N), (N,)
+    """
+    index = {ngram: column for column, ngram in enumerate({ngram for each in counters for ngram in each})}
+    counts_NG = np.zeros((len(counters), len(index)), dtype=np.int64)
+    for row, counter in enumerate(counters):
+        for ngram, count in counter.items():
+            counts_NG[row, index[ngram]] = count
+    shared_NN = np.stack([np.minimum(counts_G, counts_NG).sum(axis=1) for counts_G in counts_NG])
+    return shared_NN, counts_NG.sum(axis=1)
+
+
+def _chrf(texts: Sequence[str]) -> Matrix:
+    from sacrebleu.metrics.chrf import CHRF
+    from sacrebleu.metrics.helpers import extract_all_char_ngrams
+
+    metric = CHRF()
+    ngrams = [extract_all_char_ngrams(text, metric.char_order, metric.whitespace) for text in texts]
+    precision, recall, orders = (np.zeros((len(texts), len(texts))) for _ in range(3))
+    for order in range(metric.char_order):
+        shared_NN, total_N = _matches([each[order] for each in ngrams])
+        counts = (total_N[:, None] > 0) & (total_N[None, :] > 0)
+        precision += np.where(counts, shared_NN / np.maximum(total_N[:, None], 1), 0.0)
+        recall += np.where(counts, shared_NN / np.maximum(total_N[None, :], 1), 0.0)
+        orders += counts
+    precision, recall = precision / np.maximum(orders, 1), recall / np.maximum(orders, 1)
+    factor = metric.beta**2
+    below = factor * precision + recall
+    score: Matrix = 100.0 * (1 + factor) * precision * recall / np.where(below > 0, below, 1.0)
+    return score
+
+
+def _bleu(texts: Sequence[str]) -> Matrix:
+    from sacrebleu.metrics.bleu import BLEU
+    from sacrebleu.metrics.helpers import extract_all_word_ngrams
+
+    metric = BLEU(effective_order=True)
+    found = [extract_all_word_ngrams(metric.tokenizer(text.rstrip()), 1, metric.max_ngram_order) for text in texts]
+    lengths = [length for _, length in found]
+    by_order = [
+        _matches([Counter({ngram: n for ngram, n in each.items() if len(ngram) == order}) for each, _ in found])
+        for order in range(1, metric.max_ngram_order + 1)
+    ]
+    return np.array(
+        [
+            [
+                metric.compute_bleu(
+                    correct=[int(shared_NN[row, column]) for shared_NN, _ in by_order],
+                    total=[int(total_N[row]) for _, total_N in by_order],
+                    sys_len=lengths[row],
+                    ref_len=lengths[column],
+                    smooth_method=metric.smooth_method,
+                    effective_order=True,
+                ).score
+                for column in range(len(texts))
+            ]
+            for row in range(len(texts))
+        ]
+    )
+
+
+_UTILITIES: dict[UtilityName, Callable[[Sequence[str]], Matrix]] = {"chrf": _chrf, "bleu": _bleu}
 
 
 class MinimumBayesRiskConfig(SamplingSettings):

@@ -26,8 +26,7 @@ from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.parts import MAX_HYPOTHESES
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.search.base import Hypothesis, Request, check_finite
-from deepspeed_nmt.search.left_to_right import bounded_requests, never_predicted
-from deepspeed_nmt.search.rules import LeftToRightSettings, TokenRules
+from deepspeed_nmt.search.left_to_right import LeftToRightSettings, TokenRules, bounded_requests, never_predicted
 
 
 class SamplingSettings(LeftToRightSettings):

@@ -1,48 +1,52 @@
 """Checkpoints: independent of the engine, written atomically, and verified against their hashes when read.
 
     checkpoints/update-0000100/weights-00001.safetensors   fp32 weights by parameter name
-                               moments-00001.safetensors   Adam's moments, "<parameter>.exp_avg" and ".exp_avg_sq"
-                               state.json                  progress of training; state-N.json after a rollback
+                               optimizer-00001.safetensors the optimizer's states, "<parameter>.<state>"
+                               state.json                  progress and log; state-N.json after a rollback
                                run.json                    settings and vocabulary of the run, and its data
                                manifest.json               size and SHA-256 of each file above
                                manifest.json.sha256        SHA-256 of the manifest
+    checkpoints/chosen.json                                best checkpoint by late scores, of `choose-best`
     checkpoints/latest, best                               names of such directories, for users; never read
 
 A checkpoint is written under a temporary name, synced to disk, and renamed. A rollback adds a new state to an old
-checkpoint and replaces the manifest by one that names it.
+checkpoint and replaces the manifest by one that names it. The newest checkpoints and the best one are kept.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import ConfigDict, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.data.training import CorpusRecord
-from deepspeed_nmt.engine.base import EngineScalars
-from deepspeed_nmt.errors import CheckpointError
-from deepspeed_nmt.files import atomic_write_text
+from deepspeed_nmt.engine.contract import SHARD_BYTES, EngineScalars, ParameterState
+from deepspeed_nmt.errors import CheckpointError, DataError
+from deepspeed_nmt.errors import option as option_named
+from deepspeed_nmt.files import atomic_write_text, exclusive, remove_directory, restore_directories, staged
 from deepspeed_nmt.manifest import (
     MANIFEST_FILE,
     DamagedRecordError,
     FileRecord,
     PlainName,
-    adopt_record,
     read_record,
     write_record,
 )
 from deepspeed_nmt.registry import Config, problem_of
 from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
-from deepspeed_nmt.train.progress import Progress
+from deepspeed_nmt.train.progress import LogState, Progress
 
 RUN_FILE = "run.json"
 _UNREADABLE = (OSError, SafetensorError, RuntimeError)
@@ -77,24 +81,24 @@ class CheckpointManifest(Config):
     """The content of ``manifest.json``.
 
     Attributes:
-        format: version of the format; before 2, the manifest has no hash and the run no record.
+        format: version of the format.
         weights: names of the weights in each file.
-        moments: names of the moments in each file; empty in an average.
+        optimizer: names of the optimizer's states in each file; empty in an average.
         state: file of the progress.
         run: file of the run's record; None if there is none.
         files: every file of the checkpoint.
     """
 
-    format: Literal[1, 2]
+    format: Literal[2] = 2
     weights: dict[PlainName, list[str]]
-    moments: dict[PlainName, list[str]]
+    optimizer: dict[PlainName, list[str]]
     state: PlainName = "state.json"
     run: PlainName | None = None
     files: dict[PlainName, FileRecord]
 
     @model_validator(mode="after")
     def _complete(self) -> CheckpointManifest:
-        named = {*self.weights, *self.moments, self.state, *([self.run] if self.run else [])}
+        named = {*self.weights, *self.optimizer, self.state, *([self.run] if self.run else [])}
         if missing := sorted(named - self.files.keys()):
             raise ValueError(f"{missing[0]} has no hash")
         return self
@@ -105,12 +109,23 @@ class CheckpointManifest(Config):
 
 
 class State(Config):
-    """The content of ``state.json``: progress, and the part of the engine's state that is not tensors."""
+    """The content of ``state.json``: what a run continues from, besides tensors.
+
+    Attributes:
+        progress: of training.
+        engine: the part of the engine's state that is not tensors.
+        log: state of the log of each rank; none if no update was made.
+    """
 
     progress: Progress
     engine: EngineScalars
+    log: tuple[LogState, ...] = ()
 
     model_config = ConfigDict(allow_inf_nan=True)
+
+    def write(self, file: Path) -> None:
+        """Write a state file, with numbers that are not finite as Python's JSON has them."""
+        atomic_write_text(file, json.dumps(self.model_dump(), indent=1))
 
 
 class Checkpoint:
@@ -127,27 +142,21 @@ class Checkpoint:
     def __init__(self, path: Path, verify: bool = True) -> None:
         self.path = path
         try:
-            self._manifest, hashed = self._read_manifest()
+            self._manifest = self._read_manifest()
             for name, record in self._manifest.files.items():
                 if problem := record.problem(path / name, verify or name.endswith(".json")):
                     raise CheckpointError(f"{path / name} {problem}: the checkpoint is damaged")
             state = State.model_validate_json((path / self._manifest.state).read_bytes())
-            self.progress, self.scalars = state.progress, state.engine
+            self.progress, self.scalars, self.log = state.progress, state.engine, state.log
             self._where = {
                 "weights": self._locate(self._manifest.weights),
-                "moments": self._locate(self._manifest.moments),
+                "optimizer": self._locate(self._manifest.optimizer),
             }
         except (ValidationError, DamagedRecordError, *_UNREADABLE) as error:
             raise CheckpointError(f"{path} must be a checkpoint of this program, but {_reason(error)}") from error
-        if verify and not hashed:
-            self._adopt()
 
-    def _read_manifest(self) -> tuple[CheckpointManifest, bool]:
-        content, hashed = read_record(self.path / MANIFEST_FILE)
-        manifest = CheckpointManifest.model_validate_json(content)
-        if manifest.format > 1 and not hashed:
-            raise DamagedRecordError(f"the hash of {MANIFEST_FILE} is missing")
-        return manifest, hashed
+    def _read_manifest(self) -> CheckpointManifest:
+        return CheckpointManifest.model_validate_json(read_record(self.path / MANIFEST_FILE))
 
     def _locate(self, files: Mapping[str, list[str]]) -> dict[str, Path]:
         """Return the file of each tensor, after comparing the names in the manifest with those in the files."""
@@ -156,15 +165,6 @@ class Checkpoint:
                 if set(file.keys()) != set(tensors):
                     raise DamagedRecordError(f"{MANIFEST_FILE} names other tensors than {name} contains")
         return {tensor: self.path / name for name, tensors in files.items() for tensor in tensors}
-
-    def _adopt(self) -> None:
-        """Add the hash of a manifest of an older version, all of whose files are as it records."""
-        try:
-            adopt_record(self.path / MANIFEST_FILE)
-            done = "from now on it is checked"
-        except OSError as error:
-            done = f"its hash could not be written ({error.strerror or error})"
-        logger.warning("%s has no hash of its manifest, because an older version wrote it; %s", self.path, done)
 
     @property
     def run(self) -> RunRecord | None:
@@ -181,7 +181,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} must record its run, but {_reason(error)}") from error
 
     def restate(self, progress: Progress) -> None:
-        """Replace the recorded progress atomically; weights and moments stay.
+        """Replace the recorded progress atomically; weights and optimizer states stay.
 
         Args:
             progress: to record.
@@ -191,7 +191,8 @@ class Checkpoint:
         """
         files = self._manifest.files
         name = f"state-{len(files)}.json"
-        record = write_state(self.path / name, progress, self.scalars)
+        State(progress=progress, engine=self.scalars, log=self.log).write(self.path / name)
+        record = FileRecord.of(self.path / name)
         manifest = self._manifest.model_copy(update={"state": name, "files": {**files, name: record}})
         manifest.write(self.path)
         self._manifest, self.progress = manifest, progress
@@ -204,8 +205,8 @@ class Checkpoint:
 
     @property
     def resumable(self) -> bool:
-        """True if training can be resumed from it; False for an average, which has no moments."""
-        return bool(self._where["moments"])
+        """True if training can be resumed from it; False for an average, which has no optimizer states."""
+        return bool(self._where["optimizer"])
 
     def weights(self) -> dict[str, Tensor]:
         """Return all weights by parameter name, fp32 on the CPU."""
@@ -215,11 +216,11 @@ class Checkpoint:
         """Return the weight of a parameter, fp32 on the CPU."""
         return self._tensor("weights", name)
 
-    def moment(self, name: str, which: str) -> Tensor:
-        """Return one of Adam's moments of a parameter, fp32 on the CPU; zero before Adam's first step."""
+    def optimizer_state(self, name: str, which: str) -> Tensor:
+        """Return one of the optimizer's states of a parameter, fp32 on the CPU; zero before its first step."""
         if self.scalars.optimizer_step == 0 and not self.resumable:
             return torch.zeros_like(self.weight(name))
-        return self._tensor("moments", f"{name}.{which}")
+        return self._tensor("optimizer", f"{name}.{which}")
 
     def load_into(self, model: nn.Module) -> None:
         """Copy the weights into a model.
@@ -274,17 +275,423 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} must be readable, but is not ({error}); start again") from error
 
 
-def write_state(file: Path, progress: Progress, scalars: EngineScalars) -> FileRecord:
-    """Write a state file, and return its entry in the manifest."""
-    phases = [phase.model_dump(mode="json") for phase in progress.phases]
-    content = {"progress": {**asdict(progress), "phases": phases}, "engine": asdict(scalars)}
-    atomic_write_text(file, json.dumps(content, indent=1))
-    return FileRecord.of(file)
-
-
 def _reason(error: Exception) -> str:
     """Return a clause about an error."""
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         return f"its content is wrong: {problem_of(first, '.'.join(map(str, first['loc']))).strip()}"
     return str(error) if isinstance(error, DamagedRecordError) else f"it cannot be read ({error})"
+
+
+_NAME = re.compile(r"update-(\d{7,})")
+_AVERAGE = "average"
+_CHOSEN = "chosen.json"
+_LOCK_S = 60.0
+"""Time limit in seconds for `choose-best`, or a training, to choose and remove checkpoints."""
+
+
+class Chosen(Config):
+    """The content of ``chosen.json``: the best checkpoint by late scores.
+
+    Attributes:
+        update: of the checkpoint.
+        by: description of the measure.
+        score: value by which it is the best, greater is better.
+        loss: its validation loss.
+    """
+
+    update: int
+    by: str
+    score: float
+    loss: float
+
+    model_config = ConfigDict(allow_inf_nan=True)
+
+
+class CheckpointStore:
+    """The checkpoints of one run.
+
+    Args:
+        directory: where they are.
+        keep_last: number of newest checkpoints to keep.
+        keep_best: True to keep the best one besides.
+        record: record of the run, for new checkpoints; None where none are written.
+        awaiting: returns updates whose checkpoints are kept, because a late score may choose them.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        keep_last: int = 5,
+        keep_best: bool = True,
+        record: RunRecord | None = None,
+        awaiting: Callable[[], Iterable[int]] = tuple,
+    ) -> None:
+        self.directory = directory
+        self._awaiting = awaiting
+        self._record = record
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+
+    def names(self) -> list[str]:
+        """Return the names of the run's checkpoints, oldest first; all were written in full, some may be damaged.
+
+        Raises:
+            CheckpointError: if their directory is a link to a place that is missing, such as a disk that is not
+                mounted: the run would begin again.
+        """
+        if self.directory.is_symlink() and not self.directory.exists():
+            raise CheckpointError(
+                f"{self.directory} must lead to the checkpoints of the run, but it is a link to "
+                f"{self.directory.readlink()}, which does not exist; bring that back, or remove the link"
+            )
+        found = (_NAME.fullmatch(path.name) for path in self.directory.glob("update-*") if path.is_dir())
+        return [match[0] for match in sorted(filter(None, found), key=lambda match: int(match[1]))]
+
+    def restore(self) -> None:
+        """Restore checkpoints that a killed process had moved away to replace them."""
+        restore_directories(self.directory, _NAME.pattern, _is_whole, clear=False)
+
+    @staticmethod
+    def update_of(name: str) -> int:
+        """Return the update of a checkpoint's name."""
+        return _update(name)
+
+    def best(self, until: str | None = None) -> str | None:
+        """Return the name of the best checkpoint; None if there is none.
+
+        It is the one that `choose-best` has chosen, as long as the same measure chooses, or the one that the newest
+        checkpoint records. That may be missing because it could not be written. Then it is the best one that a
+        checkpoint before it records.
+
+        Args:
+            until: name of the newest checkpoint that counts; None for any.
+        """
+        names = [name for name in self.names() if until is None or _update(name) <= _update(until)]
+        chosen = self.chosen()
+        for progress in filter(None, map(self.progress, reversed(names))):
+            if chosen is not None and chosen.by == progress.best_by and _name(chosen.update) in names:
+                return _name(chosen.update)
+            chosen = None
+            if progress.best_score is not None and _name(progress.best_update) in names:
+                return _name(progress.best_update)
+        return None
+
+    def chosen(self) -> Chosen | None:
+        """Return the best checkpoint by late scores; None if `choose-best` has chosen none."""
+        try:
+            return Chosen.model_validate_json((self.directory / _CHOSEN).read_bytes())
+        except (OSError, ValidationError):
+            return None
+
+    def choose(self, chosen: Chosen) -> None:
+        """Record the best checkpoint by late scores; within :meth:`choosing`."""
+        atomic_write_text(self.directory / _CHOSEN, chosen.model_dump_json())
+        self._write_pointers(self.names()[-1])
+
+    def forget_choice_after(self, update: int) -> None:
+        """Remove a choice among checkpoints that come after ``update`` and that the run will make again."""
+        if (chosen := self.chosen()) is not None and chosen.update > update:
+            (self.directory / _CHOSEN).unlink(missing_ok=True)
+
+    def choosing(self) -> AbstractContextManager[bool]:
+        """Lock the checkpoints while the best one is chosen, or old ones are removed.
+
+        Raises:
+            DataError: if another process holds the lock for a minute.
+        """
+        refusal = f"{self.directory} is locked by {{holder}}, which chooses the best checkpoint; wait for it"
+        return exclusive(self.directory / ".choosing.lock", refusal, _LOCK_S)
+
+    def read(self, name: str, verify: bool = True) -> Checkpoint:
+        """Read one of the run's checkpoints.
+
+        Args:
+            name: its name, one of :meth:`names`.
+            verify: True to verify the hashes of its files.
+
+        Raises:
+            CheckpointError: if it is damaged.
+        """
+        checkpoint = Checkpoint(self.directory / name, verify)
+        if _name(checkpoint.progress.update) != name:
+            raise CheckpointError(
+                f"{checkpoint.path} must be of the update in its name, but is of update "
+                f"{checkpoint.progress.update}: it was renamed or copied"
+            )
+        return checkpoint
+
+    def record(self) -> RunRecord | None:
+        """Return the record of the run in the newest checkpoint that has one."""
+        for name in reversed(self.names()):
+            try:
+                if (record := self.read(name, verify=False).run) is not None:
+                    return record
+            except CheckpointError:
+                continue
+        return None
+
+    def newest(self, until: int | None = None) -> Checkpoint | None:
+        """Return the newest good checkpoint, skipping damaged ones with a warning; None if the run has none.
+
+        Args:
+            until: upper bound on its update; None for any.
+
+        Raises:
+            CheckpointError: if all checkpoints are damaged.
+        """
+        broken = []
+        for name in reversed(self.names()):
+            if until is not None and _update(name) > until:
+                continue
+            try:
+                checkpoint = self.read(name)
+            except CheckpointError as error:
+                broken.append(name)
+                logger.warning("%s; trying the one before it", error)
+                continue
+            if broken:
+                logger.warning("using %s, because %s is damaged", name, " and ".join(broken))
+            return checkpoint
+        if broken:
+            raise CheckpointError(
+                f"all checkpoints in {self.directory} are damaged ({', '.join(broken)}); restore one from a copy, or "
+                "start a new run in another directory"
+            )
+        return None
+
+    def open(self, which: str, option: str = "", verify: bool = True) -> Checkpoint:
+        """Open the checkpoint called ``best``, ``last``, ``average``, or found at a path.
+
+        Args:
+            which: its name or path.
+            option: option by which the user named it, for messages; "" for that of most commands and of the API.
+            verify: True to verify the hashes of its files; ``last`` is always verified.
+
+        Raises:
+            CheckpointError: if there is none, or it is damaged.
+        """
+        option = option or option_named("checkpoint")
+        if which == "last":
+            newest = self.newest()
+            if newest is None:
+                raise self._empty()
+            return newest
+        if which == "best":
+            return self._best(option, verify)
+        if which == "average":
+            if not (self.directory / "average").is_dir():
+                raise CheckpointError(
+                    f"{self.directory} has no average; make one with `deepspeed-nmt average --run ... --last N`"
+                )
+            average = Checkpoint(self.directory / "average", verify)
+            if average.resumable:
+                raise CheckpointError(f"{average.path} must be an average, but is a checkpoint of training")
+            return average
+        for path in (self.directory / which, Path(which)):
+            if path.is_dir():
+                return Checkpoint(path, verify)
+        raise CheckpointError(
+            f"{option} must be best, last, average or the path of a checkpoint, but there is no directory '{which}', "
+            f"neither here nor in {self.directory}"
+        )
+
+    def _best(self, option: str, verify: bool) -> Checkpoint:
+        if not self.names():
+            raise self._empty()
+        try:
+            self.read(self.names()[-1], verify=False)  # it records which one is the best
+            while (best := self.best()) is not None:
+                try:
+                    return self.read(best, verify)
+                except CheckpointError:
+                    if (self.directory / best).exists():
+                        raise  # otherwise a training of the run has removed it, after it has written a better one
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}; use {option} last, the newest that is good, or start `train` again, which resumes from it"
+            ) from error
+        raise CheckpointError(
+            f"{self.directory} has no best checkpoint: the run was not validated yet; use {option} last"
+        )
+
+    def _empty(self) -> CheckpointError:
+        return CheckpointError(f"{self.directory} must hold a checkpoint, but is empty; train first")
+
+    def save(
+        self,
+        progress: Progress,
+        scalars: EngineScalars,
+        states: Iterable[ParameterState],
+        log: Sequence[LogState] = (),
+    ) -> None:
+        """Write a checkpoint, then remove those that are no longer kept.
+
+        Args:
+            progress: to record.
+            scalars: to record.
+            states: of all parameters.
+            log: to record.
+
+        Raises:
+            OSError: if it cannot be written; older checkpoints are unchanged. ``states`` is exhausted even then,
+                because other ranks take part in it.
+        """
+        name = _name(progress.update)
+        states = iter(states)
+        try:
+            self._write(name, State(progress=progress, engine=scalars, log=tuple(log)), states, self._record)
+        finally:
+            for _ in states:
+                pass
+        try:
+            with self.choosing():
+                self._prune(name)
+                self._write_pointers(name)
+        except DataError as error:
+            logger.warning("%s; old checkpoints stay until the next one is written", error)
+
+    def rewind(self, checkpoint: Checkpoint, progress: Progress) -> None:
+        """Make an older checkpoint the newest one, with other progress; later checkpoints are removed.
+
+        Args:
+            checkpoint: to continue from.
+            progress: to record in it.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        checkpoint.restate(progress)
+        for name in self.names():
+            if _update(name) > progress.update:
+                remove_directory(self.directory / name)
+        self._write_pointers(checkpoint.path.name)
+
+    def save_average(self, checkpoints: Sequence[Checkpoint]) -> Path:
+        """Average the weights of checkpoints, and write the result as ``average``."""
+        total: dict[str, Tensor] = {}
+        newest = max(checkpoints, key=lambda checkpoint: checkpoint.progress.update)
+        for checkpoint in checkpoints:
+            for name, weight in checkpoint.weights().items():
+                total[name] = total[name] + weight.double() if name in total else weight.double()
+        states = (ParameterState(name, (weight / len(checkpoints)).float()) for name, weight in total.items())
+        self._write(_AVERAGE, State(progress=newest.progress, engine=EngineScalars()), states, newest.run)
+        return self.directory / _AVERAGE
+
+    def _write(
+        self,
+        name: str,
+        state: State,
+        states: Iterator[ParameterState],
+        record: RunRecord | None,
+    ) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        # One process at a time trains here, and one averages: what else is hidden is of killed processes.
+        names = name if name == _AVERAGE else _NAME.pattern
+        restore_directories(self.directory, names, _is_whole, clear=True)
+        try:
+            with staged(self.directory / name) as temporary:
+                weights, optimizer = _ShardWriter(temporary, "weights"), _ShardWriter(temporary, "optimizer")
+                for parameter in states:
+                    weights.add(parameter.name, parameter.weight)
+                    for which, tensor in parameter.states.items():
+                        optimizer.add(f"{parameter.name}.{which}", tensor)
+                weight_files, optimizer_files = weights.close(), optimizer.close()
+                state.write(temporary / "state.json")
+                if record is not None:
+                    atomic_write_text(temporary / RUN_FILE, record.model_dump_json(indent=1))
+                CheckpointManifest(
+                    weights=weight_files,
+                    optimizer=optimizer_files,
+                    run=None if record is None else RUN_FILE,
+                    files={file.name: FileRecord.of(file) for file in sorted(temporary.iterdir())},
+                ).write(temporary)
+        except SafetensorError as error:  # how safetensors reports a full disk
+            raise OSError(str(error)) from error
+
+    def _prune(self, saved: str) -> None:
+        """Remove old checkpoints.
+
+        Checkpoints later than the one just saved are damaged and do not count. The newest one from before a streak of
+        skipped updates is kept, because the run may be rolled back to it.
+
+        Args:
+            saved: name of the checkpoint just saved.
+        """
+        names = [name for name in self.names() if _update(name) <= _update(saved)]
+        best = self.best(saved) if self._keep_best else None
+        kept = {best or "", next(filter(self._before_skips, reversed(names)), ""), *map(_name, self._awaiting())}
+        for name in names[: -self._keep_last]:
+            if name not in kept:
+                remove_directory(self.directory / name)
+
+    def progress(self, name: str) -> Progress | None:
+        """Return the progress that a checkpoint records, without reading its tensors; None if it is damaged."""
+        try:
+            return self.read(name, verify=False).progress
+        except CheckpointError:
+            return None
+
+    def _before_skips(self, name: str) -> bool:
+        """Return True if a checkpoint is outside a streak of skipped updates."""
+        progress = self.progress(name)
+        return progress is not None and progress.skipped == 0
+
+    def _write_pointers(self, latest: str) -> None:
+        """Write ``latest`` and ``best`` for users and their scripts; this program reads neither of them."""
+        for pointer, name in (("latest", latest), ("best", self.best(latest))):
+            try:
+                if name is None:
+                    (self.directory / pointer).unlink(missing_ok=True)
+                else:
+                    atomic_write_text(self.directory / pointer, name + "\n")
+            except OSError as error:
+                logger.warning("%s could not be written (%s)", self.directory / pointer, error.strerror or error)
+
+
+def _name(update: int) -> str:
+    return f"update-{update:07d}"
+
+
+def _update(name: str) -> int:
+    return int(name.removeprefix("update-"))
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        Checkpoint(path, verify=False)
+    except CheckpointError:
+        return False
+    return True
+
+
+class _ShardWriter:
+    """Writer of tensors into files of bounded size."""
+
+    def __init__(self, directory: Path, kind: str) -> None:
+        self._directory = directory
+        self._kind = kind
+        self._files: dict[str, list[str]] = {}
+        self._pending: dict[str, Tensor] = {}
+        self._bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self._pending[name] = tensor.contiguous()
+        self._bytes += tensor.numel() * tensor.element_size()
+        if self._bytes >= SHARD_BYTES:
+            self._flush()
+
+    def close(self) -> dict[str, list[str]]:
+        """Write what is pending, and return the names of the tensors in each file."""
+        self._flush()
+        return self._files
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        name = f"{self._kind}-{len(self._files) + 1:05d}.safetensors"
+        save_file(self._pending, self._directory / name)
+        with (self._directory / name).open("rb+") as file:
+            os.fsync(file.fileno())
+        self._files[name] = list(self._pending)
+        self._pending, self._bytes = {}, 0

@@ -25,39 +25,24 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective
-from deepspeed_nmt.data.validation import ValidationSet
+from deepspeed_nmt.data.loader import ValidationSet
 from deepspeed_nmt.parallel.collectives import sum_over_ranks
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.randomness import Purpose, permutation
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.train.configuration import CollapseConfig
 from deepspeed_nmt.train.events import NO_EVENTS, Events
-from deepspeed_nmt.train.replica import Replica
+from deepspeed_nmt.train.validation import Replica
 
 RELIANCE, NLL = "collapse/source_reliance", "collapse/nll"
-
-
-class CollapseConfig(Config):
-    """Detection of decoders that ignore their source."""
-
-    every: int = Field(default=500, ge=0, description="updates between measurements; 0: never")
-    sentences: int = Field(default=128, ge=2, description="size of the slice of the validation set")
-    threshold: float = Field(default=0.2, ge=0.0, description="source reliance, in nats per token, that is too low")
-    grace: int = Field(default=0, ge=0, description="updates before the first judgement; 0: twice the warm-up")
-    patience: int = Field(default=2, ge=1, description="measurements in a row that must be bad")
-    action: Literal["warn", "stop"] = Field(
-        default="warn", description="what to do then: warn, or save and stop the run"
-    )
 
 
 class CollapseMonitor:

@@ -1,88 +1,231 @@
-"""The training loop."""
+"""The training loop: an update, its log, the collapse monitor, validation and checkpoints, as they are due."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import time
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 
 from deepspeed_nmt.console import logger
-from deepspeed_nmt.errors import TrainingError, counted
-from deepspeed_nmt.parallel.agreement import fail_together
-from deepspeed_nmt.parallel.collectives import any_rank, gather_lists
+from deepspeed_nmt.data.loader import Prefetcher, TrainLoader, Update
+from deepspeed_nmt.data.update_order import Cursor
+from deepspeed_nmt.engine.contract import Engine
+from deepspeed_nmt.errors import TrainingError
+from deepspeed_nmt.parallel.collectives import any_rank, fail_together, gather_lists
+from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.train.choosing import apply_late_results, record_best, update_best, with_pending_score
-from deepspeed_nmt.train.progress import Progress
-from deepspeed_nmt.train.session import Session
+from deepspeed_nmt.train.checkpoint import CheckpointStore
+from deepspeed_nmt.train.collapse import CollapseMonitor
+from deepspeed_nmt.train.configuration import TrainingConfig
+from deepspeed_nmt.train.events import Events
+from deepspeed_nmt.train.log import LogWindow, Metrics, Workload, norms_by_layer
+from deepspeed_nmt.train.out_of_memory import explained
+from deepspeed_nmt.train.progress import LogState, Progress
+from deepspeed_nmt.train.saving import Saver
+from deepspeed_nmt.train.schedule import ScheduleConfig, learning_rate
 from deepspeed_nmt.train.signals import StopRequest
-from deepspeed_nmt.train.stability import roll_back
-from deepspeed_nmt.train.updates import Updates
+from deepspeed_nmt.train.stability import SpikeWatch, report_skip, roll_back, worth_explaining
+from deepspeed_nmt.train.validation import Validator, record_best, update_best
 
 
-def train(session: Session, progress: Progress) -> Progress | None:
-    """Train until the end or a requested stop, and save.
+@dataclass
+class TrainingLoop:
+    """Training from a start or a resume to the end, a stop, or a rollback. All ranks run it together.
 
-    Args:
-        session: objects that the loop needs.
-        progress: progress to continue from.
-
-    Returns:
-        The new progress; None after a rollback, which requires a new session from the newest checkpoint.
-
-    Raises:
-        TrainingError: if the gradient stays infinite or NaN in spite of rollbacks, if memory runs out, or if the
-            decoder ignores its source and ``collapse.action`` is "stop".
-        OSError: if the last checkpoint cannot be written.
+    Attributes:
+        config: settings of training.
+        peak_lr: learning rate at the end of the warm-up.
+        schedule: settings of the learning-rate schedule.
+        engine: the engine, which makes updates.
+        loader: loader of this rank's micro-batches.
+        validator: validation by loss and metrics.
+        monitor: measurement of source reliance.
+        store: checkpoints of the run.
+        saver: writer of new checkpoints.
+        metrics: log of the run.
+        events: history of the run.
+        world: the ranks.
+        stop: request to stop, by a user or a scheduler.
+        watchdog: monitor of the ranks, which records the work of this rank.
+        workload: cost of training, for perf/mfu; None if it is unknown.
+        log: state of the log in the checkpoint that the run continues from, of each rank that wrote it.
     """
-    config, world, saver = session.config, session.world, session.saver
-    if _stop_requested(session.stop, world):  # requested during set-up
+
+    config: TrainingConfig
+    peak_lr: float
+    schedule: ScheduleConfig
+    engine: Engine
+    loader: TrainLoader
+    validator: Validator
+    monitor: CollapseMonitor
+    store: CheckpointStore
+    saver: Saver
+    metrics: Metrics
+    events: Events
+    world: World
+    stop: StopRequest
+    watchdog: Watchdog
+    workload: Workload | None = None
+    log: tuple[LogState, ...] = ()
+    _skip_cause: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        corpora = [corpus.name for corpus in self.loader.corpora.parts]
+        self._window = LogWindow(self.workload, corpora)
+        self._window.restore(self.log, self.world, self.engine.device)
+        self._spikes = SpikeWatch(self.config.spike_factor, self.events, *self.log[:1])
+        self._parameters = [name for name, _ in self.engine.module.model.named_parameters()]
+        self._loss_scale = self.engine.scalars().loss_scale
+
+    def run(self, progress: Progress) -> Progress | None:
+        """Train until the end or a requested stop, and save.
+
+        Args:
+            progress: progress to continue from.
+
+        Returns:
+            The new progress; None after a rollback, which requires a new loop from the newest checkpoint.
+
+        Raises:
+            TrainingError: if the gradient stays infinite or NaN in spite of rollbacks, if memory runs out, or if the
+                decoder ignores its source and ``collapse.action`` is "stop".
+            OSError: if the last checkpoint cannot be written.
+        """
+        config, saver = self.config, self.saver
+        if self._stop_requested():  # during set-up
+            return progress
+        validation_wanted = save_wanted = False
+        with closing(Prefetcher(self.loader.updates(_cursor(progress), progress.update + 1))) as updates:
+            while not config.ends_at(progress):
+                progress = self._update(progress, updates)
+                if progress.skipped >= config.max_skipped:
+                    saver.finish()
+                    roll_back(self.store, progress, self._skip_cause, config.max_rollbacks, self.world, self.events)
+                    return None
+                fatal = ""
+                if self.monitor.due(progress.update):
+                    progress, fatal = self._measure_collapse(progress)
+                # In a streak of skipped updates validation and saving wait, because the weights may be ruined. At
+                # the end of training they cannot wait.
+                is_sound = progress.skipped == 0
+                validation_wanted = validation_wanted or _due(config.validate_every, progress)
+                save_wanted = save_wanted or _due(config.save_every or config.validate_every, progress)
+                save_now = save_wanted and is_sound
+                if (validation_wanted and is_sound) or config.ends_at(progress):
+                    progress, is_kept = self._validate(progress)
+                    validation_wanted, save_now = False, save_now or is_kept
+                self.watchdog.at(f"agreeing after update {progress.update}")
+                stopping = self._stop_requested()
+                if save_now or stopping or fatal:
+                    self._save(progress, must=stopping or config.ends_at(progress))
+                    save_wanted = False
+                if fatal:
+                    saver.finish()
+                    with fail_together(self.world):
+                        raise TrainingError(f"{fatal}. The run was saved after update {saver.saved_at}")
+                if stopping:
+                    break
+        saver.finish()
+        if saver.saved_at != progress.update:
+            self._save(progress, must=True)
+        if config.patience and progress.validations_since_best >= config.patience:
+            logger.info("no better validation in %d in a row: stopped early", config.patience)
         return progress
-    progress, save_wanted = apply_late_results(session, progress)  # scores that came while the run did not train
-    validation_wanted = False
-    with Updates(session, progress) as updates:
-        while not config.ends_at(progress):
-            progress = updates.make(progress)
-            if progress.skipped >= config.max_skipped:
-                saver.finish()
-                roll_back(session.store, progress, updates.cause, config.max_rollbacks, world, session.events)
-                return None
-            updates.log(progress)
-            fatal = ""
-            if session.monitor.due(progress.update):
-                progress, fatal = _measure_collapse(session, progress)
-            # In a streak of skipped updates validation and saving wait, because the weights may be ruined. At the
-            # end of training they cannot wait.
-            is_sound, ends = progress.skipped == 0, config.ends_at(progress)
-            validation_wanted = validation_wanted or _due(config.validate_every, progress)
-            save_wanted = save_wanted or _due(config.save_every or config.validate_every, progress)
-            save_now = save_wanted and is_sound
-            if (validation_wanted and is_sound) or ends:
-                progress, keeps = _validate(session, progress)
-                validation_wanted, save_now = False, save_now or keeps
-            elif save_now:
-                progress, _ = apply_late_results(session, progress)
-            session.watchdog.at(f"agreeing after update {progress.update}")
-            stopping = _stop_requested(session.stop, world)
-            if save_now or stopping or fatal:
-                saver.save(progress, must=stopping or config.ends_at(progress))
-                save_wanted = False
-            if fatal:
-                saver.finish()
-                with fail_together(world):
-                    raise TrainingError(f"{fatal}. The run was saved after update {saver.saved_at}")
-            if stopping:
-                break
-    saver.finish()
-    if saver.saved_at != progress.update or save_wanted:
-        saver.save(progress, must=True)
-    _log_end(session, progress)
-    return progress
 
+    def _update(self, progress: Progress, updates: Prefetcher[Update]) -> Progress:
+        """Make the next update, log it if that is due, and return the progress after it."""
+        config = self.config
+        waiting = time.monotonic()
+        self.watchdog.at(f"update {progress.update + 1}, waiting for its data")
+        update = updates.next()
+        started = time.monotonic()
+        lr = learning_rate(update.number, self.peak_lr, self.schedule, config.max_updates)
+        count = len(update.micro_batches)
+        with explained(f"update {update.number}", update.micro_batches, self.world.device):
+            result = self.engine.update(
+                update.micro_batches,
+                update.target_tokens,
+                lr,
+                worth_explaining(progress.skipped, self._loss_scale),
+                lambda index: self.watchdog.at(f"update {update.number}, micro-batch {index + 1} of {count}"),
+                measure=config.norms_every > 0 and update.number % config.norms_every == 0,
+            )
+        self._loss_scale = result.loss_scale
+        is_past_failure = not result.skipped and update.number > progress.failed_at
+        progress = replace(
+            progress,
+            update=update.number,
+            epoch=update.after.epoch,
+            epoch_update=update.after.update,
+            target_tokens=progress.target_tokens + update.target_tokens,
+            train_seconds=progress.train_seconds + time.monotonic() - started,
+            skipped=progress.skipped + 1 if result.skipped else 0,
+            retries=0 if is_past_failure else progress.retries,
+        )
+        self.events.at(progress.update)
+        self._skip_cause = ""
+        if result.skipped:
+            self._skip_cause = report_skip(
+                update, result, progress.skipped, self._parameters, self.world, self.events
+            )
+        self._spikes(update, result, self.world)
+        self._window.add(update, result, waited=started - waiting, elapsed=time.monotonic() - waiting)
+        if progress.skipped < config.max_skipped:  # otherwise the run is rolled back
+            if update.number % config.log_every == 0:
+                self.metrics.log(progress, self._values(progress, lr), f" (epoch {progress.epoch + 1})")
+            if result.squares is not None:
+                self.metrics.log(progress, norms_by_layer(result.squares))
+        return progress
 
-def _stop_requested(stop: StopRequest, world: World) -> bool:
-    """Return True on all ranks if a stop is requested on any rank."""
-    requested = any_rank(bool(stop), world)
-    if requested:  # a later request may have reached some ranks only
-        stop.agree(next(filter(None, gather_lists([stop.signal_name], world)), ""))
-    return requested
+    def _values(self, progress: Progress, lr: float) -> dict[str, float]:
+        """Return the values since the last line of the log by tag."""
+        values = {
+            **self._window.flush(lr, self.world),
+            "train/spikes": float(self._spikes.count),
+            "train/rollbacks": float(progress.rollbacks),
+            "perf/hours": progress.train_seconds / 3600.0,
+        }
+        corpora = self.loader.corpora.parts
+        if len(corpora) > 1:
+            epochs = self.loader.order.epochs(_cursor(progress), progress.update + 1)
+            for corpus, count in zip(corpora, epochs, strict=True):
+                values[f"data/{corpus.name}/epochs"] = count
+                values[f"data/{corpus.name}/target_tokens"] = count * corpus.mean_target_tokens
+        return values
+
+    def _measure_collapse(self, progress: Progress) -> tuple[Progress, str]:
+        """Measure and log source reliance, and return the reason to stop the run, or ""."""
+        self.watchdog.at(f"measuring collapse after update {progress.update}", slow=True)
+        measured = self.monitor(progress.update)
+        self.metrics.log(progress, measured)
+        bad, fatal = self.monitor.check(progress.update, measured, progress.bad_measurements)
+        return replace(progress, bad_measurements=bad), fatal
+
+    def _validate(self, progress: Progress) -> tuple[Progress, bool]:
+        """Validate and log, and return True if the checkpoint is to be kept: it is the best, or awaits its score."""
+        self.watchdog.at(f"validating after update {progress.update}", slow=True)
+        validation = self.validator(progress)
+        self.metrics.log(progress, validation.values)
+        for tag, table in validation.samples.items():
+            self.metrics.text(progress.update, tag, table)
+        self.metrics.draw(progress.update, validation.images)
+        progress, is_best = update_best(progress, validation, self.validator.is_significantly_better)
+        if is_best:
+            record_best(self.events, progress.update, validation)
+        return progress, is_best or validation.awaits_score
+
+    def _save(self, progress: Progress, *, must: bool) -> None:
+        """Save a checkpoint with the state of the log."""
+        own = self._window.state().model_copy(update=self._spikes.state())
+        states = gather_lists([own.model_dump(mode="json")], self.world)
+        self.saver.save(progress, tuple(map(LogState.model_validate, states)), must=must)
+
+    def _stop_requested(self) -> bool:
+        """Return True on all ranks if a stop is requested on any rank."""
+        requested = any_rank(bool(self.stop), self.world)
+        if requested:  # a later request may have reached some ranks only
+            self.stop.agree(next(filter(None, gather_lists([self.stop.signal_name], self.world)), ""))
+        return requested
 
 
 def _due(every: int, progress: Progress) -> bool:
@@ -90,40 +233,5 @@ def _due(every: int, progress: Progress) -> bool:
     return progress.epoch_update == 0 if every == 0 else progress.update % every == 0
 
 
-def _measure_collapse(session: Session, progress: Progress) -> tuple[Progress, str]:
-    """Measure and log source reliance, and return the reason to stop the run, or ""."""
-    session.watchdog.at(f"measuring collapse after update {progress.update}", slow=True)
-    measured = session.monitor(progress.update)
-    session.metrics.log(progress, measured)
-    bad, fatal = session.monitor.check(progress.update, measured, progress.bad_measurements)
-    return replace(progress, bad_measurements=bad), fatal
-
-
-def _validate(session: Session, progress: Progress) -> tuple[Progress, bool]:
-    """Validate and log, and return True if the checkpoint is to be kept: of the best validation, or a pending one."""
-    session.watchdog.at(f"validating after update {progress.update}", slow=True)
-    validation = session.validator(progress)
-    session.metrics.log(progress, validation.values)
-    for tag, table in validation.samples.items():
-        session.metrics.text(progress.update, tag, table)
-    session.metrics.draw(progress.update, validation.images)
-    progress, is_late_best = apply_late_results(session, progress)
-    is_significantly_better = session.validator.is_significantly_better
-    progress, is_best = update_best(progress, progress.update, validation, is_significantly_better)
-    if is_best or is_late_best:
-        record_best(session.events, progress, validation)
-    progress = with_pending_score(progress, validation, warn=session.world.is_main)
-    return progress, is_best or is_late_best or validation.pending_limit > 0
-
-
-def _log_end(session: Session, progress: Progress) -> None:
-    """Log that training stopped early, and that scores are pending."""
-    patience = session.config.patience
-    if patience and progress.validations_since_best >= patience:
-        logger.info("no better validation in %d in a row: stopped early", patience)
-    if progress.awaited:
-        logger.info(
-            "%s have scores to come; `deepspeed-nmt choose-best --run %s` chooses by them",
-            counted(len(progress.awaited), "validations"),
-            session.store.directory.parent,
-        )
+def _cursor(progress: Progress) -> Cursor:
+    return Cursor(progress.epoch, progress.epoch_update)

@@ -12,9 +12,9 @@ import torch
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.data.loader import TrainLoader
-from deepspeed_nmt.engine.base import Engine
+from deepspeed_nmt.engine.contract import Engine
 from deepspeed_nmt.errors import TrainingError
-from deepspeed_nmt.train.session import Probe
+from deepspeed_nmt.train.configuration import Probe
 
 _SIGNS = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
 """Phrases in messages of errors that have no class of their own."""

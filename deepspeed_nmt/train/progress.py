@@ -1,10 +1,13 @@
-"""Progress of a run."""
+"""Progress of a run, and the state of its log."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from pydantic import ConfigDict, Field
 
 from deepspeed_nmt.data.mixture import Phase
+from deepspeed_nmt.registry import Config
 
 
 @dataclass(frozen=True)
@@ -18,14 +21,13 @@ class Progress:
         target_tokens: target tokens seen so far.
         train_seconds: seconds spent in updates, over all restarts.
         best_score: score of the best validation so far, greater is better; None before the first validation, and
-            -inf if no score is known yet.
-        best_loss: loss of that validation; None before it, and in checkpoints that did not record it.
-        best_by: tag of the value that is the score; None before it, and in checkpoints that did not record it.
+            -inf if no score is known.
+        best_loss: loss of that validation; None before it.
+        best_by: description of the measure that is the score; None before it.
         best_update: update of that validation.
         validations_since_best: number of validations since the best one, for early stopping; since the last
             significant gain if ``validation.significant`` is set.
-        patience_update: update of that validation; 0 in older checkpoints, which reset it at each gain.
-        awaited: updates of validations whose scores are pending, oldest first.
+        patience_update: update of that validation.
         skipped: number of consecutive skipped updates up to this one.
         rollbacks: number of rollbacks so far.
         retries: number of rollbacks since the run last passed ``failed_at``.
@@ -45,7 +47,6 @@ class Progress:
     best_update: int = 0
     validations_since_best: int = 0
     patience_update: int = 0
-    awaited: tuple[int, ...] = ()
     skipped: int = 0
     rollbacks: int = 0
     retries: int = 0
@@ -53,13 +54,36 @@ class Progress:
     bad_measurements: int = 0
     phases: tuple[Phase, ...] = ()
 
-    def with_choice_of(self, other: Progress) -> Progress:
-        """Return this progress with the choice of the best checkpoint of another one."""
-        return replace(self, **{name: getattr(other, name) for name in _CHOICE})
 
+class LogState(Config):
+    """Sums of one rank since the last line of the log, and what a line counts from the start of the run.
 
-_CHOICE = (
-    *("best_score", "best_loss", "best_by", "best_update"),
-    *("validations_since_best", "patience_update", "awaited"),
-)
-"""Fields that choose the best checkpoint and stop early. Scores that come late change them, and nothing else."""
+    Attributes:
+        sums: sums of losses, by name.
+        tokens_of: target tokens of the updates that have each of these sums.
+        corpus_tokens: target tokens by corpus.
+        tokens: target tokens of updates that were not skipped.
+        worked: target tokens of all updates.
+        padded: positions in this rank's micro-batches.
+        real: those that are not padding.
+        waited: seconds of waiting for data.
+        elapsed: seconds of all updates.
+        skipped: skipped updates of the run.
+        spikes: loss spikes of the run.
+        losses: losses of the newest updates, nats per token, with which the next one is compared.
+    """
+
+    sums: dict[str, float] = Field(default={})
+    tokens_of: dict[str, int] = Field(default={})
+    corpus_tokens: dict[str, int] = Field(default={})
+    tokens: int = 0
+    worked: int = 0
+    padded: int = 0
+    real: int = 0
+    waited: float = 0.0
+    elapsed: float = 0.0
+    skipped: int = 0
+    spikes: int = 0
+    losses: tuple[float, ...] = ()
+
+    model_config = ConfigDict(allow_inf_nan=True)

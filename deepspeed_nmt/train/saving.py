@@ -2,35 +2,42 @@
 
 One checkpoint is written at a time. The next one waits for it, as do the end of training, a stop and a rollback. A
 checkpoint has its name only once it is complete, so a process that is killed meanwhile resumes from the one before.
-All ranks learn whether a checkpoint was written when they next wait for it.
+All ranks learn whether a checkpoint was written when they next wait for it. Room on disk is checked before training
+begins, and watched while it runs.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import os
+import shutil
+import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 from deepspeed_nmt.console import logger
-from deepspeed_nmt.engine.base import Engine, EngineScalars, ParameterState
-from deepspeed_nmt.engine.host_memory import HostBuffer
-from deepspeed_nmt.errors import shown_bytes
-from deepspeed_nmt.parallel.agreement import fail_together
-from deepspeed_nmt.parallel.collectives import from_main
-from deepspeed_nmt.parallel.host_memory import available_bytes
+from deepspeed_nmt.engine.contract import Engine, EngineScalars, ParameterState
+from deepspeed_nmt.engine.transfer import HostBuffer
+from deepspeed_nmt.errors import ConfigError, shown_bytes
+from deepspeed_nmt.files import made
+from deepspeed_nmt.parallel.collectives import fail_together, from_main
+from deepspeed_nmt.parallel.hardware import available_bytes
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.train.disk import DiskWatch, Rotation
+from deepspeed_nmt.train.checkpoint import CheckpointStore
+from deepspeed_nmt.train.configuration import Save, TrainingConfig
 from deepspeed_nmt.train.events import NO_EVENTS, Events
-from deepspeed_nmt.train.progress import Progress
-from deepspeed_nmt.train.session import Save, TrainingConfig
-from deepspeed_nmt.train.store import CheckpointStore
+from deepspeed_nmt.train.progress import LogState, Progress
 
 _SHARE = 0.5
-"""Largest share of the available host memory that the copy takes. On a CPU, Adam's moments and gradients are still to
-come when it is allocated, and they are as large."""
+"""Largest share of the available host memory that the copy takes. On a CPU, the optimizer's states and gradients
+are still to come when it is allocated, and they are as large."""
 _REPORT_S = 60.0
 """Seconds between warnings while training waits for a checkpoint."""
 
@@ -85,11 +92,12 @@ class Saver:
     ) -> None:
         self.close()
 
-    def save(self, progress: Progress, *, must: bool) -> None:
+    def save(self, progress: Progress, log: Sequence[LogState] = (), *, must: bool) -> None:
         """Take a checkpoint after waiting for the one before, and write it.
 
         Args:
             progress: to record.
+            log: state of the log of each rank, to record.
             must: True to return once it is written, and to raise if it cannot be; False to log an error then, and to
                 continue.
 
@@ -105,13 +113,13 @@ class Saver:
             for _ in self._engine.state(copy=False):
                 pass
         elif self._buffer is None:
-            self._write(progress, scalars, self._engine.state(), must, since)
+            self._write(progress, log, scalars, self._engine.state(), must, since)
         else:
             self._buffer.begin()
             states = list(self._engine.state(buffer=self._buffer))
             self._buffer.wait()
             self._thread = threading.Thread(
-                target=self._write, args=(progress, scalars, states, must, since), name="checkpoint"
+                target=self._write, args=(progress, log, scalars, states, must, since), name="checkpoint"
             )
             self._thread.start()
         if must or not self._in_background:
@@ -158,6 +166,7 @@ class Saver:
     def _write(
         self,
         progress: Progress,
+        log: Sequence[LogState],
         scalars: EngineScalars,
         states: Iterable[ParameterState],
         must: bool,
@@ -167,7 +176,7 @@ class Saver:
         waited = time.monotonic() - since
         try:
             self._problem = ""
-            self._store.save(progress, scalars, states)
+            self._store.save(progress, scalars, states, log)
         except OSError as error:
             self._problem = str(error)
             if not must:
@@ -218,3 +227,126 @@ def _buffer(save: Save, size: int, engine: Engine) -> HostBuffer | None:
         shown_bytes(available),
     )
     return None
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Number of checkpoints of a run that are on disk at once.
+
+    Attributes:
+        keep_last: number of newest checkpoints that are kept.
+        keep_best: True if the best one is kept besides.
+    """
+
+    keep_last: int
+    keep_best: bool
+
+    @property
+    def most(self) -> int:
+        """Largest number at once: those that are kept, and the one being written."""
+        return self.keep_last + int(self.keep_best) + 1
+
+    def to_come(self, present: int) -> int:
+        """Return the number of checkpoints that are still to be written before one is removed for each.
+
+        Args:
+            present: number of checkpoints that exist.
+        """
+        return max(1, self.most - present)
+
+    def __str__(self) -> str:
+        best = " and the best one" if self.keep_best else ""
+        return f"training.keep_last={self.keep_last}{best}"
+
+
+def check_can_save(directory: Path, size: int, rotation: Rotation, present: int) -> None:
+    """Check that checkpoints can be written: by a file, by the free space, and by reserving the room of two of them.
+
+    Reserving finds quotas, which the free space of a disk does not show. Some file systems cannot reserve.
+
+    Args:
+        directory: of the checkpoints; made while it is checked, if it does not exist.
+        size: of a checkpoint in bytes.
+        rotation: number of checkpoints that are on disk at once.
+        present: number of checkpoints that exist.
+
+    Raises:
+        ConfigError: if the directory cannot be written to, or has no room.
+    """
+    count = min(2, rotation.to_come(present))
+    try:
+        with made(directory):
+            free, within_quota = shutil.disk_usage(directory).free, True
+            if free >= count * size:  # otherwise reserving would take all of it for a moment
+                with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+                    within_quota = _reserve(file.fileno(), count * size)
+                    if within_quota:
+                        file.write(b"written")
+                        os.fsync(file.fileno())
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} must be writable to save the run, but is not ({error.strerror or error}); correct that, or "
+            "give another --run"
+        ) from error
+    if free < count * size or not within_quota:
+        remedies = "give another --run, or lower training.keep_last" if present else "or give another --run"
+        quota = "" if within_quota else ", of which a quota leaves less"
+        raise ConfigError(
+            f"{directory} must have room for {count} more checkpoint{'s' * (count > 1)} of {shown_bytes(size)}, but "
+            f"its disk has {shown_bytes(free)} free{quota}; free some space, {remedies}"
+        )
+
+
+def _reserve(descriptor: int, size: int) -> bool:
+    """Reserve disk space for a file, and return False if there is not enough.
+
+    glibc's ``posix_fallocate`` would write into every block where the file system cannot reserve.
+    """
+    try:
+        fallocate = ctypes.CDLL(None, use_errno=True).fallocate64
+    except (OSError, AttributeError):  # not Linux with glibc
+        return True
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return fallocate(descriptor, 0, 0, max(1, size)) == 0 or ctypes.get_errno() not in _FULL
+
+
+class DiskWatch:
+    """Warnings of a disk that has no room for all checkpoints to come.
+
+    Args:
+        directory: of the checkpoints.
+        rotation: number of checkpoints that are on disk at once.
+    """
+
+    def __init__(self, directory: Path, rotation: Rotation) -> None:
+        self._directory = directory
+        self._rotation = rotation
+        self._room: int | None = None
+
+    def __call__(self, size: int, present: int) -> None:
+        """Warn if the disk has too little room, unless it has as much as at the warning before.
+
+        Args:
+            size: of a checkpoint in bytes.
+            present: number of checkpoints that exist.
+        """
+        free = shutil.disk_usage(self._directory).free
+        needed, room = self._rotation.to_come(present), free // max(1, size)
+        if room >= needed:
+            self._room = None
+            return
+        if room != self._room:
+            logger.warning(
+                "the disk of %s is nearly full: it has %s free, room for %d of the %d checkpoints of %s that %s "
+                "still need, the one being written included; free some space, or lower training.keep_last",
+                self._directory,
+                shown_bytes(free),
+                room,
+                needed,
+                shown_bytes(size),
+                self._rotation,
+            )
+        self._room = room

@@ -11,28 +11,29 @@ where the run failed. The checkpoint records both, so continuing from it is an o
 from __future__ import annotations
 
 import math
-import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 from torch import Tensor
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.data.loader import Update
-from deepspeed_nmt.engine.base import UpdateResult
+from deepspeed_nmt.engine.contract import UpdateResult
 from deepspeed_nmt.errors import CheckpointError, TrainingError
-from deepspeed_nmt.parallel.agreement import fail_together
-from deepspeed_nmt.parallel.collectives import from_main, gather_lists, sum_over_data_ranks
+from deepspeed_nmt.parallel.collectives import fail_together, from_main, gather_lists, sum_over_data_ranks
 from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.events import NO_EVENTS, Events
-from deepspeed_nmt.train.progress import Progress
-from deepspeed_nmt.train.store import CheckpointStore
+from deepspeed_nmt.train.log import layer_of
+from deepspeed_nmt.train.progress import LogState, Progress
 
 _SEARCH_SKIPS = 5
 """Consecutive skips that are normal while fp16 searches its loss scale."""
 _NAMED_LAYERS = 4
+_NO_LOG = LogState()
 _SPIKE_WINDOW, _SPIKE_HISTORY = 100, 10
 
 _ON_THE_SAME_RUN = (
@@ -97,11 +98,6 @@ def report_skip(
 def layers_of(parameters: Sequence[str]) -> list[str]:
     """Return the layers (or other modules) of some parameters, each once, in order of first occurrence."""
     return list(dict.fromkeys(map(layer_of, parameters)))
-
-
-def layer_of(parameter: str) -> str:
-    """Return the name of the layer, or of the other module, that a parameter belongs to."""
-    return re.sub(r"(layers\.\d+)\..*|\.[^.]*$", r"\1", parameter)
 
 
 def sum_of_losses(sums: Mapping[str, Tensor], world: World) -> dict[str, float]:
@@ -190,16 +186,21 @@ class SpikeWatch:
     Args:
         factor: multiple of their median that counts as a spike; 0 disables detection.
         events: history of the run.
+        log: state in the checkpoint that the run continues from.
 
     Attributes:
-        count: number of spikes so far.
+        count: number of spikes of the run.
     """
 
-    def __init__(self, factor: float, events: Events = NO_EVENTS) -> None:
-        self.count = 0
+    def __init__(self, factor: float, events: Events = NO_EVENTS, log: LogState = _NO_LOG) -> None:
+        self.count = log.spikes
         self._events = events
         self._factor = factor
-        self._losses: deque[float] = deque(maxlen=_SPIKE_WINDOW)
+        self._losses = deque(log.losses, maxlen=_SPIKE_WINDOW)
+
+    def state(self) -> dict[str, Any]:
+        """Return the part of LogState that it continues from."""
+        return {"spikes": self.count, "losses": tuple(self._losses)}
 
     def __call__(self, update: Update, result: UpdateResult, world: World) -> None:
         """Check an update, and warn of a spike. All ranks call it together."""

@@ -1,18 +1,25 @@
-"""Validations, as the training loop sees them: values for the log, and a score that chooses the best checkpoint."""
+"""Validation, as the training loop sees it: values for the log, and a score that chooses the best checkpoint."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.engine.contract import Engine
+from deepspeed_nmt.train.events import Detail, Events
 from deepspeed_nmt.train.progress import Progress
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+IsSignificantlyBetter = Callable[[int, int], bool]
+"""Function of two updates, True if the first one's translations are significantly better."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +54,11 @@ class Choice:
         """
         return cls(**{**content, **{name: tuple(content[name]) for name in ("tags", "losses", "mean")}})
 
-    def validation(self, values: Mapping[str, float], pending_limit: int = 0) -> Validation:
+    def validation(self, values: Mapping[str, float]) -> Validation:
         """Return the validation with these values, the means that choose among them.
 
         Args:
             values: by tag. One that is missing leaves the score unknown.
-            pending_limit: number of newest validations whose scores may be pending, if that of this one is.
         """
         values, score = dict(values), -math.inf
         loss = fmean(values[tag] for tag in self.losses)
@@ -63,7 +69,12 @@ class Choice:
             score = self.sign * value
             if self.mean[0]:
                 values[self.mean[0]] = value
-        return Validation(values, self, score, loss, pending_limit)
+        return Validation(values, self, score, loss)
+
+    def rank(self, score: float, loss: float) -> tuple[float, float]:
+        """Return a key that sorts validations, the best last; NaN is worse than any number."""
+        shown = round(score, self.decimals) if score >= self.least else -math.inf
+        return shown, -math.inf if math.isnan(loss) else -loss
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,7 @@ class Validation:
         choice: choice of the best checkpoint.
         score: value that chooses, with its sign changed if smaller ones are better; -inf if it is not known.
         loss: validation loss, which decides between equal scores.
-        pending_limit: number of newest validations whose scores may be pending, if that of this one is; otherwise 0.
+        awaits_score: True if the score comes later, for `choose-best`.
         samples: translations of a few sentences, in Markdown, by tag.
         images: grey images for the log, by tag, on rank 0. Shape: (height,width) each
     """
@@ -84,14 +95,9 @@ class Validation:
     choice: Choice
     score: float
     loss: float
-    pending_limit: int = 0
+    awaits_score: bool = False
     samples: Mapping[str, str] = field(default_factory=dict)
     images: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, content: Mapping[str, Any]) -> Validation:
-        """Read a validation without samples and images from JSON; errors as of :meth:`Choice.read`."""
-        return cls(**{**content, "choice": Choice.read(content["choice"])})
 
     @property
     def is_near_chance(self) -> bool:
@@ -103,38 +109,10 @@ class Validation:
 
         Scores by different measures are not compared: the first one by a new measure is the best.
         """
-        if progress.best_score is None or progress.best_by not in (None, self.choice.by):
+        if progress.best_score is None or progress.best_loss is None or progress.best_by != self.choice.by:
             return True
-        best_loss = math.inf if progress.best_loss is None else progress.best_loss
-        return self._rank(self.score, self.loss) > self._rank(progress.best_score, best_loss)
-
-    def _rank(self, score: float, loss: float) -> tuple[float, float]:
-        """Return a key that sorts validations, the best last; NaN is worse than any number."""
-        shown = round(score, self.choice.decimals) if score >= self.choice.least else -math.inf
-        return shown, -math.inf if math.isnan(loss) else -loss
-
-
-@dataclass(frozen=True)
-class LateResult:
-    """Late values of a validation.
-
-    Attributes:
-        update: update after which the model was validated.
-        target_tokens: target tokens that the run had seen.
-        values: values that have come since the last question, by tag.
-        validation: the validation with all values that choose; None while one of them is pending.
-    """
-
-    update: int
-    target_tokens: int
-    values: dict[str, float]
-    validation: Validation | None
-
-    @classmethod
-    def read(cls, content: Mapping[str, Any]) -> LateResult:
-        """Read a late result from JSON; errors as of :meth:`Choice.read`."""
-        validation = content["validation"]
-        return cls(**{**content, "validation": None if validation is None else Validation.read(validation)})
+        best = self.choice.rank(progress.best_score, progress.best_loss)
+        return self.choice.rank(self.score, self.loss) > best
 
 
 class Validator(Protocol):
@@ -142,14 +120,6 @@ class Validator(Protocol):
 
     def __call__(self, progress: Progress) -> Validation:
         """Validate after the newest update."""
-        ...
-
-    def late_results(self, pending: Sequence[int]) -> Sequence[LateResult]:
-        """Return the late values that have come, and what is known of validations with pending scores, oldest first.
-
-        Args:
-            pending: updates of validations whose scores are pending.
-        """
         ...
 
     def is_significantly_better(self, update: int, than: int) -> bool:
@@ -160,3 +130,93 @@ class Validator(Protocol):
             than: update of the others.
         """
         ...
+
+
+def update_best(
+    progress: Progress, validation: Validation, is_significantly_better: IsSignificantlyBetter
+) -> tuple[Progress, bool]:
+    """Return the progress after a validation, and True if it is the best so far.
+
+    A validation without a score is no reason to stop early. It is the best one only as long as no score is known.
+
+    Args:
+        progress: after the update that was validated.
+        validation: the validation.
+        is_significantly_better: compares translations.
+    """
+    since, update = progress.validations_since_best, progress.update
+    if not validation.improves_on(progress):
+        return replace(progress, validations_since_best=since + (validation.score != -math.inf)), False
+    by, before = validation.choice.by, progress.best_score
+    is_comparable = before is not None and math.isfinite(before) and progress.best_by == by
+    resets_patience = (
+        not is_comparable
+        or validation.is_near_chance
+        or is_significantly_better(update, progress.patience_update or progress.best_update)
+    )
+    return replace(
+        progress,
+        best_score=validation.score,
+        best_loss=validation.loss,
+        best_by=by,
+        best_update=update,
+        validations_since_best=0 if resets_patience else since + 1,
+        patience_update=update if resets_patience else progress.patience_update,
+    ), True
+
+
+def record_best(events: Events, update: int, validation: Validation) -> None:
+    """Record that a validation is the best so far, by its score, or by its loss as long as only losses are compared.
+
+    Args:
+        events: events of the run.
+        update: its update.
+        validation: the validation.
+    """
+    choice, loss = validation.choice, validation.loss
+    measure, decimals, value = choice.by.partition(" ")[0], choice.decimals, choice.sign * validation.score
+    if validation.is_near_chance:
+        measure, value, decimals = f"{measure.rpartition('/')[0]}/loss", loss, 4
+    if not math.isfinite(value):
+        return
+    text = f"update {update} is the best so far: {measure} {value:.{decimals}f}"
+    details: dict[str, Detail] = {"measure": measure, "score": value, "loss": loss}
+    events.record("best", update, text, **details, best_update=update)
+
+
+class Replica:
+    """Unsharded copy of the model in eval mode; it is on the engine's device only while it is in use.
+
+    Args:
+        model: the copy; its weights are overwritten.
+        engine: source of the weights.
+        dtype: of the copy's weights.
+    """
+
+    def __init__(self, model: TranslationModel, engine: Engine, dtype: torch.dtype = torch.float32) -> None:
+        assert not list(model.buffers()), "weights are all that the engine gives"
+        self._model = model.to("cpu", dtype).eval()
+        self._engine = engine
+        self._update: int | None = None
+
+    @contextmanager
+    def at(self, update: int) -> Iterator[TranslationModel]:
+        """Yield the model after ``update``, the engine's newest; weights are gathered once for each update.
+
+        All ranks call it together.
+        """
+        device = self._engine.device
+        try:
+            if self._update != update:
+                self._update = None
+                if device.type != "cpu":  # old weights are not copied to a GPU, only to be overwritten there
+                    self._model.to_empty(device=device)
+                own = dict(self._model.named_parameters())
+                with torch.no_grad():
+                    for state in self._engine.parameters():
+                        own[state.name].copy_(state.weight)
+                self._update = update
+            self._model.to(device)
+            yield self._model
+        finally:
+            self._model.cpu()

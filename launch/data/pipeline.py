@@ -32,9 +32,9 @@ from pathlib import Path
 from deepspeed_nmt.cli import main as deepspeed_nmt
 from deepspeed_nmt.commands import prepare
 from deepspeed_nmt.console import logger, setup_logging
-from deepspeed_nmt.data.directory import open_tokenizer
+from deepspeed_nmt.data.data_directory import open_tokenizer
 from deepspeed_nmt.errors import UserError
-from deepspeed_nmt.files import atomic_text_writer, sha256_of
+from deepspeed_nmt.files import atomic_writer, sha256_of
 from deepspeed_nmt.text import sacremoses, tokenise
 
 _BLOCK_LINES = 2000
@@ -271,7 +271,7 @@ def _check(
     setup = argparse.ArgumentParser(prog=parser.prog, usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
     prepare.add_arguments(setup)
     try:
-        options = prepare.read_options(setup.parse_args(words))
+        options = prepare.read_options(vars(setup.parse_args(words)))
         if options.vocab_from is not None:
             open_tokenizer(options.vocab_from)
     except UserError as error:
@@ -420,7 +420,7 @@ def _extract(task: Task, paths: dict[str, Path], raw: Path, *, fetches: bool) ->
         if path.exists():
             continue
         logger.info(f"extracting {path.name}")
-        with atomic_text_writer(path) as out:
+        with atomic_writer(path, "w") as out:
             for part in parts:
                 if isinstance(part, Part):
                     lines = _read_lines(paths[part.archive], part.member(side, language))
@@ -505,7 +505,7 @@ def _tokenise_files(task: Task, raw: Path, text: Path, arguments: argparse.Names
             continue
         logger.info(f"tokenising {path.name}")
         work = partial(_tokenise, language=language, lowercase=task.lowercase, normalise=arguments.normalise)
-        with ProcessPoolExecutor(arguments.threads) as pool, atomic_text_writer(path) as out:
+        with ProcessPoolExecutor(arguments.threads) as pool, atomic_writer(path, "w") as out:
             for block in _in_order(pool, work, raw / path.name):
                 out.writelines(line + "\n" for line in block)
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.filters import PairFilters, read_filters
 from deepspeed_nmt.data.training import DataOption
 from deepspeed_nmt.errors import ConfigError, DataError, UserError, options_as_typed
@@ -93,7 +93,7 @@ def score(arguments: argparse.Namespace) -> int:
         return run_workers(score, argparse.Namespace(**{**vars(arguments), "workers": 1}), arguments.workers)
     here = place()
     from deepspeed_nmt.api import Translator
-    from deepspeed_nmt.parallel.device import uses_cuda
+    from deepspeed_nmt.parallel.hardware import uses_cuda
     from deepspeed_nmt.parallel.world import take_gpu
 
     if here.ranks > 1 and uses_cuda(arguments.device, "--device"):

@@ -12,11 +12,12 @@ from typing import Any
 
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.kernels.backends import is_installed
-from deepspeed_nmt.planning.advice import GIB
+from deepspeed_nmt.kernels.choice import is_installed
 from deepspeed_nmt.planning.gpus import GPUS
+from deepspeed_nmt.planning.memory import GIB
 from deepspeed_nmt.recipes import recipes
 from deepspeed_nmt.run.plans import Plans
+from deepspeed_nmt.search.decode_options import RULES, SEARCH, option_rows
 from deepspeed_nmt.settings_reference import settings_reference
 
 LARGE = "deep_decoder_big_54_stabilised"
@@ -89,6 +90,15 @@ def plan_table() -> str:
     return "\n".join([*lines, "", work, ""])
 
 
+def option_tables() -> str:
+    """Return the tables of the options of `translate`."""
+    head = "| option | effect |\n|---|---|\n"
+    titles = {"": "", SEARCH: "\n**Search**\n\n", RULES: "\n**Rules of the translation**\n\n"}
+    return "".join(
+        title + head + "".join(f"{row}\n" for row in option_rows(group)) for group, title in titles.items()
+    )
+
+
 def with_table(page: str, table: str) -> str:
     """Return a page with a new version of the table between its marks."""
     before, rest = page.split(BEGIN)
@@ -101,7 +111,7 @@ def main() -> None:
     if not is_installed("softmax", "triton"):  # the plans of the table are those with Triton's kernels
         sys.exit("Triton must be installed, but is not; run `pip install -r requirements/test.txt`")
     pages = {"configuration.md": settings_reference()}
-    for name, table in (("recipes.md", recipe_table()), ("scale.md", plan_table())):
+    for name, table in (("recipes.md", recipe_table()), ("scale.md", plan_table()), ("commands.md", option_tables())):
         pages[name] = with_table((DOCS / name).read_text(encoding="utf-8"), table)
     for name, page in pages.items():
         (DOCS / name).write_text(page, encoding="utf-8")

@@ -6,11 +6,11 @@ import torch
 
 from deepspeed_nmt.console import setup_logging
 from deepspeed_nmt.errors import ConfigError, ReportedError, TrainingError
-from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import (
     all_reduce_in_buckets,
     any_rank,
     barrier,
+    fail_together,
     from_main,
     gather_lists,
     sum_over_ranks,

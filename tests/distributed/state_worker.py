@@ -29,16 +29,14 @@ from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import TrainLoader, collate
 from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine import build_engine
-from deepspeed_nmt.engine.base import MOMENTS, Engine
-from deepspeed_nmt.engine.checkpoint_size import checkpoint_bytes
-from deepspeed_nmt.engine.config import EngineConfig
-from deepspeed_nmt.engine.ds_config import load_ds_config
-from deepspeed_nmt.engine.host_memory import HostBuffer
-from deepspeed_nmt.engine.settings import resolve_engine
+from deepspeed_nmt.engine.contract import Engine, checkpoint_bytes
+from deepspeed_nmt.engine.settings import EngineConfig, load_ds_config, resolve_engine
+from deepspeed_nmt.engine.transfer import HostBuffer
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.parallel.world import World, join_world, leave_world
 from deepspeed_nmt.planning.memory import Layout, state_bytes
+from deepspeed_nmt.train.optimizers.adam import AdamConfig
 
 V = Vocabulary(5000)
 CONFIG = TransformerConfig(dim=256, ffn_dim=1024, heads=4, encoder_layers=2, decoder_layers=2)
@@ -82,16 +80,21 @@ def gathering(engine: Engine, stage: int | None) -> dict[str, Any]:
     with collectives() as for_state:
         states = list(engine.state())
     differing = [state.name for state in states if not torch.equal(state.weight, weights[state.name])]
-    buffer = HostBuffer(checkpoint_bytes(sum(weight.numel() for weight in weights.values()), 0) // 4, engine.device)
+    buffer = HostBuffer(
+        checkpoint_bytes(sum(weight.numel() for weight in weights.values()), 0, 2) // 4, engine.device
+    )
     for state, copy in zip(states, list(engine.state(buffer=buffer)), strict=True):
-        pairs = [(state.weight, copy.weight), *((state.moments[which], copy.moments[which]) for which in MOMENTS)]
+        pairs = [
+            (state.weight, copy.weight),
+            *((state.states[which], copy.states[which]) for which in AdamConfig.states),
+        ]
         if not all(torch.equal(*pair) for pair in pairs):
             differing.append(f"copy of {state.name}")
     for name, parameter in engine.module.model.named_parameters() if stage else ():
         found = next(state for state in states if state.name == name)
-        expected = {which: safe_get_full_optimizer_state(parameter, which) for which in MOMENTS}
+        expected = {which: safe_get_full_optimizer_state(parameter, which) for which in AdamConfig.states}
         if not torch.equal(found.weight, safe_get_full_fp32_param(parameter)) or not all(
-            torch.equal(found.moments[which], expected[which]) and expected[which].any() for which in MOMENTS
+            torch.equal(found.states[which], expected[which]) and expected[which].any() for which in AdamConfig.states
         ):
             differing.append(name)
     return {"weights": len(for_weights), "state": len(for_state), "differing": differing, "count": len(states)}
@@ -104,7 +107,6 @@ def count(directory: Path, name: str, world: World) -> dict[str, Any]:
     torch.manual_seed(1)
     module = TrainModule(build_transformer(CONFIG, V), Objective(LabelSmoothed(0.1, V.pad)))
     trained = sum(p.numel() for p in module.parameters())
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.0, fused=True)
     corpus = Corpus(directory, "train")
     dummy = collate(corpus, torch.empty(0, dtype=torch.int64).numpy(), V)
     kind, _, precision = name.partition(":")
@@ -119,7 +121,7 @@ def count(directory: Path, name: str, world: World) -> dict[str, Any]:
         return initialize(**options)
 
     with patch.object(deepspeed, "initialize", watched):
-        engine = build_engine(resolve_engine(settings, 1.0, world), module, optimizer, world, dummy)
+        engine = build_engine(resolve_engine(settings, AdamConfig(), world), module, world, dummy)
     loader = TrainLoader.of_corpus(
         corpus, BatchConfig(update_tokens=200, micro_tokens=200), 1, world.data_rank, world.data_ranks, V
     )

@@ -19,16 +19,15 @@ from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import TrainLoader, collate
 from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine import build_engine
-from deepspeed_nmt.engine.config import EngineConfig
-from deepspeed_nmt.engine.settings import resolve_engine
+from deepspeed_nmt.engine.settings import EngineConfig, resolve_engine
 from deepspeed_nmt.kernels import cross_entropy, torch_ops
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy, projected_cross_entropy_ref
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.nn.embedding import Projection
-from deepspeed_nmt.parallel.slices import SLICE
-from deepspeed_nmt.parallel.tensor import parallelize
+from deepspeed_nmt.parallel.tensor import SLICE, parallelize
 from deepspeed_nmt.parallel.world import World, join_world, leave_world
+from deepspeed_nmt.train.optimizers.adam import AdamConfig
 
 V = Vocabulary(61)
 
@@ -58,10 +57,8 @@ def training(directory: Path, world: World) -> dict[str, Any]:
     module = TrainModule(model, Objective(LabelSmoothed(0.1, V.pad)))
     corpus = Corpus(directory, "train")
     dummy = collate(corpus, torch.empty(0, dtype=torch.int64).numpy(), V)
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.0)
-    engine = build_engine(
-        resolve_engine(EngineConfig(name="plain", device="cpu"), 0.5, world), module, optimizer, world, dummy
-    )
+    settings = resolve_engine(EngineConfig(name="plain", device="cpu"), AdamConfig(clip_norm=0.5), world)
+    engine = build_engine(settings, module, world, dummy)
     # Equality of dropout masks across ranks, inside a sliced sub-layer and between sub-layers.
     drawn: dict[str, list[bool]] = {"inside": [], "between": []}
     mask_of = torch_ops._mask

@@ -29,14 +29,14 @@ def test_a_missing_rendezvous_address_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(ConfigError, match="2 processes need MASTER_ADDR and MASTER_PORT"):
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR or MASTER_PORT .* 2 processes"):
         join_world("cpu")
 
 
 def test_slurm_may_show_each_task_only_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.delenv("SLURM_GPUS_PER_TASK", raising=False)
-    with pytest.raises(ConfigError, match="local rank 3 needs a GPU of its own, but sees 1"):
+    with pytest.raises(ConfigError, match=r"local rank 3 .* sees 1"):
         world.gpu_of(3)
     for shown in ("1", "v100:1"):
         monkeypatch.setenv("SLURM_GPUS_PER_TASK", shown)

@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from deepspeed_nmt.errors import EXIT_STOPPED, ReportedError, TrainingError
-from deepspeed_nmt.parallel import rendezvous
+from deepspeed_nmt.parallel import world
 from deepspeed_nmt.parallel.launched import RankPlace
-from deepspeed_nmt.parallel.rendezvous import meet
+from deepspeed_nmt.parallel.world import meet
 from tests.support import free_port
 
 
@@ -60,8 +60,8 @@ def test_a_stop_comes_too_late_once_another_rank_starts() -> None:
 def test_a_rank_stops_if_rank_0_stops_while_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    monkeypatch.setattr(rendezvous, "_listens", lambda address, port: True)
-    monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(world, "_listens", lambda address, port: True)
+    monkeypatch.setattr(world, "_ANSWER_S", 0.2)
     with pytest.raises(ReportedError):
         meet(RankPlace(1, 2, 1), 600.0, at_once)
 
@@ -69,7 +69,7 @@ def test_a_rank_stops_if_rank_0_stops_while_it_connects(monkeypatch: pytest.Monk
 def test_a_rank_that_rank_0_leaves_waits_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    stores = [rendezvous.connect(RankPlace(0, 2, 0), pytest.fail, 5.0)]
+    stores = [world.connect(RankPlace(0, 2, 0), pytest.fail, 5.0)]
 
     def rank_0_leaves() -> bool:
         stores.clear()
@@ -86,9 +86,7 @@ def test_a_port_of_a_program_that_says_nothing_is_named(monkeypatch: pytest.Monk
         silent.listen()
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(silent.getsockname()[1]))
-        with pytest.raises(
-            TrainingError, match=r"rank 1 still waits for rank 0 at 127.0.0.1:\d+, which does not answer"
-        ):
+        with pytest.raises(TrainingError, match=r"rank 1 .* rank 0 at 127.0.0.1:\d+, which does not answer"):
             meet(RankPlace(1, 2, 1), 0.5, never)
         with pytest.raises(ReportedError):
             meet(RankPlace(1, 2, 1), 600.0, at_once)

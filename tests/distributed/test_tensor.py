@@ -57,8 +57,8 @@ def world(tensor_ranks: int) -> World:
 @pytest.mark.parametrize(
     ("changes", "ranks", "said"),
     [
-        ({"heads": 4}, 3, "engine.tensor_parallel must divide the model's heads, but is 3 with 4 heads"),
-        ({"heads": 2, "ffn_dim": 31}, 2, "engine.tensor_parallel must divide the model's ffn_dim, but is 2 with 31"),
+        ({"heads": 4}, 3, "engine.tensor_parallel is 3, which does not divide the model's 4 heads"),
+        ({"heads": 2, "ffn_dim": 31}, 2, "engine.tensor_parallel is 2, which does not divide the model's ffn_dim 31"),
     ],
 )
 def test_indivisible_dimensions_are_refused(changes: dict[str, int], ranks: int, said: str) -> None:

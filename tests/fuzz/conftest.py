@@ -1,26 +1,59 @@
-"""Profiles of hypothesis, and a tiny run that the tests by random input share."""
+"""Exploration by hypothesis, and a tiny run that the tests by random input share."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
+import os
+import random
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import hypothesis
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.strategies import SearchStrategy
 
-from deepspeed_nmt.sample.corpus import write_sample
+from deepspeed_nmt.sample import write_sample
 from tests.fuzz.program import run_program
 
-COMMON = {
-    "deadline": None,
-    "database": None,
-    "suppress_health_check": list(HealthCheck),
-    # Every example runs a command, so a smaller one would take minutes to find.
-    "phases": [Phase.generate],
-}
-settings.register_profile("ci", derandomize=True, **COMMON)
-settings.register_profile("full", max_examples=100, print_blob=True, **COMMON)
+HOURS = float(os.environ.get("FUZZ_HOURS", "1"))
+"""Time of all tests that try random examples."""
+COMMON = settings(
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],  # every example runs a command, so a smaller one would take minutes to find
+)
+Explore = Callable[[Callable[[Any], object], SearchStrategy[Any], int, float], None]
+
+
+@pytest.fixture(params=["few", pytest.param("many", marks=[pytest.mark.slow, pytest.mark.timeout(2000)])])
+def explore(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Explore:
+    """A function that tries a property: on a few examples, always the same, or on random ones for a time.
+
+    Its arguments are the property, the examples, their number, and the time in seconds (in HOURS = 1).
+    """
+
+    def few(check: Callable[[Any], object], examples: SearchStrategy[Any], number: int, seconds: float) -> None:
+        settings(COMMON, derandomize=True, max_examples=number)(given(examples)(lambda example: check(example)))()
+
+    def many(check: Callable[[Any], object], examples: SearchStrategy[Any], number: int, seconds: float) -> None:
+        end, done = time.monotonic() + HOURS * seconds, 0
+
+        def counted(example: Any) -> None:
+            nonlocal done
+            if time.monotonic() < end:  # a round of hypothesis cannot be stopped
+                done += 1
+                check(example)
+
+        while time.monotonic() < end:
+            chosen = hypothesis.seed(random.SystemRandom().getrandbits(64))(given(examples)(counted))
+            settings(COMMON, max_examples=100, print_blob=True)(chosen)()
+        record_property("tried", f"{request.node.name}: {done} examples")
+
+    return few if request.param == "few" else many
+
 
 TINY = [
     *("model.dim=8", "model.ffn_dim=8", "model.heads=1", "model.encoder_layers=2", "model.decoder_layers=1"),
@@ -52,8 +85,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory that every example clears."""
-    directory = tmp_path_factory.mktemp("place")
-    yield directory
-    shutil.rmtree(directory)
+    return tmp_path_factory.mktemp("place")

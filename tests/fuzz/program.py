@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import resource
@@ -47,9 +46,6 @@ class Outcome:
     status: int
     out: bytes
     err: str
-
-    def json_lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.out.decode().splitlines()]
 
 
 class Hang(BaseException):
@@ -131,26 +127,24 @@ def run_program(
     changed += [path for path in before.keys() & after.keys() if before[path] != after[path]]
     assert not [path for path in changed if DEBRIS.search(path)], f"{told}\nleft {changed}"
     allowed = [Path(os.path.normpath(path)) for path in may_change]
-    unnamed = [path for path in changed if not _covered(Path(path), allowed) and not any(c in path for c in _CACHES)]
+
+    def is_covered(path: Path) -> bool:
+        """Return True for a path that is allowed, below one, or a directory above one."""
+        return any(path == other or other in path.parents or path in other.parents for other in allowed)
+
+    unnamed = [path for path in changed if not is_covered(Path(path)) and not any(c in path for c in _CACHES)]
     assert not unnamed, f"{told}\nchanged {unnamed}"
     return Outcome(status, out.getvalue(), said)
 
 
-def _covered(path: Path, allowed: Sequence[Path]) -> bool:
-    """True if a path is one of those allowed, below one, or a directory above one."""
-    return any(path == each or each in path.parents or path in each.parents for each in allowed)
-
-
 def snapshot(place: Path) -> dict[str, tuple[int, ...]]:
     """Size and time of change of everything in a directory, by relative path."""
-    found = {}
+    files = {}
     for path in place.rglob("*"):
         status = path.lstat()
-        is_directory = path.is_dir() and not path.is_symlink()
-        found[str(path.relative_to(place))] = (
-            (status.st_ino,) if is_directory else (status.st_ino, status.st_size, status.st_mtime_ns)
-        )
-    return found
+        changing = () if path.is_dir() and not path.is_symlink() else (status.st_size, status.st_mtime_ns)
+        files[str(path.relative_to(place))] = (status.st_ino, *changing)
+    return files
 
 
 @contextmanager

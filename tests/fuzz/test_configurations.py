@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import pytest
 from hypothesis import strategies as st
 
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.recipes import recipes
 from tests.fuzz.configurations import case_words, words, yaml_files
-from tests.fuzz.exploring import explore, explore_for
+from tests.fuzz.conftest import Explore
 from tests.fuzz.program import run_program
 
 GPUS = [None, None, "v100-32g", "h100-80g", "x:1"]
 SMALL = ["training.max_updates=1", "engine.device=cpu", "validation.max_sentences=2", "search={}"]
 
 
-def plans(named: Sequence[str] = ("sample_small",)) -> st.SearchStrategy[tuple[str, list[str], str | None]]:
-    """Recipes, words of settings, and GPUs."""
-    names = st.integers(0, 9).flatmap(lambda n: st.just("sample_small") if n else st.sampled_from(named))
+def plans() -> st.SearchStrategy[tuple[str, list[str], str | None]]:
+    """Recipes, mostly a small one, words of settings, and GPUs."""
+    names = st.integers(0, 29).flatmap(lambda n: st.just("sample_small") if n else st.sampled_from(recipes()))
     return st.tuples(names, words(), st.sampled_from(GPUS))
 
 
@@ -54,26 +52,13 @@ def check_training(tiny: Path, place: Path, chosen: list[str]) -> None:
     run_program(["train", "--data", str(tiny / "data"), "--run", "run", *chosen, *SMALL], place, ["run"])
 
 
-def test_words(place: Path) -> None:
-    explore(lambda case: check_plan(place, case), plans(), 30)
+def test_words(place: Path, explore: Explore) -> None:
+    explore(lambda case: check_plan(place, case), plans(), 30, 300.0)
 
 
-def test_files(place: Path) -> None:
-    explore(lambda content: check_file(place, content), yaml_files(), 60)
+def test_files(place: Path, explore: Explore) -> None:
+    explore(lambda content: check_file(place, content), yaml_files(), 60, 300.0)
 
 
-def test_training(tiny: Path, place: Path) -> None:
-    explore(lambda chosen: check_training(tiny, place, chosen), words(tame=True), 5)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(2000)
-def test_configurations_for_fifteen_minutes(
-    tiny: Path, place: Path, record_property: Callable[[str, object], None]
-) -> None:
-    done = {
-        "words": explore_for(300.0, lambda case: check_plan(place, case), plans(recipes())),
-        "files": explore_for(300.0, lambda content: check_file(place, content), yaml_files()),
-        "training": explore_for(300.0, lambda chosen: check_training(tiny, place, chosen), words(tame=True)),
-    }
-    record_property("tried", f"configurations: {done}")
+def test_training(tiny: Path, place: Path, explore: Explore) -> None:
+    explore(lambda chosen: check_training(tiny, place, chosen), words(tame=True), 5, 300.0)

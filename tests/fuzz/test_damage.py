@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import random
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.run.manifest import DataRecord, replace_files
+from deepspeed_nmt.run.directory import DataRecord, replace_files
 from deepspeed_nmt.train.checkpoint import Checkpoint
-from tests.fuzz.damage import damage
-from tests.fuzz.exploring import HOURS
+from tests.fuzz.conftest import Explore
 from tests.support import prepare_sample
 
 SETTINGS = [
     *("model.dim=16", "model.ffn_dim=16", "model.heads=2", "model.encoder_layers=1", "model.decoder_layers=1"),
     *("batch.update_tokens=300", "batch.micro_tokens=300", "training.validate_every=2", "training.keep_last=9"),
-    *(
-        "search.beam=2",
-        "search.max_length_ratio=1",
-        "search.max_length_extra=5",
-        "validation.max_sentences=3",
-        "collapse.every=0",
-    ),
-    *("engine.device=cpu", "training.log_every=1"),
+    *("search.beam=2", "search.max_length_ratio=1", "search.max_length_extra=5", "validation.max_sentences=3"),
+    *("engine.device=cpu", "training.log_every=1", "collapse.every=0"),
 ]
 SENTENCES = "The dog sees a house.\nA man reads books.\nWhen did they sleep?\n"
 DOCUMENTED = {0, 1, 2}
@@ -100,24 +92,87 @@ def try_damage(sound: Path, place: Path, seed: int, expected: str, errors: pytes
     assert "Traceback" not in said and (status == 0 or "error: " in said), f"{told}\n{said}"
 
 
-def test_damage(sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def files_of(directory: Path) -> list[Path]:
+    """All files below a directory, in order."""
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def damage(directory: Path, rng: random.Random) -> str:
+    """Damage one file below a directory, or swap two, and describe it."""
+    file = rng.choice(files_of(directory))
+    kind = rng.choice([flip, flip, truncate, remove, swap, overwrite, extend])
+    what = kind(file, directory, rng)
+    return f"{kind.__name__} {file.relative_to(directory)} {what}"
+
+
+def flip(file: Path, directory: Path, rng: random.Random) -> str:
+    """Flip one bit."""
+    content = bytearray(file.read_bytes())
+    if not content:
+        return extend(file, directory, rng)
+    place, bit = rng.randrange(len(content)), rng.randrange(8)
+    content[place] ^= 1 << bit
+    file.write_bytes(content)
+    return f"byte {place} bit {bit}"
+
+
+def truncate(file: Path, directory: Path, rng: random.Random) -> str:
+    """Cut the end off, as a full disk or a power failure does."""
+    content = file.read_bytes()
+    length = rng.choice([0, rng.randrange(len(content) + 1), max(0, len(content) - 1)])
+    file.write_bytes(content[:length])
+    return f"to {length} of {len(content)}"
+
+
+def remove(file: Path, directory: Path, rng: random.Random) -> str:
+    """Remove a file, or the directory it is in."""
+    if file.parent != directory and rng.random() < 0.2:
+        shutil.rmtree(file.parent)
+        return "and its directory"
+    file.unlink()
+    return ""
+
+
+def swap(file: Path, directory: Path, rng: random.Random) -> str:
+    """Swap a file, or its directory, with another one of the same kind if there is one."""
+    if file.parent.name.startswith("update-") and rng.random() < 0.3:
+        others = [path for path in file.parent.parent.glob("update-*") if path != file.parent]
+        if others:
+            return exchange(file.parent, rng.choice(others), directory)
+    others = [path for path in files_of(directory) if path != file]
+    alike = [path for path in others if path.name == file.name or path.suffix == file.suffix]
+    return exchange(file, rng.choice(alike or others), directory)
+
+
+def exchange(one: Path, other: Path, directory: Path) -> str:
+    aside = one.with_name("aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+    return f"with {other.relative_to(directory)}"
+
+
+def overwrite(file: Path, directory: Path, rng: random.Random) -> str:
+    """Replace a stretch by zeros or noise, as a bad block does."""
+    content = bytearray(file.read_bytes())
+    start = rng.randrange(len(content) + 1)
+    end = min(len(content), start + rng.choice([1, 16, 512]))
+    noise = bool(rng.randrange(2))
+    content[start:end] = rng.randbytes(end - start) if noise else bytes(end - start)
+    file.write_bytes(content)
+    return f"bytes {start} to {end} by {'noise' if noise else 'zeros'}"
+
+
+def extend(file: Path, directory: Path, rng: random.Random) -> str:
+    """Append something."""
+    more = rng.choice([b"\0", b"\n", b"}", b"x: 1\n", b"\xff\xfe"])
+    with file.open("ab") as stream:
+        stream.write(more)
+    return f"by {more!r}"
+
+
+def test_damage(sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], explore: Explore) -> None:
     status, expected = translate(sound)
     assert status == 0 and len(expected.splitlines()) == 3
-    for seed in range(200):
-        try_damage(sound, tmp_path / "place", seed, expected, capsys)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(2000)
-def test_damage_for_twenty_minutes(
-    sound: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    record_property: Callable[[str, object], None],
-) -> None:
-    _, expected = translate(sound)
-    rng, end, done = random.Random(), time.monotonic() + 1200.0 * HOURS, 0
-    while time.monotonic() < end:
-        try_damage(sound, tmp_path / "place", rng.randrange(2**40), expected, capsys)
-        done += 1
-    record_property("tried", f"{done} cases of damage")
+    seeds = st.integers(0, 2**40)
+    explore(lambda seed: try_damage(sound, tmp_path / "place", seed, expected, capsys), seeds, 200, 1200.0)

@@ -4,19 +4,83 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
 
-from deepspeed_nmt.data.directory import DataDirectory
-from tests.fuzz.exploring import explore, explore_for
+from deepspeed_nmt.data.data_directory import DataDirectory
+from tests.fuzz.conftest import Explore
 from tests.fuzz.program import Outcome, run_program
-from tests.fuzz.texts import ENDS, count, joined, pairs
 
+# fmt: off
+SPECIAL = [
+    "", " ", "\t", "\0", "\x1b[31m", "\x7f", "\x85", "\u2028", "\u2029", "\r", "\x0b\x0c", "\x1c\x1d\x1e",
+    "\ufeff", "\u200b", "\u200d", "\u202e", "\u3000", "\xa0", "\xad", "▁", "⁇", "<s>", "</s>", "<unk>",
+    "<pad>", "[MASK]", "@@ ", "a@@", "@@", "e\u0301", "\u0301", "\u1112\u1161\u11ab", "ﬁ", "½ km²",
+    "ＡＢＣ", "、。", "ß", "İ", "ǆ", "🏳️‍🌈", "👩‍👩‍👧", "\U0010ffff", "\ue000", "\U000f0000", "\ufffe",
+    "\U000e0041", "नमस्ते", "שלום", "中文", "日本語", "한국어", "ไทย", "The dog sees a house.", "||| 0.5",
+    "-",
+]
+BROKEN = [
+    b"\xff", b"\xfe\xff", b"\xc3", b"\xed\xa0\x80", b"\xed\xb0\x80", b"\xc0\x80", b"\xf5\x80\x80\x80", b"\x80",
+    b"\x1f\x8b",
+]
+# fmt: on
 Ends = tuple[bytes, bool, bytes]
+Pairs = list[tuple[bytes, bytes]]
+SOUND: SearchStrategy[bytes] = st.one_of(
+    st.sampled_from(SPECIAL),
+    st.text(max_size=9),
+    st.text(st.characters(categories=["Mn", "Mc", "Me", "Cf", "Cc", "Co", "Zs"]), max_size=6),
+).map(str.encode)
+"""Parts of lines of UTF-8."""
+ANY: SearchStrategy[bytes] = st.one_of(
+    SOUND,
+    st.text(st.characters(categories=["Cs"]), max_size=2).map(lambda text: text.encode("utf-8", "surrogatepass")),
+    st.sampled_from(BROKEN),
+    st.binary(max_size=6),
+)
+"""Parts of lines of bytes."""
+
+
+@st.composite
+def lines(draw: st.DrawFn, parts: SearchStrategy[bytes], longest: int) -> bytes:
+    """A line of text without its end."""
+    line = draw(st.sampled_from([b"", b" "])).join(draw(st.lists(parts, max_size=6)))
+    if draw(st.integers(0, 15)) == 0:
+        line = (line or b"a") * draw(st.integers(1, 200))
+    return line[:longest].replace(b"\n", b"")
+
+
+def pairs(longest: int = 2000, size: int = 12) -> SearchStrategy[Pairs]:
+    """Lines of two files of the same length. Lines may be empty, and those of a pair equal."""
+
+    def of(parts: SearchStrategy[bytes]) -> SearchStrategy[Pairs]:
+        line = lines(parts, longest)
+        return st.lists(st.tuples(line, line) | line.map(lambda both: (both, both)), max_size=size)
+
+    return of(SOUND) | of(ANY)
+
+
+ENDS = st.tuples(
+    st.sampled_from([b"\n", b"\n", b"\r\n"]), st.booleans(), st.sampled_from([b"", b"", b"\xef\xbb\xbf"])
+)
+"""The end of a line, if the last line has one, and a byte order mark or none."""
+
+
+def joined(content: list[bytes], ends: tuple[bytes, bool, bytes]) -> bytes:
+    """The content of a file."""
+    end, last, mark = ends
+    return mark + end.join(content) + (end if last and content else b"")
+
+
+def count(content: bytes) -> int:
+    """Number of lines of a file. Line feeds end them; a byte order mark is no text."""
+    content = content.removeprefix(b"\xef\xbb\xbf")
+    return content.count(b"\n") + (content != b"" and not content.endswith(b"\n"))
 
 
 def clear(place: Path) -> None:
@@ -24,10 +88,10 @@ def clear(place: Path) -> None:
     place.mkdir()
 
 
-def check_prepare(tiny: Path, place: Path, case: tuple[Any, Ends, str]) -> None:
+def check_prepare(tiny: Path, place: Path, content: Any, ends: Ends, options: str, piped: bool) -> None:
     """Prepare text, and compare the counts with those of the lines."""
     clear(place)
-    (train, valid, test), ends, options = case
+    train, valid, test = content
     words = ["prepare", "--out", "data", *options.format(tiny / "data").split()]
     for split, content in (("train", train), ("valid", valid), ("test", test)):
         for side, name in enumerate(("source", "target")):
@@ -45,21 +109,20 @@ def check_prepare(tiny: Path, place: Path, case: tuple[Any, Ends, str]) -> None:
         assert meta.splits["train"].pairs + sum(meta.removed.values()) == read
         for split in ("valid", "test"):
             for name in ("source", "target"):
-                content = (place / f"{split}.{name}").read_bytes().removeprefix(b"\xef\xbb\xbf")
-                assert (place / f"data/{split}.{name}").read_bytes() == content
+                text = (place / f"{split}.{name}").read_bytes().removeprefix(b"\xef\xbb\xbf")
+                assert (place / f"data/{split}.{name}").read_bytes() == text
         assert meta.splits["valid"].pairs == count((place / "valid.source").read_bytes())
     else:
         assert not (place / "data").exists()
 
 
-def check_translation(tiny: Path, place: Path, case: tuple[list[bytes], Ends, list[str], bool]) -> None:
+def check_translation(tiny: Path, place: Path, content: list[bytes], ends: Ends, options: str, piped: bool) -> None:
     """Translate text, and compare the number of lines."""
     clear(place)
-    content, ends, options, piped = case
     text = joined(content, ends)
     (place / "in").write_bytes(text)
     names = ["--input", "-", "--output", "-"] if piped else ["--input", "in", "--output", "out"]
-    words = ["translate", "--run", str(tiny / "run"), *names, *options]
+    words = ["translate", "--run", str(tiny / "run"), *names, *options.split()]
     outcome = run_program(words, place, ["out"], text, repr(text))
     if outcome.status != 0:
         return
@@ -74,16 +137,20 @@ def check_translation(tiny: Path, place: Path, case: tuple[list[bytes], Ends, li
         assert not any(new for old, new in zip(content, lines, strict=False) if not old), repr(text)
 
 
-def check_score(place: Path, case: tuple[list[tuple[bytes, bytes]], Ends, list[str]]) -> None:
+def check_score(tiny: Path, place: Path, content: Pairs, ends: Ends, options: str, piped: bool) -> None:
     """Score text against other text and against itself."""
     clear(place)
-    content, ends, options = case
-    for side, name in enumerate(("a", "b")):
-        (place / name).write_bytes(joined([pair[side] for pair in content], ends))
-    words = ["score", "--hypothesis", "a", "b", "--reference", "b", "--source", "a", "--json", *options]
+    write_pairs(place, content, ends)
+    words = ["score", "--hypothesis", "a", "b", "--reference", "b", "--source", "a", "--json", *options.split()]
     for row in scores(run_program(words, place, named=repr(content))):
         scored = [row[name]["score"] for name in ("bleu", "chrf", "tokenised_bleu") if name in row]
         assert scored and all(0.0 <= score <= 100.001 for score in scored), row
+
+
+def write_pairs(place: Path, content: Pairs, ends: Ends) -> None:
+    """Write the files a and b."""
+    for side, name in enumerate(("a", "b")):
+        (place / name).write_bytes(joined([pair[side] for pair in content], ends))
 
 
 def scores(outcome: Outcome) -> list[dict[str, Any]]:
@@ -93,62 +160,47 @@ def scores(outcome: Outcome) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=pytest.fail) for line in outcome.out.decode().split("\n")[:-1]]
 
 
-def check_report(tiny: Path, place: Path, case: tuple[list[tuple[bytes, bytes]], Ends, list[str]]) -> None:
+def check_report(tiny: Path, place: Path, content: Pairs, ends: Ends, options: str, piped: bool) -> None:
     """Compare the depths of the run on random text."""
     clear(place)
-    content, ends, options = case
-    for side, name in enumerate(("a", "b")):
-        (place / name).write_bytes(joined([pair[side] for pair in content], ends))
-    words = ["report", "depths", "--run", str(tiny / "run"), "--input", "a", "--reference", "b", "--json", *options]
+    write_pairs(place, content, ends)
+    words = [
+        "report",
+        "depths",
+        "--run",
+        str(tiny / "run"),
+        "--input",
+        "a",
+        "--reference",
+        "b",
+        "--json",
+        *options.split(),
+    ]
     scores(run_program(words, place, ["depths.png"], named=repr(content)))
 
 
-def prepared() -> st.SearchStrategy[tuple[Any, Ends, str]]:
-    options = [
-        "--vocab-from {}",
-        "--vocab-from {}",
+OPTIONS = {
+    "prepare": [
+        *["--vocab-from {}"] * 2,
         "--vocab-size 400",
         "--segmented",
         "--normalization nfc --vocab-size 400",
         "--vocab-from {} --filters web,script=Latin/Latin --unicode nfc,drop_control,drop_zero_width,drop_bidi",
-    ]
-    return st.tuples(st.tuples(pairs(), pairs(), pairs()), ENDS, st.sampled_from(options))
+    ],
+    "translate": ["", "", "--nbest 2", "--max-tokens 9", "--exit 1-1", "--beam 1"],
+    "score": ["", "--tokenised", "--segmented", "--lowercase"],
+    "report": ["", "--oracle"],
+}
 
 
-def translated() -> st.SearchStrategy[tuple[list[bytes], Ends, list[str], bool]]:
-    options = st.sampled_from([[], [], ["--nbest", "2"], ["--max-tokens", "9"], ["--exit", "1-1"], ["--beam", "1"]])
-    return st.tuples(pairs().map(lambda lines: [line for line, _ in lines]), ENDS, options, st.booleans())
-
-
-def scored() -> st.SearchStrategy[tuple[list[tuple[bytes, bytes]], Ends, list[str]]]:
-    return st.tuples(pairs(), ENDS, st.sampled_from([[], ["--tokenised"], ["--segmented"], ["--lowercase"]]))
-
-
-def reported() -> st.SearchStrategy[tuple[list[tuple[bytes, bytes]], Ends, list[str]]]:
-    return st.tuples(pairs(300, 5), ENDS, st.sampled_from([[], ["--oracle"]]))
-
-
-def checks(tiny: Path, place: Path) -> dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], None], int]]:
-    """Kinds of text: examples, the check, and the number of examples in CI."""
-    return {
-        "prepare": (prepared(), lambda case: check_prepare(tiny, place, case), 8),
-        "translate": (translated(), lambda case: check_translation(tiny, place, case), 15),
-        "score": (scored(), lambda case: check_score(place, case), 15),
-        "report": (reported(), lambda case: check_report(tiny, place, case), 3),
-    }
-
-
-KINDS = ("prepare", "translate", "score", "report")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_texts(kind: str, tiny: Path, place: Path) -> None:
-    examples, check, number = checks(tiny, place)[kind]
-    explore(check, examples, number)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(2000)
-def test_texts_for_twelve_minutes(tiny: Path, place: Path, record_property: Callable[[str, object], None]) -> None:
-    done = {kind: explore_for(180.0, check, examples) for kind, (examples, check, _) in checks(tiny, place).items()}
-    record_property("tried", f"texts: {done}")
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_texts(kind: str, tiny: Path, place: Path, explore: Explore) -> None:
+    options = st.sampled_from(OPTIONS[kind])
+    content, check, number = {
+        "prepare": (st.tuples(pairs(), pairs(), pairs()), check_prepare, 8),
+        "translate": (pairs().map(lambda lines: [line for line, _ in lines]), check_translation, 15),
+        "score": (pairs(), check_score, 15),
+        "report": (pairs(300, 5), check_report, 3),
+    }[kind]
+    examples = st.tuples(content, ENDS, options, st.booleans())
+    explore(lambda case: check(tiny, place, *case), examples, number, 180.0)

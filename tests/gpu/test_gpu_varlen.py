@@ -25,7 +25,7 @@ from deepspeed_nmt.kernels.segments import (
     has_varlen,
 )
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.selftest.models import build, loader_of, train, write_corpus
+from deepspeed_nmt.parity import build, loader_of, train, write_corpus
 
 pytestmark = pytest.mark.gpu
 HEADS = 3

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from deepspeed_nmt.data.update_order import Cursor
-from deepspeed_nmt.kernels import backends, trial
-from deepspeed_nmt.kernels.attention import AttentionChoice
+from deepspeed_nmt.kernels import choice
+from deepspeed_nmt.kernels.attention_ops import AttentionChoice
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.kernels.precision import capability_of, has_bf16
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.selftest.models import build, loader_of, methods, train, write_corpus
+from deepspeed_nmt.parity import build, loader_of, methods, train, write_corpus
 
 pytestmark = pytest.mark.gpu
 DTYPES = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2.5e-2}
@@ -21,19 +21,21 @@ DTYPES = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2.5e-2}
 
 @pytest.fixture(autouse=True)
 def _full_precision() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.choice.cuda.matmul.allow_tf32 = False
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("operation", backends.OPERATIONS)
+@pytest.mark.parametrize("operation", choice.OPERATIONS)
 def test_the_chosen_backend_is_correct_on_this_gpu(operation: str, dtype: torch.dtype) -> None:
     device = torch.device("cuda")
     if dtype == torch.bfloat16 and not has_bf16(capability_of(device)):
         pytest.skip("this GPU has no bf16")
     kernels, x = Kernels(), torch.empty(0, dtype=dtype, device=device)
-    assert kernels.backend(operation, x) == backends.preferred(operation, torch.cuda.get_device_capability(), dtype)
-    found, expected = kernels.implementation(operation, x), backends.load(operation, "torch")
-    assert trial.compare(operation, found, expected, device, dtype) < DTYPES[dtype]
+    assert kernels.backend(operation, x) == choice.preferred_on_gpu(
+        operation, torch.cuda.get_device_capability(), dtype
+    )
+    found, expected = kernels.implementation(operation, x), choice.load(operation, "torch")
+    assert choice.compare(operation, found, expected, device, dtype) < DTYPES[dtype]
 
 
 @pytest.mark.parametrize("method", methods())

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_nmt.kernels import attention
-from deepspeed_nmt.kernels.attention import AttentionChoice, additive_mask, attention_with_weights
+from deepspeed_nmt.kernels import attention_ops as attention
+from deepspeed_nmt.kernels.attention_ops import AttentionChoice, additive_mask, attention_with_weights
 from deepspeed_nmt.kernels.choice import Kernels
 
 WAYS: list[AttentionChoice] = ["sdpa", "fused", "auto"]

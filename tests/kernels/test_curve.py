@@ -11,11 +11,10 @@ from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import TrainLoader
 from deepspeed_nmt.data.update_order import Cursor
-from deepspeed_nmt.engine.base import ParameterState
-from deepspeed_nmt.kernels.backends import is_installed
-from deepspeed_nmt.kernels.choice import Kernels
+from deepspeed_nmt.engine.contract import ParameterState
+from deepspeed_nmt.kernels.choice import Kernels, is_installed
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.selftest.models import VOCABULARY, build, train, write_corpus
+from deepspeed_nmt.parity import VOCABULARY, build, train, write_corpus
 
 pytest.importorskip("triton", reason="needs triton")
 UPDATES = 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +10,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspeed_nmt.kernels.choice import Kernels
+from deepspeed_nmt.kernels.choice import Kernels, use_kernels
 from deepspeed_nmt.methods.cross_attention_drop import CrossAttentionDropConfig, build_cross_attention_drop
 from deepspeed_nmt.nn.attention import MultiHeadAttention
-from deepspeed_nmt.nn.cache import LayerCache
-from deepspeed_nmt.nn.feedforward import FeedForward
-from deepspeed_nmt.nn.fused import use_kernels
-from deepspeed_nmt.nn.layers import Context, DecoderLayer, Draw, EncoderLayer, LayerParts, make_decoder_layer
-from deepspeed_nmt.nn.sublayer import NormStyle, Residual
+from deepspeed_nmt.nn.layers import (
+    Context,
+    DecoderLayer,
+    Draw,
+    EncoderLayer,
+    FeedForward,
+    LayerParts,
+    NormStyle,
+    Residual,
+    make_decoder_layer,
+)
 from tests.toy.toy_layer import GatedLayerConfig, build_gated_layer
 
 triton_ops = pytest.importorskip("deepspeed_nmt.kernels.triton_ops", reason="needs triton")
@@ -83,13 +88,11 @@ def test_layers_with_fused_sublayers_equal_those_of_torch(name: str, style: Norm
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "alone"), [("encoder", 1), ("decoder", 1), ("without cross-attention", 1), ("gated", 2)]
-)
-def test_one_norm_of_a_layer_is_a_kernel_of_its_own(
-    name: str, alone: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("style", "norms", "sums"), [("pre", {False: 3}, 3), ("post", {True: 3}, 0)])
+def test_a_sublayer_launches_a_norm_and_a_sum_or_both_as_one(
+    style: NormStyle, norms: dict[bool, int], sums: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = LAYERS[name]("pre").to(device)
+    layer = LAYERS["decoder"](style).to(device)
     use_kernels(layer, Kernels.only("triton"))
     launched: Counter[tuple[str, bool]] = Counter()
 
@@ -98,29 +101,5 @@ def test_one_norm_of_a_layer_is_a_kernel_of_its_own(
 
     monkeypatch.setattr(triton_ops, "_launch", count)
     trained(layer, 1, device)
-    assert launched["norm_forward", False] == alone
-    residuals = [part for part in layer.modules() if isinstance(part, Residual)]
-    assert launched["pointwise_forward", True] == 1, "that of the feed-forward network"
-    assert launched["norm_forward", True] == len(residuals) - 1
-    assert all(part._ready is None for part in residuals), "nothing is kept"
-
-
-class Skipping(DecoderLayer):
-    """Decoder layer that skips its cross-attention."""
-
-    def cross(self, x_BTD: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
-        return x_BTD
-
-
-def test_a_norm_that_no_sublayer_uses_is_freed_after_an_update(device: torch.device) -> None:
-    made = parts("pre")
-    layer = Skipping(
-        made.attention(), made.residual(), made.attention(), made.residual(), made.feed_forward(), made.residual()
-    ).to(device)
-    use_kernels(layer, Kernels.only("triton"))
-    normed: list[weakref.ref[Tensor]] = []
-    norm = layer.cross_residual.norm
-    norm.register_forward_hook(lambda module, arguments, output: normed.extend(map(weakref.ref, output)))
-    layer(torch.randn(2, 3, DIM, device=device), Context()).square().sum().backward()
-    assert len(normed) == 2, "the sum and its norm"
-    assert [reference() for reference in normed] == [None, None]
+    assert {adds: number for (name, adds), number in launched.items() if name == "norm_forward"} == norms
+    assert launched["pointwise_forward", True] == sums

@@ -143,7 +143,7 @@ def test_rows_and_tokens_are_converted_into_each_other() -> None:
 
 
 def test_the_work_of_a_plan_is_that_within_sentences() -> None:
-    from deepspeed_nmt.planning.tally import Tally
+    from deepspeed_nmt.planning.counting import Tally
 
     chosen = Segments.of([4] * 8, 40)
     q, k, v = (torch.empty(1, HEADS, 40, WIDTH, device="meta", requires_grad=True) for _ in range(3))

@@ -22,13 +22,12 @@ from deepspeed_nmt.data.loader import TrainLoader
 from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.parity import VOCABULARY, train, write_corpus
 from deepspeed_nmt.recipes import load_recipe, load_sweep, recipes, sweeps
 from deepspeed_nmt.run.plans import Plans
-from deepspeed_nmt.selftest.models import VOCABULARY, train, write_corpus
-from deepspeed_nmt.train.optimizer import build_optimizer
 from tests.papers.pages import NOT_STATED, PAPERS, grid, parsed, recipes_of, resolved, rows, settings, value_of
 
-OF_NO_PAPER = {"sample_small", "multi30k_cpu", "multi30k_tiny"}
+OF_NO_PAPER = {"sample_quick", "sample_small", "multi30k_cpu", "multi30k_tiny"}
 DECIDING = [
     *("model.dim", "model.ffn_dim", "model.heads", "model.encoder_layers", "model.decoder_layers", "model.norm"),
     *("model.init", "model.dropout", "model.attention_dropout", "model.activation_dropout"),
@@ -193,7 +192,7 @@ def _train_two_updates(config: RunConfig, directory: Path) -> None:
     module = TrainModule(build_model(config, VOCABULARY), build_objective(config, VOCABULARY))
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     world = World(0, 1, 0, torch.device("cpu"))
-    engine = PlainEngine(module, build_optimizer(config.optimizer, module), config.optimizer.clip_norm, "fp32", world)
+    engine = PlainEngine(module, config.optimizer, "fp32", world)
     loader = TrainLoader.of_corpus(
         Corpus(directory, "train"), BatchConfig(update_tokens=64, micro_tokens=64), 1, 0, 1, VOCABULARY
     )

@@ -17,13 +17,13 @@ from typing import Any
 import deepspeed.utils.nvtx
 from typing_extensions import override
 
+from deepspeed_nmt import parity as models
 from deepspeed_nmt.data.loader import TrainLoader, Update
 from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.methods.transformer import SMALL
 from deepspeed_nmt.parallel.world import World, join_world, leave_world
+from deepspeed_nmt.parity import build, train
 from deepspeed_nmt.registry import SelfTest
-from deepspeed_nmt.selftest import models
-from deepspeed_nmt.selftest.models import build, train
 from tests.support import parity_loader
 
 UPDATES = 4

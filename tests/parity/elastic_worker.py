@@ -13,10 +13,9 @@ from pathlib import Path
 
 from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.parallel.world import join_world, leave_world
-from deepspeed_nmt.selftest.models import build, train
-from deepspeed_nmt.train.checkpoint import Checkpoint
+from deepspeed_nmt.parity import build, train
+from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
 from deepspeed_nmt.train.progress import Progress
-from deepspeed_nmt.train.store import CheckpointStore
 from tests.support import parity_loader
 
 

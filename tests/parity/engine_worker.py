@@ -1,7 +1,7 @@
 """One rank of a world that trains a small model under several engines in turn.
 
 Arguments: corpus directory, output file, method (with "+mixture" for a mixture of corpora), then engines (see
-deepspeed_nmt/selftest/models.py; with "+r_drop" for R-Drop in place of all regularizers). $TENSOR_RANKS
+deepspeed_nmt/parity.py; with "+r_drop" for R-Drop in place of all regularizers). $TENSOR_RANKS
 ranks share a model; $MODEL has settings of the model in JSON, which override the method's own. If $JOINED is 1,
 queries, keys and values are projected in one product, as on a GPU. The output is JSON: for each engine the losses,
 gradient norms and all weights after some updates, and the same for a run that was probed, stopped half-way, probed
@@ -21,13 +21,14 @@ from typing import Any
 import deepspeed.utils.nvtx
 import torch
 
+from deepspeed_nmt import parity as models
 from deepspeed_nmt.data.loader import Update
 from deepspeed_nmt.data.update_order import Cursor
-from deepspeed_nmt.engine.base import Engine
+from deepspeed_nmt.engine.contract import Engine
+from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.parallel.world import join_world, leave_world
-from deepspeed_nmt.selftest import models
-from deepspeed_nmt.selftest.models import Saved, build, train
+from deepspeed_nmt.parity import Saved, build, train
 from tests.support import parity_loader
 
 UPDATES = 20
@@ -43,10 +44,31 @@ def lost_in_sums(engine: Engine, update: Update) -> float:
     moments = []
     for repeats in (1, REPEATS):
         engine.update(update.micro_batches[:1] * repeats, update.target_tokens * repeats, 0.0)
-        states = {state.name: state.moments["exp_avg"].clone() for state in engine.state()}
+        states = {state.name: state.states["exp_avg"].clone() for state in engine.state()}
         moments.append(states["decoder.layers.0.feed_forward.up_proj.weight"])
     g, h = 10 * moments[0], 10 * (moments[1] - 0.9 * moments[0])
     return float((h - g).norm() / g.norm())
+
+
+def message_of_unequal_graphs(engine: Engine, update: Update, rank: int) -> str:
+    """Return the message of an update in which rank 1 has the gradient of a bias before that of its weight."""
+    alike = Kernels.linear
+
+    def linear(
+        self: Kernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if bias is None:
+            return alike(self, x, weight)
+        return alike(self, x, weight) + bias if rank == 1 else alike(self, x, weight, bias.clone())
+
+    Kernels.linear = linear  # type: ignore[method-assign]
+    try:
+        engine.update(update.micro_batches, update.target_tokens, 0.0)
+    except TrainingError as error:
+        return str(error)
+    finally:
+        Kernels.linear = alike  # type: ignore[method-assign]
+    return ""
 
 
 def main() -> None:
@@ -80,6 +102,11 @@ def main() -> None:
         if method == "vanilla" and ":" in engine_name and world.tensor_ranks == 1:
             engine = build(method, engine_name, world, directory)
             report[engine_name]["lost_in_sums"] = lost_in_sums(engine, next(loader.updates(Cursor(), 1)))
+            engine.close()
+        if engine_name == "zero2" and world.tensor_ranks == 1:
+            engine = build(method, engine_name, world, directory)
+            update = next(loader.updates(Cursor(), 1))
+            report[engine_name]["unequal"] = message_of_unequal_graphs(engine, update, world.rank)
             engine.close()
         # Stop half-way, restore the state in a new engine, and continue. Dropout is on: its masks must be the same.
         ends = []

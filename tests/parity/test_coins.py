@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepspeed_nmt.selftest.models import write_corpus
+from deepspeed_nmt.parity import write_corpus
 from tests.support import ROOT, run_ranks
 
 pytestmark = pytest.mark.timeout(200)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_nmt.selftest.models import write_corpus
+from deepspeed_nmt.parity import write_corpus
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from tests.support import ROOT, run_ranks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -141,6 +142,13 @@ def test_coins_make_the_passes_of_r_drop_differ(reports: Reports) -> None:
     # Without dropout they are equal in updates in which both passes have drawn the same layers.
     assert sum(value > 1e-3 for value in r_drop) > len(r_drop) // 2 and r_drop != pytest.approx(ddr, rel=1e-3)
     assert "ald" not in found[1]["metrics"][0]
+
+
+def test_gradients_that_ranks_have_in_different_orders_are_refused(reports: Reports) -> None:
+    """ZeRO-2 would add the gradient of a bias on one rank to that of a weight on the other."""
+    message = reports("vanilla", 2)["zero2"]["unequal"]
+    assert "different orders" in message and re.search(r"rank 1 (\S+\.weight|\S+\.bias);", message)
+    assert reports("vanilla", 1)["zero2"]["unequal"] == ""
 
 
 def test_the_number_of_micro_batches_varies(reports: Reports) -> None:

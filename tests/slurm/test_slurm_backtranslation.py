@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.data.data_directory import DataDirectory
 from tests.slurm.cluster import Cluster
 from tests.support import ROOT
 

@@ -44,21 +44,18 @@ def test_planted_faults_of_a_node_are_found(
     log = (tmp_path / "job.log").read_text()
     found = json.loads(next(line for line in log.splitlines() if line.startswith("{")))
     assert found["hosts"] == ["node1", "node2"] and found["ranks"] == 2
-    of_node2 = (*HOST_FAULTS, "/dev/shm must have 64 MiB free for each rank of this host, but has 16 MiB for 1")
+    of_node2 = (*HOST_FAULTS, "/dev/shm has 16 MiB free for 1 rank")
     together = (
-        "all hosts must have the same deepspeed, but have 0.19.8 on node1; 0.19.1 on node2",
-        "the clocks of all hosts must agree within 1 s, but that of node2 is 90.0 s ahead of that of node1",
-        f"the run directory must be the same on all hosts, but node2 does not see in {run} what node1 writes",
-        "all ranks must be able to add numbers by gloo, but rank 1 on node2 cannot (",
-    )
-    of_job = (
-        f"a job must be longer than the 300 s before its end at which it is told to save, but job {number} has",
+        "deepspeed differs among hosts: 0.19.8 on node1; 0.19.1 on node2",
+        "the clock of node2 is 90.0 s ahead of that of node1",
+        f"node2 does not see in {run} what node1 writes",
+        "rank 1 on node2 cannot add numbers by gloo (",
     )
     for hosts, level, beginnings in (
         (["node2"], "fault", of_node2),
         (["node2"], "warning", HOST_WARNINGS),
         ([], "fault", together),
-        (["node1"], "fault", of_job),
+        (["node1"], "fault", (f"job {number} has ",)),
         (["node1"], "ok", (f"job {number} is queued again", "the batch shell is signalled before the time limit")),
     ):
         texts = [each["text"] for each in found["findings"] if (each["hosts"], each["level"]) == (hosts, level)]

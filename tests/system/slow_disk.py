@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.train import store
+from deepspeed_nmt.train import checkpoint
 
-save_file = store.save_file
+save_file = checkpoint.save_file
 
 
 def slowly(tensors: Any, path: Any) -> None:
@@ -20,5 +20,5 @@ def slowly(tensors: Any, path: Any) -> None:
     save_file(tensors, path)
 
 
-store.save_file = slowly
+checkpoint.save_file = slowly
 sys.exit(main(sys.argv[1:]))

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import os
 import signal
 import statistics
 import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,17 +14,13 @@ import psutil
 import pytest
 
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.errors import EXIT_STOPPED
+from tests.commands import await_until, pair_words, shell_environment
 from tests.support import ROOT
 
 pytestmark = pytest.mark.timeout(600)  # a loaded machine takes long to start processes
 LINES = 90
-
-
-def environment() -> dict[str, str]:
-    """Return the environment of a shell; scores are kept for every 16 pairs."""
-    return {**os.environ, "VENV": sys.prefix, "OMP_NUM_THREADS": "1", "PART_LINES": "16"}
 
 
 def script(*words: object) -> list[str]:
@@ -37,7 +30,9 @@ def script(*words: object) -> list[str]:
 def run(*words: object, status: int = 0) -> str:
     """Run the script and return what it prints, errors included."""
     pipe, both = subprocess.PIPE, subprocess.STDOUT
-    done = subprocess.run(script(*words), env=environment(), stdout=pipe, stderr=both, text=True, timeout=300)
+    done = subprocess.run(
+        script(*words), env=shell_environment(PART_LINES="16"), stdout=pipe, stderr=both, text=True, timeout=300
+    )
     assert done.returncode == status, done.stdout
     return done.stdout
 
@@ -47,9 +42,7 @@ def tagged(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data directory whose vocabulary has a tag; it is another than that of the run that translates."""
     out, text = tmp_path_factory.mktemp("tagged") / "data", data.parent / "text"
     words = ["prepare", "--out", str(out), "--vocab-size", "300", "--symbols", "<bt>"]
-    for split in ("train", "valid"):
-        words += [f"--{split}-source", str(text / f"{split}.en"), f"--{split}-target", str(text / f"{split}.de")]
-    assert main(words) == 0
+    assert main([*words, *pair_words(text, train="train", valid="valid")]) == 0
     return out
 
 
@@ -67,12 +60,9 @@ def interrupted(words: list[str], log: Path, ready: Callable[[], bool], signal_n
     """Start the script, send a signal to it and all its descendants once it is ready, and return its status."""
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            words, env=environment(), stdout=stream, stderr=stream, start_new_session=True
-        )  # fmt: skip
-    deadline = time.monotonic() + 200
-    while not ready():
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.01)
+            words, env=shell_environment(PART_LINES="16"), stdout=stream, stderr=stream, start_new_session=True
+        )
+    await_until(ready, process, log)
     descendants = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal_number)
     if signal_number == signal.SIGKILL:
@@ -139,30 +129,27 @@ def test_mistakes_are_named_before_anything_is_translated(
     trained: Path, data: Path, tagged: Path, texts: list[Path], tmp_path: Path
 ) -> None:
     words = ["--run", trained, "--text", *texts, "--out", tmp_path / "out", "--cpu"]
-    assert "--data must be the data directory" in run(*words, status=2)
-    assert "a tag must be a symbol of the source's vocabulary, but '<bt>' is not one; it has no symbols, see" in run(
-        *words, "--data", data, status=2
-    )
-    assert "--score-run needs the smallest score" in run(*words, "--data", data, "--score-run", trained, status=2)
-    assert "--nbest cannot come after --" in run(*words, "--data", data, "--", "--nbest", "2", status=2)
-    assert "--filters must name known filters, but has 'wbe'" in run(
-        *words, "--data", tagged, "--filters", "wbe", status=2
-    )
-    assert "a weight of --data must be a number above 0" in run(*words, "--data", tagged, "--weight", "0", status=2)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/text").write_text("mine\n")
-    assert "--out must be new or" in run(
-        "--run", trained, "--text", *texts, "--data", tagged, "--out", tmp_path / "mine", status=2
-    )
-    assert not (tmp_path / "out").exists() and (tmp_path / "mine/text").read_text() == "mine\n"
     (tmp_path / "empty").write_text(" \n")
-    empty = ["--text", tmp_path / "empty", "--data", tagged, "--out", tmp_path / "other", "--run", trained]
-    assert "--text must have a sentence, but" in run(*empty, status=2)
     text, german = data.parent / "text", tmp_path / "german"
     prepare = ["prepare", "--out", str(german), "--vocab-from", str(tagged), "--text", "tokenised"]
-    for split in ("train", "valid"):
-        prepare += [f"--{split}-source", str(text / "valid.en"), f"--{split}-target", str(text / "valid.de")]
-    assert main(prepare) == 0
-    refused = run(*words, "--data", german, status=2)
-    assert "--run must be a run on text of the form and in the languages of --data, which for it are tok" in refused
+    assert main([*prepare, *pair_words(text, train="valid", valid="valid")]) == 0
+    for more, names in (
+        ([], ["--data"]),
+        (["--data", data], ["'<bt>'", "source's vocabulary"]),
+        (["--data", data, "--score-run", trained], ["--score-run"]),
+        (["--data", data, "--", "--nbest", "2"], ["--nbest"]),
+        (["--data", tagged, "--filters", "wbe"], ["--filters", "'wbe'"]),
+        (["--data", tagged, "--weight", "0"], ["weight above 0"]),
+        (["--data", tagged, "--out", tmp_path / "mine"], ["--out"]),
+        (["--data", german], ["--run", "--data", "tok"]),
+    ):
+        said = run(*words, *more, status=2)
+        assert all(name in said for name in names), said
+    said = run(
+        "--text", tmp_path / "empty", "--data", tagged, "--out", tmp_path / "other", "--run", trained, status=2
+    )
+    assert "--text" in said
+    assert not (tmp_path / "out").exists() and (tmp_path / "mine/text").read_text() == "mine\n"
     assert not list(tmp_path.glob("*/translations*"))

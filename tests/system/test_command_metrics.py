@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.train.checkpoint import Checkpoint
+from tests.commands import logged, refused, train_words
 from tests.support import run_ranks
 from tests.system.conftest import SMALL
 
@@ -25,24 +25,12 @@ def program(path: Path, *lines: str) -> Path:
     return path
 
 
-def logged(run: Path, tag: str) -> dict[int, float]:
-    """The values of a tag by update, in the order of the log."""
-    lines: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["update"]: line[tag] for line in lines if tag in line}
-
-
-def best_of(run: Path, update: int = 12) -> tuple[int, float | None]:
-    """The best update and its score, as a checkpoint records them."""
-    progress = Checkpoint(run / "checkpoints" / f"update-{update:07d}").progress
-    return progress.best_update, progress.best_score
-
-
 @pytest.fixture(scope="module")
 def scored(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on two ranks, scored by programs: by one of which less is better, by a late one, and by one that fails.
 
     Only the newest checkpoint is kept, and the best one. The late program chooses. Its second result comes while the
-    third validation is scored, its others have not come when training ends.
+    third validation is scored, its others come later.
     """
     scratch = tmp_path_factory.mktemp("scored")
     count = program(
@@ -89,42 +77,35 @@ def test_a_program_scores_on_the_spot_and_one_that_fails_is_left_out(scored: Pat
     assert logged(scored, "valid/count") == words
     assert not logged(scored, "valid/broken")
     said = (scored / "logs" / "rank-0.log").read_text()
-    assert (
-        said.count("broken.sh ended with status 9, and its last words are 'out of memory'; valid/broken of up") == 3
-    )
+    assert said.count("broken.sh, the metric broken, ended with status 9: 'out of memory'; valid/broken of up") == 3
 
 
-def test_a_late_score_chooses_an_older_checkpoint_while_the_run_trains(scored: Path) -> None:
-    assert logged(scored, "valid/rated") == {8: 0.5}, "under the update that it belongs to"
-    assert best_of(scored) == (8, 0.5)
-    kept = {path.name for path in (scored / "checkpoints").glob("update-*")}
-    assert kept == {f"update-{update:07d}" for update in UPDATES}, "4 is awaited, 8 the best, 12 the newest"
-    assert Checkpoint(scored / "checkpoints" / "update-0000012").progress.awaited == (4, 12)
-    said = (scored / "logs" / "rank-0.log").read_text()
-    assert f"2 validations have scores to come; `deepspeed-nmt choose-best --run {scored}`" in said
-    texts = scored / "validation" / "main"
-    arguments = (texts / "update-0000004.rated.log").read_text().split()
-    names = ("update-0000004.txt", "reference.txt", "source.txt", "update-0000004.rated.result")
-    assert arguments == [str(texts / name) for name in names]
-
-
-@pytest.mark.parametrize("how", ["choose-best", "train"])
-def test_scores_that_come_after_the_end_choose_too(
-    how: str, scored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_training_keeps_checkpoints_for_late_scores_and_choose_best_chooses_among_them(
+    scored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = shutil.copytree(scored, tmp_path / "run")
-    (run / "validation" / "main" / "update-0000004.rated.result").write_text("0.9\n")
-    command = [how, "--run", str(run), *(SMALL if how == "train" else [])]
-    assert main(command) == 0
-    assert logged(run, "valid/rated") == {8: 0.5, 4: 0.9} and best_of(run) == (4, 0.9)
-    assert Checkpoint(run / "checkpoints" / "update-0000012").progress.awaited == (12,)
-    assert (run / "checkpoints" / "best").read_text() == "update-0000004\n"
+    kept = {path.name for path in (run / "checkpoints").glob("update-*")}
+    assert kept == {f"update-{update:07d}" for update in UPDATES}, "12 is the newest, 4 and 8 await their scores"
+    assert not logged(run, "valid/rated"), "training reads no late score"
+    said = (run / "logs" / "rank-0.log").read_text()
+    assert f"3 scores to come; `deepspeed-nmt choose-best --run {scored}`" in said
+    texts = run / "validation" / "main"
+    arguments = (texts / "update-0000004.rated.log").read_text().split()
+    names = ("update-0000004.txt", "reference.txt", "source.txt", "update-0000004.rated.result")
+    assert arguments == [str(scored / "validation" / "main" / name) for name in names]
+    assert main(["choose-best", "--run", str(run)]) == 0
+    assert logged(run, "valid/rated") == {8: 0.5}, "under the update that it belongs to"
+    assert f"{run}/checkpoints/update-0000008 (valid/rated 0.5000); 2 scores to come" in capsys.readouterr().out
+    (texts / "update-0000004.rated.result").write_text("0.9\n")
+    assert main(["choose-best", "--run", str(run)]) == 0
+    assert "late values of update 4: valid rated 0.900" in capsys.readouterr().err
+    assert logged(run, "valid/rated") == {8: 0.5, 4: 0.9}
+    assert main(["train", "--run", str(run), "training.max_updates=13"]) == 0
+    assert (run / "checkpoints" / "best").read_text() == "update-0000004\n", "training keeps the choice"
+    capsys.readouterr()
+    assert main(["choose-best", "--run", str(run)]) == 0
     said = capsys.readouterr()
-    assert "late values of update 4: valid rated 0.900" in said.err
-    if how == "choose-best":
-        assert f"{run}/checkpoints/update-0000004 (valid/rated 0.9000, before it update 8); 1 score still" in said.out
-    assert main(command) == 0 and best_of(run) == (4, 0.9)
-    assert "late values" not in capsys.readouterr().err, "they are logged once"
+    assert "update-0000004" in said.out and "late values" not in said.err, "they are logged once"
 
 
 def test_a_program_chooses_and_only_significant_gains_reset_patience(scored: Path, tmp_path: Path) -> None:
@@ -143,7 +124,6 @@ def test_a_program_chooses_and_only_significant_gains_reset_patience(scored: Pat
     assert logged(run, "valid/less") == {13: 87.0, 14: 86.0, 15: 85.0}, "stopped early"
     assert (progress.best_by, progress.best_update, progress.best_score) == ("valid/less", 15, -85.0)
     assert (progress.validations_since_best, progress.patience_update) == (2, 13)
-    assert progress.awaited == (), "another measure chooses now"
     texts = {path.name for path in (run / "validation" / "main").glob("update-*.txt")}
     assert texts == {f"update-{update:07d}.txt" for update in (*UPDATES, 13, 14, 15)}
     assert "p = 0.0010, no significant gain" in (run / "logs" / "rank-0.log").read_text()
@@ -155,9 +135,10 @@ def test_a_program_chooses_and_only_significant_gains_reset_patience(scored: Pat
 def test_a_run_whose_program_is_missing_does_not_begin(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["train", "--data", str(data), "--run", str(tmp_path / "run"), *SMALL]
-    assert main([*command, f"validation.metrics=[late:{tmp_path}/none.sh]"]) == 2
-    assert f"the metric none must be a program, but {tmp_path}/none.sh does not exist; correct" in (
-        capsys.readouterr().err
+    command = train_words(data, tmp_path / "run", *SMALL)
+    refused([*command, f"validation.metrics=[late:{tmp_path}/none.sh]"], capsys, f"{tmp_path}/none.sh")
+    late = program(tmp_path / "late.sh", "exit 0")
+    refused(
+        [*command, f"validation.metrics=[late:{late}]", "training.patience=2"], capsys, "training.patience", "late"
     )
     assert not (tmp_path / "run" / "config.yaml").exists()

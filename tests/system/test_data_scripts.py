@@ -158,11 +158,9 @@ def test_options_reach_prepare_and_defaults_are_those_of_the_papers(pipeline: Mo
     assert meta["options"]["cleaning"]["remove_identical"] is True
     assert lines(tmp_path / "out/data/test.target")[7].startswith("Das wohl-bekannte Haus „No. 7“ of full & Co.")
     again = go("wmt16_ende", *words, "--text", "moses", cache=cache)
-    assert (
-        again.returncode == 2 and "differs in " in again.stderr and "give --overwrite to replace it" in again.stderr
-    )
+    assert again.returncode == 2 and "--overwrite" in again.stderr
     done = go("wmt16_ende", "--ratios", "1.5", cache=cache)
-    assert done.returncode == 2 and "unrecognized arguments: --ratios 1.5" in done.stderr
+    assert done.returncode == 2 and "--ratios" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -211,32 +209,32 @@ def test_raw_text_of_iwslt_goes_to_the_tokenizers_of_berts(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "names"),
     [
-        ("extra", "unrecognized arguments: extra"),
-        ("--dedup extra", "unrecognized arguments: extra"),
-        ("--vocab-size -5", "--vocab-size must be greater than 4, but is -5"),
-        ("--ratio 0", "--ratio must be greater than or equal to 1, but is 0.0"),
-        ("--threads 0", "--threads must be greater than or equal to 1, but is 0"),
-        ("--max-length 0", "--max-length must be greater than or equal to 1, but is 0"),
-        ("--seed -1", "--seed must be greater than or equal to 0, but is -1"),
-        ("--train-source x", "--train-source is set by the script; leave it out"),
-        ("--test-target=x", "--test-target is set by the script; leave it out"),
-        ("--train-s x", "unrecognized arguments: --train-s x"),
-        ("--source-lang fr", "--source-lang is set by the script; leave it out"),
-        ("--segmented", "--segmented is set by the script; leave it out"),
-        ("--ratio 1.5 --max-ratio 3", "--max-ratio is set by the script; give --ratio"),
-        ("--dedup --keep-duplicates", "--keep-duplicates is set by the script; give --no-dedup"),
-        ("--text tokenised", "argument --text: invalid choice: 'tokenised'"),
-        ("--text raw --normalise", "--normalise is for --text moses, but the text is raw; leave it out"),
-        ("--vocab-from nowhere", "nowhere must"),
-        ("--out ", "arguments must not be empty, but one is"),
+        ("extra", "extra"),
+        ("--dedup extra", "extra"),
+        ("--vocab-size -5", "--vocab-size -5"),
+        ("--ratio 0", "--ratio 0.0"),
+        ("--threads 0", "--threads 0"),
+        ("--max-length 0", "--max-length 0"),
+        ("--seed -1", "--seed -1"),
+        ("--train-source x", "--train-source"),
+        ("--test-target=x", "--test-target"),
+        ("--train-s x", "--train-s"),
+        ("--source-lang fr", "--source-lang"),
+        ("--segmented", "--segmented"),
+        ("--ratio 1.5 --max-ratio 3", "--max-ratio --ratio"),
+        ("--dedup --keep-duplicates", "--keep-duplicates --no-dedup"),
+        ("--text tokenised", "--text 'tokenised'"),
+        ("--text raw --normalise", "--normalise raw"),
+        ("--vocab-from nowhere", "nowhere"),
+        ("--out ", "empty"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_fetched(
     pipeline: ModuleType,
     words: str,
-    message: str,
+    names: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -250,27 +248,25 @@ def test_wrong_options_are_refused_before_anything_is_fetched(
     with pytest.raises(SystemExit) as ended:
         pipeline.main()
     said = capsys.readouterr().err
-    assert ended.value.code == 2 and message in said and len(said.splitlines()) == 1, said
+    assert ended.value.code == 2 and all(name in said for name in names.split()), said
+    assert len(said.splitlines()) == 1, said
     assert not list(tmp_path.iterdir())
 
 
 def test_missing_and_damaged_archives_are_named(pipeline: ModuleType, tmp_path: Path) -> None:
     archives, cache = tmp_path / "archives", tmp_path / "sacrebleu"
     words = ["--from", str(archives), "--out", str(tmp_path / "out"), "--vocab-size", "300"]
-    done = go("wmt16_ende", *words, cache=cache)
-    assert done.returncode == 2 and "--from must be a directory with" in done.stderr, done.stderr
-    assert f"but {archives} is not a directory" in done.stderr
+
+    def refused(task: str, *names: str, words: list[str] = words, cache: Path = cache) -> None:
+        done = go(task, *words, cache=cache)
+        assert done.returncode == 2 and all(name in done.stderr for name in names), done.stderr
+
+    refused("wmt16_ende", "--from", f"{archives} is not a directory")
     archives.mkdir()
-    done = go("wmt16_ende", *words, cache=cache)
-    assert done.returncode == 2
-    assert "--from must contain training-parallel-europarl-v7.tgz" in done.stderr and " lacks " in done.stderr
+    refused("wmt16_ende", "--from", "training-parallel-europarl-v7.tgz")
     archives.rmdir()
     write_archives(pipeline, "wmt16_ende", archives)
-    done = go("wmt16_ende", *words, cache=tmp_path / "empty")
-    assert done.returncode == 2 and "the test set wmt13 must be in sacreBLEU's cache" in done.stderr, done.stderr
-    assert (
-        f"{tmp_path / 'empty/wmt13/wmt13.en-de.src'}; run `sacrebleu -t wmt13 -l en-de --echo src ref`" in done.stderr
-    )
+    refused("wmt16_ende", str(tmp_path / "empty/wmt13"), "sacrebleu -t wmt13", cache=tmp_path / "empty")
     shutil.rmtree(tmp_path / "out")
     shutil.rmtree(archives)
     write_archives(pipeline, "iwslt14_deen", archives)
@@ -278,14 +274,12 @@ def test_missing_and_damaged_archives_are_named(pipeline: ModuleType, tmp_path: 
     assert go("iwslt14_deen", *words, cache=cache).returncode == 0
     archive = archives / "de-en.tgz"
     archive.write_bytes(archive.read_bytes()[:-20])
-    done = go("iwslt14_deen", *words, cache=cache)
-    assert done.returncode == 2 and "must have the SHA-256" in done.stderr and "remove it" in done.stderr
+    refused("iwslt14_deen", "SHA-256", str(archive))
     write_archives(pipeline, "iwslt14_deen", tmp_path / "others")
     with tarfile.open(tmp_path / "others/de-en.tgz", "w:gz"):
         pass
     words = ["--from", str(tmp_path / "others"), "--out", str(tmp_path / "elsewhere")]
-    done = go("iwslt14_deen", *words, cache=cache)
-    assert done.returncode == 2 and "must contain de-en/train.tags.de-en.de, but does not" in done.stderr
+    refused("iwslt14_deen", "de-en/train.tags.de-en.de", words=words)
 
 
 class Half(BaseHTTPRequestHandler):
@@ -320,26 +314,22 @@ def address() -> Iterator[str]:
     thread.join()
 
 
-def test_an_interrupted_download_is_resumed(pipeline: ModuleType, address: str, tmp_path: Path) -> None:
-    path = tmp_path / "file.tgz"
+def test_downloads_are_resumed(pipeline: ModuleType, address: str, tmp_path: Path) -> None:
+    path, part = tmp_path / "file.tgz", tmp_path / "file.tgz.part"
     with pytest.raises(OSError, match="start again to resume"):
         pipeline._fetch(f"{address}/file.tgz", path)
-    assert not path.exists() and (tmp_path / "file.tgz.part").stat().st_size == len(Half.body) // 2
+    assert not path.exists() and part.stat().st_size == len(Half.body) // 2
     pipeline._fetch(f"{address}/file.tgz", path)
     assert path.read_bytes() == Half.body
-    notes = tmp_path / "SHA256SUMS"
     digest = hashlib.sha256(Half.body).hexdigest()
-    pipeline._verify(path, published=digest, given=False, checksums=notes)
-    with pytest.raises(ValueError, match="must have the SHA-256 00"):
+    pipeline._verify(path, published=digest, given=False, checksums=tmp_path / "SHA256SUMS")
+    with pytest.raises(ValueError, match="SHA-256 00"):
         pipeline._verify(path, published="00", given=False, checksums=tmp_path / "others")
-
-
-def test_a_complete_part_is_kept_and_a_longer_one_removed(pipeline: ModuleType, address: str, tmp_path: Path) -> None:
-    path, part = tmp_path / "file.tgz", tmp_path / "file.tgz.part"
+    path.unlink()
     part.write_bytes(Half.body)
     pipeline._fetch(f"{address}/file.tgz", path)
-    assert path.read_bytes() == Half.body
+    assert path.read_bytes() == Half.body, "a complete part is kept"
     part.write_bytes(Half.body + b"!")
-    with pytest.raises(OSError, match="was not a part of"):
+    with pytest.raises(OSError, match="not a part of"):
         pipeline._fetch(f"{address}/file.tgz", path)
-    assert not part.exists()
+    assert not part.exists(), "a longer one is removed"

@@ -61,18 +61,18 @@ def test_faults_of_a_host_are_found_alone(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     faults = (
         *HOST_FAULTS,
-        "MASTER_ADDR must be a name or address that every host resolves, but ",
-        f"MASTER_PORT must be free on the first host, but something listens on {port}",
-        "the run directory must be writable, but /proc is not (",
-        "a job must be longer than the 300 s before its end at which it is told to save, but job 7 has 3 minutes",
-        "all ranks must be able to add numbers by gloo, but rank ",
+        f"{platform.node()} cannot resolve MASTER_ADDR 'node99.invalid'",
+        f"something listens on MASTER_PORT {port}",
+        "the run directory /proc is not writable (",
+        "job 7 has 3 minutes left",
+        "rank ",
     )
     assert_found(faults, texts(found, "fault"))
     assert len(faults) == len(texts(found, "fault")) == found["faults"]
     warnings = (
         *HOST_WARNINGS,
-        "job 7 should be queued again after preemption or the loss of a node, but --no-requeue holds",
-        "the batch shell of job 7 should get USR1 before the time limit, but --signal is USR2@10",
+        "job 7 is not queued again after preemption or the loss of a node (--no-requeue)",
+        "--signal of job 7 is USR2@10",
     )
     assert_found(warnings, texts(found, "warning"))
 
@@ -94,10 +94,8 @@ def test_ranks_that_are_missing_are_named(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "deepspeed_nmt", "doctor", "--run", str(tmp_path), "--timeout", "4"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1, done.stderr
-    assert (
-        f"all 3 ranks must connect within 4 s, but ranks 1, 2 did not ({platform.node()}, host 1 of the launcher, "
-        "counted from 0); look there"
-    ) in done.stdout
+    hosts = f"({platform.node()}, host 1 of the launcher, counted from 0)"
+    assert f"ranks 1, 2 of 3 did not connect within 4 s {hosts}" in done.stdout
     lines = [line.split(maxsplit=2)[:2] for line in done.stdout.splitlines()]
     assert ["ok", "torch"] in lines and ["fault", "deepspeed"] in lines, "the rest is reported all the same"
     assert not list(tmp_path.glob(".doctor-*"))

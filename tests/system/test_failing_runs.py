@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,14 @@ from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.run import trainer
 from deepspeed_nmt.train.checkpoint import Checkpoint
-from tests.commands import train_words
+from tests.commands import log_of, logged, newest, refused, train_words
 from tests.support import ROOT, assert_same, run_ranks
 from tests.system.bad_data import bad_loss
+from tests.system.conftest import SMALL
 
 # Updates 6 to 8 are bad. The checkpoint before them is that of update 4.
 BAD = {5, 6, 7}
 PATIENT = ["training.max_skipped=3", "training.log_every=1"]
-
-
-def newest(run: Path) -> Checkpoint:
-    return Checkpoint(sorted(run.glob("checkpoints/update-*"))[-1])
 
 
 @pytest.fixture
@@ -34,9 +30,7 @@ def bad(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def rolled_back(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run of twelve updates, some of them on bad data. Its log is in log.txt."""
-    from tests.system.conftest import SMALL
-
+    """An uninterrupted run of twelve updates, some of them on bad data."""
     run = tmp_path_factory.mktemp("rolled_back") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LabelSmoothed, "__call__", bad_loss(data, BAD))
@@ -51,30 +45,18 @@ def test_a_run_is_rolled_back_and_skips_the_bad_data(rolled_back: Path) -> None:
     assert (progress.update, progress.rollbacks, progress.retries, progress.failed_at) == (12, 1, 0, 8)
     assert end.scalars.optimizer_step == 12, "skipped updates do not count as optimizer steps"
     assert [path.name[-2:] for path in sorted(rolled_back.glob("checkpoints/update-*"))] == ["04", "08", "12"]
-    lines = [json.loads(line) for line in (rolled_back / "metrics.jsonl").read_text().splitlines()]
-    updates = [line["update"] for line in lines if "train/loss" in line]
-    assert updates == list(range(1, 13)), "one continuous log"
-    rollbacks = [line["train/rollbacks"] for line in lines if "train/loss" in line]
-    assert rollbacks == [0.0] * 4 + [1.0] * 8
-    events = [json.loads(line) for line in (rolled_back / "events.jsonl").read_text().splitlines()]
+    assert list(logged(rolled_back, "train/loss")) == list(range(1, 13)), "one continuous log"
+    assert list(logged(rolled_back, "train/rollbacks").values()) == [0.0] * 4 + [1.0] * 8
+    events = log_of(rolled_back, "events")
     named = [(event["event"], event["update"]) for event in events if event["event"] != "best"]
     assert named == [("start", 0), *(("skip", update) for update in (6, 7, 8)), ("rollback", 8), ("end", 12)]
     assert [event["to_update"] for event in events if event["event"] == "rollback"] == [4]
-    assert events[-1]["text"].startswith("done: 12 updates, ")
-
-
-def test_every_skip_and_the_rollback_are_named(
-    data: Path, bad: None, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(train_words(data, tmp_path / "run", *small, *PATIENT)) == 0
-    error = capsys.readouterr().err
+    said = (rolled_back / "logs/rank-0.log").read_text()
     for in_a_row, update in enumerate((6, 7, 8), 1):
-        assert f"update {update} skipped: loss is not finite; the gradient of decoder.final_norm, " in error
-        assert f" more is not finite (loss scale 1, {in_a_row} in a row)" in error
-    assert "3 updates in a row skipped: rolling back from update 8 to 4, and on with the data after them" in error
-    assert "(rollback 1 of 2 before update 8 is passed)" in error
-    assert "resuming after update 4" in error
-    progress = Checkpoint(tmp_path / "run" / "checkpoints" / "update-0000004").progress
+        assert f"update {update} skipped: loss is not finite; the gradient of decoder.final_norm, " in said
+        assert f"(loss scale 1, {in_a_row} in a row)" in said
+    assert "rolling back from update 8 to 4" in said and "resuming after update 4" in said
+    progress = Checkpoint(rolled_back / "checkpoints" / "update-0000004").progress
     assert (progress.update, progress.epoch, progress.epoch_update) == (4, 0, 8), "the position after the bad data"
 
 
@@ -82,17 +64,13 @@ def test_every_skip_and_the_rollback_are_named(
 def test_a_run_with_bad_data_resumes_to_the_bit(
     data: Path, rolled_back: Path, bad: None, tmp_path: Path, small: list[str], stop_at: int
 ) -> None:
-    run = tmp_path / "run"
     settings = [*small, *PATIENT, "training.validate_every=100", "training.save_every=4"]
-    assert main(train_words(data, run, *settings, f"training.max_updates={stop_at}")) == 0
-    assert main(train_words(data, run, *settings)) == 0
-    straight = tmp_path / "straight"
-    assert main(train_words(data, straight, *settings)) == 0
-    for directory in (run, straight):  # the end of a run is validated, so the stopped run was validated once more
-        progress = newest(directory).progress
-        assert (progress.update, progress.rollbacks) == (12, 1)
-    for name, weight in newest(run).weights().items():
-        assert torch.equal(weight, newest(straight).weight(name)), name
+    for last in (stop_at, 12):
+        assert main(train_words(data, tmp_path / "run", *settings, f"training.max_updates={last}")) == 0
+    end = newest(tmp_path / "run")
+    assert (end.progress.update, end.progress.rollbacks) == (12, 1)
+    for name, weight in end.weights().items():
+        assert torch.equal(weight, newest(rolled_back).weight(name)), name
 
 
 @pytest.mark.parametrize("stop_at", [(), (7,)], ids=["straight", "stopped while skipping"])
@@ -113,8 +91,7 @@ def test_skipped_updates_delay_saving_and_validation(
     monkeypatch.setattr(LabelSmoothed, "__call__", bad_loss(data, {6, 7}))
     assert main(train_words(data, run, *small)) == 0
     assert [path.name[-2:] for path in sorted(run.glob("checkpoints/update-*"))] == ["04", "09", "12"]
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["update"] for line in lines if "valid/loss" in line] == [4, 9, 12]
+    assert list(logged(run, "valid/loss")) == [4, 9, 12]
 
 
 def test_a_run_killed_between_rollback_and_next_checkpoint(
@@ -128,23 +105,21 @@ def test_a_run_killed_between_rollback_and_next_checkpoint(
         assert main(train_words(data, tmp_path / "run", *small, *PATIENT)) == 130
     assert newest(tmp_path / "run").progress.update == 4
     assert main(train_words(data, tmp_path / "run", *small, *PATIENT)) == 0
-    last = newest(rolled_back).progress.update
-    assert newest(tmp_path / "run").progress.update == last
-    assert_same(tmp_path / "run", rolled_back, last)
+    assert_same(tmp_path / "run", rolled_back, newest(rolled_back).progress.update)
 
 
 def test_a_run_without_progress_stops_with_a_reason(
     data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tmp_path / "run"
     monkeypatch.setattr(LabelSmoothed, "__call__", bad_loss(data, set(range(5, 10))))
     settings = [*small, "training.max_skipped=2", "training.max_rollbacks=1", "training.save_every=1"]
-    assert main(train_words(data, run, *settings)) == 1
-    error = capsys.readouterr().err
+    words = train_words(data, tmp_path / "run", *settings)
+    error = refused(words, capsys, "update 7", "training.max_rollbacks is 1", "optimizer.lr", status=1)
     assert error.count("rolling back from update 7 to 5") == 1
-    assert "stopped: 2 updates in a row, up to update 7, had no finite gradient (loss is not finite" in error
-    assert "1 rollback did not help (training.max_rollbacks is 1). The last checkpoint is intact" in error
-    assert "Lower optimizer.lr" in error
+    for weight in newest(tmp_path / "run").weights().values():
+        assert torch.isfinite(weight).all()
+    monkeypatch.setattr(LabelSmoothed, "__call__", bad_loss(data, set(range(4))))
+    refused(train_words(data, tmp_path / "new", *settings), capsys, "update 2", "no checkpoint", status=1)
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
@@ -160,6 +135,15 @@ def test_ranks_are_rolled_back_together(data: Path, tmp_path: Path, small: list[
     end = newest(run)
     assert all(torch.isfinite(weight).all() for weight in end.weights().values())
     assert (end.progress.update, end.progress.rollbacks, end.scalars.optimizer_step) == (12, 1, 12)
+
+
+def test_only_one_rank_reports_divergence(data: Path, tmp_path: Path, small: list[str]) -> None:
+    worker = [str(ROOT / "tests/system/bad_data.py"), ",".join(map(str, BAD)), str(data)]
+    settings = [*small, *PATIENT, "training.max_rollbacks=0", "engine.name=plain"]
+    words = [*worker, *train_words(data, tmp_path / "run", *settings)]
+    outputs = run_ranks(words, 2, tmp_path, timeout=100, status=1)
+    assert outputs[0].count("3 updates in a row, up to update 8") == 1
+    assert "stopped" not in outputs[1] and "Traceback" not in outputs[0] + outputs[1]
 
 
 def test_a_probe_changes_nothing(data: Path, tmp_path: Path, small: list[str]) -> None:
@@ -178,19 +162,6 @@ def test_out_of_memory_stops_with_advice(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(PlainEngine, "_backward", full)
-    assert main(train_words(data, tmp_path / "run", *small, "training.probe=always")) == 1
-    assert "stopped: the largest expected micro-batch must fit into RAM" in capsys.readouterr().err
-    assert main(train_words(data, tmp_path / "run", *small, "training.probe=never")) == 1
-    error = capsys.readouterr().err
-    assert "stopped: update 1 must fit into RAM, but memory ran out with" in error
-    assert "Lower batch.micro_tokens" in error and "Traceback" not in error
-
-
-def test_only_one_rank_reports_divergence(data: Path, tmp_path: Path, small: list[str]) -> None:
-    worker = [str(ROOT / "tests/system/bad_data.py"), ",".join(map(str, BAD)), str(data)]
-    settings = [*small, *PATIENT, "training.max_rollbacks=0", "engine.name=plain"]
-    outputs = run_ranks(
-        [*worker, *train_words(data, tmp_path / "run", *settings)], 2, tmp_path, timeout=100, status=1
-    )
-    assert outputs[0].count("stopped: 3 updates in a row, up to update 8, had no finite gradient") == 1
-    assert "stopped" not in outputs[1] and "Traceback" not in outputs[0] + outputs[1]
+    for probe, what in (("always", "largest expected micro-batch"), ("never", "update 1")):
+        words = train_words(data, tmp_path / "run", *small, f"training.probe={probe}")
+        refused(words, capsys, what, "RAM", "batch.micro_tokens", status=1)

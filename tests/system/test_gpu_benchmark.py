@@ -10,17 +10,15 @@ import subprocess
 import sys
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.loader import TrainLoader, Update
-from deepspeed_nmt.search.replay import WARM_UP, Replays
 from tests.support import ROOT
 
 pytestmark = pytest.mark.timeout(600)
@@ -34,21 +32,18 @@ case "$*" in *"run.py kernels"*) exit 3 ;; esac
 """
 
 
-def python_of_the_gpu_machine() -> str:
-    """Return a Python 3.12 that has the packages, as GPU machines have; this one if there is none."""
-    found = shutil.which("python3.12")
-    if sys.version_info[:2] != (3, 12) and found is not None:
-        done = subprocess.run([found, "-c", "import pydantic, torch, transformers"], capture_output=True, check=False)
-        if done.returncode == 0:
-            return found
-    return sys.executable
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """A function that imports a file of the benchmark."""
+    monkeypatch.syspath_prepend(str(BENCHMARK))
+    return importlib.import_module
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return the directory of the results of all parts."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the results of all parts."""
     out = tmp_path_factory.mktemp("gpu")
-    command = [python_of_the_gpu_machine(), str(BENCHMARK / "run.py"), *PARTS, "--device", "cpu", "--tiny"]
+    command = [sys.executable, str(BENCHMARK / "run.py"), *PARTS, "--device", "cpu", "--tiny"]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -60,7 +55,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         [*command, "--out", str(out / "results")], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-    yield out / "results"
+    return out / "results"
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -81,7 +76,7 @@ def test_training_measures_each_variant(results: Path) -> None:
         assert row["tokens_per_s"] > 0 and row["kernel_ms"] > 0 and row["planned_gib"] > 0, row
         assert 0 <= row["padding"] < 0.5 and row["shapes"] > 1
         assert 0 <= row["data_wait"] < 1 and row["compiled"] == 0
-        assert row["kernels"] == "torch", "the kernels of a CPU"
+        assert row["kernels"].endswith("torch"), "the kernels of a CPU"
         assert row["layout"] == ("packed" if "layout=packed" in row["settings"] else "padded")
         groups = sum(row[name] for name in ("attention", "optimizer", "products", "copies", "other"))
         assert groups == pytest.approx(1.0)
@@ -110,19 +105,15 @@ def test_ours_also_trains_on_the_batches_of_the_fastest_marian(results: Path) ->
         assert row["speedup"] == pytest.approx(row["tokens_per_s"] / fastest["tokens_per_s"])
 
 
-def test_decoding_measures_each_way_to_take_steps(results: Path) -> None:
+def test_decoding_measures_both_programs(results: Path) -> None:
     rows = json.loads((results / "decoding.json").read_text(encoding="utf-8"))["rows"]
-    ran = {(row["steps"], row["lengths"]): row["status"] for row in rows}
-    assert ran == {
-        **{("graphs", lengths): "skipped: CUDA graphs need a GPU" for lengths in ("equal", "mixed")},
-        **{(steps, lengths): "ok" for steps in ("static", "growing") for lengths in ("equal", "mixed")},
-        ("-", "equal"): "ok",
-    }
+    ran = {(row["program"], row["lengths"]) for row in rows}
+    assert ran == {("deepspeed_nmt", "equal"), ("deepspeed_nmt", "mixed"), ("HF generate", "equal")}
+    assert {row["status"] for row in rows} == {"ok"}
 
 
-def test_a_failing_measurement_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARK))
-    harness = importlib.import_module("harness")
+def test_a_failing_measurement_is_a_row(tmp_path: Path, program: Callable[[str], ModuleType]) -> None:
+    harness = program("harness")
 
     def fail() -> dict[str, object]:
         raise RuntimeError("out of memory\ndetails")
@@ -147,10 +138,12 @@ def test_a_failing_measurement_is_a_row(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_rows_are_chosen_by_their_labels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    program: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARK))
-    harness, run = importlib.import_module("harness"), importlib.import_module("run")
+    harness, run = program("harness"), program("run")
     bench = harness.Bench("part", tmp_path, torch.device("cpu"), tiny=True, limit_s=60.0, only=["a", "2", "c"])
     for name, layers in (("a", 6), ("b", 2), ("d", 4)):
         bench.measure(lambda: {"ms": 1.0}, name=name, layers=layers)
@@ -161,15 +154,14 @@ def test_rows_are_chosen_by_their_labels(
     monkeypatch.setattr(sys, "argv", command)
     assert run.main() == 1
     error = capsys.readouterr().err
-    assert "--only must name rows of training, but names padding; labels are " in error and " padded, " in error
+    assert "training" in error and "padding" in error and " padded, " in error
     assert not (tmp_path / "training.json").exists()
 
 
 def test_results_are_written_value_by_value_and_never_over_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, program: Callable[[str], ModuleType]
 ) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARK))
-    harness = importlib.import_module("harness")
+    harness = program("harness")
 
     def rows(file: str) -> list[dict[str, object]]:
         found: list[dict[str, object]] = json.loads((tmp_path / file).read_text(encoding="utf-8"))["rows"]
@@ -187,32 +179,10 @@ def test_results_are_written_value_by_value_and_never_over_others(
         assert rows(file) == [{"name": "a", "tokens_per_s": 5.0, "mfu": 0.5, "status": "ok"}]
 
 
-def test_a_row_of_graphs_fails_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARK))
-    harness, decoding = importlib.import_module("harness"), importlib.import_module("decoding")
-    bench = harness.Bench("part", tmp_path, torch.device("cpu"), tiny=True, limit_s=60.0)
-    for record in (None, lambda step: step):
-        replays = Replays(lambda: None, record)
-
-        def translate(source_BS: Tensor, steps: int, replays: Replays = replays) -> None:
-            for _ in range(WARM_UP + 1):
-                replays.run(len(source_BS))
-
-        search = SimpleNamespace(_static=SimpleNamespace(replays=replays))
-        translator = decoding.Translator(translate, search)
-        source_BS = decoding.sources(2, False, bench)
-        bench.measure(lambda made=translator, sources=source_BS: decoding.measure(made, sources, 3, bench))
-    without, recorded = bench.rows
-    assert (
-        without["status"] == "failed: RuntimeError: 0% of the steps were replayed, so this is not the time of graphs"
-    )
-    assert "seconds" not in without
-    assert recorded["status"] == "ok" and (recorded["graphs"], recorded["replayed"]) == (1, 1.0)
-
-
-def test_the_clock_starts_when_all_shapes_have_run_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARK))
-    harness, training = importlib.import_module("harness"), importlib.import_module("training")
+def test_the_clock_starts_when_all_shapes_have_run_twice(
+    tmp_path: Path, program: Callable[[str], ModuleType]
+) -> None:
+    harness, training = program("harness"), program("training")
     bench = harness.Bench("part", tmp_path, torch.device("cpu"), tiny=False, limit_s=60.0)
     corpus = harness.write_corpus(tmp_path, 400, harness.TINY_VOCABULARY)
     batch = BatchConfig(update_tokens=300, micro_tokens=200, layout="packed")
@@ -231,9 +201,8 @@ def test_the_clock_starts_when_all_shapes_have_run_twice(tmp_path: Path, monkeyp
     assert speed.updates == training.TIMED and len(warmup) >= training.WARMUP and min(seen.values()) > 1
 
 
-def test_synthetic_sentences_have_the_lengths_of_news_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARK))
-    harness = importlib.import_module("harness")
+def test_synthetic_sentences_have_the_lengths_of_news_text(program: Callable[[str], ModuleType]) -> None:
+    harness = program("harness")
     assert sum(percent for _, percent in harness.LENGTHS) == 100
     source, target = harness.sentence_lengths(20_000)
     assert 24.0 < source.mean() < 28.0 and 1.03 < target.mean() / source.mean() < 1.1
@@ -254,31 +223,23 @@ def calls(stub: dict[str, str]) -> list[str]:
     return Path(stub["STUB_LOG"]).read_text(encoding="utf-8").splitlines()
 
 
-def test_results_are_in_the_callers_folder(stub: dict[str, str], tmp_path: Path) -> None:
-    command = [str(BENCHMARK / "run.sh"), "smoke", "--out", "results", "--tiny"]
-    done = subprocess.run(command, env=stub, cwd=tmp_path, capture_output=True, text=True, check=False)
+def test_the_script_runs_all_parts_and_hands_on_its_options(stub: dict[str, str], tmp_path: Path) -> None:
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [str(BENCHMARK / "run.sh"), *words]
+        return subprocess.run(command, env=stub, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    done = run("smoke", "--out", "results", "--tiny")
     assert done.returncode == 0 and f"--out {tmp_path}/results" in calls(stub)[-1], done.stderr
-
-
-def test_no_part_ends_another(stub: dict[str, str], tmp_path: Path) -> None:
-    command = [str(BENCHMARK / "run.sh"), "all", "--out", str(tmp_path / "out"), "--tiny", "--device", "cpu"]
-    done = subprocess.run(command, env=stub, capture_output=True, text=True, check=False)
+    Path(stub["STUB_LOG"]).unlink()
+    done = run("all", "--out", "out", "--tiny", "--device", "cpu")
     started = [line for line in calls(stub) if "run.py" in line]
-    assert [line.split()[1] for line in started] == list(PARTS)
+    assert [line.split()[1] for line in started] == list(PARTS), "no part ends another"
     assert all(line.endswith(f"--out {tmp_path / 'out'} --tiny --device cpu ") for line in started)
     assert done.returncode == 1 and "kernels failed with status 3" in done.stderr
-
-    done = subprocess.run([str(BENCHMARK / "run.sh"), "speed"], env=stub, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "PART must be smoke, " in done.stderr
-
-
-def test_names_of_rows_are_handed_on(stub: dict[str, str], tmp_path: Path) -> None:
-    command = [str(BENCHMARK / "run.sh"), "training", "--only", "big", "padded", "--out", str(tmp_path / "out")]
-    subprocess.run(command, env=stub, capture_output=True, check=True)
+    run("training", "--only", "big", "padded", "--out", "out")
     assert calls(stub)[-1].endswith(f"--out {tmp_path / 'out'} --only big padded ")
-    for words in (["--only"], ["--only", "--tiny"]):
-        done = subprocess.run([*command[:2], *words], env=stub, capture_output=True, text=True, check=False)
-        assert done.returncode == 2 and "--only must have a value" in done.stderr
+    for words in (["speed"], ["training", "--only"], ["training", "--only", "--tiny"]):
+        assert run(*words).returncode == 2, words
 
 
 def test_programs_that_a_part_starts_find_the_packed_packages(tmp_path: Path) -> None:
@@ -290,12 +251,11 @@ def test_programs_that_a_part_starts_find_the_packed_packages(tmp_path: Path) ->
     test.write_text("import lacking\n\n\ndef test_it() -> None:\n    assert lacking.FOUND\n", encoding="utf-8")
     (copy / ".gpu").mkdir()
     with zipfile.ZipFile(copy / ".gpu" / "lacking-1.0-py3-none-any.whl", "w") as wheel:
+        metadata = "Metadata-Version: 2.1\nName: lacking\nVersion: 1.0\n"
+        tags = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        for name, text in (("METADATA", metadata), ("WHEEL", tags), ("RECORD", "")):
+            wheel.writestr(f"lacking-1.0.dist-info/{name}", text)
         wheel.writestr("lacking.py", "FOUND = True\n")
-        wheel.writestr("lacking-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: lacking\nVersion: 1.0\n")
-        wheel.writestr(
-            "lacking-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        wheel.writestr("lacking-1.0.dist-info/RECORD", "")
     command = [str(copy / "benchmarks" / "gpu" / "run.sh"), "smoke", "--device", "cpu", "--tiny"]
     done = subprocess.run(
         [*command, "--only", test.name, "--out", str(tmp_path / "out")],
@@ -309,9 +269,8 @@ def test_programs_that_a_part_starts_find_the_packed_packages(tmp_path: Path) ->
     assert (row["of"], row["passed"], row["failed"]) == (test.name, 1, 0)
 
 
-def test_files_of_tests_that_need_a_gpu_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARK))
-    smoke = importlib.import_module("smoke")
+def test_files_of_tests_that_need_a_gpu_come_first(program: Callable[[str], ModuleType]) -> None:
+    smoke = program("smoke")
     names = [*smoke.FIRST, *smoke.files()]
     assert all((ROOT / name).exists() for name in names) and len(set(names)) == len(names)
     folders = [name.rpartition("/")[0] for name in names]
@@ -341,5 +300,5 @@ def test_what_a_gpu_machine_lacks_is_packed(stub: dict[str, str], tmp_path: Path
         lock.read_text(encoding="utf-8").replace("pytest-timeout==", "pytest-time-out=="), encoding="utf-8"
     )
     done = pack()
-    assert done.returncode == 1 and "requirements/ must pin pytest-timeout, but does not" in done.stderr
+    assert done.returncode == 1 and "pytest-timeout" in done.stderr
     assert len(calls(stub)) == 2

@@ -6,14 +6,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from deepspeed_nmt.errors import EXIT_STOPPED
+from tests.commands import await_until, shell_environment
 from tests.support import ROOT, assert_same, run_ranks
 
 pytestmark = pytest.mark.timeout(900)  # a loaded machine takes minutes to start launchers
@@ -61,11 +60,6 @@ def hosts() -> Iterator[list[str]]:
             subprocess.run([ip, "netns", "delete", name], capture_output=True, timeout=20)
 
 
-def environment_of_a_shell() -> dict[str, str]:
-    plain = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return {**plain, "VENV": sys.prefix, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-
-
 def test_the_launcher_trains_across_two_hosts(hosts: list[str], data: Path, tmp_path: Path, small: list[str]) -> None:
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
@@ -73,17 +67,14 @@ def test_the_launcher_trains_across_two_hosts(hosts: list[str], data: Path, tmp_
     settings = [*small, "engine.name=deepspeed", "engine.ds_config=zero2", "validation.metrics=[]"]
     words = ["--hostfile", str(hostfile), "--master", ADDRESSES[0], "--port", "29650", "--interface", "eth0"]
     training = ["--", "--recipe", "transformer_base", "--data", str(data), "--run", str(run), *settings]
-    environment = environment_of_a_shell()
+    environment = shell_environment(PYTHONUNBUFFERED="1")
     logs = [tmp_path / f"{host}.log" for host in hosts]
     processes = []
     for number, (host, log) in enumerate(zip(hosts, logs, strict=True)):
         command = ["ip", "netns", "exec", host, str(ROOT / "launch/multinode.sh"), *words]
+        command += ["--node-rank", str(number), *training]
         with log.open("wb") as stream:
-            processes.append(
-                subprocess.Popen(
-                    [*command, "--node-rank", str(number), *training], env=environment, stdout=stream, stderr=stream
-                )
-            )
+            processes.append(subprocess.Popen(command, env=environment, stdout=stream, stderr=stream))
     try:
         statuses = [process.wait(timeout=250) for process in processes]
     finally:
@@ -134,22 +125,13 @@ def test_training_is_started_stopped_and_resumed_by_ssh(
     training = ["--recipe", "transformer_base", "--data", str(data), *small, "engine.name=plain"]
     training += ["validation.metrics=[]", "training.validate_every=100000", "training.save_every=4"]
     command = ["ip", "netns", "exec", hosts[0], str(ROOT / "launch/multinode.sh"), *words, *training, "--run"]
-    environment = environment_of_a_shell()
-    environment["PATH"] = f"{ssh}:{environment['PATH']}"
+    environment = shell_environment(PYTHONUNBUFFERED="1", PATH=f"{ssh}:{os.environ['PATH']}")
     log = tmp_path / "log"
     with log.open("wb") as stream:
-        process = subprocess.Popen(
-            [*command, str(run), "training.max_updates=100000"],
-            env=environment,
-            stdout=stream,
-            stderr=stream,
-            start_new_session=True,
-        )
+        endless = [*command, str(run), "training.max_updates=100000"]
+        process = subprocess.Popen(endless, env=environment, stdout=stream, stderr=stream, start_new_session=True)
     try:
-        deadline = time.monotonic() + 200
-        while not (run / "checkpoints/latest").exists():
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
+        await_until((run / "checkpoints/latest").exists, process, log)
         os.killpg(process.pid, signal.SIGINT)  # like Ctrl-C in a terminal
         assert process.wait(timeout=150) == EXIT_STOPPED, log.read_text()
     finally:

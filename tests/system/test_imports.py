@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import pair_words
 from tests.support import ROOT
 
 LIST_MODULES = """
@@ -51,8 +52,6 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
         (["--version"], set()),
         (["--help"], set()),
         (["train", "--help"], set()),
-        (["score", "--help"], set()),
-        (["doctor", "--help"], set()),
         (["sample-data", "--train", "1", "--valid", "1", "--test", "1", "--out", "OUT"], set()),
         (["score", "--hypothesis", "TEXT", "--reference", "TEXT"], {"numpy", "sacrebleu"}),
         (["plan", "--sweep", "deep_decoder_fig1", "--point", "3"], {"yaml"}),
@@ -65,14 +64,7 @@ def test_a_command_without_a_model(words: list[str], needed: set[str], data: Pat
 
 
 def test_prepare_with_sentencepiece_does_not_import_torch(data: Path, tmp_path: Path) -> None:
-    text = data.parent / "text"
-    sides = [
-        ("train", "source", "en"),
-        ("train", "target", "de"),
-        ("valid", "source", "en"),
-        ("valid", "target", "de"),
-    ]
-    files = [word for split, side, end in sides for word in (f"--{split}-{side}", str(text / f"{split}.{end}"))]
+    files = pair_words(data.parent / "text", train="train", valid="valid")
     found = modules_of("prepare", *files, "--vocab-size", "300", "--out", str(tmp_path / "data"))
     assert found & LIBRARIES == {"numpy", "pydantic", "sentencepiece"}
 

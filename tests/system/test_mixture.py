@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.run.manifest import DataRecord
-from deepspeed_nmt.run.outcome import Outcome
+from deepspeed_nmt.reports.outcome import Outcome
+from deepspeed_nmt.run.directory import DataRecord
 from deepspeed_nmt.train.checkpoint import Checkpoint
+from tests.commands import logged, pair_words, refused
 from tests.support import run_ranks
 from tests.system.conftest import SMALL
 
@@ -32,18 +32,15 @@ def second(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return scratch / "small"
 
 
+def words_of(run: Path, *words: str) -> list[str]:
+    """Return a command line; words are values of --data, and settings of training."""
+    given = [word if word.startswith("training.") else f"--data={word}" for word in words]
+    return ["train", "--run", str(run), *SMALL, *SETTINGS, *given]
+
+
 def train(run: Path, *words: str) -> int:
-    """Train in this process; words are values of --data, and settings of training."""
-    data = [word for word in words if not word.startswith("training.")]
-    options = [f"--data={each}" for each in data]
-    settings = [word for word in words if word not in data]
-    return main(["train", "--run", str(run), *options, *SMALL, *SETTINGS, *settings])
-
-
-def logged(run: Path, tag: str) -> dict[int, float]:
-    """Return the values of a tag by update."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return {line["update"]: line[tag] for line in lines if tag in line}
+    """Train in this process."""
+    return main(words_of(run, *words))
 
 
 def checkpoint(run: Path, update: int) -> Checkpoint:
@@ -67,8 +64,7 @@ def test_a_mixture_is_trained_on_recorded_and_changed_on_resume(
     assert len(checkpoint(run, 12).progress.phases) == 1
     # Two ranks, and one that was interrupted, have made the same updates.
     whole = tmp_path / "whole"
-    words = ["train", "--run", str(whole), *(f"--data={each}" for each in both), *SMALL, *SETTINGS]
-    run_ranks(["-m", "deepspeed_nmt", *words], 2, tmp_path, timeout=100)
+    run_ranks(["-m", "deepspeed_nmt", *words_of(whole, *both)], 2, tmp_path, timeout=100)
     ours, theirs = checkpoint(run, 12).weights(), checkpoint(whole, 12).weights()
     assert all(torch.allclose(theirs[name], weight, atol=1e-4) for name, weight in ours.items())
     # Other weights from here on: a second phase, in which the corpora go on where they were.
@@ -79,9 +75,7 @@ def test_a_mixture_is_trained_on_recorded_and_changed_on_resume(
     assert f"mixture: {data}, {second}=3:1-8,1:9-; temperature 0, tags in front of sources" in log
     assert f"from update 13 on the run has another mixture: {data}, {second}=0.5" in log
     assert Outcome.read(run).data == f"{data} {second}=0.5"
-    capsys.readouterr()
-    assert train(run, str(second), str(data)) == 2
-    assert f"the first --data must be that of {data}" in capsys.readouterr().err
+    refused(words_of(run, str(second), str(data)), capsys, "--data", str(data))
     assert logged(run, "data/small/share")[16] == pytest.approx(1 / 3, abs=0.1)
 
 
@@ -100,22 +94,14 @@ def test_a_corpus_is_added_to_a_run_of_one(data: Path, second: Path, tmp_path: P
 def test_other_vocabularies_and_repeated_corpora_are_refused(
     data: Path, second: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text, other = data.parent / "text", tmp_path / "other"
-    words = ["prepare", "--out", str(other), "--vocab-size", "200"]
-    for side, kind in (("en", "source"), ("de", "target")):
-        words += [f"--{split}-{kind}" if i % 2 == 0 else str(text / f"{split}.{side}")
-                  for split in ("train", "valid") for i in range(2)]  # fmt: skip
-    assert main(words) == 0
-    capsys.readouterr()
-
-    def refused(*words: str) -> str:
-        assert train(tmp_path / "run", *words) == 2
+    other, pairs = tmp_path / "other", pair_words(data.parent / "text", train="train", valid="valid")
+    assert main(["prepare", "--out", str(other), "--vocab-size", "200", *pairs]) == 0
+    for words, names in (
+        ((str(data), str(other)), ["vocabulary", str(other)]),
+        ((str(data), f"{data}=2"), ["are the same"]),
+        ((str(data), f"{second}@<none>"), ["<none>"]),
+        ((str(data), f"{second}=0"), ["weight above 0"]),
+        ((f"{data}=1:1-3", f"{second}=1:6-"), ["from update 4 to 5"]),
+    ):
+        refused(words_of(tmp_path / "run", *words), capsys, *names)
         assert not (tmp_path / "run").exists()
-        return capsys.readouterr().err
-
-    assert "must have the same vocabulary" in refused(str(data), str(other))
-    assert "are the same; give it once" in refused(str(data), f"{data}=2")
-    assert "a tag must be a symbol" in refused(str(data), f"{second}@<none>")
-    assert "number above 0" in refused(str(data), f"{second}=0")
-    gap = refused(f"{data}=1:1-3", f"{second}=1:6-")
-    assert "from update 4 to 5 no --data has a weight" in gap

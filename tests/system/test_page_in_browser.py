@@ -87,15 +87,19 @@ def test_controls(browser: Chromium, full_page: Path) -> None:
     assert browser(skips) == pytest.approx([700 * 31, 700 * 32])
     browser("document.getElementById('marks').click()")
     browser.wait(f"{DRAWN} && {loss}.data.length === 3")
-    rows = "[...document.querySelectorAll('#sample-table tbody tr')].map(row => row.innerText)"
-    assert len(browser(rows)) == 4 and "ONE TWO THREE FOUR 0" in browser(rows)[-1]
-    browser("document.getElementById('sample-on').click()")
-    assert "ONE TWO THREE FOUR 0" not in browser(rows)[-1]
-    view = "document.getElementById('sample-view')"
-    browser(f"{view}.value = 'update'; {view}.dispatchEvent(new Event('change'))")
-    shown = browser("document.getElementById('sample-table').innerText")
-    assert HOSTILE in shown and len(browser(rows)) >= 16
-    assert browser(rows)[-1].count(HOSTILE) == 2, "as reference and as translation"
+    table = "document.querySelector('.samples')"
+    rows = f"[...{table}.querySelectorAll('tbody tr:not([hidden])')].map(row => row.innerText)"
+    assert len(browser(rows)) == 4 and all("ONE TWO THREE FOUR 0" in row for row in browser(rows))
+
+    def choose(name: str, value: str) -> list[str]:
+        choice = f"{table}.querySelector('select[name={name}]')"
+        browser(f"{choice}.value = '{value}'; {choice}.dispatchEvent(new Event('change'))")
+        return list(browser(rows))
+
+    assert "ONE TWO THREE FOUR 0" not in choose("line", "30")[-1]
+    choose("line", "")
+    shown = choose("update", "200")
+    assert len(shown) >= 16 and shown[-1].count(HOSTILE) == 2, "as reference and as translation"
     assert browser("document.querySelectorAll('img[src^=http], script[src]').length") == 0
     assert browser.problems == [] and browser.requests == []
 
@@ -114,7 +118,7 @@ def test_the_policy_stops_foreign_code_and_requests(browser: Chromium, full_page
 def test_an_old_browser_is_told(browser: Chromium, full_page: Path, tmp_path: Path) -> None:
     changed = tmp_path / "changed.html"
     text = full_page.read_text(encoding="utf-8")
-    changed.write_text(text.replace('id="drawer-data">', 'id="drawer-data">damaged'), encoding="utf-8")
+    changed.write_text(text.replace('id="drawer">', 'id="drawer">damaged'), encoding="utf-8")
     open_page(browser, changed)
     assert browser("document.documentElement.dataset.drawn") == "failed"
     assert "could not be drawn" in browser("document.querySelector('.plot').innerText")

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.train import disk, saving
+from deepspeed_nmt.train import saving
 from tests.commands import train_words
 
 
@@ -22,7 +22,7 @@ def test_a_run_without_room_is_refused_before_it_starts_and_a_finished_one_is_no
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     usage = SimpleNamespace(free=0)
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: usage)
     settings = [*small, "engine.name=plain", "validation.metrics=[]"]
     run = tmp_path / "run"
     assert main(train_words(data, run, "--recipe", "transformer_base", *settings)) == 2

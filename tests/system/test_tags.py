@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,15 +11,16 @@ import pytest
 
 from deepspeed_nmt.api import Translator
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.errors import EXIT_USER_ERROR
 from deepspeed_nmt.export.certificate import Certificate
-from deepspeed_nmt.export.runtime import Asked, ExportedTranslator
+from deepspeed_nmt.export.runtime import ExportedTranslator
 from deepspeed_nmt.run.directory import Run
-from deepspeed_nmt.run.export_text import ExportRequest, export_text
-from deepspeed_nmt.sample.corpus import write_sample
+from deepspeed_nmt.run.exporting import ExportRequest, export_text
+from deepspeed_nmt.sample import write_sample
+from deepspeed_nmt.search.decode_options import DecodeOptions
 from deepspeed_nmt.text import NO_TAGS, Tags
-from tests.commands import translate
+from tests.commands import logged, refused, translate
 from tests.support import ROOT, prepare_sample
 from tests.system.conftest import SMALL
 
@@ -75,13 +75,12 @@ def test_validation_is_tagged_and_scored_without_tags(run: Path) -> None:
     assert translator.tags == Tags("<2de>", "<go>")
     hypotheses = [each.text for each in translator.translate(sources)]
     from deepspeed_nmt.evaluate.metrics import Scorer
-    from deepspeed_nmt.run.validation import ValidationConfig
+    from deepspeed_nmt.train.configuration import ValidationConfig
 
     metrics, _ = ValidationConfig(metrics=("chrf",), best_by="chrf").chosen(data.text_form)
     expected = Scorer(metrics, data.text_form, references)(hypotheses)["chrf"]
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    (logged,) = (line["valid/chrf"] for line in lines if "valid/chrf" in line)
-    assert logged == pytest.approx(expected, abs=1e-6) and logged > 0.0
+    (value,) = logged(run, "valid/chrf").values()
+    assert value == pytest.approx(expected, abs=1e-6) and value > 0.0
 
     # Scores of translations leave out the tag, which is given.
     best = translator.translate(sources[:3], token_scores=True)
@@ -106,14 +105,12 @@ def test_exports_know_the_tags(run: Path, tmp_path: Path, capsys: pytest.Capture
     for options, tag in (([], "<go> in the data of the run"), (["--tag-target", "<bt>"], "<bt>")):
         assert main([*words, *options]) == EXIT_USER_ERROR
         error = capsys.readouterr().err
-        assert (
-            f"does not let translations begin with a tag, but --tag-target is {tag}; give --tag-target none" in error
-        )
+        assert f"--tag-target is {tag}" in error and "--tag-target none" in error
     assert not (run / "exports").exists()
     out = tmp_path / "export"
     assert main(["export", "--run", str(run), "--format", "ctranslate2", "--out", str(out), "--sentences", "9"]) < 2
     # The model has learnt too little for a certificate that is passed, which the command needs.
-    there = ExportedTranslator(out, Certificate.read(out), "cpu", Asked(None, {}, tag_target=""))
+    there = ExportedTranslator(out, Certificate.read(out), DecodeOptions(device="cpu", tag_target=""))
     here = Translator.open(run, device="cpu", precision="fp32", tag_target="")
     lines = (run.parent / "text" / "test.en").read_text(encoding="utf-8").splitlines()
     assert [best[0].tokens for best in there.stream(lines)] == [each.tokens for each in here.translate(lines)]
@@ -121,9 +118,7 @@ def test_exports_know_the_tags(run: Path, tmp_path: Path, capsys: pytest.Capture
 
 def test_an_unknown_tag_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["translate", "--run", str(run), "--input", str(run.parent / "text" / "test.en"), "--output"]
-    assert main([*words, str(tmp_path / "out"), "--tag", "<2xx>"]) == EXIT_USER_ERROR
-    error = capsys.readouterr().err
-    assert "a tag must be a symbol of the source's vocabulary, but '<2xx>' is not one; did you mean '<2de>'?" in error
+    refused([*words, str(tmp_path / "out"), "--tag", "<2xx>"], capsys, "'<2xx>'", "did you mean '<2de>'")
     assert not (tmp_path / "out").exists()
 
 
@@ -154,8 +149,6 @@ def test_the_script_of_a_multilingual_model(tmp_path: Path) -> None:
         assert each.meta.options["cleaning"]["max_length"] == 90
     again = go("--from", str(text), "--vocab-size", "300", "--max-length", "90")
     assert again.returncode == 0 and again.stderr.count("nothing to do") == 3
-    for words, message in (([], "--from must be the directory with the text, but is missing"), (
-        ["--from", str(out)], f"--from must have the file train.en, but {out} has not"
-    )):  # fmt: skip
-        refused = go(*words)
-        assert refused.returncode == 2 and message in refused.stderr
+    for words, name in (([], "--from"), (["--from", str(out)], "train.en")):
+        wrong = go(*words)
+        assert wrong.returncode == 2 and name in wrong.stderr

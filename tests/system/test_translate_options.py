@@ -14,14 +14,13 @@ import pytest
 
 from deepspeed_nmt.api import Translator
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.commands import translate_pieces
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.evaluate.nbest import read_nbest
 from deepspeed_nmt.interruption import Interrupted
-from deepspeed_nmt.kernels import packed
+from deepspeed_nmt.kernels import onednn_ops
 from deepspeed_nmt.methods.transformer import Transformer
 from deepspeed_nmt.parallel.shared_work import SharedWork
-from deepspeed_nmt.run.pieces import Pieces
+from deepspeed_nmt.run.translation import Pieces
 from tests import commands
 from tests.system.conftest import SMALL
 
@@ -118,12 +117,12 @@ def test_texts_beside_the_source_are_translated_in_pieces(
         assert outputs("out", "--max-tokens", "8") == whole
     prefix.write_text("Die Katze\n" + "\n" * 9, encoding="utf-8")
     assert main([*command, "--max-tokens", "8"]) == 2
-    assert "to be resumed, but the text of --prefix was another one; start" in capsys.readouterr().err
+    assert "the text of --prefix was another one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_precisions_of_a_cpu(precision: str, run: Path, source: Path, tmp_path: Path) -> None:
-    if (why := packed.obstacle(precision)) is not None:
+    if (why := onednn_ops.obstacle(precision)) is not None:
         pytest.skip(why)
     out, cpu = tmp_path / "out", ("--device", "cpu", "--token-scores", "--precision")
     translate(run, source, out, *cpu, "fp32")
@@ -167,15 +166,15 @@ def test_alignments(
     assert links.read_text() == found and "aligns best" not in capsys.readouterr().err
     command = ["translate", "--run", str(copy), "--input", str(source), "--output", str(out), "--alignment"]
     assert main([*command, str(out)]) == 2
-    assert "--alignment must be another file than --output" in capsys.readouterr().err
+    assert "--alignment and --output are the same file" in capsys.readouterr().err
     assert main([*command, str(links), "--detokenise"]) == 2
-    assert "--detokenise changes; leave out one of them" in capsys.readouterr().err
+    assert "--detokenise" in capsys.readouterr().err
     (copy / "alignment.json").write_text("{}}")
 
     def fail(path: Path) -> None:
         raise DataError("the data is gone")
 
-    monkeypatch.setattr("deepspeed_nmt.run.alignment.DataDirectory.open", fail)
+    monkeypatch.setattr("deepspeed_nmt.run.alignment_layer.DataDirectory.open", fail)
     assert main([*command, str(links)]) == 2
     said = capsys.readouterr().err
     assert "alignment.json cannot be read; the layer is chosen again" in said
@@ -211,39 +210,18 @@ def test_pairs_are_scored_at_every_exit(
     assert main([*command, "--tokens", "--device", "cpu"]) == 0, "in fp32, unless another precision is asked for"
     printed = [line.split("\t")[6].split() for line in capsys.readouterr().out.splitlines()]
     assert [[f"{value:.9g}" for value in each] for each in found] == printed
-    if packed.obstacle("bf16") is None:
+    if onednn_ops.obstacle("bf16") is None:
         assert main([*command, "--tokens", "--device", "cpu", "--precision", "bf16"]) == 0
         assert [line.split("\t")[6].split() for line in capsys.readouterr().out.splitlines()] != printed
     with monkeypatch.context() as patch:
         patch.setattr(Transformer, "longest_target", property(lambda self: max(map(len, found)) - 1, lambda *_: None))
-        patch.setattr("deepspeed_nmt.search.scoring.token_log_probs", None)  # nothing is scored
+        patch.setattr("deepspeed_nmt.search.forced.token_log_probs", None)  # nothing is scored
         number = max(range(10), key=lambda n: len(found[n])) + 1
         assert main(command) == 2
-        assert f"which is all that the model reads, but line {number} has" in capsys.readouterr().err
+        assert f"line {number} of the translations has" in capsys.readouterr().err
     out.write_text("one\n", encoding="utf-8")
     assert main(command) == 2
-    assert "--source and --target must be aligned line by line, but have 10 and 1 lines" in capsys.readouterr().err
-
-
-def test_workers_do_not_start_on_another_translation(
-    run: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    with monkeypatch.context() as patch:
-        patch.setattr(Pieces, "remove", lambda self: None)
-        translate(run, source, out, "--max-tokens", "8", "--device", "cpu")
-    started: list[object] = []
-    monkeypatch.setattr(translate_pieces, "run_workers", lambda *arguments: len(started.append(arguments) or ""))
-    translate(run, source, out, "--max-tokens", "8", "--workers", "2")
-    assert len(started) == 1, "the same translation"
-    command = ["translate", "--run", str(run), "--input", str(source), "--output", str(out), "--max-length", "15"]
-    for options, message in (
-        (["--max-tokens", "8", "--beam", "3"], "to be resumed, but --beam was 2 and is 3; start with"),
-        (["--max-tokens", "8", "--temperature", "2"], "--temperature is no option of search.name=beam"),
-    ):
-        assert main([*command, "--workers", "2", *options]) == 2
-        assert message in capsys.readouterr().err
-    assert len(started) == 1
+    assert "--source has 10 lines and --target 1" in capsys.readouterr().err
 
 
 def test_ensembles_have_weights(run: Path, source: Path, tmp_path: Path) -> None:
@@ -261,52 +239,42 @@ def test_a_prefix_of_another_length_loses_nothing(
     command = ["translate", "--run", str(run), "--input", str(source), "--output", str(out), "--max-length", "15"]
     before = out.read_text(encoding="utf-8")
     assert main([*command, "--prefix", str(prefix)]) == 2
-    assert "--prefix must have a line for each line of the source, but has 4 and the source has 10" in (
-        capsys.readouterr().err
-    )
+    assert "--prefix has 4 lines, and the source has 10" in capsys.readouterr().err
     assert out.read_text(encoding="utf-8") == before, "nothing is translated"
     os.mkfifo(pipe)
     writer = threading.Thread(target=pipe.write_text, args=("\n" * 4,))
     writer.start()
     assert main([*command, "--prefix", str(pipe)]) == 2
     writer.join()
-    assert (
-        "but has 4 and the source has more; " in (said := capsys.readouterr().err) and "lines translated: 4" in said
-    )
+    said = capsys.readouterr().err
+    assert "--prefix has 4 lines, and the source has more" in said and "lines translated: 4" in said
     assert out.read_text(encoding="utf-8").splitlines() == expected[:4]
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        (
-            ["--search", "sampling", "--rerank", "deep-shallow"],
-            "--search decodes by the search sampling, --rerank by",
-        ),
-        (["--search", "beam", "--constraints", "F"], "--search decodes by the search beam, --constraints by"),
-        (["--search", "mask_predict"], "search.name=mask_predict decodes models that guess masked tokens, but"),
-        (["--search", "bean"], "--search must be a known search, but is 'bean'; did you mean 'beam'?"),
-        (["--precision", "fp16", "--device", "cpu"], "--precision must be fp32, "),
-        (["--temperature", "2"], "use search sampling or mbr, or leave it out"),
-        (
-            ["--min-length", "5", "--max-length", "4"],
-            "--min-length must be at most --max-length, which is 4, but is 5",
-        ),
-        (["--search", "diverse_beam", "--groups", "3"], "--beam must be a multiple of --groups, but is 2 and"),
-        (["--weights", "1,x"], "--weights must be numbers, separated by commas, but is 1,x"),
-        (["--weights", "1,2"], "--weights must have a number for each run, but has 2 for 1 run; give"),
-        (["--weights", "0"], "--weights must be positive numbers, but are [0.0]"),
-        (["--suppress", "no such"], "--suppress must be tokens of the target's vocabulary, but 'no such' is none"),
-        (["--alignment-layer", "2"], "--alignment-layer is for --alignment, which is missing; give both"),
-        (["--alignment", "-"], "--alignment must be another file than --output, but both are the same"),
-        (["--alignment", "/no/where"], "--alignment must be a writable file, but /no/where is in /no"),
-        (["--prefix", "-", "--constraints", "-"], "standard input (`-`) must be given at most once"),
-        (["--prefix", "/no/where"], "/no/where must be a text file, but does not exist"),
+        ("--search sampling --rerank deep-shallow", "--search --rerank sampling"),
+        ("--search beam --constraints F", "--search --constraints beam"),
+        ("--search mask_predict", "search.name=mask_predict"),
+        ("--search bean", "--search 'bean' 'beam'?"),
+        ("--precision fp16 --device cpu", "--precision fp32"),
+        ("--temperature 2", "--temperature sampling mbr"),
+        ("--min-length 5 --max-length 4", "--min-length --max-length 4 5"),
+        ("--search diverse_beam --groups 3", "--beam --groups 3"),
+        ("--weights 1,2", "--weights 2 1"),
+        ("--weights 0", "--weights 0.0"),
+        ("--suppress nosuch", "--suppress 'nosuch'"),
+        ("--alignment-layer 2", "--alignment-layer --alignment"),
+        ("--alignment -", "--alignment --output"),
+        ("--alignment /no/where", "--alignment /no/where"),
+        ("--prefix - --constraints -", "standard input"),
+        ("--prefix /no/where", "/no/where"),
     ],
 )
 def test_wrong_options_are_refused(
-    options: list[str], message: str, run: Path, source: Path, capsys: pytest.CaptureFixture[str]
+    options: str, named: str, run: Path, source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["translate", "--run", str(run), "--input", str(source), "--output", "-", *options]) == 2
+    assert main(["translate", "--run", str(run), "--input", str(source), "--output", "-", *options.split()]) == 2
     captured = capsys.readouterr()
-    assert message in captured.err and captured.out == ""
+    assert all(word in captured.err for word in named.split()) and captured.out == ""

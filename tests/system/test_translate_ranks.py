@@ -168,16 +168,11 @@ def test_what_cannot_be_shared_is_refused(job: Job, capsys: pytest.CaptureFixtur
         assert main([*job.words, "--output", str(job.target), "--device", "cpu", *changes]) == 2
         return capsys.readouterr().err
 
-    assert "--workers must be at least 1, but is 0" in refused("--workers", "0")
-    assert re.search(
-        r"--workers must be at most \d+, 4 for each CPU core .* is 99999;", refused("--workers", "99999")
-    )
-    assert "--input must be a file to be translated by several processes, but is -" in refused(
-        "--workers", "2", "--input", "-"
-    )
-    assert "--output must be a file to be translated by several processes, but is /dev/stdout" in refused(
-        "--workers", "2", "--output", "/dev/stdout"
-    )
-    assert "--workers 2 starts processes on the CPU, but --device is cuda" in refused(
-        "--workers", "2", "--device", "cuda"
-    )
+    for changes, named in (
+        (("--workers", "0"), "--workers .* 0"),
+        (("--workers", "99999"), "--workers is 99999"),
+        (("--workers", "2", "--input", "-"), "--input is -"),
+        (("--workers", "2", "--output", "/dev/stdout"), "--output is /dev/stdout"),
+        (("--workers", "2", "--device", "cuda"), "--workers .* --device is cuda"),
+    ):
+        assert re.search(named, refused(*changes))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
 import yaml
@@ -14,24 +12,21 @@ import yaml
 from deepspeed_nmt.api import Translator
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.train.checkpoint import Checkpoint
+from tests.commands import log_of, pair_words, refused
 from tests.support import run_ranks
 from tests.system.conftest import SMALL
 
 
 def prepare(text: Path, out: Path, *options: str) -> Path:
     """Make a data directory whose validation set is the sample's test set."""
-    words = [f"--{split}-{side}" for split in ("train", "valid") for side in ("source", "target")]
-    files = [str(text / f"test.{language}") for _ in range(2) for language in ("en", "de")]
-    given = [each for pair in zip(words, files, strict=True) for each in pair]
-    assert main(["prepare", "--out", str(out), *given, *options]) == 0
+    assert main(["prepare", "--out", str(out), *pair_words(text, train="test", valid="test"), *options]) == 0
     return out
 
 
 def values_of(run: Path) -> dict[str, float]:
-    """The last values of validation."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    found: list[dict[str, Any]] = [line for line in lines if "valid/loss" in line]
-    return {tag: value for tag, value in found[-1].items() if tag.startswith("valid/")}
+    """Return the last values of validation."""
+    last = [line for line in log_of(run) if "valid/loss" in line][-1]
+    return {tag: value for tag, value in last.items() if tag.startswith("valid/")}
 
 
 @pytest.fixture(scope="module")
@@ -107,14 +102,12 @@ def test_a_set_of_another_vocabulary_or_place_is_refused(
     other = prepare(data.parent / "text", tmp_path / "other", "--vocab-size", "300")
     train = ["train", "--data", str(data), "--run", str(tmp_path / "run"), *SMALL]
     capsys.readouterr()
-    assert main([*train, "--valid", f"x={other}", f"validation.sets.y={tmp_path}/none"]) == 2
-    first, second = [line for line in capsys.readouterr().err.splitlines() if "validation.sets." in line]
-    assert f"validation.sets.x must have the vocabulary of {data}, but {other} has another one; prepare its" in first
-    assert f"validation.sets.y: {tmp_path}/none must be a directory made by `prepare`, but does not exist" in second
-    assert second.endswith("leave it out by validation.sets.y=null")
+    error = refused([*train, "--valid", f"x={other}", f"validation.sets.y={tmp_path}/none"], capsys)
+    first, second = [line for line in error.splitlines() if "validation.sets." in line]
+    assert "validation.sets.x" in first and str(other) in first and str(data) in first
+    assert f"{tmp_path}/none" in second and "validation.sets.y=null" in second
     damaged = shutil.copytree(news, tmp_path / "damaged")
     with (damaged / "valid.target").open("r+b") as stream:
         stream.write(b"#")
-    assert main([*train, "--valid", f"news={damaged}"]) == 2
-    assert "valid.target has other content than was written" in capsys.readouterr().err
+    refused([*train, "--valid", f"news={damaged}"], capsys, "valid.target")
     assert not (tmp_path / "run" / "config.yaml").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import time
@@ -13,11 +12,14 @@ from typing import Any
 import pytest
 
 from deepspeed_nmt.errors import EXIT_RANK_LOST
+from tests.commands import log_of, train_words
 from tests.programs import Program
 from tests.support import ROOT, free_port, rank_environment, run_ranks
 
 RANKS = 3
 WORKER = str(ROOT / "tests/system/troubled_worker.py")
+ENDLESS = ["engine.name=plain", "training.max_updates=100000", "training.validate_every=100000"]
+ENDLESS += ["training.save_every=5", "validation.metrics=[]", "collapse.every=0"]
 Start = Callable[..., list[Program]]
 
 
@@ -28,15 +30,7 @@ def start(data: Path, small: list[str], tmp_path: Path) -> Iterator[Start]:
 
     def begin(*settings: str, trouble: str = "-1:0:none") -> list[Program]:
         port = free_port()
-        words = ["train", "--recipe", "transformer_base", "--data", str(data), "--run", str(tmp_path / "run"), *small]
-        words += ["engine.name=plain", "training.max_updates=100000", "training.validate_every=100000"]
-        words += [
-            "training.save_every=5",
-            "validation.metrics=[]",
-            "collapse.every=0",
-            "engine.silent_s=3",
-            *settings,
-        ]
+        words = train_words(data, tmp_path / "run", *small, *ENDLESS, "engine.silent_s=3", *settings)
         for rank in range(RANKS):
             environment = {**rank_environment(rank, RANKS, port, tmp_path), "TROUBLE": trouble}
             processes.append(Program([WORKER, *words], environment, tmp_path / f"rank{rank}.log"))
@@ -63,10 +57,8 @@ def said(tmp_path: Path, rank: int) -> str:
 
 def failure(tmp_path: Path) -> dict[str, Any]:
     """Return the only event of a failure."""
-    lines = (tmp_path / "run/events.jsonl").read_text().splitlines()
-    (found,) = (event for event in map(json.loads, lines) if event["event"] == "failure")
-    entry: dict[str, Any] = found
-    return entry
+    (event,) = (event for event in log_of(tmp_path / "run", "events") if event["event"] == "failure")
+    return event
 
 
 def ends(processes: list[Program], within: float) -> list[int]:
@@ -95,23 +87,26 @@ def test_a_stopped_rank_0_is_named(start: Start, tmp_path: Path) -> None:
     assert "rank 0, which hosts the TCP store, is gone or stopped" in (tmp_path / "run/logs/rank-1.log").read_text()
 
 
-def test_a_rank_that_hangs_is_named_with_its_micro_batch(start: Start, tmp_path: Path) -> None:
-    processes = start("engine.stuck_s=4", trouble="2:7:hang")
-    assert ends(processes, 60) == [EXIT_RANK_LOST] * RANKS
-    pattern = (
-        r"rank 2 is stuck in update 7, micro-batch 1 of \d+, which exceeds its time limit "
-        r"\(rank 2 on \S+ in deepspeed_nmt/engine/\w+\.py:\d+\)"
-    )
-    assert re.search(pattern, said(tmp_path, 0)), said(tmp_path, 0)
-
-
-def test_a_disk_that_hangs_is_named_when_the_next_checkpoint_waits_for_it(start: Start, tmp_path: Path) -> None:
-    processes = start("engine.timeout_s=10", trouble="0:5:disk")
-    assert ends(processes, 60) == [EXIT_RANK_LOST] * RANKS
-    pattern = (
-        r"rank 0 is stuck in writing the checkpoint of update 5 to \S+/run/checkpoints, which exceeds its time limit "
-        r"\(rank 0 on \S+ in deepspeed_nmt/train/saving\.py:\d+\)"
-    )
+@pytest.mark.parametrize(
+    ("setting", "trouble", "pattern"),
+    [
+        (
+            "engine.stuck_s=4",
+            "2:7:hang",
+            r"rank 2 is stuck in update 7, micro-batch 1 of \d+, .*engine/\w+\.py:\d+",
+        ),
+        (
+            "engine.timeout_s=10",
+            "0:5:disk",
+            r"rank 0 is stuck in .* update 5 to \S+/checkpoints, .*saving\.py:\d+",
+        ),
+    ],
+    ids=["update", "disk"],
+)
+def test_a_rank_that_hangs_is_named_with_its_task(
+    start: Start, tmp_path: Path, setting: str, trouble: str, pattern: str
+) -> None:
+    assert ends(start(setting, trouble=trouble), 60) == [EXIT_RANK_LOST] * RANKS
     assert re.search(pattern, said(tmp_path, 0)), said(tmp_path, 0)
 
 
@@ -132,15 +127,6 @@ def test_a_rank_that_fails_reports_its_error_and_is_named_by_the_others(
     assert re.search(pattern, other) and "Traceback" not in other
 
 
-def test_saving_may_take_longer_than_an_update(start: Start, tmp_path: Path) -> None:
-    """The time limit of an update does not apply while a checkpoint is written."""
-    processes = start("engine.stuck_s=30", "training.max_updates=10")
-    assert ends(processes, 90) == [0] * RANKS
-    assert "done: 10 updates" in said(tmp_path, 0)
-    log = (tmp_path / "run/logs/rank-0.log").read_text()
-    assert "done: 10 updates" in log and "INFO" in log
-
-
 def test_rank_0_waits_for_the_last_rank_to_leave(start: Start, tmp_path: Path) -> None:
     """Rank 0 hosts the store. Its end must not look like a loss to a rank that is still at work."""
     processes = start("training.max_updates=10", "engine.silent_s=9", trouble="1:0:linger")
@@ -152,10 +138,9 @@ def test_a_second_signal_ends_the_run_at_once_with_the_last_checkpoint_intact(
     data: Path, small: list[str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    words = ["train", "--recipe", "transformer_base", "--data", str(data), "--run", str(run), *small]
-    words += ["engine.name=plain", "training.save_every=3", "training.validate_every=100", "validation.metrics=[]"]
+    words = train_words(data, run, *small, *ENDLESS, "training.save_every=3", "training.max_updates=12")
     environment = {**rank_environment(0, 1, free_port(), tmp_path), "TROUBLE": "0:5:hang"}
-    process = Program([WORKER, *words, "collapse.every=0"], environment, tmp_path / "rank0.log")
+    process = Program([WORKER, *words], environment, tmp_path / "rank0.log")
     try:
         saved(tmp_path)
         process.send_signal(signal.SIGTERM)
@@ -165,6 +150,6 @@ def test_a_second_signal_ends_the_run_at_once_with_the_last_checkpoint_intact(
         assert process.wait(timeout=5) == 128 + signal.SIGTERM
     finally:
         process.kill()
-    run_ranks(["-m", "deepspeed_nmt", *words, "collapse.every=0"], 1, tmp_path, timeout=60)
+    run_ranks(["-m", "deepspeed_nmt", *words], 1, tmp_path, timeout=60)
     said_now = (run / "logs/rank-0.log").read_text()
     assert "resuming after update 3" in said_now and "done: 12 updates" in said_now

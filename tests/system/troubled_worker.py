@@ -13,7 +13,7 @@ from typing import Any
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.engine.plain import PlainEngine
-from deepspeed_nmt.train import store
+from deepspeed_nmt.train import checkpoint
 
 rank, update, kind = os.environ.get("TROUBLE", "-1:0:none").split(":")
 update_of_engine, close_of_engine = PlainEngine._backward, PlainEngine.close
@@ -42,7 +42,7 @@ def hanging(tensors: Any, path: Any) -> None:
     save_file(tensors, path)
 
 
-save_file, store.save_file = store.save_file, hanging
+save_file, checkpoint.save_file = checkpoint.save_file, hanging
 PlainEngine._backward = troubled  # type: ignore[method-assign]
 PlainEngine.close = lingering  # type: ignore[method-assign]
 sys.exit(main(sys.argv[1:]))

@@ -99,9 +99,10 @@ class ToyModel(TranslationModel):
         new_R1D = self.embedding(tokens_R.unsqueeze(1), offset=cache.length)
         new_R11D = new_R1D.unsqueeze(1)  # The cache stores heads; here there is one.
         seen, mask = cache.layers[0].append(KeysValues(new_R11D, new_R11D))
-        sentences, positions = seen.keys.shape[0], seen.keys.shape[2]
+        sentences = seen.keys.shape[0]
         width = tokens_R.shape[0] // sentences
-        visible_BWP = seen.keys.new_ones(sentences, width, positions) if mask is None else mask.squeeze(1).float()
+        visible_BWP = torch.ones_like(seen.keys[..., 0]).expand(-1, width, -1) if mask is None else mask.squeeze(1)
+        visible_BWP = visible_BWP.to(seen.keys.dtype)
         mean_BWD = visible_BWP @ seen.keys.squeeze(1) / visible_BWP.sum(dim=2, keepdim=True)
         states_BWD = torch.tanh(self.mix(memory.states_BSD + mean_BWD))
         logits: Tensor = self.projection(states_BWD.flatten(0, 1))
@@ -110,7 +111,7 @@ class ToyModel(TranslationModel):
     @override
     def at_exit(self, name: str) -> ToyModel:
         if name != TOP:
-            raise ConfigError(f"the exit must be {TOP}, but is '{name}'")
+            raise ConfigError(f"the exit is '{name}'; use {TOP}")
         return self
 
 

@@ -18,8 +18,8 @@ from pydantic import Field
 from torch import Tensor
 
 from deepspeed_nmt.core.model import TOP
+from deepspeed_nmt.core.objective import Passes
 from deepspeed_nmt.core.parts import RegularizerConfig
-from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.registry import Entry
 

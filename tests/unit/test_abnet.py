@@ -16,7 +16,7 @@ from deepspeed_nmt.core.model import TOP
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import CheckpointError, ConfigError
 from deepspeed_nmt.methods.abnet import AbNet
-from deepspeed_nmt.methods.bert.config import BertShape
+from deepspeed_nmt.methods.bert import BertShape
 from deepspeed_nmt.methods.masked_tokens import (
     LENGTH,
     MaskedTokens,
@@ -25,7 +25,7 @@ from deepspeed_nmt.methods.masked_tokens import (
     source_span,
 )
 from deepspeed_nmt.nn.cache import DecoderCache
-from deepspeed_nmt.search.length_penalty import LengthPenalty
+from deepspeed_nmt.search.base import LengthPenalty
 from deepspeed_nmt.search.mask_predict import MaskPredict, MaskPredictConfig
 from tests.bert_equations import abnet_encode, abnet_logits, mask_predict, sentences
 from tests.support import batch_of

@@ -19,9 +19,9 @@ from deepspeed_nmt.methods.transformer import TransformerConfig, build_transform
 from deepspeed_nmt.nn import cache
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.search import SEARCHES, Hypothesis
+from deepspeed_nmt.search.base import LengthPenalty
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
-from deepspeed_nmt.search.extensions import largest
-from deepspeed_nmt.search.length_penalty import LengthPenalty
+from deepspeed_nmt.search.left_to_right import largest
 from tests.models import BOS, EOS, PAD, padded, random_sources
 from tests.support import batch_of
 

@@ -192,7 +192,7 @@ def test_the_fusion_scale_keeps_the_scale_of_bert(folders: tuple[Path, Path], to
         model = loaded("bert_parallel", folders, tokenizer.vocabulary, f"model.fusion_scale={scale}")
         layer = model.decoder.layers[0]
         seen: list[Tensor] = []
-        layer.fusion_residual.norm.register_forward_hook(lambda module, inputs, output: seen.append(output[1]))
+        layer.fusion_residual.register_forward_hook(lambda module, inputs, output: seen.append(output))
         memory = model.encode(data.source_BS)
         state = layer(model.target_embedding(data.target_input_BT), Context(memory.mask, memory.states_BSD))
         return layer, float((state / seen[0]).mean())
@@ -210,7 +210,7 @@ def test_runs_with_and_without_learned_fusion_scales_do_not_share_weights() -> N
         load_config("bert_parallel", settings=[f"model.fusion_scale={scale}"]).model for scale in (1, 0.5, "learned")
     )
     for here, there in ((plain, learned), (learned, half)):
-        with pytest.raises(ConfigError, match=r"model.fusion_scale must be learned if and only if it is in RUN"):
+        with pytest.raises(ConfigError, match=r"model.fusion_scale is .* in RUN"):
             here.check_weights_of(there, "RUN")
     half.check_weights_of(plain, "RUN")
     assert half.composition_differences(plain) == ["model.fusion_scale is 1.0 there and 0.5 here"]
@@ -278,7 +278,7 @@ def test_a_bert_without_a_head_gets_a_random_one(
     vocabulary = BertTokenizer.from_berts(f"{folders[0]},{plain}").vocabulary
     model = loaded("bert_parallel", (folders[0], plain), vocabulary)
     assert torch.equal(model.projection.bias, torch.zeros(vocabulary.size))
-    with pytest.raises(ConfigError, match="must have been saved with its language-model head"):
+    with pytest.raises(ConfigError, match="saved without its language-model head"):
         loaded("abnet_serial", (folders[0], plain), vocabulary)
 
 
@@ -294,25 +294,25 @@ def test_unusable_berts_are_named(
 
     assert "there is no folder /nowhere/bert" in fails(source, "/nowhere/bert")
     (tmp_path / "empty").mkdir()
-    assert "model.source_encoder must be a folder or a name on" in fails(tmp_path / "empty", target)
+    assert "model.source_encoder: the config.json of a BERT could not be loaded" in fails(tmp_path / "empty", target)
     (tmp_path / "other").mkdir()
     transformers.RobertaConfig(hidden_size=32).save_pretrained(tmp_path / "other")
-    assert "must be a BERT, but" in (message := fails(source, tmp_path / "other")) and "model_type=roberta" in message
+    assert "model_type=roberta" in fails(source, tmp_path / "other")
     wide = make_bert(tmp_path / "wide", ENGLISH, seed=5, vocab_size=80, hidden_size=64)
-    assert "source.dim and target.dim must be equal" in fails(source, wide)
+    assert "and target.dim" in fails(source, wide)
     message = fails(source, target, vocabulary=Vocabulary(99, own_source=tokenizer.vocabulary.source))
-    assert "model.target_encoder must have the vocabulary of the data, 99 tokens, but" in message
+    assert "the data 99" in message
     assert "prepare the data with --tokenizer" in message
     weights = source.parent / "cut"
     weights.mkdir()
     for file in source.iterdir():
         (weights / file.name).write_bytes(file.read_bytes()[: 1000 if file.suffix == ".safetensors" else None])
-    assert "with the weights of a BERT, but" in fails(weights, target)
+    assert "the weights of a BERT could not be loaded" in fails(weights, target)
     config = load_config("bert_parallel")
     with pytest.raises(ConfigError, match=r"model.source_encoder is required: the folder of a BERT, or its name"):
         build_model(config.model_copy(update={"model": small(config.model)}), tokenizer.vocabulary).load_pretrained()
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    assert "needs the package transformers, which is not installed" in fails(source, target)
+    assert "the package transformers" in fails(source, target)
 
 
 def small(model: Any) -> Any:
@@ -334,11 +334,11 @@ def small(model: Any) -> Any:
             "bert predicts from left to right; use search.name=beam",
         ),
         (["", "search.name=mask_predict"], "decodes models that guess masked tokens, but model.name=transformer"),
-        (["bert_scratch_transformer", "model.freeze=[encoder]"], "freeze must be [] if pretrained is false"),
+        (["bert_scratch_transformer", "model.freeze=[encoder]"], "freeze is ['encoder'], but with pretrained=false"),
         (["bert_serial", "model.target.layers=3"], "an even number of layers"),
-        (["bert_serial", "model.fusion_scale=0.5"], "fusion_scale must be 1 unless decoder is parallel, but is 0.5"),
-        (["bert_parallel", "model.fusion_scale=2"], "must be a number above 0 and at most 1, or learned, but is 2"),
-        (["abnet_serial", "model.cross_heads=5"], "cross_heads must divide target.dim, but is 5"),
+        (["bert_serial", "model.fusion_scale=0.5"], "fusion_scale is 0.5, but decoder=serial"),
+        (["bert_parallel", "model.fusion_scale=2"], "is 2; use a number above 0 and at most 1"),
+        (["abnet_serial", "model.cross_heads=5"], "cross_heads is 5, which does not divide target.dim"),
         (
             ["abnet_serial", "objective.masked_tokens=null", "objective.label_smoothed.smoothing=0.1"],
             "is trained by objective.masked_tokens",

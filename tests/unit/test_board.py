@@ -19,11 +19,9 @@ from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalar
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
-from deepspeed_nmt.evaluate.heat_maps import heat_maps
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
-from deepspeed_nmt.run.attention_images import AttentionImages
-from deepspeed_nmt.train.board import LAYOUT
-from deepspeed_nmt.train.metrics import Metrics
+from deepspeed_nmt.run.attention_images import AttentionImages, heat_maps
+from deepspeed_nmt.train.log import LAYOUT, Metrics
 from deepspeed_nmt.train.progress import Progress
 from tests.support import batch_of
 

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, replace
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import sacrebleu
+import torch
 from tensorboard.plugin_util import markdown_to_safe_html
 
-from deepspeed_nmt.engine.base import EngineScalars
-from deepspeed_nmt.evaluate.bleu import paired_bootstrap
-from deepspeed_nmt.evaluate.curves import RunCurves, validation_measures
-from deepspeed_nmt.evaluate.metrics import METRICS
-from deepspeed_nmt.evaluate.significance import p_value_of_scores
-from deepspeed_nmt.run.gains import Compared, is_significant
-from deepspeed_nmt.run.late_results import LateMetrics, choice_by
-from deepspeed_nmt.run.validation import MEAN, ValidationConfig
-from deepspeed_nmt.run.validation_texts import ValidationTexts, plain_sources
+from deepspeed_nmt.engine.contract import EngineScalars, ParameterState
+from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.evaluate.metrics import METRICS, p_value_of_scores
+from deepspeed_nmt.evaluate.scoring import paired_bootstrap
+from deepspeed_nmt.reports.run_log import RunLog, validation_measures
+from deepspeed_nmt.run.late_scores import LateScores, choose_best
+from deepspeed_nmt.run.validation_sets import ValidationTexts, plain_sources
+from deepspeed_nmt.run.validator import Compared, choice_by, is_significant
 from deepspeed_nmt.text import TextForm
-from deepspeed_nmt.train.checkpoint import State, write_state
-from deepspeed_nmt.train.choosing import record_best, update_best, update_best_late, with_pending_score
+from deepspeed_nmt.train import checkpoint
+from deepspeed_nmt.train.checkpoint import CheckpointStore, State
+from deepspeed_nmt.train.configuration import MEAN, ValidationConfig
 from deepspeed_nmt.train.events import EVENTS_FILE, Events
-from deepspeed_nmt.train.progress import Progress
-from deepspeed_nmt.train.validation import Choice, LateResult, Validation
+from deepspeed_nmt.train.progress import LogState, Progress
+from deepspeed_nmt.train.validation import Choice, Validation, record_best, update_best
 from tests.unit.test_program_metrics import program
 
 UNKNOWN = -math.inf
@@ -38,7 +42,7 @@ def judged(*scores: tuple[float, float], significant: bool = True) -> list[tuple
     progress, found = Progress(), []
     for update, (score, loss) in enumerate(scores, 1):
         validation = Validation({}, BY_A, score, loss)
-        progress, _ = update_best(progress, update, validation, lambda new, old: significant)
+        progress, _ = update_best(replace(progress, update=update), validation, lambda new, old: significant)
         found.append((progress.best_update, progress.validations_since_best, progress.patience_update))
     return found
 
@@ -54,7 +58,7 @@ def test_events_have_the_measure_that_chose_and_its_value_with_its_sign(tmp_path
     for score, sign in ((-53.5, 1), (-2.0, -1), (0.2, 1)):
         choice = Choice("valid/news/len of ab", least=1.0 if score > 0 else -math.inf, sign=sign)
         found = Validation({}, choice, score, 3.25)
-        record_best(events, update_best(Progress(update=8), 8, found, lambda update, than: True)[0], found)
+        record_best(events, 8, found)
     lines = [json.loads(line) for line in (tmp_path / EVENTS_FILE).read_text().splitlines()]
     assert [(line["measure"], line["score"]) for line in lines] == [
         ("valid/news/len", -53.5), ("valid/news/len", 2.0), ("valid/news/loss", 3.25),
@@ -73,48 +77,21 @@ def test_gains_add_up_since_patience_was_reset() -> None:
     progress = Progress()
     for update, score in enumerate((1.0, 2.0, 3.0, 4.0), 1):
         found = Validation({}, BY_A, score, 1.0)
-        progress, _ = update_best(progress, update, found, lambda new, old: asked.append((new, old)) or new == 3)
+        progress, _ = update_best(
+            replace(progress, update=update), found, lambda new, old: asked.append((new, old)) or new == 3
+        )
     assert asked == [(2, 1), (3, 1), (4, 3)] and progress.patience_update == 3
-    older = Progress(best_score=1.0, best_loss=1.0, best_by="valid/a", best_update=7)
-    update_best(older, 9, Validation({}, BY_A, 2.0, 1.0), lambda new, old: asked.append((new, old)) or True)
-    assert asked[-1] == (9, 7), "a checkpoint of before"
     near_chance = Validation({}, replace(BY_A, least=1.0), 0.5, 0.5)
-    before = replace(older, best_score=0.5)
-    assert update_best(before, 9, near_chance, lambda new, old: False)[0].validations_since_best == 0
+    before = Progress(update=9, best_score=0.5, best_loss=1.0, best_by="valid/a", best_update=7)
+    assert update_best(before, near_chance, lambda new, old: False)[0].validations_since_best == 0
 
 
-def test_late_scores_choose_among_checkpoints_that_are_kept(caplog: pytest.LogCaptureFixture) -> None:
-    def late(update: int, score: float | None, by: str = "valid/a") -> LateResult:
-        return LateResult(update, 0, {}, None if score is None else Validation({}, Choice(by), score, 1.0))
-
-    before = Progress(
-        update=9, best_score=0.5, best_loss=1.0, best_by="valid/a", best_update=3, awaited=(4, 5, 6, 7, 8)
-    )
-    found = [late(2, 9.0), late(4, 0.6), late(5, 0.9), late(6, None), late(7, 0.1), late(8, 8.0, "valid/b")]
-    after, best = update_best_late(before, found, [3, 4, 6, 9], lambda new, old: True, warn=True)
-    assert best and (after.best_update, after.best_score, after.awaited) == (4, 0.6, (6,))
-    assert after.validations_since_best == 1, "of update 7; that of 5 has no checkpoint"
-    assert caplog.messages == [
-        "valid/a of update 5 is the best so far, but its checkpoint was not kept; raise validation.late_keep"
-    ]
-    assert update_best_late(after, found, [3, 4, 6, 9], lambda new, old: True, warn=True) == (after, False)
-    awaiting = Validation({}, BY_A, UNKNOWN, 1.0, pending_limit=2)
-    assert with_pending_score(replace(before, awaited=(7, 8)), awaiting, warn=True).awaited == (8, 9)
-    assert "valid/a of update 7 has not come, and its checkpoint is no longer kept" in caplog.messages[-1]
-    assert with_pending_score(before, replace(awaiting, pending_limit=0), warn=True) == before
-
-
-def test_progress_with_an_unknown_score_and_awaited_ones_is_read_as_it_was_written(tmp_path: Path) -> None:
-    progress = Progress(update=9, best_score=UNKNOWN, best_loss=2.0, best_update=4, awaited=(4, 8))
-    write_state(tmp_path / "state.json", progress, EngineScalars())
-    assert State.model_validate_json((tmp_path / "state.json").read_bytes()).progress == progress
-
-
-def test_late_results_reach_other_ranks_as_they_are(tmp_path: Path) -> None:
-    choice = choice_by(METRICS["ter"], MEAN, ["", "n"], " of x")
-    validation = choice.validation({"valid/loss": 1.0, "valid/n/loss": 3.0})
-    for result in (LateResult(4, 70, {"valid/ter": 40.0}, validation), LateResult(5, 0, {}, None)):
-        assert LateResult.read(json.loads(json.dumps(asdict(result)))) == result
+def test_a_state_with_an_unknown_score_and_sums_that_are_not_finite_is_read_as_it_was_written(tmp_path: Path) -> None:
+    log = LogState(sums={"loss": math.inf}, corpus_tokens={"a": 3}, losses=(0.1, 2.0))
+    progress = Progress(update=9, best_score=UNKNOWN, best_loss=2.0, best_update=4)
+    state = State(progress=progress, engine=EngineScalars(1, 2.0, 3), log=(log, LogState()))
+    state.write(tmp_path / "state.json")
+    assert State.model_validate_json((tmp_path / "state.json").read_bytes()) == state
 
 
 def test_the_mean_is_known_when_all_its_values_are() -> None:
@@ -128,44 +105,98 @@ def test_the_mean_is_known_when_all_its_values_are() -> None:
     assert (loss.score, loss.choice.least, "valid/mean/loss" in loss.values) == (-3.0, math.inf, False)
 
 
-def test_results_of_late_programs_are_taken_in_once_and_failures_end_the_wait(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def late_run(tmp_path: Path) -> Any:
+    """A run whose late metric chooses, with checkpoints of updates 1 to 4 and pending scores of 1 to 3."""
     path = program(tmp_path / "a.sh", 'case "$1" in *0002.txt) exit 3 ;; esac')
-    config = ValidationConfig(metrics=(f"late:{path}",), sets={"n": "x"})
+    config = ValidationConfig(metrics=(f"late:{path}",), sets={"n": "x"}, best_by="a", late_keep=2)
     for name in ("", "n"):
         ValidationTexts(tmp_path, name).begin(["x"], ["y"], [], 0)
-    late = LateMetrics(tmp_path, config)
-    choice = choice_by(config.commands["a"], "", ["", "n"], "")
-    for update in (1, 2, 10_000_000):
-        late.start(update, 100 * update, {"valid/loss": 1.0 * update}, choice)
-    for process in late._processes.values():
-        process.wait(20)
-    assert late.pending_updates() == [1, 2, 10_000_000] and late.has_pending_score(1)
-    main, other = (ValidationTexts(tmp_path, name) for name in ("", "n"))
-    main.result(1, "a").write_text("Loading\n")
-    found = {each.update: each for each in late.collect((1, 2, 3))}
-    assert found[1].validation is None and not late.has_pending_score(2) and late.pending_updates() == [1, 10_000_000]
-    unknown = found[2].validation
-    assert unknown is not None and (unknown.choice.by, unknown.score, unknown.loss) == ("valid/a", UNKNOWN, 2.0)
-    assert found[3].validation is not None and found[3].validation.choice.by == "", (
-        "its record is lost, so it never comes"
-    )
-    assert sum("a.sh ended with status 3, so valid/" in message for message in caplog.messages) == 2
-    main.result(1, "a").write_text("0.25\n")
-    (first,) = late.collect(())
-    assert (first.update, first.values, first.target_tokens) == (1, {"valid/a": 0.25}, 100)
-    assert first.validation is not None and first.validation.score == 0.25
-    other.result(1, "a").write_text("0.5\n")
-    resumed = LateMetrics(tmp_path, config)
-    (first,) = resumed.collect(())
-    assert first.values == {"valid/n/a": 0.5}
-    assert resumed.collect(()) == [] and [each.update for each in resumed.collect((1,))] == [1]
-    assert sum("/main/update-0000001.a.result has 'Loading'; it is" in message for message in caplog.messages) == 1
-    main.path(1, "json").write_text('{"update": 1}')
-    assert [each.validation and each.validation.choice.by for each in resumed.collect((1,))] == [""], (
-        "a damaged record"
-    )
+    late = LateScores(tmp_path, config)
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1, awaiting=late.awaiting)
+    choice, progress = choice_by(config.commands["a"], "", ["", "n"], ""), Progress()
+    for update in (1, 2, 3):
+        validation = choice.validation({"valid/loss": float(update)})
+        progress, _ = update_best(replace(progress, update=update), validation, lambda new, old: True)
+        assert late.start(update, 100 * update, validation.values, choice)
+        store.save(progress, EngineScalars(), [ParameterState("w", torch.zeros(2))])
+        for _, _, process in late._processes:
+            process.wait(20)
+    store.save(replace(progress, update=4), EngineScalars(), [ParameterState("w", torch.zeros(2))])
+    config = SimpleNamespace(validation=config)
+    return SimpleNamespace(path=tmp_path, config=config, checkpoints=store, late=late, texts=ValidationTexts)
+
+
+def result(run: Any, update: int, text: str, of: str = "") -> None:
+    """Write the number of the late program."""
+    ValidationTexts(run.path, of).result(update, "a").write_text(text)
+
+
+def test_checkpoints_are_kept_while_their_scores_are_to_come_and_choose_best_chooses_among_them(
+    late_run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = late_run.checkpoints
+    assert store.names() == [f"update-{update:07d}" for update in (1, 2, 3, 4)], "1 is the best by its loss"
+    assert late_run.late.awaiting() == [2, 3] and store.best() == "update-0000001"
+    messages = [record.getMessage() for record in caplog.get_records("setup")]
+    assert sum("a.sh of update 2 ended with status 3; see " in message for message in messages) == 2, "of each set"
+    assert "by its loss: no late score has come); 3 scores to come" in choose_best(late_run)
+    result(late_run, 3, "0.25\n")
+    result(late_run, 3, "0.5\n", "n")
+    assert "update-0000003 (valid/a 0.2500); 2 scores" in choose_best(late_run)
+    assert store.best() == "update-0000003" == (store.directory / "best").read_text().strip()
+    result(late_run, 2, "Loading\n")
+    assert "update-0000003" in choose_best(late_run) and "'Loading'" in caplog.text
+    result(late_run, 2, "0.75\n")
+    result(late_run, 1, "0.5\n")
+    assert "update-0000002 (valid/a 0.7500, before it update 3)" in choose_best(late_run)
+    lines = [json.loads(line) for line in (late_run.path / "metrics.jsonl").read_text().splitlines()]
+    values = [(line["update"], line.get("valid/a"), line.get("valid/n/a")) for line in lines]
+    assert values == [(3, 0.25, 0.5), (1, 0.5, None), (2, 0.75, None)], "each once, under its update"
+    assert [line["train/target_tokens"] for line in lines] == [300.0, 100.0, 200.0]
+    events = [json.loads(line) for line in (late_run.path / EVENTS_FILE).read_text().splitlines()]
+    assert [(event["event"], event["best_update"], event["score"]) for event in events] == [
+        *(("best", 3, 0.25), ("best", 2, 0.75))
+    ]
+
+
+def test_training_keeps_a_late_choice_until_it_goes_back_or_another_measure_chooses(
+    late_run: Any,
+) -> None:
+    store, state = late_run.checkpoints, [ParameterState("w", torch.zeros(2))]
+    result(late_run, 3, "0.25\n")
+    choose_best(late_run)
+    progress = store.progress("update-0000004")
+    store.save(replace(progress, update=5), EngineScalars(), state)
+    assert store.best() == "update-0000003" and "update-0000003" in store.names()
+    store.save(replace(progress, update=6, best_by="valid/b", best_update=6), EngineScalars(), state)
+    assert store.best() == "update-0000006", "by another measure"
+    store.forget_choice_after(3)
+    assert store.chosen() is not None
+    store.forget_choice_after(2)
+    assert store.chosen() is None
+
+
+def test_a_better_score_whose_checkpoint_is_gone_is_reported(late_run: Any, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.rmtree(late_run.checkpoints.directory / "update-0000002")
+    result(late_run, 2, "0.9\n")
+    result(late_run, 3, "0.1\n")
+    assert "update-0000003" in choose_best(late_run)
+    assert "valid/a of update 2 is the best so far, but its checkpoint was not kept" in caplog.text
+
+
+def test_choosing_waits_for_the_training_that_removes_checkpoints(
+    late_run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checkpoint, "_LOCK_S", 0.1)
+    store = late_run.checkpoints
+    progress = replace(store.progress("update-0000004"), update=5)
+    with store.choosing():
+        with pytest.raises(DataError, match="locked by process"):
+            choose_best(late_run)
+        store.save(progress, EngineScalars(), [ParameterState("w", torch.zeros(2))])
+        assert "old checkpoints stay until the next one is written" in caplog.text
+        assert "update-0000004" in store.names()
 
 
 def test_translations_are_dropped_after_the_checkpoint_of_other_sentences_and_beyond_the_bound(
@@ -214,7 +245,11 @@ def test_the_test_of_a_gain_is_sacrebleus_and_of_sentences_the_same_by_their_mea
     good, bad = damaged(0.2), damaged(0.5)
     alike = [good[0], "x " * 12, *bad[2:]]
     metric = METRICS["bleu"]
-    assert metric.p_value(good, bad, references) == paired_bootstrap([bad, good], [references])[0].p_value < 0.01
+    assert (
+        metric.p_value(good, bad, references)
+        == paired_bootstrap([bad, good], [references], sacrebleu.BLEU())[0].p_value
+        < 0.01
+    )
     assert metric.p_value(alike, bad, references) > 0.05
     assert metric.p_value(bad, bad, references) == p_value_of_scores([1.0, 2.0], [2.0, 1.0]) == 1.0
     scores = [[sacrebleu.sentence_chrf(line, [ref]).score for line, ref in zip(side, references, strict=True)]
@@ -255,6 +290,6 @@ def test_late_values_have_their_place_in_curves_and_reports(tmp_path: Path) -> N
         {"update": 4, "train/target_tokens": 40.0, "valid/rated": 0.9, "valid/n/rated": 0.9},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    curves = RunCurves(tmp_path)
-    assert (curves.updates, curves.tokens, curves.curve("valid/rated").values) == (8, 80.0, [0.9, 0.7])
-    assert validation_measures([curves]) == ["bleu", "rated", "n/loss", "n/rated"]
+    log = RunLog.read(tmp_path)
+    assert (log.update, log.tokens, log.series("valid/rated").values) == (8, 80, [0.9, 0.7])
+    assert validation_measures([log]) == ["bleu", "rated", "n/loss", "n/rated"]

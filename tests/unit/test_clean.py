@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from deepspeed_nmt.data.clean import CleaningConfig, PairCleaner, Reason, normalise_whitespace, read_lines
+from deepspeed_nmt.data.clean import CleaningConfig, PairChecker, PairCleaner, fits, read_lines
+from deepspeed_nmt.data.filters import Removals
+from deepspeed_nmt.text import normalise_whitespace
+
+CHUNK = 7
 
 
 def _clean(
     *lines: tuple[bytes, bytes], segmented: bool = False, **config: object
 ) -> tuple[list[tuple[str, str]], PairCleaner]:
-    cleaner = PairCleaner(CleaningConfig.model_validate(config), segmented)
-    return list(cleaner.texts(lines)), cleaner
+    cleaner = PairCleaner(PairChecker(CleaningConfig.model_validate(config), segmented))
+    kept: list[tuple[str, str]] = []
+    for start in range(0, len(lines), CHUNK):
+        checked = cleaner.checker.check(lines[start : start + CHUNK])
+        kept += compress(checked.texts, cleaner.accept(checked))
+    return kept, cleaner
 
 
 @pytest.mark.parametrize(
     ("source", "target", "reason"),
     [
-        (b"caf\xe9", b"ok", Reason.UNDECODABLE),
-        (b"ok", b"\xed\xa0\x80", Reason.UNDECODABLE),  # a lone surrogate
-        (b"nul\x00", b"ok", Reason.BAD_CHARACTER),
-        (b"ok", "was broken \ufffd before".encode(), Reason.BAD_CHARACTER),
-        (b"bell \x07", b"ok", Reason.BAD_CHARACTER),
-        ("C1 \x93quotes\x94".encode(), b"ok", Reason.BAD_CHARACTER),
-        (b"", b"ok", Reason.EMPTY),
-        (b"ok", b" \t\r", Reason.EMPTY),
-        (b"ok", "\u00a0\u3000\u2028".encode(), Reason.EMPTY),
-        (b"a b c d e f", b"ok", Reason.TOO_LONG),
+        (b"caf\xe9", b"ok", "undecodable"),
+        (b"ok", b"\xed\xa0\x80", "undecodable"),  # a lone surrogate
+        (b"nul\x00", b"ok", "bad_character"),
+        (b"ok", "was broken \ufffd before".encode(), "bad_character"),
+        (b"bell \x07", b"ok", "bad_character"),
+        ("C1 \x93quotes\x94".encode(), b"ok", "bad_character"),
+        (b"", b"ok", "empty"),
+        (b"ok", b" \t\r", "empty"),
+        (b"ok", "\u00a0\u3000\u2028".encode(), "empty"),
+        (b"a b c d e f", b"ok", "too_long"),
     ],
 )
-def test_faulty_pair_is_removed_and_counted_under_its_reason(source: bytes, target: bytes, reason: Reason) -> None:
+def test_faulty_pair_is_removed_and_counted_under_its_reason(source: bytes, target: bytes, reason: str) -> None:
     kept, cleaner = _clean((b"good", b"gut"), (source, target), (b"fine", b"fein"), max_length=5)
     assert kept == [("good", "gut"), ("fine", "fein")]
-    assert +cleaner.removed == {reason: 1}
+    assert +cleaner.removals.counts == {reason: 1}
     assert (cleaner.read, cleaner.kept) == (3, 2)
 
 
@@ -43,7 +52,7 @@ def test_unusual_but_valid_characters_are_kept() -> None:
     texts = ["naïve “quotes” – 日本語", "emoji 👩‍👩‍👧 stays", "soft\u00adhyphen", "e\u0301"]
     kept, cleaner = _clean(*((text.encode(), b"x") for text in texts))
     assert [source for source, _ in kept] == texts
-    assert cleaner.removed.total() == 0
+    assert cleaner.removals.counts.total() == 0
 
 
 def test_only_newline_ends_a_line(tmp_path: Path) -> None:
@@ -61,14 +70,13 @@ def test_white_space_is_normalised_but_segmented_tokens_are_not_split() -> None:
     assert normalise_whitespace(text, segmented=True) == "10\u00a0000 a@@ b\u2028c"
 
 
-def test_the_first_of_duplicates_is_kept_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed_nmt.data.clean._CHUNK_PAIRS", 7)
+def test_the_first_of_duplicates_is_kept_across_chunks() -> None:
     rng = np.random.default_rng(5)
     numbers = rng.integers(0, 60, 500).tolist()
     pairs = [(f"s {number}".encode(), f"t {number // 2}".encode()) for number in numbers]
     kept, cleaner = _clean(*pairs)
     assert kept == [(f"s {number}", f"t {number // 2}") for number in dict.fromkeys(numbers)]
-    assert cleaner.removed[Reason.DUPLICATE] == 500 - len(set(numbers))
+    assert cleaner.removals.counts["duplicate"] == 500 - len(set(numbers))
     assert len(_clean(*pairs, keep_duplicates=True)[0]) == 500
 
 
@@ -82,16 +90,17 @@ def test_identical_sides_are_removed_only_on_request() -> None:
     assert len(_clean(*pairs)[0]) == 2
     kept, cleaner = _clean(*pairs, remove_identical=True)
     assert kept == [("a", "b")]
-    assert +cleaner.removed == {Reason.IDENTICAL: 1}
+    assert +cleaner.removals.counts == {"identical": 1}
 
 
 def test_lengths_in_tokens() -> None:
-    cleaner = PairCleaner(CleaningConfig(max_length=50, max_ratio=3.0, ratio_from=10))
-    #          fits  limit too long  short   ratio   at ratio  short enough for any ratio
-    source = [20, 50, 51, 10, 0, 31, 30, 10]
-    target = [21, 50, 50, 60, 9, 10, 10, 1]
-    assert cleaner.fits(source, target).tolist() == [True, True, False, False, False, False, True, True]
-    assert +cleaner.removed == {Reason.TOO_LONG: 2, Reason.TOO_SHORT: 1, Reason.RATIO: 1}
-    assert cleaner.fits([], []).tolist() == []
-    cleaner = PairCleaner(CleaningConfig(max_ratio=1.5, ratio_from=1))  # that of Moses' clean-corpus-n
-    assert cleaner.fits([1, 2, 3, 3, 4, 60], [1, 1, 2, 1, 3, 40]).tolist() == [True, False, True, False, True, True]
+    removals = Removals()
+    config = CleaningConfig(max_length=50, max_ratio=3.0, ratio_from=10)
+    #            fits  limit too long  short   ratio   at ratio  short enough for any ratio
+    lengths = [[20, 50, 51, 10, 0, 31, 30, 10], [21, 50, 50, 60, 9, 10, 10, 1]]
+    assert fits(config, np.array(lengths), removals).tolist() == [True, True, *[False] * 4, True, True]
+    assert removals.counts == {"too_long": 2, "too_short": 1, "ratio": 1}
+    assert fits(config, np.zeros((2, 0), np.int64), removals).tolist() == []
+    moses = CleaningConfig(max_ratio=1.5, ratio_from=1)  # that of Moses' clean-corpus-n
+    lengths = [[1, 2, 3, 3, 4, 60], [1, 1, 2, 1, 3, 40]]
+    assert fits(moses, np.array(lengths), removals).tolist() == [True, False, True, False, True, True]

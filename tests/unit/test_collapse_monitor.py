@@ -15,13 +15,13 @@ import torch
 from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
-from deepspeed_nmt.data.validation import ValidationSet
-from deepspeed_nmt.engine.base import Engine
+from deepspeed_nmt.data.loader import ValidationSet
+from deepspeed_nmt.engine.contract import Engine
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.collapse import NLL, RELIANCE, CollapseConfig, CollapseMonitor
-from deepspeed_nmt.train.replica import Replica
+from deepspeed_nmt.train.validation import Replica
 from tests.support import random_corpus
 
 
@@ -114,7 +114,7 @@ def test_the_replica_copies_the_parameters_once_for_an_update() -> None:
             self.asked += 1
             return iter(())
 
-        update = scalars = restore = probe = _gather = _moments_of = None  # type: ignore[assignment]
+        update = scalars = restore = probe = _gather = _states_of = None  # type: ignore[assignment]
 
     engine = Counting()
     config = TransformerConfig(dim=16, ffn_dim=16, heads=2, encoder_layers=1, decoder_layers=1)

@@ -61,22 +61,22 @@ TRANSLATE = ["translate", "--run", "none", "--input", __file__]
 @pytest.mark.parametrize(
     "words, message",
     [
-        ([*TRANSLATE, "--output", "/proc/x"], "--output must be a writable file, but /proc/x cannot be written ("),
-        ([*TRANSLATE, "--output", "loop"], "--output must be a writable file, but loop cannot be written ("),
-        ([*TRANSLATE, "--output", "o", "--alignment", "/proc/x"], "--alignment must be a writable file, but /proc/x"),
-        ([*TRANSLATE, "--output", "o", "--alignment", "./o"], "--alignment must be another file than --output, but"),
-        ([*TRANSLATE, "--output", "o", "--nbest", "0"], "--nbest must be a whole number of at least 1, but is 0"),
+        ([*TRANSLATE, "--output", "/proc/x"], "--output: /proc/x cannot be written"),
+        ([*TRANSLATE, "--output", "loop"], "--output: loop cannot be written"),
+        ([*TRANSLATE, "--output", "o", "--alignment", "/proc/x"], "--alignment: /proc/x"),
+        ([*TRANSLATE, "--output", "o", "--alignment", "./o"], "--alignment and --output"),
+        ([*TRANSLATE, "--output", "o", "--nbest", "0"], "--nbest"),
         (
             [*TRANSLATE, "--output", "o", "--max-tokens", "0"],
-            "--max-tokens must be a whole number of at least 1, but",
+            "--max-tokens",
         ),
         (
             ["score-pairs", "--run", "none", "--source", __file__, "--target", __file__, "--max-tokens", "0"],
-            "--max-tokens must be a whole number of at least 1, but is 0",
+            "--max-tokens",
         ),
         (
             ["score-pairs", "--run", "none", "--source", __file__, "--target", __file__, "--output", "/proc/x"],
-            "--output must be a writable file, but /proc/x cannot be written (",
+            "--output: /proc/x cannot be written",
         ),
     ],
 )

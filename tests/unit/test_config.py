@@ -6,20 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.config import RunConfig, load_config, load_recorded, validate_recorded
-from deepspeed_nmt.engine.config import uses_deepspeed
-from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine_for
+from deepspeed_nmt.config import RunConfig, load_config, load_recorded
+from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine_for, uses_deepspeed
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.methods.consistency import ConsistencyConfig
-from deepspeed_nmt.methods.recurrent import RecurrentConfig
 from deepspeed_nmt.methods.transformer import TransformerConfig
 from deepspeed_nmt.recipes import load_sweep, recipes, sweeps
-from deepspeed_nmt.registry import older
 from deepspeed_nmt.settings_reference import settings_reference
-from deepspeed_nmt.train.optimizer import OptimizerConfig
+from deepspeed_nmt.train.optimizers.adam import AdamConfig
 from tests.support import ROOT
 
 
@@ -72,7 +67,7 @@ def test_errors_of_types_and_ranges_name_the_required_and_the_given_value() -> N
 
 def test_heads_must_divide_the_width() -> None:
     (sentence,) = problems("model.dim=512", "model.heads=7")
-    assert sentence == "model: heads must divide dim, but dim is 512 and heads is 7; use 4 or 8 heads"
+    assert sentence == "model: heads is 7, which does not divide dim 512; use 4 or 8"
 
 
 def test_all_problems_are_reported_together() -> None:
@@ -112,7 +107,7 @@ def test_incompatible_settings_are_refused_by_name() -> None:
     assert load_config(settings=["objective.ddr.weight=1", "objective.r_drop.weight=0"])
     cad = "layer.name=cross_attention_drop"
     (sentence,) = problems(cad, "layer.drop_depth=7", "layer.drop_ratio=0.5")
-    assert "layer.drop_depth must not exceed model.decoder_layers, but is 7 of 6" in sentence
+    assert "layer.drop_depth is 7, more than model.decoder_layers=6" in sentence
     (sentence,) = problems(cad, "layer.drop_depth=6")
     assert "leave none of the 6 layers of model.decoder_layers any cross-attention" in sentence
 
@@ -120,15 +115,15 @@ def test_incompatible_settings_are_refused_by_name() -> None:
 def test_exits_that_do_not_exist_are_refused() -> None:
     many = ["objective.label_smoothed=null", "objective.multi_softmax.exits=7x2"]
     (sentence,) = problems(*many)
-    assert "must draw at most model.encoder_layers exits of that side, but draws 7 of 6" in sentence
+    assert "draws 7 exits, but model.encoder_layers is 6" in sentence
     (sentence,) = problems(*many, "model.name=recurrent", "model.encoder_layers=9")
-    assert "at most model.encoder_loops exits of that side, but draws 7 of 5" in sentence
+    assert "draws 7 exits, but model.encoder_loops is 5" in sentence
     (sentence,) = problems(many[0], "objective.multi_softmax.weights={7-1: 2.0, 6-6: 1.0}")
-    assert "must name exits n-m up to 6-6, but names 7-1" in sentence
+    assert "names 7-1; use exits n-m up to 6-6" in sentence
     (sentence,) = problems(many[0], "objective.multi_softmax.exits=all", "layer.name=cross_attention_drop",
                            "layer.drop_depth=2")  # fmt: skip
     assert "layer.name=cross_attention_drop leave that layer no cross-attention" in sentence
-    assert "must be all, or AxB" in problems(many[0], "objective.multi_softmax.exits=two")[0]
+    assert "use all, or AxB" in problems(many[0], "objective.multi_softmax.exits=two")[0]
 
 
 def test_a_setting_of_another_component_names_that_component() -> None:
@@ -149,16 +144,16 @@ def test_weights_that_train_nothing_are_refused() -> None:
     small = ["objective.label_smoothed=null", "model.encoder_layers=1", "model.decoder_layers=2"]
     weights = "objective.multi_softmax.weights"
     (sentence,) = problems(*small, weights + "={1-1: 0, 1-2: 0}")
-    assert "must give one of the exits that are trained a weight above 0, but all of those of exits=all" in sentence
+    assert "gives all exits of exits=all weight 0" in sentence
     (sentence,) = problems(*small, weights + "={1-2: 0}", "objective.multi_softmax.exits=1x1")
-    assert "all of those of exits=1x1 have weight 0; raise that of 1-2" in sentence
+    assert "gives all exits of exits=1x1 weight 0; raise that of 1-2" in sentence
     assert load_config(settings=[*small, weights + "={1-2: 0}"])
 
 
 def test_exits_that_yaml_parses_as_a_number() -> None:
     (sentence,) = problems("objective.label_smoothed=null", "objective.multi_softmax.exits=0x2")
-    assert "objective.multi_softmax.exits must be all, or a string AxB such as 2x2" in sentence
-    assert "but is 2 in YAML" in sentence
+    assert "use all, or a string AxB such as 2x2" in sentence
+    assert "is 2 in YAML" in sentence
 
 
 def test_keys_of_any_type_are_refused_with_a_message(tmp_path: Path) -> None:
@@ -202,55 +197,6 @@ def test_recipes_of_the_deep_decoder_paper_neither_clip_nor_scale_initialisation
         assert (config["model"]["init"], config["optimizer"]["clip_norm"]) == expected, name
 
 
-@pytest.fixture
-def newer_beta2(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Setting optimizer.beta2 as if it were newer than some runs, which computed with 0.5."""
-    monkeypatch.setattr(OptimizerConfig.model_fields["beta2"], "json_schema_extra", older(0.5))
-
-
-@pytest.mark.usefixtures("newer_beta2")
-def test_a_setting_that_a_run_lacks_has_the_value_of_older_runs(tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    settings = yaml.safe_load(RunConfig().to_yaml())
-    del settings["optimizer"]["beta2"]
-    file.write_text(yaml.safe_dump(settings))
-    assert load_recorded(file).optimizer.beta2 == validate_recorded(settings).optimizer.beta2 == 0.5
-    assert load_config(file=file).optimizer.beta2 == RunConfig().optimizer.beta2, "a user's file has the default"
-    assert load_config(resumed=file).optimizer.beta2 == 0.5, "the resumed run stays as it is"
-    assert load_config("transformer_base", resumed=file).optimizer.beta2 == 0.98, "the recipe gives it"
-    assert load_config(settings=["optimizer.beta2=0.9"], resumed=file).optimizer.beta2 == 0.9
-    del settings["optimizer"]
-    assert validate_recorded(settings).optimizer.beta2 == 0.5, "the section is newer than the run"
-    file.write_text(load_recorded(file).to_yaml())
-    assert load_config(resumed=file).optimizer.beta2 == 0.5, "once resumed, the run records it"
-    file.write_text(RunConfig().to_yaml())
-    assert load_recorded(file) == load_config(resumed=file) == RunConfig(), "a run that has the setting"
-
-
-def test_settings_of_older_runs_follow_the_parts_that_are_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ConsistencyConfig.model_fields["every"], "json_schema_extra", older(3))
-    monkeypatch.setattr(RecurrentConfig.model_fields["decoder_loops"], "json_schema_extra", older(4))
-    file = tmp_path / "config.yaml"
-    file.write_text("model: {name: recurrent}\nobjective: {label_smoothed: {}, ddr: {weight: 2.0}}\n")
-    config = load_recorded(file)
-    assert config.objective["ddr"].model_dump() == {"weight": 2.0, "every": 3}
-    assert config.model.model_dump()["decoder_loops"] == 4
-    other = load_config("transformer_base", resumed=file)
-    assert set(other.objective) == {"label_smoothed"} and other.model.name == "transformer"
-    for wrong in ("model: 3", "model: {name: 3}", "objective: 3", "objective: {ddr: 3}", "optimizer: 3"):
-        file.write_text(wrong)
-        with pytest.raises(ConfigError):
-            load_recorded(file)
-
-
-def test_runs_from_before_loops_and_exits_were_corrected_compute_as_before() -> None:
-    config = validate_recorded({"model": {"name": "recurrent"}, "objective": {"multi_softmax": {"exits": "2x2"}}})
-    assert config.model.model_dump()["deepnorm_depth"] == "layers"
-    assert config.objective["multi_softmax"].model_dump()["inverse_probability"] is False
-
-
 def uses_deepspeed_on(ranks: int, config: RunConfig) -> bool:
     """Return True if a run of these settings uses DeepSpeed."""
     return uses_deepspeed(config.engine, ranks)
@@ -272,7 +218,7 @@ def test_a_configuration_of_deepspeed_chooses_deepspeed_on_one_rank_too(tmp_path
 
     def resolved(ranks: int, *settings: str) -> EngineSettings:
         engine = load_config(settings=settings).engine
-        return resolve_engine_for(engine, 1.0, ranks=ranks, data_ranks=ranks, native="fp32")
+        return resolve_engine_for(engine, AdamConfig(), ranks=ranks, data_ranks=ranks, native="fp32")
 
     assert [resolved(1).zero_stage, resolved(2).zero_stage] == [None, 2]
     assert resolved(1, "engine.ds_config=zero3_offload").zero_stage == 3
@@ -283,40 +229,13 @@ def test_a_configuration_of_deepspeed_chooses_deepspeed_on_one_rank_too(tmp_path
 def test_a_configuration_of_deepspeed_is_refused_with_plain_torch(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("engine: {ds_config: mine.json}\n")
-    message = (
-        r"engine\.ds_config must be left out with engine\.name=plain, .* but is 'mine\.json'; use engine\.name=dee"
-    )
+    message = r"ds_config is 'mine\.json'.* engine\.name=plain"
     with pytest.raises(ConfigError, match=message):
         load_config(settings=["engine.name=plain", "engine.ds_config=mine.json"])
     with pytest.raises(ConfigError, match=message):
         load_config(file=file, settings=["engine.name=plain"])
     config = load_config(file=file, settings=["engine.name=plain", "engine.ds_config=null"])
     assert not uses_deepspeed_on(8, config)
-
-
-@pytest.mark.parametrize("ds_config", ["zero2", "zero3_offload"])
-@pytest.mark.parametrize("name", ["auto", "plain", "deepspeed"])
-def test_older_runs_resume_with_the_engine_that_they_had(name: str, ds_config: str, tmp_path: Path) -> None:
-    # They recorded the default as zero2, and ignored ds_config on one rank and with plain torch.
-    file = tmp_path / "config.yaml"
-    settings = yaml.safe_load(RunConfig().to_yaml())
-    settings["engine"] |= {"name": name, "ds_config": ds_config}
-    file.write_text(yaml.safe_dump(settings))
-    alone, several = name == "deepspeed", name != "plain"
-    found = [load_recorded(file), validate_recorded(settings), load_config(file=file, resumed=file)]
-    found.append(load_config(file=file, settings=["engine.precision=fp32"], resumed=file))
-    for config in found:
-        assert (uses_deepspeed_on(1, config), uses_deepspeed_on(2, config)) == (alone, several)
-        assert (config.engine.ds_config or "zero2") == ds_config or name == "plain"
-    assert not uses_deepspeed_on(2, load_config(file=file, settings=["engine.name=plain"], resumed=file))
-    if name != "plain":
-        config = load_config(file=file, settings=["engine.ds_config=zero1"], resumed=file)
-        assert uses_deepspeed_on(1, config) and config.engine.ds_config == "zero1"
-    if ds_config == "zero2":
-        tuned = load_config(file=file)
-        assert uses_deepspeed_on(1, tuned) == alone, "a new run with the settings of this one"
-        settings["engine"]["ds_config"] = None
-        assert name == "deepspeed" or found[0] == validate_recorded(settings), "equal settings of both versions"
 
 
 def test_a_run_of_this_version_resumes_with_the_engine_that_it_had(tmp_path: Path) -> None:
@@ -377,7 +296,7 @@ def test_a_sweep_is_listed_with_its_parameters(capsys: pytest.CaptureFixture[str
     assert [row["settings"] for row in rows][2] == ["model.decoder_layers=6"]
     assert rows[2]["parameters"] / 1e6 == pytest.approx(63, rel=0.015)
     assert main(["plan", "--sweep", "deep_decoder_fig1", "--point", "11"]) == 2
-    assert "--point must be between 1 and 10, but is 11" in capsys.readouterr().err
+    assert "--point is 11" in capsys.readouterr().err
     assert main(["plan", "--sweep", "deep_decoder_fig"]) == 2
 
 
@@ -387,7 +306,7 @@ def test_a_sweep_is_listed_with_its_parameters(capsys: pytest.CaptureFixture[str
 def test_a_point_is_printed_without_options_of_a_plan(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--sweep", "deep_decoder_fig1", "--point", "1", *options]) == 2
     captured = capsys.readouterr()
-    assert f"plans nothing, but {options[0]} is given; leave out {options[0]}, or --point" in captured.err
+    assert "--point" in captured.err and f"leave out {options[0]}" in captured.err
     assert captured.out == ""
 
 

@@ -84,11 +84,11 @@ def test_a_log_file_that_cannot_be_written_is_reported_once(capsys: pytest.Captu
     [
         (
             OSError(errno.EROFS, "Read-only file system", "RO/.lock"),
-            "'RO/.lock' must be writable, but is not (Read-only file system); make it writable, or work with a copy",
+            "Read-only file system ('RO/.lock'); make it writable",
         ),
         (
             PermissionError(errno.EACCES, "Permission denied", "run/.lock"),
-            "'run/.lock' must be accessible, but is not (Permission denied); change its permissions, or work with a",
+            "Permission denied ('run/.lock'); change its permissions",
         ),
     ],
 )

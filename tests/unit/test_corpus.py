@@ -74,25 +74,25 @@ def test_views_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"train\.source\.offsets\.bin must exist"):
+    with pytest.raises(DataError, match=r"train\.source\.offsets\.bin is missing"):
         Corpus(tmp_path, "train")
     _write(tmp_path, [([4, 5], [5]), ([6, 7], [8])], 10)
     tokens = tmp_path / "train.source.uint16.bin"
     tokens.write_bytes(tokens.read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"must hold 4 tokens .* but holds 3"):
+    with pytest.raises(DataError, match=r"holds 3 tokens instead of the 4"):
         Corpus(tmp_path, "train")
     tokens.write_bytes(tokens.read_bytes()[:-1])
-    with pytest.raises(DataError, match=r"whole number of 2-byte numbers, but has 5 bytes"):
+    with pytest.raises(DataError, match=r"has 5 bytes, which are no whole number of 2-byte"):
         Corpus(tmp_path, "train")
     tokens.unlink()
-    with pytest.raises(DataError, match=r"train\.source\.uint16\.bin must exist"):
+    with pytest.raises(DataError, match=r"train\.source\.uint16\.bin is missing"):
         Corpus(tmp_path, "train")
 
 
 def test_sides_of_different_length(tmp_path: Path) -> None:
     _write(tmp_path, [([4], [5]), ([6], [7])], 10)
     (tmp_path / "train.target.offsets.bin").write_bytes(np.array([0, 2], dtype="<i8").tobytes())
-    with pytest.raises(DataError, match="source has 2 and the target 1"):
+    with pytest.raises(DataError, match="2 sources and 1 targets"):
         Corpus(tmp_path, "train")
 
 

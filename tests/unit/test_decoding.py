@@ -10,7 +10,7 @@ import pytest
 
 from deepspeed_nmt.config import RunConfig, load_config
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.run.decoding import search_settings
+from deepspeed_nmt.run.opening import search_settings
 
 
 @dataclass

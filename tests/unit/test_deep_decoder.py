@@ -12,8 +12,7 @@ from torch import Tensor
 from deepspeed_nmt import randomness
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP
-from deepspeed_nmt.core.objective import Objective, TrainModule
-from deepspeed_nmt.core.passes import Passes
+from deepspeed_nmt.core.objective import Objective, Passes, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.kernels.segments import Segments
@@ -28,7 +27,8 @@ from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import Transformer, TransformerConfig, build_transformer
 from deepspeed_nmt.nn.layers import Context, DecoderLayer, Draw, LayerParts
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.planning.tally import Tally
+from deepspeed_nmt.planning.counting import Tally
+from deepspeed_nmt.train.optimizers.adam import AdamConfig
 from tests.support import batch_of
 
 V = Vocabulary(40)
@@ -73,9 +73,8 @@ def test_cross_attention_is_skipped_at_its_rate_and_other_sublayers_are_not() ->
 
     with_cross = layer.eval()(x, Context(memory_BSD=memory))
     layer.train()
-    attended = layer.self_attention(*[layer.self_residual.pre_norm(x)] * 2, causal=True)
-    state = layer.self_residual.add(x, attended)
-    without = layer.feed_forward_residual.add(state, layer.feed_forward(layer.feed_forward_residual.pre_norm(state)))
+    state = layer.self_residual(x, lambda h: layer.self_attention(h, h, causal=True))
+    without = layer.feed_forward_residual(state, layer.feed_forward)
     kinds = []
     for update in range(4000):
         result = run(update)
@@ -153,9 +152,11 @@ def test_a_dropped_layers_moments_decay_as_under_a_zero_gradient() -> None:
     parameter = module.decoder.layers[0].cross_attention.out_proj.weight
     purpose = randomness.Purpose.CROSS_ATTENTION_DROP
     kept = next(u for u in range(1, 100_000) if Draw(5, u).uniform(purpose, 1)[0] >= 0.999)
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
     world = World(rank=0, ranks=1, local_rank=0, device=torch.device("cpu"))
-    engine = PlainEngine(TrainModule(module, Objective(LabelSmoothed(0.1, 0))), optimizer, 0.0, "fp32", world)
+    engine = PlainEngine(
+        TrainModule(module, Objective(LabelSmoothed(0.1, 0))), AdamConfig(clip_norm=0.0), "fp32", world
+    )
+    optimizer = engine._optimizer
     engine.update([batch(kept)], 9, 0.01)
     moment = optimizer.state[parameter]["exp_avg"].clone()
     assert moment.any()

@@ -23,7 +23,6 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.randomness import Purpose, key, uniform
-from deepspeed_nmt.train.optimizer import build_optimizer
 
 V = Vocabulary(31)
 DIM, HEADS, LAYERS = 12, 3, 4
@@ -226,9 +225,8 @@ def engine_of(coins: str) -> PlainEngine:
     for embedding in (module.model.source_embedding, module.model.target_embedding):
         torch.testing.assert_close(embedding._positions(9)[:9], positions(9), rtol=0, atol=1e-6)
         embedding._positions_TD = positions(256)  # the model computes them in fp32
-    optimizer = build_optimizer(config.optimizer, module)
     world = World(rank=0, ranks=1, local_rank=0, device=torch.device("cpu"))
-    return PlainEngine(module, optimizer, config.optimizer.clip_norm, "fp32", world)
+    return PlainEngine(module, config.optimizer, "fp32", world)
 
 
 def cut(pairs: list[Pair], micro_batches: int) -> list[list[Pair]]:

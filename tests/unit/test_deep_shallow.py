@@ -14,7 +14,7 @@ from deepspeed_nmt.methods.depth_growing import DepthGrowing, DepthGrowingConfig
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from deepspeed_nmt.search.deep_shallow import DeepShallow, DeepShallowConfig
-from deepspeed_nmt.search.ensemble import Ensemble
+from deepspeed_nmt.search.models import Ensemble
 from tests import transformer_equations as equations
 
 Predict = Callable[[tuple[int, ...]], list[float]]

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from deepspeed_nmt import parallel
-from deepspeed_nmt.doctor import hosts
-from deepspeed_nmt.doctor.examination import TOGETHER, _begin_to_join, _Meeting
+from deepspeed_nmt import doctor
+from deepspeed_nmt.doctor import group_checks as hosts
+from deepspeed_nmt.doctor.examination import TOGETHER, begin_to_connect, meet
 from deepspeed_nmt.doctor.findings import Finding, JobContext, Output
-from deepspeed_nmt.doctor.hosts import Group, judge, missing_hosts
+from deepspeed_nmt.doctor.group_checks import Exchange, Group, judge, missing_hosts
+from deepspeed_nmt.doctor.trial import WAITED, Outcome
 from deepspeed_nmt.errors import ConfigError, TrainingError
-from deepspeed_nmt.parallel.exchange import Exchange
 from deepspeed_nmt.parallel.launched import RankPlace
-from deepspeed_nmt.parallel.trial import WAITED, Outcome
 
 VERSIONS = {"torch": "2.13.0", "Python": "3.11.7"}
 
@@ -49,13 +48,12 @@ def together(check: Callable[[Group], list[Finding]], made: list[Group]) -> list
 
 
 def test_versions_are_compared(tmp_path: Path) -> None:
-    (found,) = together(hosts.equal, groups([tmp_path] * 3))
+    (found,) = together(hosts.versions, groups([tmp_path] * 3))
     assert found == ("ok", "equal on all hosts: torch, Python")
     other = {"torch": "2.12.0", "Python": None}
-    first, second = together(hosts.equal, groups([tmp_path] * 3, VERSIONS, other))
-    assert first.level == "fault" and first.text == (
-        "all hosts must have the same torch, but have 2.13.0 on node0, node2; 2.12.0 on node1; install the same lock "
-        "everywhere"
+    first, second = together(hosts.versions, groups([tmp_path] * 3, VERSIONS, other))
+    assert (
+        first.level == "fault" and "torch" in first.text and "2.13.0 on node0, node2; 2.12.0 on node1" in first.text
     )
     assert second.level == "warning" and "3.11.7 on node0, node2; none on node1" in second.text
 
@@ -72,7 +70,7 @@ def test_clocks_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     (found,) = together(answer, groups([tmp_path] * 3))
     assert found.level == "fault"
-    assert "but that of node1 is 7.0 s behind that of node0; start a time service" in found.text
+    assert "clock of node1 is 7.0 s behind that of node0" in found.text
 
 
 def test_a_host_that_does_not_answer_is_named(tmp_path: Path) -> None:
@@ -88,17 +86,14 @@ def test_the_run_directory_is_shared(tmp_path: Path) -> None:
     (found,) = together(hosts.directory, groups([shared] * 3))
     assert found == ("ok", f"{shared} is the same on node1, node2 and node0")
     (found,) = together(hosts.directory, groups([shared, shared, other], limit_s=2.0))
-    assert found.level == "fault" and found.text == (
-        f"the run directory must be the same on all hosts, but node2 does not see in {other} what node0 writes to "
-        f"{shared}; use a directory that all hosts share"
-    )
+    assert found.level == "fault" and f"node2 does not see in {other} what node0 writes to {shared}" in found.text
     assert not list(shared.iterdir()) and not list(other.iterdir())
 
 
 def test_locks_must_hold_on_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "can_lock", lambda directory, name: True)
+    monkeypatch.setattr(hosts, "can_lock", lambda path: True)
     (found,) = together(hosts.directory, groups([tmp_path] * 2))
-    assert found.level == "warning" and "but node1 can lock what node0 has locked" in found.text
+    assert found.level == "warning" and "node1 can lock what node0 has locked" in found.text
 
 
 def test_a_directory_that_rank_0_cannot_write_stops_nobody(tmp_path: Path) -> None:
@@ -110,13 +105,10 @@ def test_a_trial_names_the_first_cause() -> None:
     names = {rank: f"rank {rank} on node{rank}" for rank in range(3)}
     outcomes = {0: Outcome(problem=WAITED), 1: Outcome(problem="no route to host")}
     (found,) = judge("nccl", outcomes, names, 2, set(), set())
-    assert found.level == "fault" and found.text.startswith(
-        "all ranks must be able to add numbers by nccl, but rank 1 on node1 cannot (no route to host), and 2 more "
-        "cannot;"
-    )
-    assert "NCCL_SOCKET_IFNAME" in found.text
+    assert found.level == "fault" and found.text.startswith("rank 1 on node1 cannot add numbers by nccl (no route to")
+    assert "and 2 more cannot" in found.text and "NCCL_SOCKET_IFNAME" in found.text
     (found,) = judge("gloo", {0: Outcome()}, {0: "rank 0", 1: "rank 1"}, 2, set(), set())
-    assert "but rank 1 cannot (no answer)" in found.text
+    assert "rank 1 cannot" in found.text and "(no answer)" in found.text
 
 
 def test_a_trial_reports_what_nccl_uses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +122,7 @@ def test_a_trial_reports_what_nccl_uses(monkeypatch: pytest.MonkeyPatch) -> None
         "4 ranks on 2 hosts add numbers by NCCL 2.29.7 over NET/Socket, P2P/CUMEM (Socket: eth0:10.0.0.1<0>): 37.00 "
         "GB/s"
     )
-    assert second.level == "warning" and "NCCL should use InfiniBand between hosts (mlx5_0)" in second.text
+    assert second.level == "warning" and "sockets" in second.text and "mlx5_0" in second.text
     assert len(judge("nccl", outcomes, names, 2, {"NET/IB"}, set())) == 1
 
 
@@ -149,7 +141,7 @@ def test_hosts_of_missing_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_torch_is_imported_before_a_second_thread_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process whose threads import torch at the same time is aborted, but not every time."""
     name = Exchange.__module__
-    monkeypatch.setattr(parallel, "exchange", sys.modules[name])  # restored at the end, as the module is
+    monkeypatch.setattr(doctor, "group_checks", sys.modules[name])  # restored at the end, as the module is
     monkeypatch.delitem(sys.modules, name)
     imported = []
 
@@ -158,23 +150,23 @@ def test_torch_is_imported_before_a_second_thread_starts(tmp_path: Path, monkeyp
             imported.append(name in sys.modules)
 
     context = JobContext(RankPlace(1, 2, 1), "here", tmp_path, environment={})
-    _begin_to_join(context, Pool(1))
+    begin_to_connect(context, Pool(1))
     assert imported == [True]
     monkeypatch.setitem(sys.modules, name, None)  # a torch that is broken
-    assert isinstance(_begin_to_join(context, Pool(1)).exception(), ImportError) and len(imported) == 1
+    assert isinstance(begin_to_connect(context, Pool(1)).exception(), ImportError) and len(imported) == 1
 
 
 def test_a_host_that_cannot_connect_reports_alone(tmp_path: Path) -> None:
     for local_rank, error, text in (
         (0, ConfigError("MASTER_PORT must be free"), "MASTER_PORT must be free"),
-        (0, TrainingError("for rank 0 at a:1"), "here must reach rank 0, but has waited for 9 s (for rank 0 at a:1)"),
-        (0, RuntimeError("odd\nx"), "here must be able to connect, but cannot (RuntimeError: odd)"),
+        (0, TrainingError("for rank 0 at a:1"), "here has waited 9 s for rank 0 at a:1"),
+        (0, RuntimeError("odd\nx"), "here cannot connect (RuntimeError: odd)"),
         (1, RuntimeError("odd"), None),
     ):
         context = JobContext(RankPlace(1, 2, local_rank), "here", tmp_path, limit_s=9.0, environment={})
         joining: Future[Any] = Future()
         joining.set_exception(error)
-        result = _Meeting(context, [], 0.0).result(joining)
+        result = meet(context, [], 0.0, joining)
         if text is None:
             assert result is None
         else:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_nmt.engine.ds_config import complete_ds_config, load_ds_config, wanted_precision, zero_stage
+from deepspeed_nmt.engine.settings import complete_ds_config, load_ds_config, reconcile_precision, zero_stage
 from deepspeed_nmt.errors import ConfigError
 from tests.support import ROOT
 
@@ -30,8 +30,8 @@ def test_included_files() -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_each_file_is_completed_and_nothing_stays_auto(name: str) -> None:
     content = load_ds_config(name)
-    wanted = wanted_precision(content, "auto")
-    precision = "fp32" if wanted == "auto" else wanted
+    precision = reconcile_precision(content, "auto")
+    precision = "fp32" if precision == "auto" else precision
     completed = complete_ds_config(content, ranks=4, clip_norm=0.5, precision=precision)  # type: ignore[arg-type]
     assert "auto" not in json.dumps(completed)
     assert completed["train_batch_size"] == 4 and completed["gradient_accumulation_steps"] == 1
@@ -56,7 +56,7 @@ def test_a_path_works_as_well_as_a_name(tmp_path: Path) -> None:
     file.write_text('{"zero_optimization": {"stage": 1}}')
     assert zero_stage(load_ds_config(str(file))) == 1
     file.write_text("[1]")
-    with pytest.raises(ConfigError, match="must contain a JSON object, but contains a list"):
+    with pytest.raises(ConfigError, match="contains a list"):
         load_ds_config(str(file))
     file.write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -64,7 +64,7 @@ def test_a_path_works_as_well_as_a_name(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_gets_a_suggestion() -> None:
-    with pytest.raises(ConfigError, match=r"but is 'zero22'; did you mean 'zero2'\?"):
+    with pytest.raises(ConfigError, match=r"is 'zero22', .*did you mean 'zero2'\?"):
         load_ds_config("zero22")
 
 
@@ -72,18 +72,16 @@ def test_values_that_contradict_the_run_are_named_with_their_setting() -> None:
     content = {"train_batch_size": 256, "gradient_clipping": 5.0, "zero_optimisation": {}, "optimizer": {}}
     found = problems(content)
     assert len(found) == 4
-    assert any(
-        "'train_batch_size' must be \"auto\"" in p and "batch.update_tokens" in p and "256" in p for p in found
-    )
+    assert any("'train_batch_size' is 256" in p and "batch.update_tokens" in p for p in found)
     assert any("'gradient_clipping'" in p and "optimizer.clip_norm" in p for p in found)
     assert any("'zero_optimisation' in the DeepSpeed configuration looks misspelt; did you mean" in p for p in found)
-    assert any("'optimizer' must not be" in p and "optimizer.*" in p for p in found)
+    assert any("'optimizer' is in" in p and "optimizer.*" in p for p in found)
 
 
 @pytest.mark.parametrize("key", ["bfloat16", "amp", "torch_autocast", "managed_gradient_accumulation"])
 def test_keys_by_which_deepspeed_would_decide_for_the_run_are_refused(key: str) -> None:
     (sentence,) = problems({key: {"enabled": True}})
-    assert sentence.startswith(f"'{key}' must not be in the DeepSpeed configuration: ")
+    assert sentence.startswith(f"'{key}' is in the DeepSpeed configuration")
 
 
 def test_a_key_of_a_newer_deepspeed_is_passed_on_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -112,18 +110,18 @@ def test_zero_0_with_16_bit_is_refused(precision: str) -> None:
 )
 def test_contradicting_precisions_are_refused(content: dict[str, Any], setting: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        wanted_precision(content, setting)
+        reconcile_precision(content, setting)
 
 
 def test_precision_may_be_set_in_either_configuration() -> None:
-    assert wanted_precision({"fp16": {"enabled": True}}, "auto") == "fp16"
-    assert wanted_precision({"fp16": {"enabled": "auto"}}, "fp16") == "fp16"
-    assert wanted_precision({}, "auto") == "auto"
+    assert reconcile_precision({"fp16": {"enabled": True}}, "auto") == "fp16"
+    assert reconcile_precision({"fp16": {"enabled": "auto"}}, "fp16") == "fp16"
+    assert reconcile_precision({}, "auto") == "auto"
 
 
 @pytest.mark.parametrize(
     ("section", "said"),
-    [(3, "'zero_optimization' must be an object"), ({"stage": 7}, "'zero_optimization.stage' must be 0, 1, 2 or 3")],
+    [(3, "'zero_optimization' is 3"), ({"stage": 7}, "'zero_optimization.stage' is 7")],
 )
 def test_an_invalid_stage_is_refused(section: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -15,8 +15,8 @@ import pytest
 
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.errors import ConfigError, ReportedError, TrainingError
-from deepspeed_nmt.train.events import EVENTS, EVENTS_FILE, NO_EVENTS, Events, reason
-from deepspeed_nmt.train.notify import Notifier, check_notify
+from deepspeed_nmt.train.configuration import EVENTS
+from deepspeed_nmt.train.events import EVENTS_FILE, NO_EVENTS, Events, Notifier, check_notify, reason
 
 
 def read(run: Path) -> list[dict[str, Any]]:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_nmt.core.model import TOP
-from deepspeed_nmt.core.objective import Objective
-from deepspeed_nmt.core.passes import Passes
+from deepspeed_nmt.core.objective import Objective, Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.consistency import Consistency, ConsistencyConfig

@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 
-from deepspeed_nmt.commands import prepare_cleaning
-from deepspeed_nmt.data.clean import CheckedPairs, CleaningConfig, PairChecker, PairCleaner, Reason
-from deepspeed_nmt.data.filters import FILTERS, PRESETS, PairFilters, languages, read_filters
-from deepspeed_nmt.data.filters.stream import PairStream
-from deepspeed_nmt.data.removals import Removals
-from deepspeed_nmt.data.unicode_rules import UNICODE_RULES, read_unicode_rules, repair
+from deepspeed_nmt.data.clean import (
+    UNICODE_RULES,
+    CheckedPairs,
+    CleaningConfig,
+    PairChecker,
+    PairCleaner,
+    read_unicode_rules,
+    repair,
+)
+from deepspeed_nmt.data.filters import FILTERS, PRESETS, PairFilters, PairStream, Removals, _identifier, read_filters
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.text import TextForm
 from tests.support import ROOT
@@ -133,7 +137,7 @@ def test_scores_across_batches() -> None:
     assert keep == [True, False, False, False, True], "a pair that is removed has no repetition"
     assert stream.removals.counts == {"score": 2, "long_words": 1}
     assert stream.removals.examples["score"] == [("a b", "c"), ("e", "f")]
-    with pytest.raises(ConfigError, match="the filter score needs a score of each pair; give scores"):
+    with pytest.raises(ConfigError, match=r"no scores .* for the filter score"):
         stream.keep(pairs)
     with pytest.raises(ValueError, match="argument 2 is shorter"):
         stream.keep(pairs, [1.0])
@@ -166,8 +170,8 @@ def test_language_of_each_side() -> None:
         assert _removes("language", pair)
     assert _removes("language=0.99", ("Berlin", german)), "a name is of no certain language"
     for form, message in (
-        (TextForm(target_lang="de"), "give --source-lang"),
-        (TextForm(source_lang="en", target_lang="dee"), "--target-lang must be a language that py3langid identifies"),
+        (TextForm(target_lang="de"), "--source-lang"),
+        (TextForm(source_lang="en", target_lang="dee"), "--target-lang is 'dee'"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             PairStream("language", form)
@@ -175,19 +179,19 @@ def test_language_of_each_side() -> None:
 
 def test_language_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "py3langid.langid", None)
-    languages._identifier.cache_clear()
+    _identifier.cache_clear()
     try:
-        with pytest.raises(ConfigError, match="py3langid must be installed"):
+        with pytest.raises(ConfigError, match="pip install py3langid"):
             PairStream("language", EN_DE)
     finally:
-        languages._identifier.cache_clear()
+        _identifier.cache_clear()
 
 
 def test_presets_values_and_order() -> None:
     assert list(read_filters("web")) == [name for name in FILTERS if name in PRESETS["web"]]
     assert [*read_filters("near_duplicates, digits=0.8 ,html")] == ["html", "digits", "near_duplicates"]
     changed = read_filters("web,digits=0.8,-html")
-    assert changed["digits"] == FILTERS["digits"].config.model_validate({"min_similarity": 0.8})
+    assert changed["digits"] == FILTERS["digits"].model_validate({"min_similarity": 0.8})
     assert set(changed) == {*PRESETS["web"]} - {"html"}
     assert read_filters("") == {}
     recorded = {name: each.model_dump(mode="json") for name, each in changed.items()}
@@ -198,29 +202,29 @@ def test_presets_values_and_order() -> None:
 @pytest.mark.parametrize(
     ("filters", "message"),
     [
-        ("htlm", "--filters must name known filters, but has 'htlm'; did you mean 'html'?"),
-        ("wbe", "did you mean 'web'?"),
-        ("web=1", "web is a preset of --filters and has no value; give web, and NAME=VALUE for a filter"),
-        ("web,-script", "must leave out a filter that it has named before, but has '-script'"),
-        ("digits=x", "the filter digits must be a number, but is 'x'"),
-        ("digits=", "the filter digits must be a number, but is ''"),
-        ("html=1", "the filter html must be less than 1, but is '1'"),
-        ("score", "the filter score must have the smallest score of a pair to keep, but has none; give it"),
-        ("score=nan", "the filter score must be a finite number, but is 'nan'"),
-        ("near_duplicates=x", "the filter near_duplicates must be 'pair', 'source' or 'target', but is 'x'"),
-        ("script=Latin", "must be SHARE, SOURCE/TARGET or SHARE/SOURCE/TARGET, but is 'Latin'"),
-        ("script=Latin/Cyrilic", "must have Unicode's names of scripts"),
-        ("script=Latin/L}]", "must have Unicode's names of scripts"),
-        ("script", "the filter script needs the language of the source; give --source-lang"),
+        ("htlm", "'htlm' of --filters is no filter; did you mean 'html'"),
+        ("wbe", "did you mean 'web'"),
+        ("web=1", "web of --filters is a preset"),
+        ("web,-script", "'-script'"),
+        ("digits=x", "the filter digits .*number.*'x'"),
+        ("digits=", "the filter digits .*number"),
+        ("html=1", "the filter html .*less than 1"),
+        ("score", "the filter score: no smallest score"),
+        ("score=nan", "the filter score .*finite.*'nan'"),
+        ("near_duplicates=x", "the filter near_duplicates .*'pair', 'source' or 'target'.*'x'"),
+        ("script=Latin", "'Latin' is none of SHARE, SOURCE/TARGET"),
+        ("script=Latin/Cyrilic", "'Cyrilic' of the filter script"),
+        ("script=Latin/L}]", "'L}]' of the filter script"),
+        ("script", "no language of the source for the filter script; give --source-lang"),
     ],
 )
 def test_wrong_filters_are_refused(filters: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(ConfigError, match=message):
         PairStream(filters, TextForm())
 
 
 def test_script_of_an_unknown_language() -> None:
-    with pytest.raises(ConfigError, match=re.escape("must know the script of 'xx' (--target-lang)")):
+    with pytest.raises(ConfigError, match="no script of the language 'xx' of the target"):
         PairStream("script", TextForm(source_lang="ja", target_lang="xx"))
 
 
@@ -250,7 +254,7 @@ LINES = [
 def _clean(batch: int, through: Any = lambda each: each) -> tuple[list[tuple[str, str]], PairCleaner]:
     """Clean LINES as worker processes and their parent do."""
     rules = read_unicode_rules("nfc,drop_zero_width,drop_control")
-    cleaner = PairCleaner(CleaningConfig(), False, PairFilters(read_filters("web"), EN_DE), rules)
+    cleaner = PairCleaner(PairChecker(CleaningConfig(), False, PairFilters(read_filters("web"), EN_DE), rules))
     checker: PairChecker = through(cleaner.checker)
     kept = []
     for start in range(0, len(LINES), batch):
@@ -266,8 +270,8 @@ def _clean(batch: int, through: Any = lambda each: each) -> tuple[list[tuple[str
 def test_the_result_does_not_depend_on_batches_or_processes() -> None:
     kept, cleaner = _clean(len(LINES))
     assert kept == [("A good sentence.", "Ein guter Satz."), ("ringing café", "klingeln")]
-    assert +cleaner.removed == {
-        "html": 5, Reason.UNDECODABLE: 5, Reason.DUPLICATE: 17, "near_duplicates": 1, Reason.EMPTY: 5,
+    assert +cleaner.removals.counts == {
+        "html": 5, "undecodable": 5, "duplicate": 17, "near_duplicates": 1, "empty": 5,
     }  # fmt: skip
     assert cleaner.repaired == {
         ("drop_control", "source"): 5, ("nfc", "source"): 5, ("drop_zero_width", "target"): 5,
@@ -279,7 +283,8 @@ def test_the_result_does_not_depend_on_batches_or_processes() -> None:
     for batch in (1, 3, 8):
         again, other = _clean(batch, lambda each: pickle.loads(pickle.dumps(each)))
         assert again == kept
-        assert (other.read, other.removed, other.repaired) == (cleaner.read, cleaner.removed, cleaner.repaired)
+        assert (other.read, other.repaired) == (cleaner.read, cleaner.repaired)
+        assert other.removals.counts == cleaner.removals.counts
         assert other.removals.examples == cleaner.removals.examples
 
 
@@ -322,20 +327,16 @@ def test_unicode_rules_are_named() -> None:
         == ("drop_control", "nfc")
         == read_unicode_rules(("nfc", "drop_control"))
     )
-    with pytest.raises(
-        ConfigError, match=re.escape("--unicode must name known rules, but has 'nfd'; did you mean 'nfc'?")
-    ):
+    with pytest.raises(ConfigError, match="'nfd' of --unicode is no rule; did you mean 'nfc'"):
         read_unicode_rules("nfd")
 
 
-def test_help_and_page_name_all_filters() -> None:
-    assert tuple(FILTERS) == prepare_cleaning.FILTER_NAMES
-    assert tuple(UNICODE_RULES) == prepare_cleaning.UNICODE_NAMES
+def test_the_page_names_all_filters() -> None:
     page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \| (?:yes)? *\|$", page, flags=re.M))
     assert [name for name in rows if name in FILTERS] == list(FILTERS)
     for name in FILTERS:
-        setting = next(iter(FILTERS[name].config.model_fields.values()))
+        setting = next(iter(FILTERS[name].model_fields.values()))
         default = "required" if setting.is_required() else setting.default
         assert rows[name] == (default if isinstance(default, str) else f"{default:g}"), name
         in_preset = re.search(rf"^\| `{name}` \|.*\| yes \|$", page, flags=re.M) is not None

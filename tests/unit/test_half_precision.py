@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from deepspeed_nmt.build import build_model, build_objective
+from deepspeed_nmt.parity import VOCABULARY, methods, settings_of
 from deepspeed_nmt.search import SEARCHES
-from deepspeed_nmt.selftest.models import VOCABULARY, methods, settings_of
 from tests.support import batch_of
 
 ROWS, LENGTH = 6, 7

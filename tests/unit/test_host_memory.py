@@ -12,9 +12,10 @@ from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.engine.settings import EngineSettings
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.parallel.host_memory import UNKNOWN, HostMemory, available_bytes, host_memory
+from deepspeed_nmt.parallel.hardware import UNKNOWN, HostMemory, available_bytes, host_memory
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run import resolve
+from deepspeed_nmt.train.optimizers.adam import AdamConfig
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GIB = 2**30
@@ -56,7 +57,7 @@ def test_the_ranks_of_a_host_must_hold_their_models(
         monkeypatch.setenv(name, value)
     offload = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
 
-    bf16, fp32 = (EngineSettings(precision, 1.0) for precision in ("bf16", "fp32"))  # type: ignore[arg-type]
+    bf16, fp32 = (EngineSettings(precision, AdamConfig()) for precision in ("bf16", "fp32"))  # type: ignore[arg-type]
 
     def refused(needed: int, world: World, engine: EngineSettings) -> None:
         """Check that a model is refused where there is less than it needs, and not where there is as much."""
@@ -74,7 +75,7 @@ def test_the_ranks_of_a_host_must_hold_their_models(
     refused(4 * count, World(0, 1, 0, GPU), bf16)
     refused(8 * 4 * count, World(3, 16, 3, GPU), bf16)
     # Offloaded state stays: 16 bytes for each parameter, divided over all ranks.
-    refused(8 * (4 * count + 16 * count // 16), World(3, 16, 3, GPU), EngineSettings("bf16", 1.0, offload))
+    refused(8 * (4 * count + 16 * count // 16), World(3, 16, 3, GPU), EngineSettings("bf16", AdamConfig(), offload))
     # On CPUs weights, gradients and moments stay, and the copy for validation.
     refused((4 + 4 + 8 + 4) * count, World(0, 1, 0, CPU), fp32)
     refused(8 * (4 + 4 + 8 + 4) * count, World(3, 16, 3, CPU), fp32)

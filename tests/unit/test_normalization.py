@@ -8,9 +8,8 @@ import unicodedata
 import pytest
 import sentencepiece
 
-from deepspeed_nmt.data.normalization import Normalization
 from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
-from deepspeed_nmt.data.vocabulary_training import train_subwords
+from deepspeed_nmt.data.vocabulary_training import Normalization, train_subwords
 
 LINES = [
     "Viện Toán học ở Hà Nội, được thành lập.",

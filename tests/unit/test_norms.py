@@ -20,8 +20,8 @@ from deepspeed_nmt.kernels.precision import Precision
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.train.norms import norms_by_layer
-from deepspeed_nmt.train.optimizer import OptimizerConfig, build_optimizer
+from deepspeed_nmt.train.log import norms_by_layer
+from deepspeed_nmt.train.optimizers.adam import AdamConfig, AdamWConfig
 from tests.support import random_corpus
 
 WORLD = World(rank=0, ranks=1, local_rank=0, device=torch.device("cpu"))
@@ -30,18 +30,17 @@ V = Vocabulary(50)
 
 @pytest.mark.parametrize(
     ("precision", "optimizer", "decay"),
-    [("fp32", "adamw", 0.5), ("fp32", "adam", 0.5), ("bf16", "adamw", 0.0), ("fp16", "adamw", 0.5)],
+    [("fp32", AdamWConfig, 0.5), ("fp32", AdamConfig, 0.5), ("bf16", AdamWConfig, 0.0), ("fp16", AdamWConfig, 0.5)],
 )
 def test_the_change_is_that_of_the_weights_and_the_gradient_that_before_clipping(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: Precision, optimizer: str, decay: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: Precision, optimizer: type[AdamConfig], decay: float
 ) -> None:
     monkeypatch.setattr(norms, "_AT_ONCE", 100)  # most parameters are cut
     torch.manual_seed(1)
     model = build_transformer(TransformerConfig(dim=16, ffn_dim=16, heads=2, encoder_layers=2, decoder_layers=1), V)
     model.encoder.layers[0].requires_grad_(False)
     module = TrainModule(model, Objective(LabelSmoothed(0.1, V.pad)))
-    settings = OptimizerConfig(name=optimizer, weight_decay=decay)  # type: ignore[arg-type]
-    engine = PlainEngine(module, build_optimizer(settings, module), 0.01, precision, WORLD)
+    engine = PlainEngine(module, optimizer(weight_decay=decay, clip_norm=0.01), precision, WORLD)
     loader = TrainLoader.of_corpus(
         random_corpus(tmp_path, 40, 50, 1), BatchConfig(update_tokens=300, micro_tokens=60), 1, 0, 1, V
     )
@@ -76,5 +75,6 @@ def test_norms_are_summed_by_layer_under_tags_that_count_from_one() -> None:
 
 
 def test_a_rank_without_a_part_adds_nothing() -> None:
-    assert squared_changes([None, None], 1e-3, 1).tolist() == [0.0, 0.0]
+    changes_P = squared_changes(AdamConfig(), [None, None], 1e-3, 1)
+    assert changes_P is not None and changes_P.tolist() == [0.0, 0.0]
     assert norms.squares_of([None, torch.full((4,), 3.0), torch.empty(0)]).tolist() == pytest.approx([0.0, 36.0, 0.0])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig, build_optimizer, learning_rate
+from deepspeed_nmt.train.optimizers.adam import AdamConfig, AdamWConfig
+from deepspeed_nmt.train.schedule import ScheduleConfig, learning_rate
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,6 @@ def test_without_warmup_training_starts_at_the_peak(name: str) -> None:
 def test_weight_decay_excludes_vectors_and_frozen_parameters() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2))
     model[2].weight.requires_grad_(False)
-    groups = build_optimizer(OptimizerConfig(name="adamw", weight_decay=0.1), model).param_groups
+    groups = AdamWConfig(weight_decay=0.1).over(model).param_groups
     assert [(g["weight_decay"], [p.ndim for p in g["params"]]) for g in groups] == [(0.1, [2]), (0.0, [1, 1, 1, 1])]
-    assert isinstance(build_optimizer(OptimizerConfig(), model), torch.optim.Adam)
+    assert isinstance(AdamConfig().over(model), torch.optim.Adam)

@@ -15,7 +15,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.loader import TrainLoader
 from deepspeed_nmt.data.update_order import Cursor
-from deepspeed_nmt.engine.base import Engine
+from deepspeed_nmt.engine.contract import Engine
 from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.train.out_of_memory import explained, probe
 from tests.support import random_corpus

@@ -2,62 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.kernels import packed, products
-from deepspeed_nmt.kernels.packed import PackedWeight
+from deepspeed_nmt.kernels import onednn_ops
+from deepspeed_nmt.kernels.onednn_ops import PackedWeight
 from deepspeed_nmt.kernels.precision import DTYPES
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
-from deepspeed_nmt.nn.decoding import DecoderStep
+from deepspeed_nmt.nn.layers import DecoderStep
 from deepspeed_nmt.nn.linear import pack_weights
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 
-pytestmark = pytest.mark.skipif(packed.obstacle("fp32") is not None, reason=f"{packed.obstacle('fp32')}")
-
-
-@pytest.fixture
-def onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Give all products of these tests to oneDNN."""
-    monkeypatch.setenv(products.ENVIRONMENT, "onednn")
-    products.library.cache_clear()
-    yield
-    products.library.cache_clear()
+pytestmark = pytest.mark.skipif(onednn_ops.obstacle("fp32") is not None, reason=f"{onednn_ops.obstacle('fp32')}")
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(7, 12), (2, 5, 12), (3, 11, 12)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.usefixtures("onednn")
 def test_products_by_onednn_have_the_results_and_gradients_of_blas(
     shape: tuple[int, ...], precision: str, bias: bool
 ) -> None:
-    if reason := packed.obstacle(precision):
+    if reason := onednn_ops.obstacle(precision):
         pytest.skip(reason)
     torch.manual_seed(1)
     leaves = [torch.randn(shape), torch.randn(9, 12), *([torch.randn(9)] if bias else [])]
     leaves = [x.to(DTYPES[precision]).requires_grad_() for x in leaves]
     upstream = torch.randn(*shape[:-1], 9, dtype=DTYPES[precision])
-    found, expected = products.linear(*leaves), F.linear(*leaves)
+    found, expected = onednn_ops.linear(leaves[0], leaves[1], leaves[2] if bias else None), F.linear(*leaves)
     assert found.grad_fn is not None and "Linear" in found.grad_fn.name() and found.grad_fn.name() != "AddmmBackward0"
     torch.testing.assert_close(found, expected)
     for ours, theirs in zip(
         torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(expected, leaves, upstream), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
-
-
-def test_an_unknown_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(products.ENVIRONMENT, "mkl")
-    products.library.cache_clear()
-    with pytest.raises(ConfigError, match="DEEPSPEED_NMT_CPU_PRODUCTS must be auto, blas or onednn, but is 'mkl'"):
-        products.library()
-    products.library.cache_clear()
 
 
 @pytest.mark.parametrize("rows", [1, 3, 70])

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from deepspeed_nmt.config import validate
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.data.batching import BatchConfig, Lengths, divide_update
-from deepspeed_nmt.data.corpora import Corpora, CorpusPart
-from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
+from deepspeed_nmt.data.batching import BatchConfig, divide_update
+from deepspeed_nmt.data.corpus import Corpora, Corpus, CorpusPart, CorpusWriter, Lengths
 from deepspeed_nmt.data.loader import TrainLoader, collate, collate_packed
 from deepspeed_nmt.data.packing import Ladder, PackedPart, largest_packed, pack_update, row_sizes
 from deepspeed_nmt.data.update_order import Cursor, EpochOrder
@@ -99,7 +98,7 @@ def test_a_sentence_that_is_larger_than_a_micro_batch_is_refused() -> None:
     source, target = order.source, order.target
     sizes = row_sizes(order, longest_of(source, target), 1, config)
     target[41] = 257
-    with pytest.raises(ConfigError, match="at least the longest sentence, which has 257 tokens, but is 256"):
+    with pytest.raises(ConfigError, match=r"257 tokens, but batch.micro_tokens is 256"):
         pack_update(np.arange(100), source, target, 1, config, sizes)
 
 
@@ -208,9 +207,9 @@ def test_packed_batches_of_tagged_and_segmented_corpora_have_the_tokens_of_their
     source, target = (int(lengths.sum()) for lengths in corpora.lengths(rows))
     batch = collate_packed(corpora, PackedPart(rows, source + 3, target), VOCABULARY)
     assert batch.source_tokens == source and batch.target_tokens == target
-    sources = [token for row in rows.tolist() for token in (*corpora.source(row), EOS)]
+    sources = [token for row in rows.tolist() for token in (*corpora.sources(np.array([row])).numbers, EOS)]
     assert batch.source_BS.tolist() == [[*sources, PAD, PAD, PAD]] and batch.source_BS[0, :2].tolist() == [6, EOS]
-    targets = [corpora.target(row).tolist() for row in rows.tolist()]
+    targets = [corpora.targets(np.array([row])).numbers.tolist() for row in rows.tolist()]
     assert batch.target_input_BT.tolist() == [[token for each in targets for token in (BOS, *each)]]
     assert batch.target_output_BT.tolist() == [[token for each in targets for token in (*each, EOS)]]
     padded = collate(corpora, rows, VOCABULARY)
@@ -260,7 +259,7 @@ def test_a_plan_shows_the_yield_of_both_layouts() -> None:
 
 
 def test_models_of_one_sentence_a_row_are_not_packed() -> None:
-    from deepspeed_nmt.selftest.models import settings_of
+    from deepspeed_nmt.parity import settings_of
 
     config = settings_of("abnet")
     packed = config.model_copy(update={"batch": config.batch.model_copy(update={"layout": "packed"})})

@@ -13,15 +13,14 @@ from torch import Tensor
 from deepspeed_nmt.build import build_model, build_objective
 from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.core.objective import TrainModule
-from deepspeed_nmt.data.corpora import Corpora, CorpusPart
-from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
+from deepspeed_nmt.data.corpus import Corpora, Corpus, CorpusPart, CorpusWriter
 from deepspeed_nmt.data.loader import collate, collate_packed
 from deepspeed_nmt.data.packing import PackedPart
 from deepspeed_nmt.data.update_order import Cursor
-from deepspeed_nmt.engine.base import Engine
+from deepspeed_nmt.engine.contract import Engine
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.selftest.models import VOCABULARY, build, loader_of, methods, settings_of, write_corpus
+from deepspeed_nmt.parity import VOCABULARY, build, loader_of, methods, settings_of, write_corpus
 from tests.support import write_weights
 
 ONE = World(0, 1, 0, torch.device("cpu"))
@@ -68,7 +67,7 @@ def test_weights_of_a_batch_are_those_of_its_pairs(corpus: Corpus, tmp_path: Pat
 def test_weights_that_are_not_one_for_each_pair_are_refused(corpus: Corpus, tmp_path: Path) -> None:
     assert corpus.weights is None
     assert write_weights(tmp_path, *WEIGHTS).weights.tolist() == list(WEIGHTS)  # type: ignore[union-attr]
-    with pytest.raises(DataError, match=r"train.weights.bin must hold the weights of 5 pairs, but holds 4"):
+    with pytest.raises(DataError, match=r"train.weights.bin holds 4 weights of 5 pairs"):
         write_weights(tmp_path, *WEIGHTS[:4])
 
 

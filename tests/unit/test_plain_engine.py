@@ -12,13 +12,14 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.loader import TrainLoader, Update
 from deepspeed_nmt.data.update_order import Cursor
-from deepspeed_nmt.engine.base import EngineScalars
+from deepspeed_nmt.engine.contract import EngineScalars
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.kernels.precision import Precision
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.selftest.models import Saved
+from deepspeed_nmt.parity import Saved
+from deepspeed_nmt.train.optimizers.adam import AdamConfig
 from tests.support import random_corpus
 
 WORLD = World(rank=0, ranks=1, local_rank=0, device=torch.device("cpu"))
@@ -44,8 +45,7 @@ def engine(precision: Precision = "bf16", weights: dict[str, torch.Tensor] | Non
     if weights is not None:
         model.load_state_dict(weights, strict=False)
     module = TrainModule(model, Objective(LabelSmoothed(0.1, V.pad)))
-    optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], eps=1e-9)
-    return PlainEngine(module, optimizer, 0.0, precision, WORLD)
+    return PlainEngine(module, AdamConfig(beta2=0.999, clip_norm=0.0), precision, WORLD)
 
 
 def weights_of(made: PlainEngine) -> dict[str, torch.Tensor]:
@@ -77,8 +77,8 @@ def test_state_is_fp32_and_resumes_to_the_bit(update: Update) -> None:
     list(steps(made, update, 1e-3, 3))
     saved, scalars = Saved(made.state()), made.scalars()
     assert scalars == EngineScalars(3, 1.0, 0)
-    trained = [state for state in made.state() if state.moments]
-    assert {t.dtype for state in trained for t in (state.weight, *state.moments.values())} == {torch.float32}
+    trained = [state for state in made.state() if state.states]
+    assert {t.dtype for state in trained for t in (state.weight, *state.states.values())} == {torch.float32}
     resumed = engine(weights=saved.weights)
     resumed.restore(saved, scalars)
     for ours, theirs in zip(steps(made, update, 1e-3, 3), steps(resumed, update, 1e-3, 3), strict=True):

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from deepspeed_nmt import cli
-from deepspeed_nmt.data.directory import META_FILE, DataDirectory
+from deepspeed_nmt.data.data_directory import META_FILE, DataDirectory
 from deepspeed_nmt.errors import EXIT_USER_ERROR
-from deepspeed_nmt.manifest import write_record
 
 NOUNS = ("house", "river", "teacher", "apple", "window", "garden", "letter", "street")
 PAIRS = [(f"the {a} is near the {b}", f"der {a}n ist bei dem {b}n") for a in NOUNS for b in NOUNS]
@@ -74,7 +73,7 @@ def test_filters_are_applied_recorded_and_reported(
 
 
 def test_workers_change_nothing(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed_nmt.data.reading.PIECE_BYTES", 200)
+    monkeypatch.setattr("deepspeed_nmt.data.inputs.PIECE_BYTES", 200)
     words += ["--filters", "web,script", "--unicode", "nfc,drop_control"]
     words += ["--source-lang", "en", "--target-lang", "de"]
     made = []
@@ -96,27 +95,19 @@ def test_nothing_changes_without_filters(words: list[str], tmp_path: Path) -> No
     assert set(directory.meta.options) == {"segmented", "cleaning", "vocab_size", "character_coverage", "seed"}
     assert directory.meta.repaired == {}
 
-    # A directory of an older version has no examples, and is still the same.
-    old = json.loads((tmp_path / "data" / META_FILE).read_text(encoding="utf-8"))
-    for name in ("removed_examples", "repaired"):
-        del old[name]
-    write_record(tmp_path / "data" / META_FILE, json.dumps(old).encode())
-    assert DataDirectory.open(tmp_path / "data").meta.removed_examples == {}
-    assert cli.main(words) == 0
-
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--filters", "htlm"], "error: --filters must name known filters, but has 'htlm'; did you mean 'html'?"),
-        (["--unicode", "nfkc"], "error: --unicode must name known rules, but has 'nfkc'; did you mean 'nfc'?"),
-        (["--filters", "script", "--source-lang", "en"], "error: the filter script needs the language of the target"),
+        (["--filters", "htlm"], "'htlm' of --filters"),
+        (["--unicode", "nfkc"], "'nfkc' of --unicode"),
+        (["--filters", "script", "--source-lang", "en"], "no language of the target"),
         (["--filters", "web", "--keep-duplicates"], "error: --keep-duplicates keeps pairs that the filter near_dup"),
         (
             ["--filters", "script", "--valid-source", "none"],
-            "error: the filter script needs the language of the source",
+            "no language of the source",
         ),
-        (["--filters", "letters=1,html=0.9", "--max-ratio", "0"], "error: --max-ratio must be greater than or equal"),
+        (["--filters", "letters=1,html=0.9", "--max-ratio", "0"], "error: --max-ratio "),
     ],
 )
 def test_wrong_options_are_refused(

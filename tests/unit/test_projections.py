@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepspeed_nmt.kernels.choice import Kernels
+from deepspeed_nmt.kernels.choice import Kernels, use_kernels
 from deepspeed_nmt.nn.attention import MultiHeadAttention
-from deepspeed_nmt.nn.fused import use_kernels
 
 
 class Joining(Kernels):
@@ -37,7 +36,7 @@ def attend(attention: MultiHeadAttention, across: bool) -> list[Tensor]:
     """Return the output, and the gradients of the inputs and of all parameters."""
     torch.manual_seed(2)
     x, memory = torch.randn(2, 2, 5, 12, dtype=torch.float64).requires_grad_().unbind()
-    out = attention(x, memory if across else x)
+    out = attention(x, memory if across else x).total()
     inputs = [x, memory] if across else [x]
     return [out, *torch.autograd.grad(out.square().sum(), [*inputs, *attention.parameters()])]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
@@ -23,6 +23,7 @@ from deepspeed_nmt.methods.transformer import Transformer
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.layers import DecoderLayer, make_decoder_layer
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
+from tests import transformer_equations as equations
 from tests.models import two_pairs
 
 V = Vocabulary(40)
@@ -42,38 +43,6 @@ def recurrent(
     return model
 
 
-# The transcription: equation 7 and the chain of figure 1, with the sub-layers of Vaswani et al. 2017.
-
-
-def normalised(norm: nn.Module, x: Tensor) -> Tensor:
-    centred = x - x.mean(dim=-1, keepdim=True)
-    return centred / (centred.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias
-
-
-def attended(attention: nn.Module, query: Tensor, memory: Tensor, allowed: Tensor) -> Tensor:
-    """Attention(Q, K, V) head by head; ``allowed`` is bool (B,T,S)."""
-    q = query @ attention.q_proj.weight.T + attention.q_proj.bias
-    k = memory @ attention.k_proj.weight.T
-    v = memory @ attention.v_proj.weight.T + attention.v_proj.bias
-    width, heads = attention.head_dim, []
-    for first in range(0, q.shape[2], width):
-        of_head = slice(first, first + width)
-        scores = q[:, :, of_head] @ k[:, :, of_head].transpose(1, 2) / math.sqrt(width)
-        heads.append(scores.masked_fill(~allowed, -math.inf).softmax(dim=2) @ v[:, :, of_head])
-    return torch.cat(heads, dim=2) @ attention.out_proj.weight.T + attention.out_proj.bias
-
-
-def connected(norm: str, residual: nn.Module, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-    if norm == "pre":
-        return x + sublayer(normalised(residual.norm, x))
-    return normalised(residual.norm, x + sublayer(x))
-
-
-def fed_forward(network: nn.Module, x: Tensor) -> Tensor:
-    inner = (x @ network.up_proj.weight.T + network.up_proj.bias).clamp(min=0.0)
-    return inner @ network.down_proj.weight.T + network.down_proj.bias
-
-
 def looped(layers: Sequence[nn.Module], loops: int, sharing: str, x: Tensor, F: Callable[..., Tensor]) -> Tensor:
     """B_0 = x, B_t = block(B_{t-1}) + x; or the layers there and back, with x added at each turn."""
     block_input = x
@@ -89,30 +58,24 @@ def looped(layers: Sequence[nn.Module], loops: int, sharing: str, x: Tensor, F: 
     return state
 
 
-def transcribed(model: Transformer, data: Batch, norm: str, sharing: str, loops: tuple[int, int]) -> Tensor:
-    """Decoder states at the top."""
-    real = data.source_BS.ne(0)
-    length = data.target_input_BT.shape[1]
-    positions = torch.arange(length)
-    past = (positions[None, :] <= positions[:, None]).expand(len(real), -1, -1)
-
-    def encoder_layer(layer: nn.Module, x: Tensor) -> Tensor:
-        keys = real[:, None, :].expand(-1, x.shape[1], -1)
-        x = connected(norm, layer.self_residual, x, lambda h: attended(layer.self_attention, h, h, keys))
-        return connected(norm, layer.feed_forward_residual, x, lambda h: fed_forward(layer.feed_forward, h))
-
-    def decoder_layer(layer: nn.Module, x: Tensor) -> Tensor:
-        keys = real[:, None, :].expand(-1, length, -1)
-        x = connected(norm, layer.self_residual, x, lambda h: attended(layer.self_attention, h, h, past))
-        x = connected(norm, layer.cross_residual, x, lambda h: attended(layer.cross_attention, h, memory, keys))
-        return connected(norm, layer.feed_forward_residual, x, lambda h: fed_forward(layer.feed_forward, h))
+def transcribed(model: Transformer, data: Batch, norm: str, sharing: str, loops: tuple[int, int]) -> Iterator[Tensor]:
+    """Yield each sentence's decoder states at the top, by equation 7 and the chain of figure 1. Shape: (T,D)"""
 
     def final(stack: nn.Module, x: Tensor) -> Tensor:
-        return normalised(stack.final_norm, x) if norm == "pre" else x
+        return equations.norm(stack.final_norm, x) if norm == "pre" else x
 
-    source, target = model.source_embedding(data.source_BS), model.target_embedding(data.target_input_BT)
-    memory = final(model.encoder, looped(model.encoder.layers, loops[0], sharing, source, encoder_layer))
-    return final(model.decoder, looped(model.decoder.layers, loops[1], sharing, target, decoder_layer))
+    for row in range(len(data.source_BS)):
+        x = model.source_embedding(data.source_BS)[row][data.source_BS[row].ne(0)]
+        y = model.target_embedding(data.target_input_BT)[row][data.target_input_BT[row].ne(0)]
+        encoded = looped(
+            model.encoder.layers, loops[0], sharing, x, lambda layer, h: equations.encoder_layer(layer, norm, 2, h)
+        )
+        decode = partial(decoded, norm, final(model.encoder, encoded))
+        yield final(model.decoder, looped(model.decoder.layers, loops[1], sharing, y, decode))
+
+
+def decoded(norm: str, memory: Tensor, layer: nn.Module, y: Tensor) -> Tensor:
+    return equations.decoder_layer(layer, norm, 2, y, memory)
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
@@ -126,12 +89,10 @@ def test_states_and_gradients_are_those_of_a_plain_transcription(
     model = recurrent(norm=norm, sharing=sharing, encoder_loops=loops[0], decoder_loops=loops[1]).train()
     data, parameters = two_pairs(), dict(model.named_parameters())
     output = Objective(LabelSmoothed(0.1, V.pad))(model, data)
-    states = transcribed(model, data, norm, sharing, loops)
-    torch.testing.assert_close(model(data), states, rtol=1e-11, atol=1e-11)
-    logits = states @ model.projection.weight.T
-    loss = F.cross_entropy(
-        logits.flatten(0, 1), data.target_output_BT.flatten(), ignore_index=0, label_smoothing=0.1, reduction="sum"
-    )
+    states, real = torch.cat(list(transcribed(model, data, norm, sharing, loops))), data.target_output_BT.ne(0)
+    torch.testing.assert_close(model(data)[real], states, rtol=1e-11, atol=1e-11)
+    logits, targets = states @ model.projection.weight.T, data.target_output_BT[real]
+    loss = F.cross_entropy(logits, targets, label_smoothing=0.1, reduction="sum")
     torch.testing.assert_close(output.loss.double(), loss, rtol=1e-6, atol=0)
     ours = torch.autograd.grad(output.loss, list(parameters.values()))
     plain = torch.autograd.grad(loss, list(parameters.values()))
@@ -264,12 +225,3 @@ def test_deepnorm_counts_applications(sharing: str, n: int, m: int) -> None:
     bound = math.sqrt(6 / 128)
     for stack, beta in ((fresh.encoder, 0.87 * (n**4 * m) ** (-1 / 16)), (fresh.decoder, (12 * m) ** -0.25)):
         assert stack.layers[0].feed_forward.up_proj.weight.abs().max().item() == pytest.approx(bound * beta, rel=0.02)
-    older = recurrent(dtype=torch.float32, **settings, deepnorm_depth="layers")
-    assert older.encoder.layers[0].self_residual.alpha == pytest.approx(0.81 * (3**4 * 2) ** (1 / 16))
-    assert older.decoder.layers[0].self_residual.alpha == pytest.approx(6**0.25)
-
-
-def test_deepnorm_depth_matters_to_a_warm_start_only_with_deepnorm() -> None:
-    for norm, expected in (("pre", []), ("deepnorm", ["model.deepnorm_depth is layers there and applications here"])):
-        new, old = (RecurrentConfig(norm=norm, deepnorm_depth=depth) for depth in ("applications", "layers"))
-        assert new.composition_differences(old) == expected

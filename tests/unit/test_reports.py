@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,18 +13,18 @@ import pytest
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.config import load_config
-from deepspeed_nmt.engine.base import EngineScalars
-from deepspeed_nmt.evaluate.curves import RunCurves, draw_curves
-from deepspeed_nmt.evaluate.table import cell, json_line, markdown_table, text_table
-from deepspeed_nmt.run import sweep as module
-from deepspeed_nmt.run.directory import Run
-from deepspeed_nmt.run.manifest import DataRecord
-from deepspeed_nmt.run.outcome import Outcome
-from deepspeed_nmt.run.scores import recorded_scores
-from deepspeed_nmt.run.sweep import Sweep
+from deepspeed_nmt.console import cell, json_line, table
+from deepspeed_nmt.engine.contract import EngineScalars
+from deepspeed_nmt.reports import sweep as module
+from deepspeed_nmt.reports.outcome import Outcome
+from deepspeed_nmt.reports.pictures import draw_curves
+from deepspeed_nmt.reports.run_log import RunLog
+from deepspeed_nmt.reports.sweep import Sweep
+from deepspeed_nmt.reports.text_scores import recorded_scores
+from deepspeed_nmt.run.directory import DataRecord, Run
 from deepspeed_nmt.text import TextForm
+from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.progress import Progress
-from deepspeed_nmt.train.store import CheckpointStore
 
 
 def make_run(
@@ -48,11 +49,34 @@ def make_run(
     return path
 
 
-def report(capsys: pytest.CaptureFixture[str], *words: str | Path) -> list[dict[str, Any]]:
-    """The objects of a report, which must succeed."""
-    capsys.readouterr()
-    assert main(["report", *map(str, words), "--json"]) == 0
-    return [json.loads(line, parse_constant=pytest.fail) for line in capsys.readouterr().out.splitlines()]
+class Report:
+    """A report that must succeed, as JSON and as a table; its picture is OUT."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], out: Path, *words: str | Path) -> None:
+        command = ["report", *map(str, words), "--out", str(out)]
+        capsys.readouterr()
+        assert main([*command, "--json"]) == 0
+        printed, self.log = capsys.readouterr()
+        self.rows = [json.loads(line, parse_constant=pytest.fail) for line in printed.splitlines()]
+        assert main(command) == 0
+        self.table = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()]
+        self.picture = out.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Report]:
+    """A function that reports the sweep deep_decoder_fig1 of the runs in ``tmp_path / "runs"``."""
+
+    def report(*more: str, name: str = "deep_decoder_fig1") -> Report:
+        return Report(capsys, tmp_path / "x.svg", "sweep", name, "--runs", tmp_path / "runs", *more)
+
+    return report
+
+
+def make_layers(runs: Path, *layers: int, **last: float) -> None:
+    """Make a run of the sweep for each number of layers, named after it."""
+    for number in layers:
+        make_run(runs / str(number), f"model.decoder_layers={number}", **last)
 
 
 @pytest.fixture
@@ -69,157 +93,123 @@ def sweep_of(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_tables_are_aligned_and_numbers_are_readable() -> None:
     rows = [["run", "ppl"], ["a|b", cell(12345.678, 2)], ["c", cell(None)]]
-    assert text_table(rows) == "run        ppl\na|b  12,345.68\nc            -"
-    assert markdown_table(rows) == "| run | ppl |\n| --- | ---: |\n| a\\|b | 12,345.68 |\n| c | - |"
+    assert table(rows) == "run        ppl\na|b  12,345.68\nc            -"
+    head, rule, first, second = table(rows, markdown=True).splitlines()
+    assert first.split() == ["|", "a\\|b", "|", "12,345.68", "|"] and second.split() == ["|", "c", "|", "-", "|"]
+    assert head.startswith("| run ") and rule.endswith("-:|")
     assert cell(1_000_000) == "1,000,000" and cell("x") == "x"
     assert json_line({"a": float("nan"), "b": [float("inf"), {"c": 1.0}]}) == '{"a": null, "b": [null, {"c": 1.0}]}'
 
 
-def test_a_sweep_is_reported_by_settings_and_missing_runs_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_is_reported_by_settings_and_missing_runs_are_named(tmp_path: Path, sweep: Any) -> None:
     runs = tmp_path / "runs"
     done = {"train_ppl": 4.0, "valid_bleu": 27.0, "collapse_source_reliance": 2.5, "perf_hours": 3.0}
     make_run(runs / "six", "model.decoder_layers=6", **done)
     make_run(runs / "2", "model.decoder_layers=3", logged=1200, train_ppl=9.0)
     make_run(runs / "3", "model.decoder_layers=15", logged=0)
     make_run(runs / "other", "model.decoder_layers=5", **done)
-    (runs / "broken").mkdir()
-    (runs / "broken" / "config.yaml").write_text("model: 5")
-    (runs / "damaged").mkdir()
-    (runs / "damaged" / "config.yaml").write_text("model: [5")
+    for name, content in (("broken", "model: 5"), ("damaged", "model: [5")):
+        (runs / name).mkdir()
+        (runs / name / "config.yaml").write_text(content)
     (runs / "text.txt").write_text("no run")
-    picture = tmp_path / "sweep.svg"
-    rows = report(capsys, "sweep", "deep_decoder_fig1", "--runs", runs, "--out", picture)
+    report = sweep()
+    rows, log = report.rows, report.log
     assert [row["settings"]["model.decoder_layers"] for row in rows] == [1, 3, 6, 9, 12, 15, 18, 21, 24, 27]
     assert [row["status"] for row in rows[:3]] == ["missing", "1,200 of 200,000 updates", "finished"]
-    six = rows[2]
-    assert (six["run"], six["train_ppl"], six["source_reliance"], six["hours"]) == (str(runs / "six"), 4.0, 2.5, 3.0)
-    assert (six["metric"], six["score"]) == ("bleu", 54.0), "the best of validation, because there is no test set"
+    expected = {"run": str(runs / "six"), "train_ppl": 4.0, "source_reliance": 2.5, "hours": 3.0}
+    assert expected.items() <= rows[2].items()
+    assert (rows[2]["metric"], rows[2]["score"]) == ("bleu", 54.0), "the best of validation without a test set"
     assert rows[5]["train_ppl"] is None and rows[5]["hours"] is None
-    text = picture.read_text(encoding="utf-8")
     titles = ("final training perplexity", "validation bleu", "source reliance (nats)", "model.decoder_layers")
-    assert all(f"<!-- {title} -->" in text for title in titles)
-    assert main(["report", "sweep", "deep_decoder_fig1", "--runs", str(runs), "--out", str(picture)]) == 0
-    captured = capsys.readouterr()
-    table, said = captured.out.splitlines(), captured.err
-    assert table[0].split()[:4] == ["point", "model.decoder_layers", "train", "ppl"]
-    assert table[3].split()[:4] == ["3", "6", "4.000", "54.00"] and table[1].endswith("missing")
-    (line,) = (line for line in said.splitlines() if "no run in" in line)
-    assert "7 of 10 points have no run in" in line and "the first is point 1 (model.decoder_layers=1)" in line
+    assert all(f"<!-- {title} -->" in report.picture for title in titles)
+    assert report.table[0][:3] == ["point", "model.decoder_layers", "train ppl"]
+    assert report.table[3][:4] == ["3", "6", "4.000", "54.00"] and report.table[1][-1] == "missing"
+    (line,) = (line for line in log.splitlines() if "no run in" in line)
+    assert "7 of 10 points" in line and "point 1 (model.decoder_layers=1)" in line
     assert "`train $(deepspeed-nmt plan --sweep deep_decoder_fig1 --point 1)`" in line
-    assert "runs/2 is not finished: 1,200 of 200,000 updates" in said
-    assert "broken is left out, because its settings cannot be read" in said
-    (line,) = (line for line in said.splitlines() if "damaged" in line)
-    assert line.endswith(
-        "must be a YAML file, but cannot be read: expected ',' or ']', but got '<stream end>' in line 1, column 10"
-    )
-    assert "no validation bleu is logged by 2, 3" in said, "the metric of the report is that of six"
+    assert "runs/2 is not finished: 1,200 of 200,000 updates" in log
+    assert "broken is left out" in log and "damaged is left out" in log and "in line 1, column 10" in log
+    assert "no validation bleu is logged by 2, 3" in log, "the metric of the report is that of six"
 
 
 def test_a_sweep_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path / "run", "model.decoder_layers=5")
-    words = ["report", "sweep", "deep_decoder_fig1", "--out", str(tmp_path / "x.png"), "--runs"]
-    assert main([*words, str(tmp_path)]) == 2
-    assert "--runs must hold runs of the sweep deep_decoder_fig1, but of the 1 run in" in capsys.readouterr().err
-    assert main([*words, str(tmp_path / "none")]) == 2
-    assert "there is no directory" in capsys.readouterr().err
-    assert main(["report", "sweep", "deep_decoder_fig9", "--runs", str(tmp_path)]) == 2
-    assert "--sweep must name a known sweep" in capsys.readouterr().err
-    assert main([*words, str(tmp_path), "--input", str(tmp_path / "a")]) == 2
-    assert "must be named by --data, or by --input and --reference" in capsys.readouterr().err
-    assert main([*words, str(tmp_path / "none"), "--max-tokens", "-5"]) == 2
-    assert "--max-tokens must be a whole number of at least 1, but is -5" in capsys.readouterr().err
+    words = ["deep_decoder_fig1", "--out", str(tmp_path / "x.png"), "--runs"]
+    for command, message in (
+        ([*words, str(tmp_path)], "none of the 1 run in"),
+        ([*words, str(tmp_path / "none")], "there is no directory"),
+        (["deep_decoder_fig9", "--runs", str(tmp_path)], "deep_decoder_fig9"),
+        ([*words, str(tmp_path), "--input", str(tmp_path / "a")], "--input and --reference"),
+        ([*words, str(tmp_path / "none"), "--max-tokens", "-5"], "-5"),
+        ([*words, str(tmp_path), "--metric", "x"], "none of the 1 run in"),
+    ):
+        assert main(["report", "sweep", *command]) == 2
+        assert message in capsys.readouterr().err
 
 
-def test_of_several_runs_of_a_point_the_one_nearest_to_the_recipe_is_taken(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_several_runs_of_a_point_the_one_nearest_to_the_recipe_is_taken(tmp_path: Path, sweep: Any) -> None:
     for name, more in (("1", ["optimizer.lr=1e-4"]), ("a", []), ("9", ["engine.name=plain"])):
-        make_run(tmp_path / name, "model.decoder_layers=1", *more, train_ppl=5.0)
-    make_run(tmp_path / "2", "model.decoder_layers=3", "model.dim=256", train_ppl=5.0)
-    rows = report(capsys, "sweep", "deep_decoder_fig1", "--runs", tmp_path, "--out", tmp_path / "x.svg")
-    assert rows[0]["run"] == str(tmp_path / "9"), "an engine is no difference; names decide between equals"
-    assert (
-        main(["report", "sweep", "deep_decoder_fig1", "--runs", str(tmp_path), "--out", str(tmp_path / "x.svg")]) == 0
-    )
-    said = capsys.readouterr().err
-    assert "point 1 (model.decoder_layers=1) has several runs" in said and "is taken, not a, 1" in said
-    assert "must differ only in the settings swept, but also differ in model.dim;" in said
+        make_run(tmp_path / "runs" / name, "model.decoder_layers=1", *more, train_ppl=5.0)
+    make_run(tmp_path / "runs" / "2", "model.decoder_layers=3", "model.dim=256", train_ppl=5.0)
+    report = sweep()
+    assert report.rows[0]["run"] == str(tmp_path / "runs" / "9"), "an engine is no difference; names decide"
+    assert "point 1 (model.decoder_layers=1) has several runs" in report.log and "not a, 1" in report.log
+    assert "also differ in model.dim," in report.log
 
 
-def test_a_smaller_scale_of_all_runs_is_no_difference_between_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for layers in (1, 3):
-        make_run(tmp_path / str(layers), f"model.decoder_layers={layers}", "model.dim=64", train_ppl=5.0)
-    assert (
-        main(["report", "sweep", "deep_decoder_fig1", "--runs", str(tmp_path), "--out", str(tmp_path / "x.svg")]) == 0
-    )
-    said = capsys.readouterr().err
-    assert "all runs differ from the recipe of deep_decoder_fig1 in model.dim=64" in said
-    assert "must differ only in" not in said
-
-
-def test_all_runs_of_a_sweep_are_reported_by_one_metric(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_run(tmp_path / "1", "model.decoder_layers=1", valid_chrf=40.0)
-    make_run(tmp_path / "2", "model.decoder_layers=3", valid_chrf=41.0, valid_bleu=20.0)
-    make_run(tmp_path / "3", "model.decoder_layers=6", valid_ter=41.0)
-    words = ["sweep", "deep_decoder_fig1", "--runs", tmp_path, "--out", tmp_path / "x.svg"]
-    rows = report(capsys, *words)[:3]
-    assert [(row["metric"], row["score"]) for row in rows] == [("bleu", None), ("bleu", 40.0), ("bleu", None)]
-    assert "<!-- validation bleu -->" in (tmp_path / "x.svg").read_text(encoding="utf-8")
-    assert main(["report", *map(str, words)]) == 0
-    captured = capsys.readouterr()
-    assert "validation bleu" in captured.out.splitlines()[0]
-    assert "no validation bleu is logged by 1, 3" in captured.err
+def test_all_runs_of_a_sweep_are_reported_by_one_metric(tmp_path: Path, sweep: Any) -> None:
+    for layers, last in ((1, {"valid_chrf": 40.0}), (3, {"valid_chrf": 41.0, "valid_bleu": 20.0}), (6, {})):
+        make_run(tmp_path / "runs" / f"{layers}", f"model.decoder_layers={layers}", "model.dim=64", **last)
+    report = sweep()
+    assert [(row["metric"], row["score"]) for row in report.rows[:3]] == [
+        ("bleu", None),
+        ("bleu", 40.0),
+        ("bleu", None),
+    ]
+    assert "<!-- validation bleu -->" in report.picture and "validation bleu" in report.table[0]
+    assert "no validation bleu is logged by 1, 6" in report.log
+    assert "all runs differ from the recipe of deep_decoder_fig1 in model.dim=64" in report.log
+    assert "also differ in" not in report.log, "a smaller scale of all runs is no difference between them"
 
 
 def test_a_sweep_is_reported_by_a_measure_of_a_named_validation_set(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, sweep: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    logged = {"valid_bleu": 20.0, "valid_news/ter": 30.0, "valid_mean/loss": 2.0}  # twice that in the first entry
-    make_run(tmp_path / "1", "model.decoder_layers=1", **logged)
-    make_run(tmp_path / "2", "model.decoder_layers=3", "validation.sets.news=/x", valid_bleu=20.0)
-    words = ["sweep", "deep_decoder_fig1", "--runs", tmp_path, "--out", tmp_path / "x.svg"]
+    make_layers(tmp_path / "runs", 1, **{"valid_bleu": 20.0, "valid_news/ter": 30.0, "valid_mean/loss": 2.0})
+    make_run(tmp_path / "runs" / "2", "model.decoder_layers=3", "validation.sets.news=/x", valid_bleu=20.0)
     for metric, scores in (("news/ter", [30.0, None]), ("mean/loss", [2.0, None]), ("bleu", [40.0, 40.0])):
-        rows = report(capsys, *words, "--metric", metric)[:2]
+        rows = sweep("--metric", metric).rows[:2]
         assert [(row["metric"], row["score"]) for row in rows] == [(metric, score) for score in scores]
     for metric in ("news", "news/x", "a/b/bleu"):
-        assert main(["report", *map(str, words), "--metric", metric]) == 2
-        assert "--metric must be one of loss, bleu, " in capsys.readouterr().err
+        words = ["deep_decoder_fig1", "--runs", str(tmp_path / "runs"), "--metric", metric]
+        assert main(["report", "sweep", *words, "--out", str(tmp_path / "x.svg")]) == 2
+        assert f"'{metric}' is none of loss, bleu, " in capsys.readouterr().err
 
 
-def test_runs_of_other_data_or_validation_are_compared_with_a_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_of_other_data_or_validation_are_compared_with_a_warning(tmp_path: Path, sweep: Any) -> None:
     for number, layers in enumerate((1, 3, 6)):
         settings = ["validation.max_sentences=100", "validation.max_tokens=99"] if number == 2 else []
-        run = make_run(tmp_path / str(number), f"model.decoder_layers={layers}", *settings, train_ppl=5.0)
+        run = make_run(tmp_path / "runs" / str(number), f"model.decoder_layers={layers}", *settings, train_ppl=5.0)
         record = DataRecord(path=f"data{number}", fingerprint="a" if number < 2 else "b")
         (run / "data.json").write_bytes(record.content())
-    words = ["report", "sweep", "deep_decoder_fig1", "--runs", str(tmp_path), "--out", str(tmp_path / "x.svg")]
-    assert main(words) == 0
-    assert "but also differ in validation.max_sentences, the data; compare them" in capsys.readouterr().err
-    (tmp_path / "2" / "config.yaml").unlink()
-    assert main(words) == 0
-    assert "also differ" not in capsys.readouterr().err, "the same data in two directories"
+    assert "also differ in validation.max_sentences, the data, and" in sweep().log
+    (tmp_path / "runs" / "2" / "config.yaml").unlink()
+    assert "also differ" not in sweep().log, "the same data in two directories"
 
 
 def test_runs_of_unlike_text_are_not_translated_for_one_column(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer: Any = SimpleNamespace(reference=str)
+    make_layers(tmp_path, 1, 3, train_ppl=5.0)
     for layers, form in ((1, TextForm("raw")), (3, TextForm("tokenised"))):
-        run = make_run(tmp_path / str(layers), f"model.decoder_layers={layers}", train_ppl=5.0)
-        (run / "data.json").write_bytes(DataRecord(path="data", fingerprint="a", text=form).content())
+        record = DataRecord(path="data", fingerprint="a", text=form)
+        (tmp_path / str(layers) / "data.json").write_bytes(record.content())
     monkeypatch.setattr(Run, "open", lambda path: Run(path, Outcome.read(path).config, tokenizer, {}))
-    text = tmp_path / "text"
-    text.write_text("a b\n")
+    (tmp_path / "text").write_text("a b\n")
     words = ["report", "sweep", "deep_decoder_fig1", "--runs", str(tmp_path), "--out", str(tmp_path / "x.svg")]
-    assert main([*words, "--input", str(text), "--reference", str(text)]) == 2
-    said = capsys.readouterr().err
-    assert f"must translate into text of one form, but {tmp_path}/3 and {tmp_path}/1 do not" in said
+    assert main([*words, "--input", str(tmp_path / "text"), "--reference", str(tmp_path / "text")]) == 2
+    assert f"{tmp_path}/3 and {tmp_path}/1 translate into text of different forms" in capsys.readouterr().err
 
 
 def test_axes_are_the_settings_swept_independently(sweep_of: Any) -> None:
@@ -247,62 +237,52 @@ def test_a_part_that_the_sweep_removes_is_absent_in_its_runs(tmp_path: Path, swe
     ]
 
 
-def test_two_settings_swept_have_a_line_for_each_value_of_the_second(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = "deep_decoder_base_54"
+def test_two_settings_swept_have_a_line_for_each_value_of_the_second(tmp_path: Path, sweep: Any) -> None:
     for number, (depth, ratio) in enumerate([(3, 0.6), (9, 0.6), (3, 0.8), (9, 1.0)]):
         settings = ["objective.ddr=null", f"layer.drop_depth={depth}", f"layer.drop_ratio={ratio}"]
-        make_run(tmp_path / f"run{number}", *settings, recipe=recipe, train_ppl=1.0 + 100.0 * number)
-    picture = tmp_path / "sweep.svg"
-    rows = report(capsys, "sweep", "deep_decoder_fig2", "--runs", tmp_path, "--out", picture)
-    found = {(row["settings"]["layer.drop_depth"], row["settings"]["layer.drop_ratio"]): row for row in rows}
-    assert found[9, 1.0]["train_ppl"] == 301.0 and found[9, 0.8]["status"] == "missing"
-    text = picture.read_text(encoding="utf-8")
-    assert all(f"<!-- layer.drop_ratio={ratio} -->" in text for ratio in (0.6, 0.8, 1.0))
+        run = tmp_path / "runs" / f"run{number}"
+        make_run(run, *settings, recipe="deep_decoder_base_54", train_ppl=1.0 + 100.0 * number)
+    report = sweep(name="deep_decoder_fig2")
+    rows = {(row["settings"]["layer.drop_depth"], row["settings"]["layer.drop_ratio"]): row for row in report.rows}
+    assert rows[9, 1.0]["train_ppl"] == 301.0 and rows[9, 0.8]["status"] == "missing"
+    assert all(f"<!-- layer.drop_ratio={ratio} -->" in report.picture for ratio in (0.6, 0.8, 1.0))
 
 
 def test_runs_are_compared_by_what_differs_and_what_came_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain = make_run(tmp_path / "plain", train_ppl=4.0, valid_bleu=20.0, valid_chrf=40.0, perf_hours=1.5)
+    logged = {"train_ppl": 4.0, "valid_bleu": 20.0, "valid_chrf": 40.0, "perf_hours": 1.5}
+    sets = {"valid_news/loss": 1.5, "valid_news/ppl": 4.4, "valid_news/ter": 60.0}
+    one = make_run(tmp_path / "one", **logged, **sets)
     other = make_run(tmp_path / "other", "model.dropout=0.3", "optimizer.lr=5e-4", logged=100)
-    words = ["runs", plain, other, "--out", tmp_path / "runs.svg"]
-    first, second = report(capsys, *words)
+    report = Report(capsys, tmp_path / "runs.svg", "runs", one, other)
+    first, second = report.rows
     assert first["settings"] == {"model.dropout": 0.1, "optimizer.lr": load_config("transformer_base").optimizer.lr}
     assert second["settings"] == {"model.dropout": 0.3, "optimizer.lr": 0.0005}
     assert first["status"] == "finished" and second["status"] == "100 of 200,000 updates"
-    assert first["validation"]["bleu"] == {"last": 20.0, "best": 40.0} and second["validation"] == {}
-    assert (first["hours"], second["hours"], first["target_tokens"]) == (1.5, None, 20_000_000)
-    assert first["parameters"] is None and first["test"] == []
-    assert main(["report", *map(str, words), "--markdown"]) == 0
-    table = capsys.readouterr().out.splitlines()
-    assert table[0] == "|  | plain | other |"
-    assert "| optimizer.lr | 0.0007 | 0.0005 |" in table and "| hours in updates | 1.50 | - |" in table
-    assert "| validation chrf, best | 80.00 | - |" in table
-    assert main(["report", "runs", str(tmp_path), "--out", str(tmp_path / "x.svg")]) == 2
-    assert "RUN must be a directory made by `train`, but" in capsys.readouterr().err
-
-
-def test_runs_are_compared_by_the_measures_of_all_validation_sets(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    logged = {"valid_news/loss": 1.5, "valid_news/ppl": 4.4, "valid_bleu": 20.0, "valid_news/ter": 60.0}
-    several = make_run(tmp_path / "several", **logged)
-    one = make_run(tmp_path / "one", valid_bleu=21.0)
-    words = ["runs", several, one, "--out", tmp_path / "runs.svg"]
-    first, second = report(capsys, *words)
     assert first["validation"] == {
         "bleu": {"last": 20.0, "best": 40.0},
+        "chrf": {"last": 40.0, "best": 80.0},
         "news/loss": {"last": 1.5, "best": 1.5},
         "news/ter": {"last": 60.0, "best": 60.0},
     }
-    assert second["validation"].keys() == {"bleu"}
-    assert main(["report", *map(str, words), "--markdown"]) == 0
-    table = capsys.readouterr().out.splitlines()
-    assert (
-        "| validation news/loss, best | 1.500 | - |" in table and "| validation news/ter, last | 60.00 | - |" in table
-    )
+    assert second["validation"] == {}
+    assert (first["hours"], second["hours"], first["target_tokens"]) == (1.5, None, 20_000_000)
+    assert first["parameters"] is None and first["test"] == []
+    assert report.table[0] == ["", "one", "other"]
+    for line in (
+        ["optimizer.lr", "0.0007", "0.0005"],
+        ["hours in updates", "1.50", "-"],
+        ["validation chrf, best", "80.00", "-"],
+        ["validation news/loss, best", "1.500", "-"],
+        ["validation news/ter, last", "60.00", "-"],
+    ):
+        assert line in report.table
+    words = ["report", "runs", "--out", str(tmp_path / "x.svg")]
+    assert main([*words, str(one), "--markdown"]) == 0
+    assert capsys.readouterr().out.startswith("| ")
+    assert main([*words, str(tmp_path)]) == 2
+    assert f"{tmp_path} has no config.yaml" in capsys.readouterr().err
 
 
 def test_a_checkpoint_says_what_the_log_does_not(tmp_path: Path) -> None:
@@ -332,7 +312,7 @@ def test_cross_attention_shares_are_a_heat_map_with_blanks(tmp_path: Path) -> No
         for update in (1, 2, 4)
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, entries)))
-    curves = RunCurves(tmp_path)
+    curves = RunLog.read(tmp_path)
     shares = curves.cross_shares()
     assert list(shares) == [1, 12] and shares[12].updates == [1, 2, 4] and shares[12].last == pytest.approx(0.4)
     panels = {"train/ppl": "x", "valid/loss": "y"}

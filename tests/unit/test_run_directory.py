@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_nmt.config import load_config
-from deepspeed_nmt.run import directory
+from deepspeed_nmt.run import start
 
 COINS = ("layer.name=cross_attention_drop", "layer.drop_depth=2", "layer.drop_ratio=0.5", "layer.coins=micro_batch")
 
@@ -25,9 +25,9 @@ COINS = ("layer.name=cross_attention_drop", "layer.drop_depth=2", "layer.drop_ra
 def test_choices_of_micro_batches_that_change_are_told(
     settings: tuple[str, ...], ranks: int, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / directory.ENVIRONMENT_FILE).write_text(json.dumps({"ranks": ranks}))
+    (tmp_path / start.ENVIRONMENT_FILE).write_text(json.dumps({"ranks": ranks}))
     before, now = load_config(settings=COINS), load_config(settings=(*COINS, *settings))
-    directory._warn_of_micro_batches(tmp_path, before.flat(), now.flat())
+    start._warn_of_micro_batches(tmp_path, before.flat(), now.flat())
     said = f"layer.name=cross_attention_drop for each micro-batch are others from now on, because {reason}"
     assert [said in message for message in caplog.messages] == [True] * bool(reason)
 

@@ -13,18 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_nmt.engine.base import EngineScalars, ParameterState
-from deepspeed_nmt.engine.host_memory import HostBuffer
+from deepspeed_nmt.engine.contract import EngineScalars, ParameterState
+from deepspeed_nmt.engine.transfer import HostBuffer
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.train import disk, saving
-from deepspeed_nmt.train import store as store_module
-from deepspeed_nmt.train.disk import DiskWatch, Rotation, check_can_save
+from deepspeed_nmt.train import checkpoint as store_module
+from deepspeed_nmt.train import saving
+from deepspeed_nmt.train.checkpoint import CheckpointStore
+from deepspeed_nmt.train.configuration import Save, TrainingConfig
 from deepspeed_nmt.train.progress import Progress
-from deepspeed_nmt.train.saving import Saver
-from deepspeed_nmt.train.session import Save, TrainingConfig
-from deepspeed_nmt.train.store import CheckpointStore
+from deepspeed_nmt.train.saving import DiskWatch, Rotation, Saver, check_can_save
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 SHAPE = (5, 3)
@@ -202,7 +201,7 @@ def test_training_that_waits_long_for_a_disk_says_so(
 def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Free bytes of the disk."""
     found = SimpleNamespace(free=100 * GIB)
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: found)
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: found)
     return found
 
 
@@ -210,7 +209,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_a_run_that_has_no_room_for_its_checkpoints_is_refused(
     tmp_path: Path, free: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, present: int, needed: int
 ) -> None:
-    monkeypatch.setattr(disk, "_reserve", lambda descriptor, size: True)
+    monkeypatch.setattr(saving, "_reserve", lambda descriptor, size: True)
     free.free = needed * GIB
     check_can_save(tmp_path / "new", GIB, Rotation(5, True), present)
     free.free -= 1
@@ -233,10 +232,10 @@ def test_a_quota_is_found_by_reserving(
         @staticmethod
         def fallocate64(descriptor: int, *arguments: int) -> int:
             asked.append(arguments)
-            disk.ctypes.set_errno(code)
+            saving.ctypes.set_errno(code)
             return -1
 
-    monkeypatch.setattr(disk.ctypes, "CDLL", lambda *_, **__: Library)
+    monkeypatch.setattr(saving.ctypes, "CDLL", lambda *_, **__: Library)
     words = r"its disk has 100.0 GiB free, of which a quota leaves less; free some"
     with pytest.raises(ConfigError, match=words) if refused else nullcontext():
         check_can_save(tmp_path, GIB, Rotation(1, False), 0)
@@ -244,14 +243,14 @@ def test_a_quota_is_found_by_reserving(
 
 
 def test_room_is_reserved_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reserve, sizes = disk._reserve, []
+    reserve, sizes = saving._reserve, []
 
     def watched(descriptor: int, size: int) -> bool:
         has_room = reserve(descriptor, size)
-        sizes.append(disk.os.fstat(descriptor).st_blocks * 512)
+        sizes.append(saving.os.fstat(descriptor).st_blocks * 512)
         return has_room
 
-    monkeypatch.setattr(disk, "_reserve", watched)
+    monkeypatch.setattr(saving, "_reserve", watched)
     check_can_save(tmp_path, 3 << 20, Rotation(1, False), 0)
     assert sizes[-1] >= 6 << 20 and not list(tmp_path.iterdir())
 

@@ -15,10 +15,10 @@ from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.search import forced
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
-from deepspeed_nmt.search.ensemble import Ensemble
-from deepspeed_nmt.search.forced import token_log_probs
+from deepspeed_nmt.search.decode_options import DecodeOptions
+from deepspeed_nmt.search.forced import ScoredTranslation, score_lines, token_log_probs
 from deepspeed_nmt.search.mask_predict import MaskPredictConfig
-from deepspeed_nmt.search.scoring import ScoredTranslation, score_lines
+from deepspeed_nmt.search.models import Ensemble
 from tests import transformer_equations as equations
 
 V = Vocabulary(30)
@@ -104,7 +104,11 @@ def test_order_is_kept_with_any_batches(max_tokens: int, buffer_lines: int) -> N
     model = plain(1)
     sources = ["hello", "hello", "a", "", "somewhat", "deep\n", "b"]
     translations = ["xyz", "", "longertranslation", "a", "", "deep\r\n", "b"]
-    found = list(score_lines(model, Letters(), sources, translations, max_tokens, buffer_lines))
+    found = list(
+        score_lines(
+            model, Letters(), sources, translations, DecodeOptions(max_tokens=max_tokens, buffer_lines=buffer_lines)
+        )
+    )
     for source, text, scored in zip(sources, translations, found, strict=True):
         tokens = Letters().encode(text)
         assert scored.tokens == tokens
@@ -128,21 +132,21 @@ def test_scores_are_summed_with_the_eos() -> None:
 
 def test_what_cannot_be_scored_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = plain(1)
-    with pytest.raises(DataError, match="but the texts have 1 source and more translations; give texts of the same"):
+    with pytest.raises(DataError, match="1 source and more translations"):
         list(score_lines(model, Letters(), ["a"], ["a", "b"]))
-    with pytest.raises(DataError, match="but the texts have 1 translation and more sources"):
+    with pytest.raises(DataError, match="1 translation and more sources"):
         list(score_lines(model, Letters(), ["a", "b"], ["a"]))
-    with pytest.raises(ConfigError, match="`max_tokens` must be a whole number of at least 1, but is 0"):
-        score_lines(model, Letters(), [], [], max_tokens=0)
+    with pytest.raises(ConfigError, match="`max_tokens`"):
+        DecodeOptions.of({"max_tokens": 0})
     monkeypatch.setattr(model, "longest_target", 4)
     assert len(list(score_lines(model, Letters(), ["a"], ["abc"]))) == 1
-    with pytest.raises(DataError, match=r"must have 3 tokens at most, .* but line 2 has 4; split it"):
+    with pytest.raises(DataError, match=r"line 2 .* 4 tokens, more than 3"):
         list(score_lines(model, Letters(), ["a", "a"], ["a", "abcd"]))
     masked = Translator(model, Letters(), MaskPredictConfig(), torch.device("cpu"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="needs a run that translates from left to right"):
         masked.score(["a"], ["b"])
     forward = Translator(model, Letters(), BeamConfig(), torch.device("cpu"))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="`targets` must be a list of sentences, but is one string"):
+    with pytest.raises(ConfigError, match="`targets` is one string"):
         forward.score(["a"], "b")
 
 

@@ -15,13 +15,12 @@ import pytest
 import sentencepiece
 
 from deepspeed_nmt import randomness
-from deepspeed_nmt.data.encoding import PairEncoder, longest
-from deepspeed_nmt.data.segmentation import ALPHA, SampledSegmentations, split_name
-from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
-from deepspeed_nmt.data.subword_regularization import BpeSampler, UnigramSampler, sampler_of
+from deepspeed_nmt.data.preparation import PairEncoder
+from deepspeed_nmt.data.sentencepiece import BpeSampler, SentencePieceTokenizer, UnigramSampler, sampler_of
+from deepspeed_nmt.data.tokenizer import ALPHA, SampledSegmentations, split_name
 from deepspeed_nmt.data.vocabulary_training import VocabularyType, train_subwords, train_words
 from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.sample.corpus import sentence_pairs
+from deepspeed_nmt.sample import sentence_pairs
 from deepspeed_nmt.text import Tags
 from tests.support import ROOT
 
@@ -72,8 +71,8 @@ def test_samples_do_not_depend_on_the_process_or_the_batch(
     tokenizer.save(tmp_path)
     program = f"""
 from pathlib import Path
-from deepspeed_nmt.data.directory import open_tokenizer
-from deepspeed_nmt.data.segmentation import SampledSegmentations
+from deepspeed_nmt.data.data_directory import open_tokenizer
+from deepspeed_nmt.data.tokenizer import SampledSegmentations
 print(open_tokenizer(Path({str(tmp_path)!r})).sample_batch({LINES!r}, "source", {sampling!r}, 1, 100))
 """
     # SentencePiece's own sampling would differ here: each process salts its generator.
@@ -175,9 +174,6 @@ def test_pairs_are_encoded_with_tags_in_every_segmentation(tokenizers: dict[str,
         bare = tokenizer.sample_batch([source for source, _ in pairs], "source", sampling, number, 9)
         assert each["source"] == [[4, *tokens] if tokens else [] for tokens in bare] and each["source"][-1] == []
         assert all(tokens[0] == 5 for tokens in each["target"])
-    lengths = longest(encoded, "target")
-    assert lengths == [max(len(each["target"][at]) for each in encoded) for at in range(5)]
-    assert longest([], "source") == longest([{"source": [], "target": []}], "source") == []
     assert list(encoder.texts(["a", ""], "target")) == ["<num> a", ""]
 
 

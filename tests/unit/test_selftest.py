@@ -9,24 +9,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from deepspeed_nmt import parity
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.commands.selftest import _line
-from deepspeed_nmt.engine.base import Engine
+from deepspeed_nmt.engine.contract import Engine
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.selftest import compare
-from deepspeed_nmt.selftest.compare import Row, engines, rows
-from deepspeed_nmt.selftest.models import build
+from deepspeed_nmt.parity import Row, build, engines, rows
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
 def one_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "methods", lambda quick: ["vanilla"])
+    monkeypatch.setattr(parity, "methods", lambda quick: ["vanilla"])
 
 
 def test_engines_that_agree_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "engines", lambda world, method: [("plain+recompute", 1)])
+    monkeypatch.setattr(parity, "engines", lambda world, method: [("plain+recompute", 1)])
     (row,) = rows(ALONE)
     assert row.passed and row.resumed == 0.0
     assert "pass" in _line(row)
@@ -39,8 +38,8 @@ def test_an_engine_with_other_results_fails(monkeypatch: pytest.MonkeyPatch) -> 
             found._clip_norm = 0.4  # type: ignore[attr-defined]
         return found
 
-    monkeypatch.setattr(compare, "engines", lambda world, method: [("plain+recompute", 1), ("plain", 1)])
-    monkeypatch.setattr(compare, "build", wrong)
+    monkeypatch.setattr(parity, "engines", lambda world, method: [("plain+recompute", 1), ("plain", 1)])
+    monkeypatch.setattr(parity, "build", wrong)
     first, second = rows(ALONE)
     assert not first.passed and first.weights > 1e-5
     assert "FAIL" in _line(first)
@@ -53,8 +52,8 @@ def test_an_engine_that_cannot_run_fails_and_the_others_are_tested(monkeypatch: 
             raise RuntimeError("no kernel image is available")
         return build(method, engine, world, directory, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(compare, "engines", lambda world, method: [("plain+recompute", 1), ("plain", 1)])
-    monkeypatch.setattr(compare, "build", broken)
+    monkeypatch.setattr(parity, "engines", lambda world, method: [("plain+recompute", 1), ("plain", 1)])
+    monkeypatch.setattr(parity, "build", broken)
     first, second = rows(ALONE)
     assert "FAIL: RuntimeError: no kernel image is available" in _line(first)
     assert second.passed
@@ -67,11 +66,11 @@ def test_nan_does_not_pass() -> None:
 
 def test_bad_numbers_of_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["selftest", "--ranks", "0"]) == 2
-    assert "--ranks must be from 1 to 256, but is 0" in capsys.readouterr().err
+    assert "--ranks is 0" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert main(["selftest", "--ranks", "2"]) == 2
-    assert "--ranks must be left out" in capsys.readouterr().err
+    assert "--ranks is 2" in capsys.readouterr().err
 
 
 def test_without_a_gpu_the_error_names_its_own_option(
@@ -97,7 +96,7 @@ def test_a_gpu_compares_packed_batches_in_16_bit(monkeypatch: pytest.MonkeyPatch
 
 
 def test_packed_batches_in_16_bit_are_close_to_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "engines", lambda world, method: [("plain:bf16+packed", 1)])
+    monkeypatch.setattr(parity, "engines", lambda world, method: [("plain:bf16+packed", 1)])
     (row,) = rows(ALONE)
     assert row.passed and max(row.loss, row.norm, row.weights) > 1e-5
 

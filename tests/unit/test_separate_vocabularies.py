@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepspeed_nmt import parity as models
 from deepspeed_nmt.build import build_model
 from deepspeed_nmt.config import validate
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.loader import Cursor
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.selftest import models
 
 SEPARATE = Vocabulary(47, own_source=Vocabulary(61))
 

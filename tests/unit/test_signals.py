@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,18 +88,21 @@ def test_handlers_are_restored() -> None:
     assert not stop and signal.getsignal(signal.SIGTERM) == before
 
 
-ALONE = World(0, 1, 0, torch.device("cpu"))
+def _requested(stop: StopRequest) -> bool:
+    """Ask as the loop of a single rank does."""
+    alone = SimpleNamespace(stop=stop, world=World(0, 1, 0, torch.device("cpu")))
+    return loop.TrainingLoop._stop_requested(alone)  # type: ignore[arg-type]
 
 
 def test_a_request_to_one_rank_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
     stop = StopRequest()
-    assert not loop._stop_requested(stop, ALONE) and not stop.agreed
+    assert not _requested(stop) and not stop.agreed
     monkeypatch.setattr(loop, "any_rank", lambda value, world: True)
-    assert loop._stop_requested(stop, ALONE)
+    assert _requested(stop)
     assert stop and stop.agreed and stop.signal_name == "a request to another rank"
     stop = StopRequest()
     monkeypatch.setattr(loop, "gather_lists", lambda items, world: ["", "SIGUSR1"])
-    assert loop._stop_requested(stop, ALONE) and stop.signal_name == "SIGUSR1"
+    assert _requested(stop) and stop.signal_name == "SIGUSR1"
 
 
 def test_a_file_requests_a_stop_on_which_all_ranks_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,10 +116,10 @@ def test_a_file_requests_a_stop_on_which_all_ranks_agree(tmp_path: Path, monkeyp
         return value
 
     monkeypatch.setattr(loop, "any_rank", none_yet)
-    assert not loop._stop_requested(stop, ALONE), "other ranks have not seen the file"
+    assert not _requested(stop), "other ranks have not seen the file"
     assert stop and not stop.agreed
     monkeypatch.setattr(loop, "any_rank", lambda value, world: value)
-    assert loop._stop_requested(stop, ALONE) and stop.agreed and stop.signal_name == "request"
+    assert _requested(stop) and stop.agreed and stop.signal_name == "request"
 
 
 def test_a_rank_whose_launcher_is_gone_stops(monkeypatch: pytest.MonkeyPatch) -> None:

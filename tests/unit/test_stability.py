@@ -13,15 +13,16 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.loader import TrainLoader, Update
 from deepspeed_nmt.data.update_order import Cursor
-from deepspeed_nmt.engine.base import UpdateResult
+from deepspeed_nmt.engine.contract import UpdateResult
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.train.checkpoint import CheckpointStore
+from deepspeed_nmt.train.optimizers.adam import AdamConfig
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.stability import SpikeWatch, layers_of, report_skip, roll_back, worth_explaining
-from deepspeed_nmt.train.store import CheckpointStore
 from tests.support import random_corpus
 
 WORLD = World(rank=0, ranks=1, local_rank=0, device=torch.device("cpu"))
@@ -49,8 +50,7 @@ def engine(precision: str = "fp32") -> PlainEngine:
 
     model.decoder.layers[1].feed_forward.down_proj.weight.register_hook(spoil)
     module = TrainModule(model, Objective(LabelSmoothed(0.1, V.pad)))
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.0)
-    return PlainEngine(module, optimizer, 1.0, precision, WORLD)  # type: ignore[arg-type]
+    return PlainEngine(module, AdamConfig(), precision, WORLD)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import sentencepiece
 
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.data.directory import open_tokenizer
+from deepspeed_nmt.data.data_directory import open_tokenizer
 from deepspeed_nmt.data.sentencepiece import MODEL_FILE, SentencePieceTokenizer
 from deepspeed_nmt.data.tokenizer import INFO_FILE
 from deepspeed_nmt.data.vocabulary_training import train_subwords, train_words
@@ -85,44 +85,44 @@ def test_a_saved_tokenizer_is_restored(tmp_path: Path) -> None:
 
 
 def test_vocabulary_too_large_names_the_largest() -> None:
-    with pytest.raises(DataError, match=r"--vocab-size must be at most \d+, which .* but is 5000; lower it") as error:
+    with pytest.raises(DataError, match=r"--vocab-size is 5000, but the text supports \d+") as error:
         train_subwords(RAW, vocab_size=5000)
-    largest = int(str(error.value).split("at most ")[1].split(",")[0])
+    largest = int(str(error.value).split("supports ")[1].split(";")[0])
     assert train_subwords(RAW, vocab_size=largest).size == largest
-    with pytest.raises(DataError, match=r"at most 7, which the text supports, but is 50"):
+    with pytest.raises(DataError, match=r"is 50, but the text supports 7"):
         train_words(["a b c"], vocab_size=50)
 
 
 def test_vocabulary_too_small_for_the_characters() -> None:
-    with pytest.raises(DataError, match=r"at least \d+, the characters of the text .* but is 10; raise it"):
+    with pytest.raises(DataError, match=r"--vocab-size is 10, but the characters .* are \d+"):
         train_subwords(RAW, vocab_size=10)
-    with pytest.raises(DataError, match="must be more than the 4 special tokens, but is 4"):
+    with pytest.raises(DataError, match="no more than the 4 special tokens"):
         train_subwords(RAW, vocab_size=4)
 
 
 def test_no_text() -> None:
     for train in (lambda: train_subwords([], 100), lambda: train_words([])):
-        with pytest.raises(DataError, match="must not be empty, but is"):
+        with pytest.raises(DataError, match="no text for a vocabulary"):
             train()
 
 
 def test_sentencepiece_output_is_not_segmented_text() -> None:
-    with pytest.raises(DataError, match=r"mark unfinished words with '@@ '.*raw text without --segmented"):
+    with pytest.raises(DataError, match=r"SentencePiece's .* raw text without --segmented"):
         train_words(["▁the ▁hou se", "▁a ▁ri ver"])
     stray = train_words(["the sign a▁b is rare"] + ["the house"] * 20)
     assert stray.encode("the a▁b house")[1] == 3
 
 
 def test_directory_without_vocabulary(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"must hold a vocabulary .* has no vocabulary.model and no vocabulary.json"):
+    with pytest.raises(DataError, match=r"lacks vocabulary.model and vocabulary.json"):
         open_tokenizer(tmp_path)
     train_subwords(RAW, 80).save(tmp_path)
     (tmp_path / INFO_FILE).write_text("{}")
-    with pytest.raises(DataError, match="must be JSON with the key 'segmented'"):
+    with pytest.raises(DataError, match="no JSON with the key 'segmented'"):
         open_tokenizer(tmp_path)
     (tmp_path / INFO_FILE).write_text(json.dumps({"segmented": False}))
     (tmp_path / MODEL_FILE).write_bytes(b"not a model")
-    with pytest.raises(DataError, match="must be a SentencePiece model"):
+    with pytest.raises(DataError, match="the SentencePiece model of the vocabulary"):
         open_tokenizer(tmp_path)
 
 
@@ -131,7 +131,7 @@ def test_foreign_model_with_other_special_tokens_is_refused(tmp_path: Path) -> N
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(RAW), model_prefix=str(prefix), vocab_size=60, model_type="bpe", minloglevel=4
     )
-    with pytest.raises(DataError, match="must be 0, 1, 2, 3, but are -1, 1, 2, 0"):
+    with pytest.raises(DataError, match="tokens are -1, 1, 2, 0 instead of 0, 1, 2, 3"):
         SentencePieceTokenizer(prefix.with_suffix(".model").read_bytes())
 
 

@@ -16,11 +16,24 @@ from deepspeed_nmt.core.model import Memory, TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError, DataError, options_as_typed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.search import streams as module
 from deepspeed_nmt.search.base import Translation
 from deepspeed_nmt.search.beam import BeamConfig
-from deepspeed_nmt.search.source_form import warn_of_form
-from deepspeed_nmt.search.translate import length_buckets, pad_sources, translate_lines
+from deepspeed_nmt.search.decode_options import DecodeOptions
+from deepspeed_nmt.search.forced import pad_sources
+from deepspeed_nmt.search.lines import length_buckets, warn_of_form
 from deepspeed_nmt.text import TextForm, text_of
+
+
+def split(named: dict[str, Any]) -> tuple[DecodeOptions, dict[str, Any]]:
+    """Return the options of a translation among named arguments, and the others."""
+    options = {name: value for name, value in named.items() if name in DecodeOptions.model_fields}
+    return DecodeOptions.of(options), {name: value for name, value in named.items() if name not in options}
+
+
+def translate_lines(model: Any, tokenizer: Any, lines: Any, config: Any, **named: Any) -> Iterator[list[Translation]]:
+    options, others = split(named)
+    return module.translate_lines(model, tokenizer, lines, config, options, **others)
 
 
 class Letters:
@@ -82,7 +95,11 @@ def test_order_is_kept_with_any_batches(model: TranslationModel, max_tokens: int
     alone = [next(translate_lines(model, Letters(), [line], CONFIG, nbest=3)) for line in LINES]
     assert len({translations[0].text for translations in alone}) >= 8, "equal translations would not show the order"
     with_ends = [line + "\n" for line in LINES]
-    together = list(translate_lines(model, Letters(), with_ends, CONFIG, max_tokens, buffer_lines, nbest=3))
+    together = list(
+        translate_lines(
+            model, Letters(), with_ends, CONFIG, max_tokens=max_tokens, buffer_lines=buffer_lines, nbest=3
+        )
+    )
     assert len(together) == len(LINES)
     assert all(map(same, together, alone))
     for line, translations in zip(LINES, together, strict=True):
@@ -192,7 +209,7 @@ def test_the_rest_of_a_huge_line_is_not_encoded(model: TranslationModel, warning
     warnings.clear()
     white = translate_lines(model, Counting(), [" " * 3_000_000 + "fgh" * 10], CONFIG, max_source_tokens=30)
     assert same(next(white), expected) and not warnings, "white space has no tokens"
-    with pytest.raises(DataError, match="but line 1 has 65,536 tokens or more; split it"):
+    with pytest.raises(DataError, match=r"line 1 .* 65,536 tokens or more, more than 30"):
         list(translate_lines(model, Counting(), lines[1:], CONFIG, max_source_tokens=30, strict=True))
 
 
@@ -208,9 +225,7 @@ def test_strict_refuses_a_long_line_when_it_is_read(model: TranslationModel) -> 
         model, Letters(), ["ab", "cd", "e" * 9], CONFIG, buffer_lines=2, max_source_tokens=8, strict=True
     )
     assert len([next(found), next(found)]) == 2
-    with pytest.raises(
-        DataError, match=r"8 tokens at most \(`max_source_tokens`\), but line 3 has 9 tokens; split it"
-    ):
+    with pytest.raises(DataError, match=r"line 3 .* 9 tokens, more than 8 \(`max_source_tokens`\)"):
         next(found)
 
 
@@ -229,7 +244,7 @@ def test_lines_that_are_not_utf8_are_counted(model: TranslationModel, warnings: 
     assert of_bytes[1:] == ["3 of 5 lines have bytes that are not UTF-8; the first is line 2"]
     found = translate_lines(model, Alphabet(), NOT_UTF8, CONFIG, buffer_lines=1, strict=True)
     next(found)
-    with pytest.raises(DataError, match="source lines must be UTF-8, but line 2 is not; convert the text"):
+    with pytest.raises(DataError, match="line 2 of the source is not UTF-8"):
         next(found)
 
 
@@ -284,33 +299,23 @@ def test_nbest(model: TranslationModel) -> None:
 
 def test_invalid_numbers_are_reported_together_before_reading(model: TranslationModel) -> None:
     lines = iter(["a"])
-    with pytest.raises(ConfigError) as error:
-        translate_lines(model, Letters(), lines, CONFIG, max_tokens=0, buffer_lines=-1, nbest=4, max_source_tokens=0)
-    assert len(error.value.problems) == 4
-    assert "raise `beam` to 4" in str(error.value)
-    assert list(lines) == ["a"]
     with options_as_typed(), pytest.raises(ConfigError) as error:
-        translate_lines(model, Letters(), lines, CONFIG, max_tokens="x", nbest=4)  # type: ignore[arg-type]
-    assert error.value.problems == [
-        "--max-tokens must be a whole number of at least 1, but is 'x'",
-        "--nbest must be at most --beam, which is 3, but is 4; raise --beam to 4",
-    ]
+        translate_lines(model, Letters(), lines, CONFIG, max_tokens=0, buffer_lines=-1, max_source_tokens="x")
+    assert len(error.value.problems) == 3
+    assert all(name in str(error.value) for name in ("--max-tokens", "--buffer-lines", "--max-source-tokens", "'x'"))
+    with pytest.raises(ConfigError, match=r"`nbest` is 4.* 3; raise `beam` to 4"):
+        translate_lines(model, Letters(), lines, CONFIG, nbest=4)
+    assert list(lines) == ["a"]
 
 
 @pytest.mark.parametrize(
-    ("sentences", "problem"),
-    [
-        ("Dog.", "a list of sentences, but is one string; put it into a list"),
-        (b"Dog.", "a list of sentences, but is one string"),
-        (5, "a list of sentences, but is 5"),
-        ([None], "a list of strings, but is None"),
-        (["Dog.", b"x"], "a list of strings, but is b'x'"),
-    ],
+    ("sentences", "shown"),
+    [("Dog.", "one string"), (b"Dog.", "one string"), (5, "5"), ([None], "None"), ([b"x"], "b'x'")],
 )
-def test_what_is_no_list_of_sentences_is_refused(model: TranslationModel, sentences: Any, problem: str) -> None:
+def test_what_is_no_list_of_sentences_is_refused(model: TranslationModel, sentences: Any, shown: str) -> None:
     translator = Translator(model, Letters(), CONFIG, torch.device("cpu"))  # type: ignore[arg-type]
     for read in (translator.translate, translator.check):
-        with pytest.raises(ConfigError, match=f"^`sentences` must be {problem}"):
+        with pytest.raises(ConfigError, match=f"^`sentences` is {shown}"):
             read(sentences)
 
 

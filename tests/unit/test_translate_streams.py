@@ -30,7 +30,7 @@ class Reverser:
 
 @pytest.fixture(autouse=True)
 def _no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api.Translator, "open", lambda *_, **__: Reverser())
+    monkeypatch.setattr(api.Translator, "opened", lambda *_, **__: Reverser())
 
 
 def translate(source: Path | str, target: Path | str) -> int:
@@ -62,7 +62,7 @@ def test_a_coprocess_gets_its_lines_as_soon_as_they_are_translated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Reverser] = []
-    monkeypatch.setattr(api.Translator, "open", lambda *_, **__: asked.append(Reverser()) or asked[-1])
+    monkeypatch.setattr(api.Translator, "opened", lambda *_, **__: asked.append(Reverser()) or asked[-1])
     source, target = tmp_path / "source", tmp_path / "target"
     os.mkfifo(source)
     os.mkfifo(target)
@@ -99,7 +99,7 @@ def test_process_substitution_and_standard_output(tmp_path: Path, capfd: pytest.
 def test_compressed_text_in_a_pipe_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "target"
     assert translate(pipe(tmp_path / "source", gzip.compress(b"one\n")), target) == 2
-    assert "source must be plain text, but is compressed with gzip; run `gunzip` first" in capsys.readouterr().err
+    assert "source is compressed with gzip; run `gunzip` first" in capsys.readouterr().err
     assert not target.exists() and len(list(tmp_path.iterdir())) == 1
 
 
@@ -122,7 +122,7 @@ def test_the_source_is_not_overwritten(
     for other in (path, tmp_path / "folder/../text", tmp_path / "symbolic", tmp_path / "hard"):
         assert translate(path, other) == 2
         said = capsys.readouterr().err
-        assert f"--output must be another file than --input, but {other} is the source text" in said
+        assert f"--output is {other}, the text of --input" in said
     with path.open() as stream:
         monkeypatch.setattr("sys.stdin", stream)
         assert translate("-", path) == 2

@@ -20,18 +20,16 @@ import torch.distributed as dist
 from deepspeed_nmt.api import Translator
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import DataError, ReportedError
-from deepspeed_nmt.files import open_text
+from deepspeed_nmt.files import exclusive
 from deepspeed_nmt.interruption import Interrupted
-from deepspeed_nmt.locks import exclusive
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.parallel.launched import RankPlace
 from deepspeed_nmt.parallel.shared_work import SharedWork
-from deepspeed_nmt.run import pieces as on_disk
 from deepspeed_nmt.run import translation
 from deepspeed_nmt.run.opening import Opened
-from deepspeed_nmt.run.pieces import Pieces
-from deepspeed_nmt.run.translation import FileToTranslate, check_resumable, translate_in_pieces
+from deepspeed_nmt.run.translation import Pieces, lines_of_a_piece, open_texts, translate_in_pieces, written
 from deepspeed_nmt.search.beam import BeamConfig
+from deepspeed_nmt.search.decode_options import DecodeOptions
 
 LONG, UNKNOWN = "abcdefghijkl", "?????"
 LINES = [*("abc", "", "de", LONG, "fghi") * 4, LONG, *(UNKNOWN,) * 3, "end"]
@@ -68,17 +66,21 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-def written(number: int, best: Any) -> str:
-    return "".join(f"{number} {each.text} {each.score:.9g}\n" for each in best)
+@pytest.fixture(autouse=True)
+def _pieces_of_four_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(translation, "_TOKENS_PER_LINE", 2)
+
+
+def options_of(source: Path, **changes: Any) -> DecodeOptions:
+    """Return options of two translations of each line."""
+    files = {"input": str(source), "output": str(source.with_name("target"))}
+    return DecodeOptions.of({**files, "max_tokens": 8, "max_source_tokens": 10, "nbest": 2, **changes})
 
 
 def translate(translator: Translator, source: Path, **changes: Any) -> int:
-    """Translate the text in pieces of four lines, with two translations of each."""
-    with open_text(source) as stream:
-        settings = {"max_tokens": 8, "max_source_tokens": 10, "nbest": 2, **changes}
-        target = source.with_name("target")
-        file = FileToTranslate(stream, str(source), target, len(LINES), 4, **settings)
-        return translate_in_pieces(translator, file, written)
+    """Translate the text in pieces of four lines."""
+    with open_texts(options_of(source, **changes)) as texts:
+        return translate_in_pieces(translator, texts)
 
 
 @pytest.fixture
@@ -111,7 +113,8 @@ def test_pieces_are_in_order_and_numbered_over_the_file(translator: Translator, 
     numbers = [int(line.split()[0]) for line in expected.splitlines()]
     assert sorted(set(numbers)) == list(range(len(LINES))) and numbers == sorted(numbers)
     at_once = list(translator.stream(LINES, max_tokens=8, buffer_lines=4, nbest=2, max_source_tokens=10))
-    assert expected == "".join(written(number, best) for number, best in enumerate(at_once))
+    options = DecodeOptions(nbest=2)
+    assert expected == "".join(written(options, number, best) for number, best in enumerate(at_once))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -142,7 +145,7 @@ def test_a_full_disk_loses_nothing_that_was_translated(
     translator: Translator, source: Path, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     caplog.set_level(logging.INFO)
-    write, full = on_disk.atomic_write_bytes, OSError(errno.ENOSPC, "No space left on device")
+    write, full = translation.atomic_write_bytes, OSError(errno.ENOSPC, "No space left on device")
 
     def fails(path: Path, data: bytes) -> None:
         if path.name == "piece-0000003":
@@ -150,7 +153,7 @@ def test_a_full_disk_loses_nothing_that_was_translated(
         write(path, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(on_disk, "atomic_write_bytes", fails)
+        patch.setattr(translation, "atomic_write_bytes", fails)
         with pytest.raises(OSError, match="No space left"):
             translate(translator, source)
     assert "3 of 7 pieces are finished, in " in caplog.text and "the same command resumes there" in caplog.text
@@ -176,7 +179,7 @@ def test_a_piece_damaged_between_two_starts(
     piece = source.with_name("target.pieces") / "piece-0000001"
     piece.write_bytes(piece.read_bytes()[:-3])
     assert translate(translator, source) == 0 and source.with_name("target").read_text() == expected
-    assert "piece-0000001 has other content than was written; it is translated again" in caplog.text
+    assert "piece-0000001 is damaged; it is translated again" in caplog.text
 
 
 def test_warnings_are_those_of_the_whole_text(
@@ -185,7 +188,7 @@ def test_warnings_are_those_of_the_whole_text(
     list(translator.stream(LINES, max_tokens=8, buffer_lines=4, max_source_tokens=10))
     at_once = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert any("5 of 25 lines were cut to 10 tokens: lines 4, 9, 14, 19, 21" in each for each in at_once)
-    assert len(at_once) == 8, "the first cut, five batches, unknown tokens, the cuts"
+    assert len(at_once) == 5, "the first cut, the first batch, unknown tokens, the batches, the cuts"
     caplog.clear()
     assert translate(translator, source, nbest=1) == 0
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == at_once
@@ -202,25 +205,8 @@ def test_lines_of_pieces_that_are_not_utf8_are_counted(
     found = [record.getMessage() for record in caplog.records if "UTF-8" in record.getMessage()]
     assert len(found) == 2 and found[0].startswith("line 7 has bytes that are not UTF-8")
     assert found[1] == "3 of 25 lines have bytes that are not UTF-8; the first is line 7"
-    with pytest.raises(DataError, match="source lines must be UTF-8, but line 7 is not"):
+    with pytest.raises(DataError, match="line 7"):
         translate(translator, source, strict=True, max_source_tokens=100)
-
-
-def test_another_translation_is_refused_without_the_weights(
-    translator: Translator, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = {"--beam": None, "--samples": None}
-    with monkeypatch.context() as patch:
-        patch.setattr(Pieces, "remove", lambda self: None)
-        assert translate(translator, source, options=options) == 0
-    with open_text(source) as stream:
-        file = FileToTranslate(
-            stream, "source", source.with_name("target"), len(LINES), 4, max_tokens=8, options=options
-        )
-        check_resumable(file, translator.search, "cpu", "fp32")
-        other = translator.search.model_copy(update={"beam": 5})
-        with pytest.raises(DataError, match="to be resumed, but --beam was 2 and is 5; start"):
-            check_resumable(file, other, "cpu", "fp32")
 
 
 def test_a_piece_damaged_while_others_are_translated(
@@ -238,20 +224,71 @@ def test_a_piece_damaged_while_others_are_translated(
     assert "piece-0000002 is damaged; it is translated again" in caplog.text
 
 
-def test_pieces_of_another_precision_are_refused(
+def test_another_translation_does_not_resume(
     translator: Translator, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Pieces, "remove", lambda self: None)
-        assert translate(translator, source, options={"--device": "auto"}) == 0
-    other = copy.copy(translator)
-    other._opened = Opened((), "best", "top", ("w",), "bf16")
-    with pytest.raises(DataError, match="to be resumed, but --precision was 'fp32' and is 'bf16'; start"):
-        translate(other, source, options={"--device": "auto"})
+        assert translate(translator, source) == 0
+    rounded, wider = copy.copy(translator), copy.copy(translator)
+    rounded._opened = Opened((), "best", "top", ("w",), "bf16")
+    wider.search = translator.search.model_copy(update={"beam": 5})
+    for other, changes, difference in (
+        (rounded, {}, "--precision was 'fp32' and is 'bf16'"),
+        (wider, {}, "--beam was 2 and is 5"),
+        (translator, {"nbest": 1}, "--nbest was 2 and is 1"),
+    ):
+        with pytest.raises(DataError, match=difference):
+            translate(other, source, **changes)
+    source.write_text(source.read_text() + "more\n")
+    with pytest.raises(DataError, match="the source text was another one"):
+        translate(translator, source)
+
+
+def test_a_damaged_record_of_the_job_loses_nothing(
+    translator: Translator, source: Path, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    with interrupted(monkeypatch, 14, Interrupted(signal.SIGTERM)):
+        assert translate(translator, source) == 75
+    (source.with_name("target.pieces") / "job.json").write_bytes(b"{")
+    assert translate(translator, source) == 0 and source.with_name("target").read_text() == expected
+    assert "job.json is damaged" in caplog.text
+
+
+def test_files_of_others_are_not_touched(translator: Translator, source: Path) -> None:
+    directory = source.with_name("target.pieces")
+    directory.mkdir()
+    (directory / "diary").write_text("mine")
+    with pytest.raises(DataError, match="diary is in the way"):
+        translate(translator, source)
+    assert (directory / "diary").read_text() == "mine"
+
+
+def test_a_text_that_changes_meanwhile_is_refused(
+    translator: Translator, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Pieces.write
+
+    def changes(self: Pieces, number: int, *content: Any) -> None:
+        write(self, number, *content)
+        source.write_text(source.read_text().upper())
+
+    monkeypatch.setattr(Pieces, "write", changes)
+    with pytest.raises(DataError, match="changed while it was translated"):
+        translate(translator, source)
+    assert not source.with_name("target").exists()
+
+
+@pytest.mark.parametrize(
+    ("lines", "max_tokens", "expected"),
+    [(0, 8, 4), (100, 8, 4), (6400, 8, 100), (10**7, 8, 4096), (100, 10**6, 16384)],
+)
+def test_pieces_fill_batches_and_are_bounded(lines: int, max_tokens: int, expected: int) -> None:
+    assert lines_of_a_piece(lines, max_tokens) == expected
 
 
 def test_strict_refuses_before_anything_is_translated(translator: Translator, source: Path) -> None:
-    with pytest.raises(DataError, match="but line 4 has 12 tokens"):
+    with pytest.raises(DataError, match="line 4 of the source has 12 tokens"):
         translate(translator, source, strict=True)
     assert not source.with_name("target.pieces").exists()
 
@@ -260,7 +297,7 @@ def test_two_translations_to_one_output(translator: Translator, source: Path) ->
     holds = exclusive(source.with_name(".target.translate.lock"), "")
     with (
         holds,
-        pytest.raises(DataError, match=r"target must not be in use, but process \d+ on .* is transl"),
+        pytest.raises(DataError, match=r"target is in use: process \d+ on "),
     ):
         translate(translator, source)
 
@@ -353,7 +390,7 @@ def test_a_piece_of_a_silent_rank_is_taken_over(
     monkeypatch.setattr(SharedWork, "join", lambda place: SharedWork(RankPlace(0, 1, 0), store))
     monkeypatch.setattr(translation, "SILENT_S", 0.0)
     assert translate(translator, source) == 0 and source.with_name("target").read_text() == expected
-    assert "piece 0 is translated by another rank" in caplog.text
+    assert "piece 0 is taken over" in caplog.text
 
 
 def test_progress_goes_on_where_it_was(

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from deepspeed_nmt.config import load_config, validate
-from deepspeed_nmt.data.directory import DataDirectory, Meta
+from deepspeed_nmt.data.data_directory import DataDirectory, Meta
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run import validation_sets
-from deepspeed_nmt.run.validation import MEAN, ValidationConfig
 from deepspeed_nmt.run.validation_sets import check_sets_agree, digest, given_sets
 from deepspeed_nmt.text import TextForm
-from deepspeed_nmt.train.metrics import _label
+from deepspeed_nmt.train.configuration import MEAN, ValidationConfig
+from deepspeed_nmt.train.log import _label
 
 RAW, TOKENISED = TextForm(form="raw"), TextForm(form="tokenised")
 

@@ -11,7 +11,7 @@ from deepspeed_nmt.core.batch import UpdateInfo
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus
-from deepspeed_nmt.data.validation import ValidationSet
+from deepspeed_nmt.data.loader import ValidationSet
 from tests.support import random_corpus
 
 

@@ -1,4 +1,4 @@
-"""A forward pass and a step of a search copy nothing from the host to the device, for which it would wait."""
+"""A forward pass copies nothing from the host to the device, for which it would wait."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from deepspeed_nmt.build import build_meta_model, build_objective
 from deepspeed_nmt.core.objective import TrainModule
-from deepspeed_nmt.search.beam import BeamConfig
-from deepspeed_nmt.search.length_penalty import LengthPenalty
-from deepspeed_nmt.search.static_beam import StaticBeamSearch
-from deepspeed_nmt.selftest.models import VOCABULARY, methods, settings_of
+from deepspeed_nmt.parity import VOCABULARY, methods, settings_of
 from tests.support import batch_of
 
 
@@ -43,18 +40,3 @@ def test_a_micro_batch_runs_without_copies_from_the_host(method: str) -> None:
         with CopiesFromHost() as copies:
             module(batch)
         assert not copies.found
-
-
-@pytest.mark.parametrize("method", [each for each in methods() if settings_of(each).model.left_to_right])
-def test_a_step_of_beam_search_needs_nothing_of_the_host(method: str) -> None:
-    model = build_meta_model(settings_of(method), VOCABULARY).eval()
-    rules = {"min_length": 3, "no_repeat_ngram": 2, "suppress_unknown": True}
-    config = BeamConfig.model_validate({"beam": 3, **rules})
-    search = StaticBeamSearch(config, 3, LengthPenalty.parse("none"), model, VOCABULARY, torch.device("meta"))
-    source_BS = torch.full((5, 7), VOCABULARY.unk, device="meta")
-    with torch.inference_mode():
-        search.step.begin(model.encode(source_BS), [9, 8, 7, 6, 5], [(4,), (), (), (), (5, 6)], 4, 9)
-        search.step.run()
-        with CopiesFromHost() as copies:
-            search.step.run()  # numbers of the device that the host reads are an error on this device
-    assert not copies.found

@@ -1,0 +1,105 @@
+"""Flags of a command, made from the fields of a configuration class.
+
+A field with a description is an option: its name, type and default are those of the field. A flag that is not given
+is not in the namespace, so that the class itself has its default, and checks all values.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.registry import Config, problem_of
+
+_METAVARS: Mapping[Any, str] = {int: "N", float: "P", Path: "F"}
+
+
+def flag(name: str) -> str:
+    """Return the flag of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
+def add_flags(
+    parser: argparse._ActionsContainer,
+    config: type[Config],
+    names: Collection[str] | None = None,
+) -> None:
+    """Declare the fields of a class as options of a command.
+
+    A field's ``json_schema_extra`` may have a ``metavar``, a ``group`` of options, under which the help shows it,
+    ``aliases``, and for a tuple an ``action``, by default to replace its values if the flag is repeated.
+
+    Args:
+        parser: of the command, or a group of its options.
+        config: the class.
+        names: fields to declare; None for all that have a description.
+    """
+    groups: dict[str, argparse._ActionsContainer] = {"": parser}
+    for name, field in config.model_fields.items():
+        if field.description is None or (names is not None and name not in names):
+            continue
+        extra: Mapping[str, Any] = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        if (group := extra.get("group", "")) not in groups:
+            groups[group] = parser.add_argument_group(group)
+        groups[group].add_argument(
+            flag(name),
+            *extra.get("aliases", ()),
+            dest=name,
+            default=argparse.SUPPRESS,
+            help=_help(field),
+            **_form(field, extra),
+        )
+
+
+def _help(field: FieldInfo) -> str:
+    text = str(field.description).replace("%", "%%")
+    shows_default = type(field.default) in (int, float, str) and "(default" not in text
+    return f"{text} (default: {field.default})" if shows_default else text
+
+
+def _form(field: FieldInfo, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of argparse that follow from the type of a field."""
+    kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType] if _is_optional(field) else []
+    kind = kinds[0] if kinds else field.annotation
+    if kind is bool:
+        return {"action": "store_true"}
+    form: dict[str, Any] = {"required": True} if field.is_required() else {}
+    if get_origin(kind) is Literal:
+        return {**form, "choices": get_args(kind)}
+    metavar = extra.get("metavar") or ""
+    if get_origin(kind) is tuple and "," not in metavar:
+        form |= {"nargs": "+", "action": extra.get("action", "store")}
+        kind = get_args(kind)[0]
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    types = {"type": kind} if kind in _METAVARS else {}
+    return {**form, **types, "metavar": metavar or _METAVARS.get(kind, "S")}
+
+
+def _is_optional(field: FieldInfo) -> bool:
+    return NoneType in get_args(field.annotation)
+
+
+def validated(config: type[Any], settings: Mapping[str, Any]) -> Any:
+    """Return the configuration that options give.
+
+    Raises:
+        ConfigError: if an option is out of range, or contradicts another; messages name the flags.
+    """
+    try:
+        return config.model_validate(settings)
+    except ValidationError as error:
+        raise ConfigError(problem_of(problem, _flag_of(problem["loc"])) for problem in error.errors()) from error
+
+
+def _flag_of(location: tuple[int | str, ...]) -> str:
+    """Return the flag for an error's place among the settings."""
+    names = [part for part in location if isinstance(part, str)]
+    return flag(names[-1]) if names else ""

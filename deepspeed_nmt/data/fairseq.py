@@ -1,0 +1,333 @@
+"""Vocabularies of fairseq's models: a dictionary for each side, whose numbers are kept."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import sentencepiece
+from typing_extensions import override
+
+from deepspeed_nmt.core.vocabulary import SIDES, Side, Vocabulary
+from deepspeed_nmt.data.marian_tokenizer import MODEL_FILES
+from deepspeed_nmt.data.sentencepiece import joined
+from deepspeed_nmt.data.tokenizer import INFO_FILE, SPACE, UNKNOWN_TEXT, ListedPieces
+from deepspeed_nmt.errors import DataError, shown
+
+SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
+"""Symbols that precede those of the file, in this order."""
+BOS, PAD, EOS, UNK = range(4)
+"""Their numbers. A decoder of fairseq reads EOS first; BOS is not used."""
+_OVERWRITE = "#fairseq:overwrite"
+
+
+def read_dictionary(path: Path) -> list[str]:
+    """Read a dictionary.
+
+    Returns:
+        Its symbols by number, the special ones included. All differ.
+
+    Raises:
+        DataError: if it is missing, or is no dictionary.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"the dictionary {path} cannot be read ({error.strerror or error}); give the directory that "
+            "fairseq-preprocess has made"
+        ) from error
+    return symbols_of(content, path)
+
+
+def symbols_of(content: bytes, path: Path) -> list[str]:
+    """Return the symbols of a dictionary by number.
+
+    Args:
+        content: of the file.
+        path: of the file, for messages.
+
+    Raises:
+        DataError: if the file is no dictionary.
+    """
+    try:
+        lines = content.decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8, and thus no dictionary of fairseq; restore the file") from error
+    symbols = list(SPECIAL)
+    numbers = set(symbols)
+    for number, line in enumerate(lines, 1):
+        if number == len(lines) and not line:
+            break
+        symbol, _, count = line.rstrip().rpartition(" ")
+        where = f"line {number} of {path}"
+        if count == _OVERWRITE:
+            raise DataError(
+                f"{where} repeats a symbol ({_OVERWRITE}), which is not supported; use a model whose dictionary "
+                "has each symbol once"
+            )
+        if not symbol or not count.lstrip("-").isdecimal():
+            raise DataError(f"{where} is {shown(line)}, not a symbol and its count; give fairseq's dict.LANG.txt")
+        if symbol in numbers:
+            raise DataError(f"{where} repeats the symbol {shown(symbol)}; restore the file")
+        numbers.add(symbol)
+        symbols.append(symbol)
+    return symbols
+
+
+def content_of(symbols: Sequence[str]) -> bytes:
+    """Return the content of a dictionary's file, with all counts 1. fairseq reads it, too."""
+    return "".join(f"{symbol} 1\n" for symbol in symbols[len(SPECIAL) :]).encode()
+
+
+def has_pieces(symbols: Sequence[str]) -> bool:
+    """Return True if a dictionary is of pieces of SentencePiece, where a mark begins words."""
+    return sum(SPACE in symbol for symbol in symbols) > 0.1 * len(symbols)
+
+
+KIND = "fairseq"
+"""Value of ``kind`` in INFO_FILE."""
+_MOST_FOREIGN = 0.1
+"""Share of a dictionary's symbols that its SentencePiece model may lack."""
+DICTIONARY_FILES: Mapping[Side, str] = {"source": "vocabulary.source.txt", "target": "vocabulary.target.txt"}
+
+
+class FairseqTokenizer(ListedPieces):
+    """The tokenizer of a model of fairseq.
+
+    Text consists of the dictionary's symbols, separated by spaces: words with ``@@ `` marks, or pieces of
+    SentencePiece. With the SentencePiece models, it is raw text.
+
+    Args:
+        symbols: symbols of the dictionaries of source and target by number, special ones included.
+        models: SentencePiece models of source and target; None for text that is segmented already.
+
+    Raises:
+        DataError: if a model cannot be read, or has other pieces than the dictionary.
+    """
+
+    def __init__(
+        self, symbols: tuple[Sequence[str], Sequence[str]], models: tuple[bytes, bytes] | None = None
+    ) -> None:
+        self._pieces: dict[Side, list[str]] = dict(zip(SIDES, map(list, symbols), strict=True))
+        self._numbers: dict[Side, dict[str, int]] = {
+            side: {symbol: number for number, symbol in enumerate(each)} for side, each in self._pieces.items()
+        }
+        self._words = {side: dict(list(numbers.items())[len(SPECIAL) :]) for side, numbers in self._numbers.items()}
+        self._shared = self._pieces["source"] == self._pieces["target"]
+        self._is_sentencepiece = has_pieces(self._pieces["target"])
+        self._models, self._processors = models, dict[Side, Any]()
+        self.segmented = models is None
+        for side, model in zip(SIDES, models or (), strict=False):
+            self._processors[side] = self._processor(model, side)
+        source, target = (Vocabulary(len(self._pieces[side]), pad=PAD, bos=EOS, eos=EOS, unk=UNK) for side in SIDES)
+        self.vocabulary = target if self._shared else replace(target, own_source=source)
+
+    def _processor(self, model: bytes, side: Side) -> Any:
+        """Return the SentencePiece model of a side, after comparing it with the dictionary.
+
+        Raises:
+            DataError: if it cannot be read, or is another's.
+        """
+        try:
+            processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:
+            raise DataError(f"the {side}'s SentencePiece model could not be read: {error}") from error
+        pieces = {processor.id_to_piece(number) for number in range(processor.get_piece_size())}
+        words = [word for word in self._words[side] if not word.startswith("madeupword")]
+        # A character that the model lacks is a piece of its own, which the dictionary may have.
+        if len(foreign := [word for word in words if word not in pieces]) > _MOST_FOREIGN * len(words):
+            raise DataError(
+                f"the SentencePiece model lacks {len(foreign):,} of {len(words):,} symbols of the {side}'s "
+                f"dictionary, among them {foreign[0]}; give the model that segmented the text"
+            )
+        return processor
+
+    @classmethod
+    def read(cls, path: Path) -> FairseqTokenizer:
+        """Read the vocabulary of a directory.
+
+        Raises:
+            DataError: if it is missing or cannot be read.
+        """
+        files = [path / DICTIONARY_FILES[side] for side in SIDES]
+        try:
+            found = [symbols_of(file.read_bytes(), file) for file in files if file.exists()]
+            models = [
+                (path / MODEL_FILES[side]).read_bytes() for side in SIDES if (path / MODEL_FILES[side]).exists()
+            ]
+            return cls((found[0], found[-1]), (models[0], models[-1]) if models else None)
+        except (OSError, IndexError) as error:
+            raise DataError(
+                f"no dictionaries of a model of fairseq in {path} ({error}); import the model again"
+            ) from error
+
+    @override
+    def files(self) -> dict[str, bytes]:
+        sides = SIDES[: 1 if self._shared else 2]
+        found = {DICTIONARY_FILES[side]: content_of(self._pieces[side]) for side in sides}
+        if self._models is not None:
+            models = dict(zip(SIDES, self._models, strict=True))
+            found |= {MODEL_FILES[side]: models[side] for side in SIDES[: 1 if len(set(self._models)) == 1 else 2]}
+        info = {"kind": KIND, "segmented": self.segmented, "size": self.size}
+        return {**found, INFO_FILE: (json.dumps(info, indent=2) + "\n").encode()}
+
+    @override
+    def encode_batch(self, texts: Sequence[str], side: Side, threads: int = 1) -> list[list[int]]:
+        if self._processors:
+            pieces = self._processors[side].encode(list(texts), out_type=str, num_threads=threads)
+        else:
+            pieces = [text.split() for text in texts]  # at any white space, as fairseq does
+        number_of = self._words[side].get
+        return [[number_of(piece, UNK) for piece in each] for each in pieces]
+
+    @override
+    def _decoded(self, tokens: Iterable[int], side: Side) -> str:
+        symbols = self._pieces[side]
+        pieces = [UNKNOWN_TEXT if token == UNK else symbols[token] for token in map(int, tokens) if token >= UNK]
+        processor = self._processors.get(side)
+        if processor is None or any(processor.is_unknown(processor.piece_to_id(piece)) for piece in pieces):
+            return self._join(pieces)  # SentencePiece would not write a piece that it lacks
+        text: str = processor.decode_pieces(pieces)
+        return text
+
+    def spelt(self, tokens: Sequence[int], side: Side) -> str:
+        """Return a line of text that :meth:`encode_batch` makes these tokens of.
+
+        With SentencePiece models that is the text which they decode to.
+        """
+        if self._processors:
+            return self.decode(tokens, side)
+        return " ".join([self._pieces[side][token] for token in tokens])
+
+    def _join(self, pieces: Sequence[str]) -> str:
+        """Join the pieces of segmented text to words."""
+        if self._is_sentencepiece:
+            return "".join(pieces).replace(SPACE, " ").strip()
+        return joined(" ".join(pieces))
+
+    @override
+    def reference(self, text: str) -> str:
+        return self._join(text.split()) if self.segmented else text
+
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_OLD_MAGIC = b"TNTIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQ")
+"""Magic, version, code of the tokens' type, number of lines."""
+_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16, 9: np.uint32, 10: np.uint64}
+"""Types of tokens by their codes."""
+_LINES = 1 << 14
+"""Lines that are read at once."""
+
+
+@dataclass(frozen=True)
+class BinarisedText:
+    """One side of a split.
+
+    Attributes:
+        path: its files without ``.bin`` and ``.idx``.
+        size: number of the dictionary's symbols; a token's number must be smaller.
+        lines: number of lines.
+    """
+
+    path: Path
+    size: int
+    lines: int
+    _sizes: npt.NDArray[np.int32]
+    _places: npt.NDArray[np.int64]
+    _tokens: npt.NDArray[Any]
+
+    @classmethod
+    def open(cls, path: Path, size: int) -> BinarisedText:
+        """Open the files of a side of a split. They are mapped to memory, not read.
+
+        Args:
+            path: the files without ``.bin`` and ``.idx``.
+            size: number of the dictionary's symbols.
+
+        Raises:
+            DataError: if a file is missing, damaged, or of another format.
+        """
+        index, data = (path.with_name(path.name + ending) for ending in (".idx", ".bin"))
+        try:
+            with index.open("rb") as stream:
+                head = stream.read(_HEADER.size)
+            kind, lines = _read_header(head, index)
+            if index.stat().st_size != _HEADER.size + 12 * lines:
+                raise _damaged(index, "its length is not that of its lines")
+            sizes: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+            places: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+            if lines:
+                sizes = np.memmap(index, np.int32, "r", _HEADER.size, (lines,))
+                places = np.memmap(index, np.int64, "r", _HEADER.size + 4 * lines, (lines,))
+            count, rest = divmod(data.stat().st_size, np.dtype(kind).itemsize)
+            tokens: npt.NDArray[Any] = np.memmap(data, kind, "r", shape=(count,)) if count else np.zeros(0, kind)
+        except OSError as error:
+            raise DataError(
+                f"the binarised text {path}.idx and {path}.bin cannot be read ({error.strerror or error}); give "
+                "the directory that fairseq-preprocess has made"
+            ) from error
+        if rest:
+            raise _damaged(data, "its length is no multiple of its tokens'")
+        return cls(path, size, lines, sizes, places, tokens)
+
+    def rows(self) -> Iterator[list[int]]:
+        """Yield the tokens of each line, without EOS, in memory that does not grow with the text.
+
+        Raises:
+            DataError: if a line is not in the file, or a token not in the dictionary.
+        """
+        width = self._tokens.itemsize
+        for start in range(0, self.lines, _LINES):
+            sizes = np.asarray(self._sizes[start : start + _LINES], dtype=np.int64)
+            begins, rests = np.divmod(np.asarray(self._places[start : start + _LINES]), width)
+            ends = begins + sizes
+            wrong = np.flatnonzero((sizes < 0) | (begins < 0) | (rests != 0) | (ends > len(self._tokens)))
+            if len(wrong):
+                data = self.path.with_name(f"{self.path.name}.bin")
+                raise _damaged(data, f"line {start + int(wrong[0]) + 1:,} is outside of the file")
+            for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+                row: list[int] = self._tokens[begin:end].tolist()
+                if row and row[-1] == EOS:
+                    row.pop()
+                if row and (min(row) < 0 or max(row) >= self.size):
+                    raise DataError(
+                        f"{self.path}.bin has the number {max(row)}, but its dictionary has {self.size:,} symbols; "
+                        "give the dictionary that it was binarised with"
+                    )
+                yield row
+
+
+def _read_header(head: bytes, path: Path) -> tuple[Any, int]:
+    """Return the type of the tokens and the number of lines.
+
+    Raises:
+        DataError: if the index is of another format, or damaged.
+    """
+    if head.startswith(_OLD_MAGIC):
+        raise DataError(
+            f"{path} is of an older format than mmap; binarise the text again with `fairseq-preprocess "
+            "--dataset-impl mmap`, or give the text to `prepare --segmented`"
+        )
+    if len(head) < _HEADER.size or not head.startswith(_MAGIC):
+        raise DataError(
+            f"{path} is no index of binarised text of fairseq (--dataset-impl mmap); give the directory that "
+            "fairseq-preprocess has made"
+        )
+    _, version, code, lines = _HEADER.unpack(head)
+    if version != 1 or code not in _TYPES:
+        raise _damaged(path, f"it has version {version} and type {code}")
+    return _TYPES[code], lines
+
+
+def _damaged(path: Path, why: str) -> DataError:
+    return DataError(
+        f"{path} was damaged since fairseq-preprocess wrote it: {why}; restore it, or binarise the text again"
+    )

@@ -1,0 +1,805 @@
+"""Filters of sentence pairs: a table of named criteria, by which `prepare` and others remove pairs.
+
+A filter is a class of settings with defaults, which builds a test. Each pair is judged for itself, so worker
+processes can share the pairs; only for ``near_duplicates`` earlier pairs matter, about which one process decides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import re
+import unicodedata
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from html.entities import html5
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+import regex
+from pydantic import Field, ValidationError, model_validator
+from typing_extensions import override
+
+from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
+from deepspeed_nmt.registry import Config, problem_of
+from deepspeed_nmt.text import TextForm
+
+EXAMPLES = 3
+"""Removed pairs that are kept as examples of each reason: the first ones."""
+_SHOWN = 200
+
+Hashes = npt.NDArray[np.uint64]
+TextOf = Callable[[int], tuple[str | bytes, str | bytes]]
+"""Source and target of a pair, by its number."""
+
+
+class Removals:
+    """Removed pairs by reason, counted, with examples. Batches are counted apart, and added in order.
+
+    Attributes:
+        counts: number of removed pairs by reason.
+        examples: the first of them, as (source, target), shortened, and with escapes for what is not printable.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.examples: dict[str, list[tuple[str, str]]] = {}
+
+    def add(self, reason: str, *pair: str | bytes) -> None:
+        """Count a removed pair: source and target, if they are known. Bytes are text that may not be UTF-8."""
+        self.counts[reason] += 1
+        if pair and self.lacks_examples(reason):
+            source, target = map(_excerpt, pair)
+            self.examples.setdefault(reason, []).append((source, target))
+
+    def lacks_examples(self, reason: str) -> bool:
+        """Return True if another example of a reason is kept."""
+        return len(self.examples.get(reason, ())) < EXAMPLES
+
+    def merge(self, later: Removals) -> None:
+        """Add the removals of a later batch."""
+        self.counts.update(later.counts)
+        for reason, more in later.examples.items():
+            self.examples[reason] = (self.examples.get(reason, []) + more)[:EXAMPLES]
+
+
+def _excerpt(line: str | bytes) -> str:
+    """Return the beginning of a line, printable, of 200 characters before escaping."""
+    text = line[: 4 * _SHOWN].decode("utf-8", errors="backslashreplace") if isinstance(line, bytes) else line
+    more = "..." if len(line) > 4 * _SHOWN or len(text) > _SHOWN else ""
+    escaped = (char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:_SHOWN])
+    return "".join(escaped) + more
+
+
+def hashes_of(texts: Iterable[str], count: int) -> Hashes:
+    """Hash ``count`` texts to 64 bits each: among 20 million, any two collide with a probability of 1 in 100,000."""
+    return np.fromiter(map(_hash_of, texts), np.uint64, count)
+
+
+def _hash_of(text: str) -> int:
+    encoded = text.encode("utf-8", errors="surrogatepass")
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
+
+
+class Repetitions:
+    """Pairs that repeat an earlier one, by the hashes of one or more keys of each pair.
+
+    Args:
+        reasons: names of the keys, which are the reasons to remove a pair, in order.
+    """
+
+    def __init__(self, reasons: Iterable[str]) -> None:
+        self._seen = {reason: _SeenHashes() for reason in reasons}
+
+    def remove(
+        self, count: int, hashes: Mapping[str, Hashes], removals: Removals, text_of: TextOf
+    ) -> npt.NDArray[np.bool_]:
+        """Choose pairs that repeat none of an earlier call, or earlier in this one, and count the others as removed.
+
+        A pair that is removed for one reason is not remembered for the next ones.
+
+        Args:
+            count: number of pairs, N.
+            hashes: of the pairs' keys, by reason. Shape of each: (N,)
+            removals: to which repetitions are added.
+            text_of: is called for the examples only.
+
+        Returns:
+            True for pairs to keep. Shape: (N,)
+        """
+        keep = np.ones(count, dtype=np.bool_)
+        for reason, seen in self._seen.items():
+            new = np.zeros_like(keep)
+            new[keep] = seen.add(hashes[reason][keep])
+            for number in np.flatnonzero(keep & ~new).tolist():
+                removals.add(reason, *(text_of(number) if removals.lacks_examples(reason) else ()))
+            keep = new
+        return keep
+
+
+class _SeenHashes:
+    """A set of 64-bit numbers in 8 bytes each; a Python set takes about 80.
+
+    It consists of sorted runs, each more than twice as long as the next. Adding merges runs of similar size, so every
+    number is moved only a logarithmic number of times.
+    """
+
+    def __init__(self) -> None:
+        self._runs: list[Hashes] = []
+
+    def add(self, hashes: Hashes) -> npt.NDArray[np.bool_]:
+        """Add numbers. Return True for those neither in the set nor earlier in ``hashes``. Shape: (N,) -> (N,)."""
+        unique, first = np.unique(hashes, return_index=True)
+        fresh = np.ones(len(unique), dtype=np.bool_)
+        for run in self._runs:
+            position = np.minimum(np.searchsorted(run, unique), len(run) - 1)
+            fresh &= run[position] != unique
+        new = np.zeros(len(hashes), dtype=np.bool_)
+        new[first[fresh]] = True
+        added = unique[fresh]
+        if len(added):
+            while self._runs and len(self._runs[-1]) <= 2 * len(added):
+                added = np.sort(np.concatenate((self._runs.pop(), added)), kind="stable")
+            self._runs.append(added)
+        return new
+
+
+_UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+"""Scripts that put no spaces between words, as the content of a set of `regex`."""
+
+
+class Filter(Config):
+    """Base of all filters: the settings of one. Its first field is what ``NAME=VALUE`` sets."""
+
+    remembers: ClassVar[bool] = False
+    """True if a pair is removed because an earlier one has the same key; else each pair is judged for itself."""
+    reads_scores: ClassVar[bool] = False
+    """True if a pair is judged by the score that is given with it, not by its text."""
+
+    @classmethod
+    def fields_of(cls, value: str) -> dict[str, Any]:
+        """Return the settings that a value on the command line stands for, unchecked.
+
+        Raises:
+            ValueError: if it is none.
+        """
+        return {next(iter(cls.model_fields)): value}
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Describe the pairs that are removed, for the report."""
+
+    @abstractmethod
+    def build(self, text: TextForm) -> Callable[..., Any]:
+        """Build the test of a pair: a function of source and target that returns True for a pair to remove.
+
+        A filter that ``remembers`` returns the key of a pair instead, and one that ``reads_scores`` takes the score.
+
+        Raises:
+            ConfigError: if the form of the text lacks a language, or a package is missing.
+        """
+
+
+class SideFilter(Filter):
+    """Base of filters that judge each side for itself, whatever its language."""
+
+    @abstractmethod
+    def is_faulty(self, side: str) -> bool:
+        """Return True if a side is at fault."""
+
+    @override
+    def build(self, text: TextForm) -> Callable[[str, str], bool]:
+        return lambda source, target: self.is_faulty(source) or self.is_faulty(target)
+
+
+_ELEMENTS = """
+a abbr acronym address applet area article aside audio b base basefont bdi bdo big blockquote body br
+button canvas caption center cite code col colgroup data datalist dd del details dfn dialog dir div dl dt em embed
+fieldset figcaption figure font footer form frame frameset h1 h2 h3 h4 h5 h6 head header hr html i iframe img input
+ins kbd label legend li link main map mark menu meta meter nav nobr noframes noscript object ol optgroup option output
+p param picture pre progress q rp rt ruby s samp script section select small source span strike strong style sub
+summary sup svg table tbody td template textarea tfoot th thead time title tr track tt u ul var video wbr
+"""
+# Names of elements keep "a < b" and placeholders such as <name> out. No tag contains another "<", so searching takes
+# linear time.
+_TAG = re.compile(rf"</?(?:{'|'.join(_ELEMENTS.split())})(?:[\s/][^<>]*)?>|<!--|<!doctype[^<>]*>", re.IGNORECASE)
+_ENTITY = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0-9]{1,31});")
+_ADDRESS = re.compile(r"(?:\b(?:https?|ftp)://|\bwww\.)[!-~]+|[\w.+-]{1,64}@[\w-]{1,64}(?:\.[\w-]{1,64})+")
+
+
+class HtmlFilter(Filter):
+    """Markup, by default as strict as OpusFilter's `HtmlTagFilter`, which removes any tag."""
+
+    max_share: float = Field(default=0.0, ge=0, lt=1)
+    """Largest share of a side's characters in tags and character references of HTML."""
+
+    @override
+    def describe(self) -> str:
+        return "tags of HTML" if self.max_share == 0 else f"over {self.max_share:g} of a side is HTML"
+
+    @override
+    def build(self, text: TextForm) -> Callable[[str, str], bool]:
+        escaped = text.form not in ("moses", "tokenised")  # otherwise escapes are those of Moses' tokenizer
+
+        def is_faulty(side: str) -> bool:
+            marked_up = sum(len(tag.group()) for tag in _TAG.finditer(side)) if "<" in side else 0
+            if escaped and "&" in side:
+                entities = (entity.group() for entity in _ENTITY.finditer(side))
+                marked_up += sum(len(text) for text in entities if text[1] == "#" or text[1:] in html5)
+            return _share(marked_up, len(side)) > self.max_share
+
+        return lambda source, target: is_faulty(source) or is_faulty(target)
+
+
+class UrlFilter(SideFilter):
+    """Addresses. The default keeps sentences that cite an address, and removes bare addresses."""
+
+    max_share: float = Field(default=0.5, ge=0, lt=1)
+    """Largest share of a side's characters in addresses of the web or of mail."""
+
+    @override
+    def describe(self) -> str:
+        return f"over {self.max_share:g} of a side is addresses (URLs, mail)"
+
+    @override
+    def is_faulty(self, side: str) -> bool:
+        if not ("://" in side or "@" in side or "www." in side):
+            return False
+        addresses = sum(len(address.group()) for address in _ADDRESS.finditer(side))
+        return _share(addresses, len(side)) > self.max_share
+
+
+class LongWordsFilter(SideFilter):
+    """Endless words, with the default of OpusFilter's `LongWordFilter`."""
+
+    length: int = Field(default=40, ge=2)
+    """Characters of a word that is too long. Scripts without spaces between words have no words here."""
+
+    _WORDS: ClassVar[Any] = regex.compile(rf"(?V1)[\S--[{_UNSPACED}]]+")
+
+    @override
+    def describe(self) -> str:
+        return f"a word of {self.length} characters or more"
+
+    @override
+    def is_faulty(self, side: str) -> bool:
+        if all(len(word) < self.length for word in side.split()):  # fast, and true of nearly all lines
+            return False
+        return any(len(word) >= self.length for word in self._WORDS.findall(side))
+
+
+class LettersFilter(SideFilter):
+    """Tables and the like, with the default of Bicleaner's rule that most characters are letters."""
+
+    min_share: float = Field(default=0.5, gt=0, le=1)
+    """Smallest share of letters, with vowel signs and other marks, among a side's characters but white space."""
+
+    _LETTERS: ClassVar[Any] = regex.compile(r"[\p{L}\p{M}]+")
+
+    @override
+    def describe(self) -> str:
+        return f"less than {self.min_share:g} of a side is letters"
+
+    @override
+    def is_faulty(self, side: str) -> bool:
+        characters = sum(map(len, side.split()))
+        return _share(sum(map(len, self._LETTERS.findall(side))), characters) < self.min_share
+
+
+class CopyFilter(Filter):
+    """Copies, with the bound of Ott et al. (2018), "Analyzing Uncertainty in NMT"."""
+
+    overlap: float = Field(default=0.5, gt=0, le=1)
+    """Share of common words, among the different words of both sides, from which on a pair is a copy."""
+
+    _WORD: ClassVar[re.Pattern[str]] = re.compile(r"[^\W\d_]+")
+    """Numbers and punctuation are no words."""
+
+    @override
+    def describe(self) -> str:
+        return f"a copy: {self.overlap:g} of the words or more are on both sides"
+
+    @override
+    def build(self, text: TextForm) -> Callable[[str, str], bool]:
+        def is_copy(source: str, target: str) -> bool:
+            ours, theirs = set(self._WORD.findall(source.lower())), set(self._WORD.findall(target.lower()))
+            return bool(ours) and len(ours & theirs) >= self.overlap * len(ours | theirs)
+
+        return is_copy
+
+
+class DigitsFilter(Filter):
+    """Different numbers, with the measure of Vázquez et al. (2019) and OpusFilter's default.
+
+    Here the digits may have any order, and "8" may be translated as "eight": a side without digits is compared with
+    the other side's numbers of three digits and more. Digits may be of any script.
+    """
+
+    min_similarity: float = Field(default=0.5, gt=0, le=1)
+    """Smallest similarity of the two sides' digits other than 0: twice the common ones, by their number in all."""
+
+    _NUMBER: ClassVar[re.Pattern[str]] = re.compile(r"\d+")
+
+    @override
+    def describe(self) -> str:
+        return f"digits differ (similarity below {self.min_similarity:g})"
+
+    @override
+    def build(self, text: TextForm) -> Callable[[str, str], bool]:
+        def counted(numbers: list[str]) -> Counter[int]:
+            digits = Counter(map(unicodedata.digit, "".join(numbers)))
+            del digits[0]
+            return digits
+
+        def differ(source: str, target: str) -> bool:
+            sides = [self._NUMBER.findall(source), self._NUMBER.findall(target)]
+            if not all(sides):
+                sides = [[number for number in side if len(number) > 2] for side in sides]
+            ours, theirs = map(counted, sides)
+            total = ours.total() + theirs.total()
+            return total > 0 and 2 * (ours & theirs).total() < self.min_similarity * total
+
+        return differ
+
+
+_END_OF_SENTENCE = tuple(".!?…\u061f\u06d4\u0964\u0965\u1362")  # also Arabic, Urdu, Devanagari, Ethiopic
+_CLOSING = "\"'”’“‘»«›‹)]}」』）"
+_FULL_WIDTH_END = re.compile("[\u3002\uff01\uff1f\uff61]+")
+
+
+class PunctuationFilter(Filter):
+    """Different numbers of sentences.
+
+    The default is the difference that OpusFilter's `TerminalPunctuationFilter` (Vázquez et al. 2019) allows for a
+    sentence with one full stop. Unlike its measure, this one does not remove lines of many sentences.
+    """
+
+    max_difference: int = Field(default=3, ge=0)
+    """Largest difference of the two sides' numbers of words that end as sentences do."""
+
+    @override
+    def describe(self) -> str:
+        return f"ends of sentences differ by more than {self.max_difference}"
+
+    @override
+    def build(self, text: TextForm) -> Callable[[str, str], bool]:
+        def ends(side: str) -> int:
+            words = sum(word.rstrip(_CLOSING).endswith(_END_OF_SENTENCE) for word in side.split())
+            return words if side.isascii() else words + len(_FULL_WIDTH_END.findall(side))
+
+        return lambda source, target: abs(ends(source) - ends(target)) > self.max_difference
+
+
+class RepetitionFilter(SideFilter):
+    """Repeated n-grams of up to 50 words, whatever their case and punctuation.
+
+    OpusFilter's `RepetitionFilter` has the same default, for strings of characters.
+    """
+
+    times: int = Field(default=3, ge=2)
+    """Number of times that the same words in succession are too many."""
+
+    _WORDS: ClassVar[Any] = regex.compile(rf"(?V1)[{_UNSPACED}]|[\w--[{_UNSPACED}]]+")
+    """Words; characters of scripts that put no spaces between words."""
+    _LONGEST: ClassVar[int] = 50
+    """Words of an n-gram, which bound the time."""
+    _SHORTEST: ClassVar[int] = 3
+    """Characters of what is repeated: "no, no, no" is language. OpusFilter's value."""
+
+    @override
+    def describe(self) -> str:
+        return f"the same words {self.times} times in a row"
+
+    @override
+    def is_faulty(self, side: str) -> bool:
+        words = self._WORDS.findall(side.lower())
+        if not words or max(Counter(words).values()) < self.times:
+            return False
+        for period in range(1, min(self._LONGEST, len(words) // self.times) + 1):
+            equal = 0
+            for place in range(period, len(words)):
+                equal = equal + 1 if words[place] == words[place - period] else 0
+                if equal >= period * (self.times - 1):
+                    repeated = words[place - period + 1 : place + 1]
+                    if sum(map(len, repeated)) >= self._SHORTEST:
+                        return True
+        return False
+
+
+_LANGUAGES = {
+    "Arabic": "ar arz ary ckb fa ku ps sd sdh ug ur",
+    "Armenian": "hy",
+    "Bengali": "as bn",
+    "Cyrillic": "ab ba be bg ce chv cv kk ky mk mn os ru rue sah sr tg tt uk",
+    "Devanagari": "bh bho hi mai mr ne new sa",
+    "Ethiopic": "am ti",
+    "Georgian": "ka",
+    "Greek": "el grc",
+    "Gujarati": "gu",
+    "Gurmukhi": "pa",
+    "Han+Bopomofo": "wuu yue zh",
+    "Han+Hiragana+Katakana": "ja",
+    "Hangul+Han": "ko",
+    "Hebrew": "he yi",
+    "Kannada": "kn",
+    "Khmer": "km",
+    "Lao": "lo",
+    "Latin": "af ast az br bs ca ceb co cs cy da de en eo es et eu fi fil fo fr fy ga gd gl ha haw hmn hr ht hu ia "
+    "id ig is it jv kab la lb lg ln lt lv mg mi ms mt nb nds nl nn no nso ny oc pl pt qu rm ro rw sc sk sl sm sn so "
+    "sq st su sv sw tet tk tl tn tr ts uz vi vo wa wo xh yo zu",
+    "Malayalam": "ml",
+    "Myanmar": "my",
+    "Oriya": "or",
+    "Sinhala": "si",
+    "Tamil": "ta",
+    "Telugu": "te",
+    "Thai": "th",
+    "Tibetan": "bo dz",
+}
+SCRIPTS = {language: scripts for scripts, languages in _LANGUAGES.items() for language in languages.split()}
+"""Unicode's names of the scripts of a language, joined by ``+``, by its code."""
+_LETTER = regex.compile(r"\p{Alphabetic}")
+
+
+class ScriptFilter(Filter):
+    """Text in another script than that of its language.
+
+    Letters that many scripts share, and sides without letters, are no fault. OpusFilter's `CharacterScoreFilter` has
+    1 as default, which removes each line with a name in another script.
+    """
+
+    min_share: float = Field(default=0.5, gt=0, le=1)
+    """Smallest share of a side's letters that belong to its script."""
+    source: str = ""
+    """Scripts of the source, by Unicode's names, joined by ``+``; "" for those of its language."""
+    target: str = ""
+    """Scripts of the target."""
+
+    @classmethod
+    @override
+    def fields_of(cls, value: str) -> dict[str, Any]:
+        parts = value.split("/")
+        fields: dict[str, Any] = {} if parts[0][:1].isalpha() else {"min_share": parts.pop(0)}
+        if len(parts) not in (0, 2):
+            raise ValueError(f"{shown(value)} is none of SHARE, SOURCE/TARGET and SHARE/SOURCE/TARGET")
+        return fields | dict(zip(("source", "target"), parts, strict=False))
+
+    @override
+    def describe(self) -> str:
+        return f"less than {self.min_share:g} of a side's letters in its script"
+
+    @override
+    def build(self, text: TextForm) -> Callable[[str, str], bool]:
+        source = _foreign(self.source or _scripts_of(text.source_lang, "source"))
+        target = _foreign(self.target or _scripts_of(text.target_lang, "target"))
+
+        def is_foreign(side: str, foreign: regex.Pattern[str], latin: bool) -> bool:
+            if latin and side.isascii():
+                return False
+            letters = len(foreign.findall(side))
+            return letters > 0 and _share(letters, len(_LETTER.findall(side))) > 1 - self.min_share + 1e-9
+
+        latin = [pattern.search("a") is None for pattern in (source, target)]
+        return lambda left, right: is_foreign(left, source, latin[0]) or is_foreign(right, target, latin[1])
+
+
+def _scripts_of(language: str | None, side: str) -> str:
+    if language not in SCRIPTS:
+        unknown = "no language" if language is None else f"no script of the language {shown(language)}"
+        raise ConfigError(
+            f"{unknown} of the {side} for the filter script; give --{side}-lang, or the scripts of both sides, for "
+            "example script=Latin/Cyrillic"
+        )
+    return SCRIPTS[language]
+
+
+def _foreign(scripts: str) -> regex.Pattern[str]:
+    """Return a pattern of letters of other scripts."""
+    try:
+        if not regex.fullmatch(r"[A-Za-z_+]+", scripts):
+            raise regex.error("no name of a script")
+        own = "".join(rf"\p{{Script={name}}}" for name in scripts.split("+"))
+        return regex.compile(rf"(?V1)[\p{{Alphabetic}}--[{own}\p{{Script=Common}}\p{{Script=Inherited}}]]")
+    except regex.error as error:
+        raise ConfigError(
+            f"{shown(scripts)} of the filter script is none of Unicode's names of scripts, such as Latin or "
+            "Han+Hiragana+Katakana"
+        ) from error
+
+
+class LanguageFilter(Filter):
+    """Text in another language, by py3langid, whose model is inside the package (5 MB).
+
+    The default is low because short sentences are hard to identify. Of English and German text (newstest2012 and
+    2014, Tatoeba, Multi30k) it removes up to 0.9% of the pairs, and it keeps up to 0.6% of sentences in the other
+    language.
+    """
+
+    min_probability: float = Field(default=0.05, gt=0, lt=1)
+    """Smallest probability of a side's language among those that py3langid knows."""
+
+    _IDENTIFIED: ClassVar[int] = 1000
+    """Characters of a line by which its language is identified; more take time, and a line of marks takes hours."""
+
+    @override
+    def describe(self) -> str:
+        return f"a side is of another language (probability below {self.min_probability:g})"
+
+    @override
+    def build(self, text: TextForm) -> Callable[[str, str], bool]:
+        codes = {"source": text.source_lang, "target": text.target_lang}
+        for side, code in codes.items():
+            if code is None:
+                raise ConfigError(f"no language of the {side} for the filter language; give --{side}-lang")
+        identifier = _identifier()
+        for side, code in codes.items():
+            if code not in identifier.labels:
+                raise ConfigError(
+                    f"--{side}-lang is {shown(code)}, which py3langid does not identify"
+                    f"{did_you_mean(str(code), identifier.labels)}; or leave out the filter language"
+                )
+
+        def is_other(side: str, expected: str | None) -> bool:
+            side = side[: self._IDENTIFIED]
+            best, probability = identifier.classify(side)
+            if best != expected:
+                probability = dict(identifier.rank(side))[expected]
+            return bool(probability < self.min_probability)
+
+        return lambda source, target: is_other(source, codes["source"]) or is_other(target, codes["target"])
+
+
+@lru_cache(maxsize=1)
+def _identifier() -> Any:
+    """Load py3langid's model, which takes a second."""
+    try:
+        langid = importlib.import_module("py3langid.langid")
+    except ImportError as error:
+        raise ConfigError(
+            "py3langid is not installed, which the filter language needs; run `pip install py3langid`, or leave out "
+            "the filter"
+        ) from error
+    return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
+
+
+class ScoreFilter(Filter):
+    """A score that came with the pair, such as the likelihood of the target that `score-pairs` computes.
+
+    It has no default: likelihoods depend on the model, the text and the vocabulary.
+    """
+
+    reads_scores: ClassVar[bool] = True
+
+    min_score: float = Field(allow_inf_nan=False)
+    """Smallest score of a pair that is kept; of `score-pairs`, the mean log-probability of a token (nats)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_bound(cls, settings: Any) -> Any:
+        if settings == {}:
+            raise ValueError("no smallest score of a pair to keep; give it, for example score=-3")
+        return settings
+
+    @override
+    def describe(self) -> str:
+        return f"a score below {self.min_score:g}"
+
+    @override
+    def build(self, text: TextForm) -> Callable[[float], bool]:
+        return lambda score: score < self.min_score
+
+
+class NearDuplicatesFilter(Filter):
+    """Pairs that differ from an earlier one in case, digits, punctuation and white space only.
+
+    OpusFilter's `remove_duplicates` has the same choices. MinHash would also see pairs that differ in some words,
+    but needs several numbers for each pair, and removes sentences that differ in a name or a negation.
+    """
+
+    remembers: ClassVar[bool] = True
+
+    of: Literal["pair", "source", "target"] = "pair"
+    """Text that is compared: both sides, or one: then only the first translation of a sentence is kept."""
+
+    _NO_LETTERS: ClassVar[Any] = regex.compile(r"[^\p{L}\p{M}]+")
+
+    @override
+    def describe(self) -> str:
+        what = {"pair": "both sides as in", "source": "the source of", "target": "the target of"}[self.of]
+        return f"{what} an earlier pair, but for case, digits, marks"
+
+    @override
+    def build(self, text: TextForm) -> Callable[[str, str], str]:
+        def letters(side: str) -> str:  # a side without letters is compared as it is
+            return self._NO_LETTERS.sub("", side).casefold() or side
+
+        return {
+            "source": lambda source, target: letters(source),
+            "target": lambda source, target: letters(target),
+            "pair": lambda source, target: f"{letters(source)}\n{letters(target)}",
+        }[self.of]
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+FILTERS: Mapping[str, type[Filter]] = {
+    "html": HtmlFilter,
+    "url": UrlFilter,
+    "long_words": LongWordsFilter,
+    "letters": LettersFilter,
+    "copy": CopyFilter,
+    "digits": DigitsFilter,
+    "punctuation": PunctuationFilter,
+    "repetition": RepetitionFilter,
+    "script": ScriptFilter,
+    "language": LanguageFilter,
+    "score": ScoreFilter,
+    "near_duplicates": NearDuplicatesFilter,
+}
+"""All filters, in the order in which they are applied."""
+PRESETS: Mapping[str, tuple[str, ...]] = {
+    "web": tuple(name for name in FILTERS if name not in ("script", "language", "score")),
+}
+"""Names for several filters, all with their defaults. They need no languages and no further packages."""
+
+
+def read_filters(value: str | Mapping[str, Any]) -> dict[str, Filter]:
+    """Read which filters are to be applied.
+
+    Args:
+        value: names of filters and presets, separated by commas, as on the command line: NAME, NAME=VALUE, or -NAME
+            to leave out a filter of a preset; or settings by name, as in ``meta.json``.
+
+    Returns:
+        Filters by name, in the order in which they are applied.
+
+    Raises:
+        ConfigError: if a name or a value is wrong.
+    """
+    filters: dict[str, Filter] = {}
+    if not isinstance(value, str):
+        filters = {
+            name: entry if isinstance(entry, Filter) else _filter_of(name, entry) for name, entry in value.items()
+        }
+    for word in filter(None, map(str.strip, value.split(",") if isinstance(value, str) else ())):
+        name, equals, setting = word.partition("=")
+        if name in PRESETS and not equals:
+            filters.update({each: _filter_of(each, {}) for each in PRESETS[name]})
+        elif name[:1] == "-":
+            if name[1:] not in filters or equals:
+                raise ConfigError(f"--filters leaves out a filter that it has not named before: {shown(word)}")
+            del filters[name[1:]]
+        else:
+            filters[name] = _filter_of(name, setting if equals else {})
+    return {name: filters[name] for name in FILTERS if name in filters}
+
+
+def _filter_of(name: str, settings: Any) -> Filter:
+    """Return a filter by its settings, or by the text that a command line gives."""
+    if name in PRESETS:
+        raise ConfigError(
+            f"{name} of --filters is a preset without a value; give {name}, and NAME=VALUE for a filter"
+        )
+    if name not in FILTERS:
+        raise ConfigError(f"{shown(name)} of --filters is no filter{did_you_mean(name, [*PRESETS, *FILTERS])}")
+    try:
+        fields = FILTERS[name].fields_of(settings) if isinstance(settings, str) else settings
+        return FILTERS[name].model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError(problem_of(problem, f"the filter {name}") for problem in error.errors()) from error
+    except ValueError as error:
+        raise ConfigError(f"the filter {name}: {error}") from error
+
+
+class PairFilters:
+    """Filters that are applied to pairs in turn. It can be pickled.
+
+    Args:
+        filters: by name; see :func:`read_filters`.
+        text: form and languages of the text.
+        segmented: True if the text is segmented in the ``@@ `` style; the filters see its words.
+
+    Attributes:
+        filters: by name.
+        judging: names of the filters that judge each pair for itself, in order: first by its text, then by its score.
+        reading_scores: names of those that judge it by its score.
+        remembering: names of the filters that remove repetitions of earlier pairs.
+
+    Raises:
+        ConfigError: if a filter lacks a language or a package.
+    """
+
+    def __init__(self, filters: Mapping[str, Filter], text: TextForm, segmented: bool = False) -> None:
+        self.filters = dict(filters)
+        self._arguments = (self.filters, text, segmented)
+        self._segmented = segmented
+        built = {name: entry.build(text) for name, entry in filters.items()}
+        self.reading_scores = tuple(name for name, entry in filters.items() if entry.reads_scores)
+        self.remembering = tuple(name for name, entry in filters.items() if entry.remembers)
+        self._score_tests = [(name, built.pop(name)) for name in self.reading_scores]
+        self._keys = {name: built.pop(name) for name in self.remembering}
+        self._tests = list(built.items())
+        self.judging = (*built, *self.reading_scores)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the settings: another process builds the filters again."""
+        return PairFilters, self._arguments
+
+    def fault(self, source: str, target: str, score: float | None = None) -> str:
+        """Return the name of the first filter that removes a pair; "" if all of them keep it, but for repetitions.
+
+        Args:
+            source: text of the source.
+            target: text of the target.
+            score: of the pair; may be None if no filter reads scores.
+        """
+        source, target = self._words(source), self._words(target)
+        for name, removes in self._tests:
+            if removes(source, target):
+                return name
+        for name, removes in self._score_tests:
+            assert score is not None, f"the filter {name} needs a score of each pair"
+            if removes(score):
+                return name
+        return ""
+
+    def keys(self, name: str, pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
+        """Yield the text by which the filter ``name`` recognises repetitions, of each pair."""
+        key = self._keys[name]
+        return (key(self._words(source), self._words(target)) for source, target in pairs)
+
+    def _words(self, side: str) -> str:
+        return side.replace("@@ ", "") if self._segmented else side
+
+
+class PairStream:
+    """Filters of text that is in no file: batches of pairs, in order, such as translations that a model has made.
+
+    Args:
+        filters: names as of ``prepare --filters``, or settings by name.
+        text: form and languages of the text.
+
+    Attributes:
+        removals: counts and examples of the pairs removed so far, by filter.
+
+    Raises:
+        ConfigError: if a name or a value is wrong, or a filter lacks a language or a package.
+    """
+
+    def __init__(self, filters: str | Mapping[str, Any], text: TextForm) -> None:
+        self._filters = PairFilters(read_filters(filters), text)
+        self._repetitions = Repetitions(self._filters.remembering)
+        self.removals = Removals()
+
+    def keep(self, pairs: Sequence[tuple[str, str]], scores: Sequence[float] | None = None) -> npt.NDArray[np.bool_]:
+        """Judge the next batch of pairs (source, target).
+
+        Args:
+            pairs: text of both sides. Shape: (pairs,)
+            scores: of the pairs, for the filter ``score``. Shape: (pairs,)
+
+        Returns:
+            True for pairs to keep. Shape: (pairs,)
+
+        Raises:
+            ConfigError: if a filter reads scores, but there are none.
+        """
+        if scores is None and (names := self._filters.reading_scores):
+            raise ConfigError(f"no scores of the pairs for the filter {names[0]}; give scores")
+        keep = np.zeros(len(pairs), dtype=np.bool_)
+        for number, (pair, score) in enumerate(
+            zip(pairs, [None] * len(pairs) if scores is None else scores, strict=True)
+        ):
+            if fault := self._filters.fault(*pair, score):
+                self.removals.add(fault, *pair)
+            else:
+                keep[number] = True
+        left = [pairs[number] for number in np.flatnonzero(keep)]
+        hashes = {name: hashes_of(self._filters.keys(name, left), len(left)) for name in self._filters.remembering}
+        keep[keep] = self._repetitions.remove(len(left), hashes, self.removals, left.__getitem__)
+        return keep

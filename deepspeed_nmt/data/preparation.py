@@ -1,0 +1,754 @@
+"""Preparation of a data directory: clean, train the vocabulary, encode, record hashes.
+
+Each input is read once, and hashed meanwhile. Worker processes clean and encode it in pieces. What a worker makes of
+a piece depends on nothing else; duplicates, counts and places are decided by this process, in the order of the text.
+So the result is the same for any number of workers. Memory holds the vocabulary's sample and 8 bytes for each pair,
+12 if pairs have weights, but never the text. Files are written into a hidden directory beside the result, renamed at
+the end.
+"""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, compress
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from deepspeed_nmt import __version__
+from deepspeed_nmt.console import counting, logger, progress
+from deepspeed_nmt.core.vocabulary import SIDES, Side
+from deepspeed_nmt.data.bert_tokenizer import PREFIX, BertTokenizer
+from deepspeed_nmt.data.clean import (
+    CheckedPairs,
+    CleaningConfig,
+    PairChecker,
+    PairCleaner,
+    describe,
+    fits,
+    read_lines,
+)
+from deepspeed_nmt.data.corpus import CorpusWriter, SplitStats, Tokens, token_dtype
+from deepspeed_nmt.data.data_directory import FORMAT, META_FILE, DataDirectory, Meta, RoundTrip, open_tokenizer
+from deepspeed_nmt.data.filters import Removals
+from deepspeed_nmt.data.inputs import (
+    PIECE_BYTES,
+    STANDARD_INPUT,
+    InputRecord,
+    Paths,
+    Piece,
+    TextLayout,
+    check_inputs,
+    copy_text,
+    inspect_inputs,
+    lines_of,
+    open_input,
+    read_pieces,
+    unaligned,
+    unaligned_error,
+)
+from deepspeed_nmt.data.options import DEFAULT_VOCAB_SIZE, PrepareOptions, input_option
+from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
+from deepspeed_nmt.data.tokenizer import SampledSegmentations, Tokenizer, TokenLists, split_name
+from deepspeed_nmt.data.vocabulary_training import adopt_models, train_subwords, train_words, type_of
+from deepspeed_nmt.errors import DataError, shown_bytes
+from deepspeed_nmt.files import parse_json, replacing, resolved, staged
+from deepspeed_nmt.manifest import HASH_SUFFIX, FileRecord, write_record
+from deepspeed_nmt.text import NO_TAGS, Tags, looks_tokenised, normalise_whitespace, warn_of_missing_rules
+
+SAMPLE_PAIRS = 1_000_000
+"""Pairs that a BPE vocabulary is trained on if there are more: two million lines."""
+SAMPLE_LINES = 10_000
+"""Lines of each side of a split that are encoded and decoded to see if they change."""
+ALONE_BYTES = 1 << 23
+"""Bytes of pieces that this process works on itself before it starts workers, which take half a second to import."""
+_AHEAD = 2
+"""Pieces in work or waiting, or results waiting, for each worker: the bound on memory."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ESTIMATE_BYTES = 1 << 18
+"""Text at the beginning of a file from which the length of its lines is estimated."""
+_BYTES_A_TOKEN = 3.5
+"""Bytes of text for each token, an estimate."""
+_PREPARED = re.compile(r"(train(\.\d+)?|valid|test)\.(source|target|weights)(\..*)?|vocabulary\..*")
+"""Names of the files of a data directory besides META_FILE."""
+
+T = TypeVar("T")
+R = TypeVar("R")
+Weights = npt.NDArray[np.float32]
+EncodedPairs = dict[Side, TokenLists]
+"""Tokens of several pairs by side, without EOS."""
+
+_work: Callable[[Any], Any] | None = None
+
+
+def prepare(options: PrepareOptions) -> Meta:
+    """Make a data directory, unless the same one exists already. A failed call leaves nothing behind.
+
+    Returns:
+        The content of the directory's ``meta.json``.
+
+    Raises:
+        DataError: if files are missing or not aligned, no pairs are left after cleaning, the text does not support
+            the vocabulary, the vocabulary does not fit the options, another directory is in the way, or the disk is
+            full.
+    """
+    out = resolved(options.out)  # renaming onto a link would replace the link
+    _check_replaceable(out, options.overwrite)
+    check_inputs({input_option(name): paths for name, paths in options.inputs.items()})
+    paths = (path for paths in options.inputs.values() for path in paths if path != STANDARD_INPUT)
+    if inside := [path for path in paths if resolved(path).is_relative_to(out)]:
+        raise DataError(f"--out {out} holds the text {inside[0]}, which would be replaced; choose another --out")
+    vocabulary = _existing_vocabulary(options)
+    models = None if vocabulary is None else vocabulary.sentencepiece_models()
+    sampling = options.sampling(options.vocabulary_type or ("bpe" if models is None else type_of(models[1])))
+    if vocabulary is not None:
+        PairEncoder(vocabulary, options.tags, sampling).check()
+    try:
+        with replacing(out, _is_whole):
+            _check_replaceable(out, options.overwrite)  # another process may have made it, or it is restored
+            if (out / META_FILE).exists() and not options.overwrite:
+                return _same_or_refuse(out, options.recorded(vocabulary, sampling), inspect_inputs(options.inputs))
+            with staged(out) as staging:
+                return _fill(staging, options, vocabulary, sampling)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise DataError(
+            f"--out {out} could not be written ({error.strerror or error}), and is as it was before; "
+            f"{'free disk space, or ' if full else ''}choose another --out"
+        ) from error
+
+
+def _is_whole(out: Path) -> bool:
+    try:
+        DataDirectory.open(out)
+    except DataError:
+        return False
+    return True
+
+
+def _fill(
+    staging: Path, options: PrepareOptions, existing: Tokenizer | None, sampling: SampledSegmentations | None
+) -> Meta:
+    expected = _check_room(staging, options, existing)
+    inputs = _copy_held_out(staging, options)
+
+    cleaner = PairCleaner(PairChecker(options.cleaning, options.segmented, options.pair_filters(), options.unicode))
+    records: dict[str, list[InputRecord]] = {}
+    files = (staging / "clean.source", staging / "clean.target")
+    pieces = read_pieces(options.training_sets, records)
+    weights = clean_text(pieces, options.layout, cleaner, files, options.workers, expected)
+    inputs |= {name: tuple(of_name) for name, of_name in records.items()}
+    _check_some_left(cleaner)
+
+    tokenizer = existing or _train_vocabulary(options, files, cleaner.kept)
+    tokenizer.save(staging)
+    encoder = PairEncoder(tokenizer, options.tags, sampling)
+    encoded = encode_split(files, cleaner.kept, encoder, staging, "train", options.workers, cleaner, weights)
+    _check_some_left(cleaner)
+    for path in files:
+        path.unlink()
+    # Every line of valid is encoded, broken ones as well as possible: line numbers must stay those of the text.
+    lines = sum(record.lines for record in inputs["valid.source"])
+    valid = (staging / "valid.source", staging / "valid.target")
+    encoded |= encode_split(valid, lines, PairEncoder(tokenizer, options.tags), staging, "valid", options.workers)
+
+    if options.text == "moses" and options.target_lang is not None:
+        warn_of_missing_rules(options.target_lang, "--target-lang")
+    if options.text_form.form == "raw":
+        _warn_of_tokens(valid[1])
+
+    written = {path.name: FileRecord.of(path) for path in sorted(staging.iterdir())}
+    removals = cleaner.removals
+    meta = Meta(
+        format=FORMAT,
+        version=__version__,
+        options=options.recorded(existing, sampling),
+        inputs={name: inputs[name] for name in options.inputs},
+        segmented=tokenizer.segmented,
+        text=options.text_form,
+        tags=options.tags,
+        vocabulary_size=tokenizer.size,
+        source_vocabulary_size=tokenizer.vocabulary.source.size,
+        pairs_read=cleaner.read,
+        removed={reason: removals.counts[reason] for reason in cleaner.reasons},
+        removed_examples={reason: tuple(removals.examples.get(reason, ())) for reason in cleaner.reasons},
+        repaired={rule: {side: cleaner.repaired[rule, side] for side in SIDES} for rule in options.unicode},
+        splits={split: stats for split, (stats, _) in encoded.items()},
+        round_trips={
+            f"{split}.{side}": trip for split, (_, trips) in encoded.items() for side, trip in trips.items()
+        },
+        files=written,
+    )
+    write_record(staging / META_FILE, f"{meta.model_dump_json(indent=2)}\n".encode())
+    return meta
+
+
+def _copy_held_out(staging: Path, options: PrepareOptions) -> dict[str, tuple[InputRecord, ...]]:
+    """Copy the text of validation and test set, and return records of its files.
+
+    Raises:
+        DataError: if files are not aligned, or the validation set is empty.
+    """
+    records: dict[str, tuple[InputRecord, ...]] = {}
+    problems = []
+    for split in ("valid", "test") if options.test_source else ("valid",):
+        for side, paths in zip(SIDES, options.paths(split), strict=True):
+            records[f"{split}.{side}"] = copy_text(paths, staging / f"{split}.{side}")
+        pairs = zip(*(records[f"{split}.{side}"] for side in SIDES), strict=True)
+        problems += [unaligned([(record.path, record.lines) for record in pair]) for pair in pairs]
+    if different := [problem for problem in problems if problem is not None]:
+        raise unaligned_error(different)
+    for side, paths in zip(SIDES, options.paths("valid"), strict=True):
+        with (staging / f"valid.{side}").open("rb") as text:
+            if not any(map(bytes.strip, text)):
+                raise DataError(
+                    f"no sentence in the validation set {', '.join(map(str, paths))}; hold out some hundreds of "
+                    "sentence pairs of the training text"
+                )
+    return records
+
+
+def _warn_of_tokens(path: Path) -> None:
+    """Warn of raw text that looks tokenised."""
+    lines = [line.decode("utf-8", errors="replace").rstrip() for line in read_lines((path,))]
+    if count := looks_tokenised(lines):
+        logger.warning(
+            "%s: %s of %s lines end in ' .' and look tokenised, so that BLEU would not be comparable; give --text "
+            "moses and the languages, or --text tokenised",
+            path.name,
+            f"{count:,}",
+            f"{len(lines):,}",
+        )
+
+
+def _check_room(directory: Path, options: PrepareOptions, tokenizer: Tokenizer | None) -> int | None:
+    """Estimate and log what will be written, as if cleaning removed nothing, and check that the disk has room for it.
+
+    Returns:
+        An estimate of the number of pairs; None if a file is a pipe or standard input, whose size is not known.
+
+    Raises:
+        DataError: if the disk has less free space than is needed, or a file cannot be read.
+    """
+    pairs = text = 0.0
+    for files in options.training_sets:
+        paths = [path for name, path in files.items() if not name.endswith(("weights", "scores"))]
+        for path in paths:
+            if path == STANDARD_INPUT or not path.is_file():  # opening a pipe would take its text away
+                logger.info(
+                    "sizes: not known before the text is read, because it comes from a pipe or standard input"
+                )
+                return None
+            with open_input(path, quiet=True) as opened:
+                sample = opened.stream.read(_ESTIMATE_BYTES)
+                expected = opened.expected_bytes or 0
+            text += expected
+            if path == paths[0] and sample:
+                lines = sample.count(b"\n") + (not sample.endswith(b"\n"))
+                pairs += lines if len(sample) < _ESTIMATE_BYTES else expected * lines / len(sample)
+    size = 2 if token_dtype(0 if tokenizer is None else vocabulary_size(tokenizer)) == "uint16" else 4
+    parts = {
+        "clean text": round(text),
+        "tokens": options.segmentations * round(text / _BYTES_A_TOKEN) * size,
+        "offsets": options.segmentations * len(SIDES) * 8 * round(pairs + 1),
+        "weights": 4 * round(pairs) * options.weighted,
+    }
+    needed, free = sum(parts.values()), shutil.disk_usage(directory).free
+    shown = ", ".join(f"{name} {shown_bytes(part)}" for name, part in parts.items() if part)
+    if needed > free:
+        raise DataError(
+            f"the disk of --out has {shown_bytes(free)} free, but about {shown_bytes(needed)} will be written "
+            f"({shown}); free disk space, or choose another --out"
+        )
+    logger.info(
+        "sizes: about %s will be written (%s), of which the clean text is removed at the end; %s are free",
+        shown_bytes(needed),
+        shown,
+        shown_bytes(free),
+    )
+    return round(round(pairs), 2 - len(str(round(pairs))))
+
+
+def _train_vocabulary(options: PrepareOptions, files: Paths, pairs: int) -> Tokenizer:
+    """Train the vocabulary on the clean text in ``files``, or on a sample of it; or one on each of them."""
+    if options.separate_vocabularies:
+        source, target = (_trained(options, (path,), pairs) for path in files)
+        return SentencePieceTokenizer(target.model, target.segmented, source.model, options.symbols)
+    return _trained(options, files, pairs)
+
+
+def _trained(options: PrepareOptions, files: Paths, pairs: int) -> SentencePieceTokenizer:
+    """Train one vocabulary."""
+    if options.segmented:
+        total = len(files) * pairs
+        lines = (line.decode() for line in progress(read_lines(files), "vocabulary", "lines", total=total))
+        return train_words(lines, options.vocab_size, options.symbols)
+    chosen = np.ones(pairs, dtype=np.bool_)
+    if pairs > SAMPLE_PAIRS:
+        chosen[:] = False
+        chosen[np.random.default_rng(options.seed).choice(pairs, SAMPLE_PAIRS, replace=False, shuffle=False)] = True
+    size = options.vocab_size or DEFAULT_VOCAB_SIZE
+    logger.info("vocabulary: training %s tokens on %s pairs", f"{size:,}", f"{int(chosen.sum()):,}")
+    return train_subwords(
+        (line.decode() for path in files for line in compress(read_lines((path,)), chosen)),
+        size,
+        options.character_coverage,
+        options.normalization or "nfkc",
+        options.vocabulary_type or "bpe",
+        options.byte_fallback,
+        options.symbols,
+    )
+
+
+def _check_some_left(cleaner: PairCleaner) -> None:
+    if cleaner.kept == 0:
+        filters, counts = cleaner.checker.filters.filters, cleaner.removals.counts
+        reasons = "; ".join(
+            f"{counts[reason]}: {describe(reason, cleaner.checker.config, filters)}"
+            for reason in cleaner.reasons
+            if counts[reason]
+        )
+        raise DataError(
+            f"no training pair is left after cleaning of {cleaner.read} ({reasons or 'the files are empty'}); check "
+            "that the files are the right ones, or loosen the cleaning"
+        )
+
+
+def _existing_vocabulary(options: PrepareOptions) -> Tokenizer | None:
+    if options.tokenizer is not None:
+        return BertTokenizer.from_berts(options.tokenizer.removeprefix(PREFIX))
+    if options.sentencepiece:
+        return adopt_models(options.sentencepiece, options.symbols)
+    if options.vocab_from is None:
+        return None
+    tokenizer = open_tokenizer(options.vocab_from)
+    if tokenizer.segmented != options.segmented:
+        kind = "segmented" if tokenizer.segmented else "raw"
+        raise DataError(
+            f"the vocabulary of {options.vocab_from} is for {kind} text; take another, or "
+            f"{'leave out' if options.segmented else 'add'} --segmented and give {kind} text"
+        )
+    if options.vocab_size not in (None, tokenizer.size):
+        raise DataError(
+            f"--vocab-size is {options.vocab_size}, but the vocabulary of {options.vocab_from} has {tokenizer.size} "
+            "tokens; leave it out"
+        )
+    return tokenizer
+
+
+def _check_replaceable(out: Path, overwrite: bool) -> None:
+    """Refuse to replace anything but a data directory: `--out ~ --overwrite` must not delete a home directory."""
+    if not out.exists() or ((out / META_FILE).is_file() and not overwrite):
+        return
+    if not out.is_dir():
+        raise DataError(f"--out {out} is a file; choose another --out")
+    if os.path.ismount(out):
+        raise DataError(f"--out {out} is a mount point, which cannot be replaced; give a directory inside it")
+    names = {path.name for path in out.iterdir()}
+    ours = {META_FILE, META_FILE + HASH_SUFFIX}
+    try:
+        ours |= {*parse_json((out / META_FILE).read_bytes())["files"]}
+    except FileNotFoundError:
+        ours = set()
+    except (OSError, ValueError, KeyError, TypeError):  # damaged, so its names decide
+        ours |= {*filter(_PREPARED.fullmatch, names)}
+    if others := sorted(names - ours):
+        shown = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
+        raise DataError(
+            f"--out {out} has {shown}, which `prepare` did not make; move that away, or choose another --out"
+        )
+
+
+def _same_or_refuse(out: Path, recorded: dict[str, Any], inputs: dict[str, tuple[InputRecord, ...]]) -> Meta:
+    """Open an existing data directory if it was made from the same text with the same options.
+
+    Raises:
+        DataError: if it was not, or was changed since.
+    """
+    directory = DataDirectory.open(out)
+    meta = directory.meta
+    differing = [name for name in sorted({*recorded, *meta.options}) if recorded.get(name) != meta.options.get(name)]
+    for name in sorted({*inputs, *meta.inputs}):
+        new, old = (tuple(record.sha256 for record in records.get(name, ())) for records in (inputs, meta.inputs))
+        if new != old:
+            differing.append(f"{name} text")
+    if differing:
+        raise DataError(
+            f"--out {out} holds data that differs in {', '.join(differing)}; give --overwrite to replace it, or "
+            "choose another --out"
+        )
+    directory.verify_hashes()
+    logger.info("%s is already prepared from the same text with the same options: nothing to do", out)
+    return meta
+
+
+class _Checked(NamedTuple):
+    """Pairs of a piece whose text is acceptable, duplicates included.
+
+    Attributes:
+        pairs: counts and hashes; without the texts, since few long strings are quickly handed to another process.
+        sides: the sources and the targets, with line feeds.
+        weights: weights of the pairs, if they have any. Shape: (N,)
+    """
+
+    pairs: CheckedPairs
+    sides: tuple[bytes, bytes]
+    weights: Weights | None
+
+    def text(self, number: int) -> tuple[str, str]:
+        """Return one of the pairs."""
+        source, target = (side.split(b"\n", number + 1)[number].decode() for side in self.sides)
+        return source, target
+
+
+@dataclass(frozen=True)
+class _Checking:
+    """The checks of a piece, which a worker makes."""
+
+    checker: PairChecker
+    layout: TextLayout
+
+    def __call__(self, piece: Piece) -> _Checked:
+        pairs, weights, scores = self.layout.pairs(piece)
+        checked = self.checker.check(pairs, scores)
+        source, target = ("".join(f"{text[side]}\n" for text in checked.texts).encode() for side in (0, 1))
+        weights = None if weights is None else weights[checked.places]
+        return _Checked(checked._replace(texts=[]), (source, target), weights)
+
+
+def clean_text(
+    pieces: Iterable[Piece],
+    layout: TextLayout,
+    cleaner: PairCleaner,
+    files: tuple[Path, Path],
+    workers: int,
+    total: int | None,
+) -> Weights | None:
+    """Write the clean pairs of the training text to two files, one line a pair.
+
+    Args:
+        pieces: the text.
+        layout: places of the pairs in a piece.
+        cleaner: receives the counts, and decides on duplicates.
+        files: paths of the clean text of both sides.
+        workers: number of processes.
+        total: estimate of the number of pairs, to show the progress; None if there is none.
+
+    Returns:
+        Weights of the pairs, if they have any. Shape: (pairs,)
+
+    Raises:
+        DataError: if the text cannot be read.
+    """
+    work = _Checking(cleaner.checker, layout)
+    weights: list[Weights] = []
+    with (
+        files[0].open("wb") as source,
+        files[1].open("wb") as target,
+        closing(ordered_map(work, pieces, workers, lambda piece: sum(map(len, piece.columns)))) as checked_pieces,
+        counting("cleaning", "pairs", total) as advance,
+    ):
+        for checked in checked_pieces:
+            keep = cleaner.accept(checked.pairs, checked.text)
+            for file, text in zip((source, target), checked.sides, strict=True):
+                file.write(
+                    text if keep.all() else b"".join(compress((line + b"\n" for line in text.split(b"\n")), keep))
+                )
+            if checked.weights is not None:
+                weights.append(checked.weights[keep])
+            advance(checked.pairs.read)
+    return np.concatenate(weights) if weights else None
+
+
+@dataclass(frozen=True)
+class PairEncoder:
+    """Encoder of the pairs of a corpus. It can be pickled; what it returns depends on its arguments only.
+
+    Attributes:
+        tokenizer: vocabularies of both sides.
+        tags: symbols in front of all sentences; an empty sentence gets none.
+        sampling: segmentations to draw; None for the one that the vocabulary gives.
+    """
+
+    tokenizer: Tokenizer
+    tags: Tags = NO_TAGS
+    sampling: SampledSegmentations | None = None
+
+    def check(self) -> None:
+        """Check that the vocabularies have the tags, and several segmentations if they are to be drawn.
+
+        Raises:
+            DataError: if not.
+        """
+        self.encode([])
+
+    def encode(self, pairs: Sequence[tuple[str, str]], first: int = 0) -> list[EncodedPairs]:
+        """Encode successive pairs (source, target), in each segmentation.
+
+        Args:
+            pairs: text of both sides.
+            first: number of the first pair in the clean text, from 0. Sampled segmentations depend on it.
+        """
+        texts = {side: [pair[place] for pair in pairs] for place, side in enumerate(SIDES)}
+        if (sampling := self.sampling) is None:
+            return [{side: self._tagged(self.tokenizer.encode_batch(texts[side], side), side) for side in SIDES}]
+        return [
+            {
+                side: self._tagged(self.tokenizer.sample_batch(texts[side], side, sampling, number, first), side)
+                for side in SIDES
+            }
+            for number in range(sampling.count)
+        ]
+
+    def texts(self, texts: Iterable[str], side: Side) -> Iterable[str]:
+        """Return lines of one side as encoding and decoding should keep them: with the tag in front."""
+        tag = self.tags.of(side)
+        return texts if tag is None else (f"{tag} {text}" if text else text for text in texts)
+
+    def _tagged(self, sentences: TokenLists, side: Side) -> TokenLists:
+        if (tag := self.tags.of(side)) is None:
+            return sentences
+        number = self.tokenizer.symbol(side, tag)
+        return [[number, *tokens] if tokens else tokens for tokens in sentences]
+
+
+class _Encoded(NamedTuple):
+    """Encoded pairs of a piece.
+
+    Attributes:
+        segmentations: tokens of the sources and of the targets of pairs that fit, in each segmentation.
+        keep: True for pairs of the piece that fit. Shape: (N,)
+        removals: others, by reason.
+        round_trips: lines that encoding and decoding changes, by side.
+    """
+
+    segmentations: list[tuple[Tokens, Tokens]]
+    keep: npt.NDArray[np.bool_]
+    removals: Removals
+    round_trips: dict[Side, RoundTrip]
+
+
+@dataclass(frozen=True)
+class _Encoding:
+    """The encoding of a piece by a worker, which opens the vocabulary for itself.
+
+    Attributes:
+        vocabulary: directory of the vocabulary.
+        tags: symbols in front of all sentences.
+        sampling: segmentations to draw, if any.
+        cleaning: lengths to keep; None keeps all pairs, and reads any bytes as text.
+        every: one of so many lines is decoded again.
+    """
+
+    vocabulary: Path
+    tags: Tags
+    sampling: SampledSegmentations | None
+    cleaning: CleaningConfig | None
+    every: int
+
+    @cached_property
+    def _encoder(self) -> PairEncoder:
+        return PairEncoder(open_tokenizer(self.vocabulary), self.tags, self.sampling)
+
+    def __call__(self, piece: tuple[int, bytes, bytes]) -> _Encoded:
+        """Encode pairs: the place of the first, and the lines of both sides."""
+        encoder, tokenizer, first = self._encoder, self._encoder.tokenizer, piece[0]
+        sides = [lines_of(text) for text in piece[1:]]
+        if self.cleaning is None:
+            texts = [[_lenient(line, tokenizer.segmented) for line in side] for side in sides]
+        else:
+            texts = [[line.decode() for line in side] for side in sides]
+        pairs = list(zip(*texts, strict=True))
+        encoded = encoder.encode(pairs, first)
+        keep: npt.NDArray[np.bool_] = np.ones(len(pairs), np.bool_)
+        removals = Removals()
+        if self.cleaning is not None:  # a sentence must fit in all its segmentations
+            lengths = np.array([[list(map(len, tokens[side])) for side in SIDES] for tokens in encoded], np.int64)
+            keep = fits(self.cleaning, lengths.max(axis=0), removals, pairs)
+        kept = [{side: list(compress(tokens[side], keep)) for side in SIDES} for tokens in encoded]
+        places, size = (first + np.flatnonzero(keep)).tolist(), vocabulary_size(tokenizer)
+        round_trips = {
+            side: self._round_trip(side, places, encoder.texts(compress(text, keep), side), kept[0][side])
+            for side, text in zip(SIDES, texts, strict=True)
+        }
+        segmentations = [(Tokens.of(of["source"], size), Tokens.of(of["target"], size)) for of in kept]
+        return _Encoded(segmentations, keep, removals, round_trips)
+
+    def _round_trip(self, side: Side, places: list[int], texts: Iterable[str], encoded: TokenLists) -> RoundTrip:
+        """Compare some lines with what their tokens decode to."""
+        tokenizer, changed, lines = self._encoder.tokenizer, [], 0
+        for place, text, tokens in zip(places, texts, encoded, strict=True):
+            if (place + 1) % self.every:
+                continue
+            # Decoding joins segmented text, which loses nothing.
+            original = tokenizer.reference(text) if tokenizer.segmented else text
+            decoded = tokenizer.decode(tokens, side)
+            lines += 1
+            if normalise_whitespace(decoded) != normalise_whitespace(original):
+                changed.append((original, decoded))
+        return RoundTrip.of(lines, changed)
+
+
+def _pieces_of(files: tuple[Path, Path]) -> Iterator[tuple[int, bytes, bytes]]:
+    """Yield the place of the first pair, and the lines of both sides, of pieces of aligned files."""
+    first = 0
+    with files[0].open("rb") as source, files[1].open("rb") as target:
+        while lines := source.readlines(PIECE_BYTES):
+            yield first, b"".join(lines), b"".join(target.readline() for _ in lines)
+            first += len(lines)
+
+
+def encode_split(
+    files: tuple[Path, Path],
+    pairs: int,
+    encoder: PairEncoder,
+    directory: Path,
+    split: str,
+    workers: int,
+    cleaner: PairCleaner | None = None,
+    weights: Weights | None = None,
+) -> dict[str, tuple[SplitStats, dict[Side, RoundTrip]]]:
+    """Write the tokens of a split, in all its segmentations.
+
+    Args:
+        files: its text.
+        pairs: number of its pairs.
+        encoder: the vocabulary, tags and segmentations.
+        directory: which has the files of the vocabulary, and receives those of the split.
+        split: ``train`` or ``valid``.
+        workers: number of processes.
+        cleaner: lengths to keep; receives the counts of others. None keeps all pairs, and reads any bytes as text.
+        weights: of the pairs, if they have any. Shape: (pairs,)
+
+    Returns:
+        Statistics of the split and of its other segmentations, and lines that encoding and decoding changes, of the
+        first segmentation.
+    """
+    vocabulary, size = encoder.tokenizer.vocabulary, vocabulary_size(encoder.tokenizer)
+    names = [split] if encoder.sampling is None else [split_name(number) for number in range(encoder.sampling.count)]
+    cleaning = None if cleaner is None else cleaner.checker.config
+    work = _Encoding(directory, encoder.tags, encoder.sampling, cleaning, max(1, -(-pairs // SAMPLE_LINES)))
+    round_trips: dict[Side, RoundTrip] = {side: RoundTrip() for side in SIDES}
+    unknown, done = (vocabulary.source.unk, vocabulary.unk), 0
+    pieces = ordered_map(work, _pieces_of(files), workers, lambda piece: len(piece[1]) + len(piece[2]))
+    with (
+        ExitStack() as opened,
+        closing(pieces) as encoded_pieces,
+        counting("encoding", "pairs", pairs) if split == "train" else nullcontext(lambda _: None) as advance,
+    ):
+        writers = [
+            opened.enter_context(CorpusWriter(directory, name, size, unknown, weights is not None and name == split))
+            for name in names
+        ]
+        for encoded in encoded_pieces:
+            count = len(encoded.keep)
+            if cleaner is not None:
+                cleaner.removals.merge(encoded.removals)
+            own = None if weights is None else weights[done : done + count][encoded.keep]
+            for name, writer, tokens in zip(names, writers, encoded.segmentations, strict=True):
+                writer.append_tokens(*tokens, own if name == split else None)
+            round_trips = {side: trip.followed_by(encoded.round_trips[side]) for side, trip in round_trips.items()}
+            done += count
+            advance(count)
+        return {
+            name: (writer.stats, round_trips if name == split else {})
+            for name, writer in zip(names, writers, strict=True)
+        }
+
+
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """Return the number of tokens of the larger vocabulary, which decides the bytes of a token."""
+    return max(tokenizer.vocabulary.size, tokenizer.vocabulary.source.size)
+
+
+def _lenient(line: bytes, segmented: bool) -> str:
+    return normalise_whitespace(line.decode("utf-8", errors="replace"), segmented)
+
+
+def ordered_map(
+    work: Callable[[T], R], pieces: Iterable[T], workers: int, size_of: Callable[[T], int]
+) -> Generator[R, None, None]:
+    """Yield ``work(piece)`` for each piece, in the order of the pieces. Workers live until the generator is closed.
+
+    Args:
+        work: function that depends on the piece only; a module's function, or an object that can be pickled.
+        pieces: read as they are needed, in this process.
+        workers: number of processes; 1 works in this one, as do few pieces.
+        size_of: returns the bytes of a piece.
+
+    Raises:
+        DataError: if a worker ends before its work.
+    """
+    iterator = iter(pieces)
+    done = 0
+    for piece in iterator:
+        if workers > 1 and done + size_of(piece) > ALONE_BYTES:
+            iterator = chain([piece], iterator)
+            break
+        done += size_of(piece)
+        yield work(piece)
+    else:
+        return
+    context = multiprocessing.get_context("spawn")  # a forked process could not use threads that its parent has
+    with _signals_blocked():  # the process that cleans up after semaphores starts here, and must outlive SIGHUP
+        pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(work,))
+    waiting: deque[Future[R]] = deque()
+    try:
+        for piece in iterator:
+            with _signals_blocked():
+                waiting.append(pool.submit(_run, piece))
+            if len(waiting) > _AHEAD * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a worker of `prepare` was killed, probably out of memory; start again, with fewer --workers if so"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Block signals during the block, and for good in processes that start in it: their parent ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start(work: Callable[[Any], Any]) -> None:
+    """Prepare a new worker, which ends when its parent has ended, however it has."""
+    global _work
+    _work = work
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library of BERTs' tokenizers would start threads
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+
+
+def _follow(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def _run(piece: Any) -> Any:
+    assert _work is not None
+    return _work(piece)

@@ -1,0 +1,400 @@
+"""Checks of several hosts together: what must be equal or shared, and whether ranks reach one another.
+
+All ranks that have connected take part in each check, in the same order. They exchange values over the TCP store of
+rank 0, where each wait has a time limit, so that a rank that is lost or slow is named instead of waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from deepspeed_nmt.doctor.findings import Finding, JobContext, fault, ok, run_program, warning
+from deepspeed_nmt.doctor.host_checks import infiniband, scratch
+from deepspeed_nmt.doctor.trial import WAITED, Outcome, run_trial, trial_on_this_host
+from deepspeed_nmt.errors import TrainingError, counted
+from deepspeed_nmt.parallel.launched import RankPlace, expanded
+from deepspeed_nmt.parallel.world import connect, restart
+
+_CLOCK_S = 1.0
+"""Difference of clocks in seconds from which on logs and files are confusing."""
+_CLOCK_ROUNDS = 5
+_VISIBLE_S = 60.0
+"""Seconds in which a file of one host must appear on another."""
+_MUST_AGREE = ("deepspeed_nmt", "torch", "deepspeed", "CUDA", "GPU")
+"""Facts that must be equal on all ranks; Python and the driver should."""
+_CHANNEL = re.compile(r"Channel \d+(?:/\d+)? : .* via (\S+)")
+_NETWORK = re.compile(r"NET/(\w+) ?: Using (.+)")
+
+
+class Exchange:
+    """Named values of the ranks of a start, of which some may be missing: JSON in a TCP store.
+
+    Args:
+        place: of this process.
+        store: that all ranks share.
+    """
+
+    def __init__(self, place: RankPlace, store: Any) -> None:
+        self.place, self.store = place, store
+        self._prefix = f"exchange/{restart()}"
+
+    @classmethod
+    def join(cls, place: RankPlace, timeout_s: float) -> Exchange:
+        """Connect to the store of rank 0, which need not know of any other rank.
+
+        Raises:
+            ConfigError: if MASTER_PORT is not a port, or rank 0 cannot listen there.
+            TrainingError: if rank 0 does not answer within ``timeout_s``.
+        """
+        deadline = time.monotonic() + timeout_s
+
+        def pause(what: str) -> None:
+            if time.monotonic() > deadline:
+                raise TrainingError(what)
+            time.sleep(0.1)
+
+        return cls(place, connect(place, pause, timeout_s))
+
+    def put(self, name: str, value: Any) -> None:
+        """Publish a value of this rank.
+
+        Args:
+            name: of the value; each is published once by each rank.
+            value: anything that JSON can represent.
+        """
+        self.store.set(f"{self._prefix}/{name}/{self.place.rank}", json.dumps(value))
+
+    def get(self, name: str, rank: int, within_s: float) -> Any:
+        """Wait for a value of another rank and return it.
+
+        Raises:
+            TimeoutError: if it is not there in time.
+        """
+        key, began = f"{self._prefix}/{name}/{rank}", time.monotonic()
+        while not self.store.check([key]):
+            waited = time.monotonic() - began
+            if waited > within_s:
+                raise TimeoutError(f"rank {rank} did not answer within {within_s:.0f} s")
+            time.sleep(min(0.2, 0.002 + waited / 20))
+        return json.loads(self.store.get(key))
+
+    def gather(self, name: str, ranks: Iterable[int], within_s: float) -> dict[int, Any]:
+        """Return the values of these ranks by rank, without those that are not there in time."""
+        deadline, values = time.monotonic() + within_s, dict[int, Any]()
+        for rank in ranks:
+            with contextlib.suppress(TimeoutError):
+                values[rank] = self.get(name, rank, max(0.0, deadline - time.monotonic()))
+        return values
+
+    def raise_flag(self, name: str) -> None:
+        """Raise a flag that all ranks can see."""
+        self.store.set(f"{self._prefix}/flags/{name}", "raised")
+
+    def has_flag(self, name: str) -> bool:
+        """Return True if any rank has raised a flag."""
+        return bool(self.store.check([f"{self._prefix}/flags/{name}"]))
+
+    def clock_offset(self, rank: int, within_s: float) -> tuple[float, float]:
+        """Return by how many seconds the clock of another rank is ahead of ours, and the uncertainty.
+
+        The other rank calls :meth:`answer_clock` at the same time.
+
+        Raises:
+            TimeoutError: if it does not answer in time.
+        """
+        offsets = []
+        for number in range(_CLOCK_ROUNDS):
+            ours, began = time.time(), time.monotonic()
+            self.put(f"clock/{rank}/{number}", 0)
+            theirs = self.get(f"clock/{self.place.rank}/{number}", rank, within_s)
+            half = (time.monotonic() - began) / 2
+            offsets.append((half, theirs - (ours + half)))
+        uncertainty, offset = min(offsets)
+        return offset, uncertainty
+
+    def answer_clock(self, rank: int, now: Callable[[], float], within_s: float) -> None:
+        """Tell another rank the time, as often as it asks.
+
+        Raises:
+            TimeoutError: if it does not ask in time.
+        """
+        for number in range(_CLOCK_ROUNDS):
+            self.get(f"clock/{self.place.rank}/{number}", rank, within_s)
+            self.put(f"clock/{rank}/{number}", now())
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that have connected.
+
+    Attributes:
+        context: of this rank.
+        exchange: with the others.
+        facts: of each rank: its host, and what must agree.
+    """
+
+    context: JobContext
+    exchange: Exchange
+    facts: Mapping[int, Mapping[str, Any]]
+
+    @property
+    def first_ranks(self) -> list[int]:
+        """The first rank of each host, rank 0 first."""
+        return [rank for rank in sorted(self.facts) if rank == 0 or self.facts[rank]["first"]]
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0."""
+        return self.context.place.rank == 0
+
+    def host(self, rank: int) -> str:
+        """Return the name of a rank's host."""
+        return str(self.facts[rank]["host"])
+
+
+def versions(group: Group) -> list[Finding]:
+    """Compare the versions and GPUs of all ranks."""
+    if not group.is_main:
+        return []
+    names, problems = list(group.facts[0]["versions"]), []
+    for name in names:
+        hosts: defaultdict[str, list[str]] = defaultdict(list)
+        for _, facts in sorted(group.facts.items()):
+            hosts[facts["versions"].get(name) or "none"].append(facts["host"])
+        if len(hosts) > 1:
+            listed = "; ".join(f"{value} on {_some(where)}" for value, where in hosts.items())
+            text = f"{name} differs among hosts: {listed}"
+            must_agree = name in _MUST_AGREE
+            problems.append(fault(f"{text}; install the same lock everywhere") if must_agree else warning(text))
+    return problems or [ok(f"equal on all hosts: {', '.join(names)}")]
+
+
+def clocks(group: Group) -> list[Finding]:
+    """Compare the clocks of all hosts with that of rank 0."""
+    rank, others, limit_s = group.context.place.rank, group.first_ranks[1:], group.context.limit_s
+    if rank in others:
+        group.exchange.answer_clock(0, time.time, limit_s)
+    if not others or not group.is_main:
+        return []
+    problems, largest = [], 0.0
+    for rank in others:
+        try:
+            offset, uncertainty = group.exchange.clock_offset(rank, limit_s)
+        except TimeoutError as error:
+            problems.append(warning(f"the clock of {group.host(rank)} could not be compared ({error})"))
+            continue
+        largest = max(largest, abs(offset) + uncertainty)
+        if abs(offset) - uncertainty > _CLOCK_S:
+            side = "ahead of" if offset > 0 else "behind"
+            text = f"the clock of {group.host(rank)} is {abs(offset):.1f} s {side} that of {group.host(0)}"
+            problems.append(fault(f"{text}; start a time service (chrony) on both"))
+    return problems or [ok(f"clocks agree within {1e3 * largest:.0f} ms")]
+
+
+def directory(group: Group) -> list[Finding]:
+    """Check that all hosts see the same run directory, and that a lock of one holds on the others."""
+    others, place, limit_s = group.first_ranks[1:], group.context.directory, group.context.limit_s
+    if group.context.place.rank in others:
+        name, token, patience_s = group.exchange.get("token", 0, limit_s)
+        sees = bool(token) and _sees(place / name, token, patience_s)
+        group.exchange.put("sees", [str(place), sees, sees and can_lock(place / name)])
+    if not others or not group.is_main:
+        return []
+    token, main = str(time.time_ns()), group.host(0)
+    with scratch(place, f"token-{token}") as path:
+        try:
+            path.write_text(token)
+            file = path.open("a")
+        except OSError:  # reported by the check of this host's directory
+            group.exchange.put("token", [path.name, "", 0.0])
+            return []
+        with file:
+            os.fsync(file.fileno())
+            locked = _lock(file)
+            group.exchange.put("token", [path.name, token, min(_VISIBLE_S, limit_s / 8)])
+            answers = group.exchange.gather("sees", others, limit_s)
+    problems = [
+        fault(
+            f"{group.host(rank)} does not see in {theirs} what {main} writes to {place}; use a run directory that "
+            "all hosts share"
+        )
+        for rank, (theirs, sees, _) in answers.items()
+        if not sees
+    ]
+    unlocked = [group.host(rank) for rank, (_, _, can) in answers.items() if locked and can]
+    if unlocked:
+        text = f"{_some(unlocked)} can lock what {main} has locked, so nothing prevents a second training of a run"
+        remedy = f"mount {place} with locks across hosts (Lustre: -o flock; NFS: without nolock)"
+        problems.append(warning(f"{text}; {remedy}"))
+    return problems or [ok(f"{place} is the same on {_some([group.host(rank) for rank in answers])} and {main}")]
+
+
+def _sees(path: Path, token: str, within_s: float) -> bool:
+    """Return True if another host's token appears in a file in time. Network file systems show it late."""
+    deadline = time.monotonic() + within_s
+    while True:
+        with contextlib.suppress(OSError):
+            list(path.parent.iterdir())  # has NFS look anew
+            if path.read_text(encoding="utf-8") == token:
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+
+
+def can_lock(path: Path) -> bool:
+    """Return True if a file that another host has locked can be locked here."""
+    with contextlib.suppress(OSError), path.open("a") as file:
+        return _lock(file)
+    return False
+
+
+def _lock(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # locked by another host, or without locks
+        return False
+    return True
+
+
+def collectives(group: Group) -> list[Finding]:
+    """Let all ranks add numbers, by NCCL on GPUs and by gloo on CPUs, and report bandwidth and transport."""
+    exchange, place = group.exchange, group.context.place
+    if len(group.facts) < place.ranks:
+        return []
+    backend = "nccl" if all(facts["gpu"] >= 0 for facts in group.facts.values()) else "gloo"
+    address, gpu = (exchange.store.host, exchange.store.port), int(group.facts[place.rank]["gpu"])
+    own = run_trial(
+        *(backend, address, "doctor/trial", place.rank, place.ranks, gpu, group.context.limit_s),
+        has_failed=lambda: exchange.has_flag("trial/failed"),
+    )
+    if own.problem:
+        exchange.raise_flag("trial/failed")
+    exchange.put("trial", [own.gigabytes_per_s, own.problem, own.nccl, *map(sorted, transports(own.log))])
+    if not group.is_main:
+        return []
+    answers = exchange.gather("trial", sorted(group.facts), group.context.limit_s)
+    outcomes = {rank: Outcome(*answer[:3]) for rank, answer in answers.items()}
+    used, devices = ({name for answer in answers.values() for name in answer[index]} for index in (3, 4))
+    names = {rank: f"rank {rank} on {group.host(rank)}" for rank in group.facts}
+    return judge(backend, outcomes, names, len(group.first_ranks), used, devices)
+
+
+def collectives_of_this_host(context: JobContext, gpus: int) -> list[Finding]:
+    """Let ranks on this host add numbers: one for each GPU, or two on the CPU.
+
+    Args:
+        context: of a single process.
+        gpus: number of GPUs that torch sees.
+    """
+    if gpus == 1:
+        return [ok("one GPU, so NCCL is not tried")]
+    backend, ranks = ("nccl", gpus) if gpus else ("gloo", 2)
+    outcomes = dict(enumerate(trial_on_this_host(backend, ranks, context.limit_s)))
+    used, devices = transports(line for outcome in outcomes.values() for line in outcome.log)
+    return judge(backend, outcomes, {rank: f"rank {rank}" for rank in outcomes}, 1, used, devices)
+
+
+def transports(lines: Iterable[str]) -> tuple[set[str], set[str]]:
+    """Return the transports that NCCL uses between ranks, and the devices of its network, from its log."""
+    used, devices = set(), set()
+    for line in lines:
+        if match := _CHANNEL.search(line):
+            parts = match.group(1).split("/")
+            direct = " with GPUDirect" if "GDRDMA" in parts else ""
+            used.add("/".join(parts[:2] if parts[0] in ("NET", "P2P") else parts[:1]) + direct)
+        elif match := _NETWORK.search(line):
+            devices.add(f"{match.group(1)}: {match.group(2).strip()}")
+    return used, devices
+
+
+def judge(
+    backend: str,
+    outcomes: Mapping[int, Outcome],
+    names: Mapping[int, str],
+    hosts: int,
+    used: set[str],
+    devices: set[str],
+) -> list[Finding]:
+    """Return the findings of the trial of a process group.
+
+    Args:
+        backend: "gloo" or "nccl".
+        outcomes: of the ranks that have answered.
+        names: of all ranks, for messages.
+        hosts: number of hosts.
+        used: NCCL's transports between ranks.
+        devices: devices of NCCL's network.
+    """
+    problems = {names[rank]: outcome.problem for rank, outcome in outcomes.items() if outcome.problem}
+    problems |= {names[rank]: "no answer" for rank in names if rank not in outcomes}
+    if problems:
+        who, reason = min(problems.items(), key=lambda item: item[1] == WAITED)  # the first cause comes first
+        more = f", and {len(problems) - 1} more cannot" if len(problems) > 1 else ""
+        return [
+            fault(
+                f"{who} cannot add numbers by {backend} ({reason}){more}; check the network and firewalls between "
+                f"the hosts, and name the interface by {backend.upper()}_SOCKET_IFNAME"
+            )
+        ]
+    slowest = min(outcome.gigabytes_per_s for outcome in outcomes.values())
+    version = next((outcome.nccl for outcome in outcomes.values() if outcome.nccl), "")
+    # NCCL names the sockets that it starts with even if it uses InfiniBand.
+    networks = {name.split()[0].partition("/")[2] for name in used if name.startswith("NET/")}
+    through = "; ".join(sorted(device for device in devices if device.partition(":")[0] in networks))
+    text = f"{len(outcomes)} ranks on {counted(hosts, 'hosts')} add numbers by "
+    text += f"NCCL {version}" if version else backend
+    text += f" over {', '.join(sorted(used))}" if used else ""
+    text += f" ({through})" if through else ""
+    findings = [ok(f"{text}: {slowest:.2f} GB/s")]
+    if hosts > 1 and "NET/Socket" in used and infiniband():
+        findings.append(
+            warning(
+                f"NCCL uses sockets between hosts, which are many times slower than InfiniBand "
+                f"({', '.join(infiniband())}); check NCCL_IB_DISABLE, NCCL_IB_HCA, and the limit of locked memory"
+            )
+        )
+    return findings
+
+
+def missing_hosts(context: JobContext, group_hosts: Mapping[int, str], missing: Sequence[int]) -> list[str]:
+    """Return the hosts of ranks that have not connected, as far as the launcher tells them.
+
+    Args:
+        context: of this rank.
+        group_hosts: host of each rank that has connected.
+        missing: the ranks that have not.
+    """
+    environment = context.environment
+    if nodes := environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST"):
+        listed = run_program(["scontrol", "show", "hostnames", nodes], 30.0).text.split()
+        counts = expanded(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        hosts = [host for host, count in zip(listed, counts, strict=False) for _ in range(count)]
+        short = {rank: host.partition(".")[0] for rank, host in group_hosts.items()}
+        if len(hosts) == context.place.ranks and all(hosts[rank] == host for rank, host in short.items()):
+            return sorted({hosts[rank] for rank in missing})  # SLURM gave each node consecutive ranks
+        return [host for host in listed if host not in short.values()]
+    if not (per_host := context.local_ranks):
+        return []
+    known = {rank // per_host: host for rank, host in group_hosts.items()}
+    numbers = sorted({rank // per_host for rank in missing})
+    return [known.get(number, f"host {number} of the launcher, counted from 0") for number in numbers]
+
+
+def _some(names: Sequence[str]) -> str:
+    names = list(dict.fromkeys(names))
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+OF_A_GROUP = {"versions": versions, "clocks": clocks, "directory": directory, "collectives": collectives}
+"""Checks that all ranks make together, by name."""

@@ -1,0 +1,185 @@
+"""Trial of a process group: ranks add numbers, and the program ends.
+
+    python -m deepspeed_nmt.doctor.trial BACKEND STORE_ADDRESS STORE_PORT PREFIX RANK RANKS GPU SECONDS
+
+A process of its own, because a library that cannot connect may wait without end, or end its process. It prints a JSON
+object with the fields of :class:`Outcome`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+_MIB = {"gloo": 4, "nccl": 256}
+"""MiB of the tensor whose sum is timed."""
+_TIMES = 3
+"""Number of timed sums."""
+WAITED = "waits for a rank that has failed"
+"""Problem of a rank whose trial was given up because of another one."""
+_GRACE_S = 3.0
+"""Seconds that a rank has to report its own problem after another one has failed."""
+_MAX_LINES = 4000
+"""Bound on the lines of NCCL's log that are kept."""
+
+
+@dataclass
+class Outcome:
+    """Result of a trial on one rank.
+
+    Attributes:
+        gigabytes_per_s: bandwidth of a sum over all ranks, as each rank sees it: what it sends in a ring.
+        problem: reason for which the rank could not take part; "" if it did.
+        nccl: version of NCCL; "" without it.
+        log: lines of NCCL's log.
+    """
+
+    gigabytes_per_s: float = 0.0
+    problem: str = ""
+    nccl: str = ""
+    log: list[str] = field(default_factory=list)
+
+
+def run_trial(
+    backend: str,
+    address: tuple[str, int],
+    prefix: str,
+    rank: int,
+    ranks: int,
+    gpu: int,
+    limit_s: float,
+    has_failed: Callable[[], bool],
+) -> Outcome:
+    """Run the trial of this rank, and return its result.
+
+    Args:
+        backend: "gloo" or "nccl".
+        address: host and port of a store that all ranks reach.
+        prefix: of the trial's keys in the store.
+        rank: of this process.
+        ranks: number of ranks.
+        gpu: index of the GPU; ignored for "gloo".
+        limit_s: time limit in seconds.
+        has_failed: returns True when another rank has failed, so that this one waits for it in vain.
+    """
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        log = Path(scratch, "nccl.log")
+        environment = {**os.environ, "NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log)}
+        environment["NCCL_DEBUG_SUBSYS"] = "INIT,ENV,NET,GRAPH,P2P,SHM"
+        words = map(str, (backend, *address, prefix, rank, ranks, gpu, limit_s))
+        deadline, problem = time.monotonic() + limit_s, f"no end within {limit_s:.0f} s"
+        with subprocess.Popen(
+            [sys.executable, "-m", "deepspeed_nmt.doctor.trial", *words],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        ) as process:
+            try:
+                while True:
+                    try:
+                        output, errors = process.communicate(timeout=0.3)
+                        break
+                    except subprocess.TimeoutExpired:
+                        if problem != WAITED and has_failed():
+                            deadline, problem = min(deadline, time.monotonic() + _GRACE_S), WAITED
+                        if time.monotonic() > deadline:
+                            return Outcome(problem=problem)
+            finally:
+                process.kill()
+        lines = [line for line in output.splitlines() if line.startswith("{")]
+        outcome = Outcome(**json.loads(lines[-1])) if lines else Outcome()
+        if not lines:
+            outcome.problem = _last(errors) or f"ended with status {process.returncode}"
+        if log.exists():
+            outcome.log = log.read_text(encoding="utf-8", errors="replace").splitlines()[:_MAX_LINES]
+        return outcome
+
+
+def trial_on_this_host(backend: str, ranks: int, limit_s: float) -> list[Outcome]:
+    """Try a process group of several ranks on this host, and return the result of each.
+
+    Args:
+        backend: "gloo" or "nccl".
+        ranks: number of ranks; with "nccl" each has the GPU of its number.
+        limit_s: time limit in seconds.
+    """
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    failed = Event()
+
+    def run(rank: int) -> Outcome:
+        address = ("127.0.0.1", store.port)
+        outcome = run_trial(backend, address, "trial", rank, ranks, rank, limit_s, failed.is_set)
+        if outcome.problem:
+            failed.set()
+        return outcome
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(run, range(ranks)))
+
+
+def _last(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def _add(backend: str, store: Any, rank: int, ranks: int, gpu: int, limit: timedelta) -> Outcome:
+    """Add numbers over all ranks, check the sum, and measure the bandwidth."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cuda", gpu) if backend == "nccl" else torch.device("cpu")
+    nccl = ""
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    wait: Callable[[], None] = torch.cuda.synchronize if backend == "nccl" else lambda: None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+    numbers = torch.full((_MIB[backend] * 2**18,), float(rank + 1), device=device)
+    dist.all_reduce(numbers)
+    if not bool((numbers == ranks * (ranks + 1) / 2).all()):
+        return Outcome(problem="the sum is wrong", nccl=nccl)
+    wait()
+    began = time.perf_counter()
+    for _ in range(_TIMES):
+        dist.all_reduce(numbers)
+    wait()
+    seconds = (time.perf_counter() - began) / _TIMES
+    dist.barrier(device_ids=[gpu] if backend == "nccl" else None)
+    dist.destroy_process_group()
+    return Outcome(numbers.nbytes * 2 * (ranks - 1) / ranks / seconds / 1e9, nccl=nccl)
+
+
+def main(words: list[str]) -> None:
+    """Run as one rank of a trial."""
+    import torch.distributed as dist
+
+    backend, host, port, prefix, rank, ranks, gpu, seconds = words
+    limit = timedelta(seconds=float(seconds))
+    try:
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=limit)  # type: ignore[attr-defined]
+        shared = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+        outcome = _add(backend, shared, int(rank), int(ranks), int(gpu), limit)
+    except Exception as error:  # of torch, NCCL, a driver or the network
+        outcome = Outcome(problem=_last(str(error)) or type(error).__name__)
+    sys.stdout.write(json.dumps(asdict(outcome)) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # threads of a library that has failed may wait for another rank
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,305 @@
+"""Contract of an engine, and code that all engines share.
+
+An engine carries out updates. It runs :class:`TrainModule` once per micro-batch, accumulates gradients, reduces them
+over ranks, clips them and takes a step. Every engine minimises
+
+    (sum of the losses of all micro-batches on all ranks) / (target tokens of the update)
+
+and reports the norm of the gradient of this quotient.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from deepspeed_nmt import randomness
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.objective import TrainModule
+from deepspeed_nmt.engine.norms import Squares
+from deepspeed_nmt.engine.transfer import HostBuffer, HostCopies
+
+WEIGHT = "weight"
+"""Name of a parameter's own values, beside those of its optimizer states."""
+TensorKey = tuple[str, str]
+"""A tensor of the training state: the name of a parameter, and WEIGHT or the name of an optimizer state."""
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """Result of an update.
+
+    Attributes:
+        sums: "loss", "nll" and the objective's metrics, each summed over this rank's micro-batches (fp32 scalars, on
+            the device).
+        grad_norm: norm of the gradient before clipping; infinite or NaN if ``skipped``.
+        skipped: True if the gradient was not finite and the weights were left unchanged.
+        loss_scale: factor on the loss during this update; 1 unless the precision is fp16.
+        culprits: names of parameters whose gradients are not finite, if the update was skipped and they were
+            determined. Contains only parameters of which this rank holds a part.
+        squares: of gradient and change by parameter, equal on all ranks; None if they were not asked for, or the
+            update was skipped.
+    """
+
+    sums: dict[str, Tensor]
+    grad_norm: float
+    skipped: bool
+    loss_scale: float
+    culprits: tuple[str, ...] = ()
+    squares: Squares | None = None
+
+
+@dataclass(frozen=True)
+class ParameterState:
+    """A parameter and its optimizer state, independent of the layout.
+
+    Attributes:
+        name: of the parameter in the model.
+        weight: the whole parameter, fp32.
+        states: whole states of the optimizer by name, fp32; empty before the first step.
+    """
+
+    name: str
+    weight: Tensor
+    states: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EngineScalars:
+    """The part of an engine's state that is not tensors.
+
+    Attributes:
+        optimizer_step: steps that the optimizer has counted, without skipped ones.
+        loss_scale: current factor on the loss.
+        good_updates: updates since the loss scale last changed.
+    """
+
+    optimizer_step: int = 0
+    loss_scale: float = 1.0
+    good_updates: int = 0
+
+
+class SavedState(Protocol):
+    """Source of weights and optimizer states when a run is resumed."""
+
+    def weight(self, name: str) -> Tensor:
+        """Return the whole parameter ``name``, fp32, on the CPU."""
+
+    def optimizer_state(self, name: str, which: str) -> Tensor:
+        """Return the whole state ``which`` of the parameter ``name``, fp32, on the CPU."""
+
+
+OnMicroBatch = Callable[[int], object]
+"""Callback that receives the index of a micro-batch, from 0, before the micro-batch runs."""
+
+
+def ignore_micro_batch(index: int) -> None:
+    """Do nothing before a micro-batch."""
+
+
+class Engine(ABC):
+    """Carries out updates, and exposes the training state independent of its layout.
+
+    Weights are loaded into ``module`` before the engine is built. The optimizer's state is loaded by :meth:`restore`.
+    :meth:`probe` and :meth:`restore` are called before the first update, in this order, or not at all. To return to
+    an older state, build a new engine.
+
+    Attributes:
+        module: model and objective.
+        device: device of the model; micro-batches are moved to it.
+    """
+
+    module: TrainModule
+    device: torch.device
+
+    @abstractmethod
+    def update(
+        self,
+        micro_batches: Sequence[Batch],
+        target_tokens: int,
+        lr: float,
+        explain: bool = False,
+        on_micro_batch: OnMicroBatch = ignore_micro_batch,
+        measure: bool = False,
+    ) -> UpdateResult:
+        """Carry out one update. Collective: all ranks must call it.
+
+        Args:
+            micro_batches: of this rank; their number is equal on all ranks.
+            target_tokens: of the whole update, over all ranks.
+            lr: learning rate.
+            explain: determine the culprits of a skipped step even if that costs time. If False, they are determined
+                only where they cost nothing, and never when fp16's loss scale can be the cause.
+            on_micro_batch: called with the index of each micro-batch, from 0, before it runs.
+            measure: measure the squares of gradient and change; equal on all ranks.
+        """
+
+    @abstractmethod
+    def probe(self, batch: Batch) -> None:
+        """Allocate as much memory as an update with this micro-batch needs; leave the training state unchanged.
+
+        Collective: all ranks must call it with the same batch, before :meth:`restore`.
+
+        Args:
+            batch: a micro-batch of the largest size.
+        """
+
+    def parameters(self) -> Iterator[ParameterState]:
+        """Yield each parameter's weight without optimizer states, on any device; it may change with the next update.
+
+        Collective: all ranks must iterate. They gather the parameters of a layer together.
+        """
+        for names in _names_by_layer(self.module.model):
+            yield from map(ParameterState, names, self._gather([(name, WEIGHT) for name in names]))
+
+    def state(self, copy: bool = True, buffer: HostBuffer | None = None) -> Iterator[ParameterState]:
+        """Yield each parameter's weight and optimizer states.
+
+        Collective: all ranks must iterate. They gather the state of a layer together.
+
+        Args:
+            copy: True to yield copies on the CPU; False on ranks that only take part, which need no host memory.
+            buffer: memory for the copies, which are complete after :meth:`HostBuffer.wait`; None for new memory.
+        """
+        on_host = buffer or (HostCopies(self.device) if copy else list)
+        for names in _names_by_layer(self.module.model):
+            keys = [(name, which) for name in names for which in (WEIGHT, *self._states_of(name))]
+            tensors = dict(zip(keys, on_host(self._gather(keys)), strict=True))
+            for name in names:
+                states = {which: tensors[name, which] for which in self._states_of(name)}
+                yield ParameterState(name, tensors[name, WEIGHT], states)
+
+    @abstractmethod
+    def _states_of(self, name: str) -> Sequence[str]:
+        """Return the names of a parameter's optimizer states; none if it is frozen or before the first step."""
+
+    @abstractmethod
+    def _gather(self, keys: Sequence[TensorKey]) -> list[Tensor]:
+        """Return whole tensors, fp32, by at most one collective in each group of ranks.
+
+        Collective: all ranks must call it.
+        """
+
+    @abstractmethod
+    def scalars(self) -> EngineScalars:
+        """Return the part of the training state that is not tensors."""
+
+    @abstractmethod
+    def restore(self, saved: SavedState, scalars: EngineScalars) -> None:
+        """Load the optimizer's state and the loss scale of a checkpoint.
+
+        Args:
+            saved: the checkpoint; its weights are in the model already.
+            scalars: the part of its state that is not tensors.
+        """
+
+    def close(self) -> None:
+        """Release the resources of the engine."""
+        return None
+
+
+def _names_by_layer(model: TranslationModel) -> Iterator[list[str]]:
+    """Yield the names of a model's parameters in order: those of a layer together, and those between layers."""
+    layer_of = {part: number for number, layer in enumerate(model.all_layers()) for part in layer.parameters()}
+    named = model.named_parameters()
+    for _, group in itertools.groupby(named, key=lambda each: layer_of.get(each[1])):
+        yield [name for name, _ in group]
+
+
+def seed_dropout(batch: Batch, rank: int) -> None:
+    """Seed torch's generator, so that dropout masks are a function of (seed, update, micro-batch, rank).
+
+    Args:
+        batch: the micro-batch that runs next.
+        rank: data-parallel rank: tensor-parallel ranks process the same micro-batch and must draw the same masks.
+    """
+    update = batch.update
+    key = randomness.key(update.seed, randomness.Purpose.DROPOUT, update.number, update.micro_batch, rank)
+    torch.manual_seed(key >> 1)
+
+
+def add_sums(total: dict[str, Tensor], new: Mapping[str, Tensor]) -> None:
+    """Add scalars to running sums of the same names, on the device.
+
+    Args:
+        total: the running sums; updated in place.
+        new: scalars to add; gradients do not flow through them.
+    """
+    for name, value in new.items():
+        total[name] = total[name] + value.detach() if name in total else value.detach()
+
+
+def not_finite(gradients: Mapping[str, Tensor | None]) -> tuple[str, ...]:
+    """Return the names of the gradients that contain an infinite value or NaN."""
+    return tuple(
+        name
+        for name, gradient in gradients.items()
+        if gradient is not None and not bool(torch.isfinite(gradient).all())
+    )
+
+
+class LossScale:
+    """Dynamic loss scale of fp16: halved on overflow, doubled after ``window`` updates without overflow.
+
+    Args:
+        initial: first scale.
+        window: updates without overflow after which the scale doubles; 0 keeps the scale constant.
+
+    Attributes:
+        value: current factor on the loss.
+        good_updates: updates since the scale last changed.
+    """
+
+    def __init__(self, initial: float, window: int) -> None:
+        self.value = initial
+        self.good_updates = 0
+        self._window = window
+
+    def record(self, overflow: bool) -> None:
+        """Adapt the scale after an update, which overflowed or not."""
+        if self._window == 0:
+            return
+        if overflow:
+            self.value = max(1.0, self.value / 2.0)
+            self.good_updates = 0
+            return
+        self.good_updates += 1
+        if self.good_updates >= self._window:
+            self.value *= 2.0
+            self.good_updates = 0
+
+
+SHARD_BYTES = 512 * 1024**2
+"""Bytes of tensors after which a checkpoint begins another file; they bound the host memory of its writer."""
+
+
+def checkpoint_bytes(trained: int, frozen: int, states: int) -> int:
+    """Return the bytes of the tensors in a checkpoint: fp32 weights, and the optimizer's states.
+
+    Args:
+        trained: number of trained parameters of the whole model.
+        frozen: number of frozen ones.
+        states: number of tensors that the optimizer keeps for a trained parameter.
+    """
+    return 4 * (1 + states) * trained + 4 * frozen
+
+
+def steps_of(optimizer: torch.optim.Optimizer) -> int:
+    """Return the steps that an optimizer has counted, the same for all parameters; 0 if it does not count."""
+    return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
+
+
+def set_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Set the number of steps that an optimizer has counted, if it counts."""
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), Tensor):
+            state["step"].fill_(steps)
+        elif "step" in state:
+            state["step"] = steps

@@ -1,0 +1,181 @@
+"""Copies between host and device: micro-batches on their way to a GPU, the training state on its way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.core.batch import Batch
+
+
+def on_device(batches: Sequence[Batch], device: torch.device) -> Iterator[Batch]:
+    """Yield micro-batches on a device, in order.
+
+    On a GPU a batch is copied from pinned memory on a stream of its own, one ahead, so neither the CPU nor the
+    computation waits for a copy. On a CPU batches are yielded as they are.
+
+    Args:
+        batches: micro-batches on the CPU.
+        device: of the model.
+    """
+    if device.type != "cuda":
+        yield from (batch.to(device) for batch in batches)
+        return
+    copying, computing = _copy_stream(device), torch.cuda.current_stream(device)
+
+    def copy(batch: Batch) -> Batch:
+        with torch.cuda.stream(copying):
+            copied: Batch = pinned(batch).to(device)
+        return copied
+
+    coming = copy(batches[0])
+    for following in (*batches[1:], None):
+        batch = coming
+        computing.wait_stream(copying)
+        for tensor in tensors_of(batch):
+            tensor.record_stream(computing)  # its memory is not reused before the computation has read it
+        if following is not None:
+            coming = copy(following)
+        yield batch
+
+
+def pinned(value: Any) -> Any:
+    """Return a dataclass with its tensors in pinned memory, from which copies to a GPU are asynchronous."""
+    moved = {
+        name: each.pin_memory() if isinstance(each, Tensor) else pinned(each)
+        for name, each in _values_of(value)
+        if isinstance(each, Tensor) or is_dataclass(each)
+    }
+    return replace(value, **moved)
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a dataclass, and of dataclasses inside it."""
+    for _, each in _values_of(value):
+        if isinstance(each, Tensor):
+            yield each
+        elif is_dataclass(each):
+            yield from tensors_of(each)
+
+
+def _values_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield names and values of a dataclass's fields."""
+    yield from ((field.name, getattr(value, field.name)) for field in fields(value))
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of copies to a GPU."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+_BYTES = 4
+"""Bytes of an element: weights and moments are copied as fp32."""
+
+
+class HostCopies:
+    """Copies of fp32 tensors in host memory of their own.
+
+    From a GPU, tensors are copied to one buffer of pinned memory, which is reused, and waited for together.
+
+    Args:
+        device: that the tensors are on; they may also be on the CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pinned = torch.empty(0)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return copies of the tensors on the CPU."""
+        if self._device.type != "cuda":
+            return [tensor.clone() for tensor in tensors]
+        count = _elements(tensors)
+        if count > self._pinned.numel():
+            self._pinned = torch.empty(count, pin_memory=True)
+        parts = _copy_into(self._pinned, tensors)
+        _wait_for(self._device)
+        return [part.clone() for part in parts]
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+class HostBuffer:
+    """Buffer for copies of fp32 tensors in host memory. It is allocated once, and each copy replaces the one before.
+
+    For a GPU its pages are locked, so that the GPU copies at its full speed.
+
+    Args:
+        elements: number of elements of all tensors together.
+        device: that the tensors are on; some may also be on the CPU.
+
+    Raises:
+        RuntimeError: if the host has no room for it.
+    """
+
+    def __init__(self, elements: int, device: torch.device) -> None:
+        self._device = device
+        self._flat = torch.empty(elements).zero_()  # takes its pages now, not while training waits
+        self._used = 0
+        self._locked = False
+        if device.type == "cuda" and elements:
+            # torch's own pinned memory is rounded up to a power of two.
+            error = int(_cuda_runtime().cudaHostRegister(self._flat.data_ptr(), self.bytes, 0))
+            self._locked = error == 0
+            if not self._locked:
+                logger.warning(
+                    "host memory for checkpoints could not be locked (CUDA error %d): copies are slower", error
+                )
+
+    @property
+    def bytes(self) -> int:
+        """Size of the buffer."""
+        return _BYTES * self._flat.numel()
+
+    def begin(self) -> None:
+        """Begin a new copy, which overwrites the one before."""
+        self._used = 0
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return copies of the tensors, as parts of the buffer; from a GPU they are complete after :meth:`wait`."""
+        parts = _copy_into(self._flat[self._used :], tensors)
+        self._used += _elements(tensors)
+        return parts
+
+    def wait(self) -> None:
+        """Wait until all copies are complete."""
+        _wait_for(self._device)
+
+    def close(self) -> None:
+        """Release the memory."""
+        if self._locked:
+            _cuda_runtime().cudaHostUnregister(self._flat.data_ptr())
+            self._locked = False
+        self._flat = torch.empty(0)
+
+
+def _elements(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _copy_into(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy tensors one after another into a flat one, and return its parts; from a GPU, without waiting for it."""
+    parts = torch.split(flat[: _elements(tensors)], [tensor.numel() for tensor in tensors])
+    copies = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor, non_blocking=True)
+    return copies
+
+
+def _wait_for(device: torch.device) -> None:
+    """Wait for the copies from a device."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

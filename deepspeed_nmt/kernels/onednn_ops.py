@@ -1,0 +1,158 @@
+"""Matrix products on a CPU by oneDNN.
+
+torch multiplies fp32 matrices by the BLAS that it was built with, usually MKL, which is slower on CPUs of AMD
+(:func:`deepspeed_nmt.kernels.choice.preferred_on_cpu`). All products of a run are of one library, however small, so
+that rounding does not depend on how an update is divided into micro-batches.
+
+A decoder multiplies a few rows by the same weights, one position after another. torch's BLAS rearranges the weights
+in every call, which takes longer than the product. oneDNN and FBGEMM take weights that are rearranged ("packed")
+already, in fp32, bf16 or int8. In int8 each row of a weight has a scale of its own. The input is quantised in each
+call, with one scale for all rows of the batch. So a translation depends in its last digits on the sentences that are
+translated with it.
+
+Legend: N rows, D input width, E output width.
+"""
+
+from __future__ import annotations
+
+import warnings
+from threading import Lock
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Activation = Literal["relu", "gelu", "swish"]
+
+PACKED = ("fp32", "bf16", "int8")
+"""Precisions of packed weights."""
+
+_LEAST_STEP, _STEPS_BITS = 32, 4
+"""Numbers of rows are multiples of 32, and have four significant bits: one of eight from 512 to 1,024."""
+_WIDE = 4096
+"""Output width from which oneDNN's int8 products are faster than FBGEMM's."""
+_engine = Lock()
+
+
+def linear(x: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+    """Compute x W^T + b; torch does if ``x`` has another dtype than W. Shape: (..., D), (E,D), (E,) -> (..., E)."""
+    if x.dtype != weight_ED.dtype:
+        return F.linear(x, weight_ED, bias_E)
+    if torch.is_grad_enabled() and (x.requires_grad or weight_ED.requires_grad):
+        product: Tensor = _Linear.apply(x, weight_ED, bias_E)  # type: ignore[no-untyped-call]
+        return product
+    return _product(x, weight_ED, bias_E)
+
+
+def _in_few_sizes(x: Tensor) -> Tensor:
+    """Return x as rows; in bf16 with rows of zeros up to one of few numbers of rows.
+
+    oneDNN makes machine code for each size of a product, and micro-batches have hundreds of sizes. In bf16 the
+    products themselves take no longer than that.
+
+    Shape: (..., D) -> (N,D)
+    """
+    rows = x.numel() // x.shape[-1]
+    step = max(_LEAST_STEP, 1 << max(0, rows.bit_length() - _STEPS_BITS))
+    size = -(-rows // step) * step if x.dtype == torch.bfloat16 else rows
+    if size == rows:
+        return x.reshape(rows, x.shape[-1])
+    x_ND = x.new_zeros(size, x.shape[-1])
+    x_ND[:rows] = x.reshape(rows, x.shape[-1])
+    return x_ND
+
+
+def _product(x: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+    # The operation by which torch's compiler calls oneDNN. It rearranges a weight that is not packed.
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_ED, bias_E, "none", [], "")
+    return product
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+        x_ND = _in_few_sizes(x)
+        ctx.save_for_backward(x_ND, weight_ED)
+        ctx.shape = x.shape
+        if x_ND.numel() == x.numel():  # no view, which nobody could change in place
+            return _product(x, weight_ED, bias_E)
+        return _product(x_ND, weight_ED, bias_E)[: x.shape[:-1].numel()].view(*x.shape[:-1], len(weight_ED))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, weight_ED = ctx.saved_tensors
+        (d_out,) = gradients
+        d_out_NE, rows = _in_few_sizes(d_out), ctx.shape[:-1].numel()
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        return (
+            _product(d_out_NE, weight_ED.t())[:rows].view(ctx.shape) if of_x else None,
+            _product(d_out_NE.t(), x_ND.t()) if of_weight else None,
+            d_out_NE.sum(0) if of_bias else None,
+        )
+
+
+def obstacle(precision: str) -> str | None:
+    """Return the reason for which weights cannot be packed in this precision here, or None."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return "this build of torch has no oneDNN"
+    if precision == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "this CPU does not multiply bf16 in hardware"
+    if precision == "int8" and not {"fbgemm", "onednn"} <= set(torch.backends.quantized.supported_engines):
+        return "this build of torch has no int8 products"
+    return None
+
+
+class PackedWeight:
+    """A weight and a bias, rearranged for fast products.
+
+    Args:
+        weight_ED: the weight, in fp32 or bf16.
+        bias_E: the bias; None for none.
+        int8: True to round the weight to int8.
+    """
+
+    def __init__(self, weight_ED: Tensor, bias_E: Tensor | None, int8: bool = False) -> None:
+        self._bias = None if bias_E is None else bias_E.detach()
+        self._int8 = _quantised(weight_ED.detach(), self._bias) if int8 else None
+        self._weight = None if int8 else torch.ops.mkldnn._reorder_linear_weight(weight_ED.detach().contiguous())
+        # Without this instruction, sums of products of 8-bit numbers overflow 16 bits.
+        self._seven_bits = int8 and not torch.cpu._is_vnni_supported()
+
+    def __call__(self, x: Tensor, activation: Activation | None = None, residual: Tensor | None = None) -> Tensor:
+        """Compute activation(x W^T + b), or x W^T + b + residual. Shape: (..., D), (..., E) -> (..., E)."""
+        assert activation is None or residual is None
+        if self._int8 is not None:
+            return self._multiply_int8(x, activation, residual)
+        multiply = torch.ops.mkldnn._linear_pointwise
+        product: Tensor
+        if residual is not None:
+            product = multiply.binary(x, residual.contiguous(), self._weight, self._bias, "add")
+        elif activation is None:
+            product = multiply(x, self._weight, self._bias, "none", [], "")
+        else:
+            product = multiply(x, self._weight, self._bias, activation, [], "none" if activation == "gelu" else "")
+        return product
+
+    def _multiply_int8(self, x: Tensor, activation: Activation | None, residual: Tensor | None) -> Tensor:
+        operations = torch.ops.quantized
+        multiply = operations.linear_relu_dynamic if activation == "relu" else operations.linear_dynamic
+        product: Tensor = multiply(x, self._int8, self._seven_bits)
+        if activation in ("gelu", "swish"):
+            return F.gelu(product) if activation == "gelu" else F.silu(product)
+        return product if residual is None else product.add_(residual)
+
+
+def _quantised(weight_ED: Tensor, bias_E: Tensor | None) -> Any:
+    """Round a weight to int8, with a scale for each output, and rearrange it."""
+    scales_E = (weight_ED.abs().amax(dim=1) / 127.0).clamp(min=1e-12)
+    with warnings.catch_warnings(), _engine:
+        warnings.simplefilter("ignore")  # the tensors are deprecated; the operations on packed weights are not
+        zeros_E = torch.zeros_like(scales_E, dtype=torch.int)
+        rounded = torch.quantize_per_channel(weight_ED, scales_E, zeros_E, 0, torch.qint8)
+        before = torch.backends.quantized.engine
+        torch.backends.quantized.engine = "onednn" if len(weight_ED) >= _WIDE else "fbgemm"
+        try:
+            return torch.ops.quantized.linear_prepack(rounded, bias_E)
+        finally:
+            torch.backends.quantized.engine = before

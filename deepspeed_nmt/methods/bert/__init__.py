@@ -1,1 +1,0 @@
-"""Settings, layers and pretrained weights of models that consist of two BERTs."""

@@ -1,0 +1,348 @@
+"""Comparison of engines and layouts on this machine, with small models of every method.
+
+All engines do the same arithmetic: losses, gradient norms and weights of any two differ by rounding only. Each method
+provides its own case (:class:`deepspeed_nmt.registry.SelfTest`). The models also serve the tests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from deepspeed_nmt import randomness
+from deepspeed_nmt.build import build_model, build_objective
+from deepspeed_nmt.config import RunConfig, validate
+from deepspeed_nmt.core.objective import TrainModule
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.batching import BatchConfig
+from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
+from deepspeed_nmt.data.loader import TrainLoader, collate
+from deepspeed_nmt.data.update_order import Cursor
+from deepspeed_nmt.engine import build_engine
+from deepspeed_nmt.engine.contract import Engine, ParameterState
+from deepspeed_nmt.engine.norms import Squares
+from deepspeed_nmt.engine.settings import EngineConfig, load_ds_config, resolve_engine
+from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
+from deepspeed_nmt.kernels.precision import capability_of, has_bf16
+from deepspeed_nmt.methods import self_tests
+from deepspeed_nmt.parallel.collectives import sum_over_data_ranks
+from deepspeed_nmt.parallel.tensor import parallelize
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.train.optimizers.adam import AdamConfig
+
+VOCABULARY = Vocabulary(61)
+"""Vocabulary of an odd size, so that two ranks that share a model hold unequal slices."""
+UPDATES = 10
+"""Number of updates that each engine makes when engines are compared."""
+BATCH = BatchConfig(update_tokens=700, micro_tokens=260)
+_CLIP_NORM = 0.5
+_SUMS = ("loss", "nll")
+"""Sums that every objective has."""
+
+
+def methods(quick: bool = False) -> list[str]:
+    """Return the names of all cases, or of the quick ones."""
+    return [name for name, case in self_tests().items() if case.quick or not quick]
+
+
+def settings_of(method: str, dropout: float = 0.0) -> RunConfig:
+    """Return the settings of a case.
+
+    Args:
+        method: name of the case.
+        dropout: dropout probability of the model, if it has such a setting.
+    """
+    config = validate({**self_tests()[method].settings, "training": {"seed": 7}})
+    if "dropout" not in type(config.model).model_fields:
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"dropout": dropout})})
+
+
+class Saved:
+    """State of an engine in memory, a :class:`deepspeed_nmt.engine.contract.SavedState`.
+
+    Args:
+        states: of all parameters.
+
+    Attributes:
+        weights: unsharded weights by parameter name.
+    """
+
+    def __init__(self, states: Iterable[ParameterState]) -> None:
+        self._states = {state.name: state for state in states}
+        self.weights = {name: state.weight for name, state in self._states.items()}
+
+    def weight(self, name: str) -> Tensor:
+        """Return the weight of a parameter."""
+        return self.weights[name]
+
+    def optimizer_state(self, name: str, which: str) -> Tensor:
+        """Return one of the optimizer's states of a parameter."""
+        return self._states[name].states[which]
+
+
+def write_corpus(directory: Path, pairs: int = 300, longest: int = 30) -> None:
+    """Write a training corpus of random tokens, the same on every machine.
+
+    Args:
+        directory: to write into.
+        pairs: number of sentence pairs.
+        longest: bound on the length of a sentence.
+    """
+
+    def tokens(count: int, *parts: int) -> list[int]:
+        low = VOCABULARY.unk + 1
+        return [low + int(key) % (VOCABULARY.size - low) for key in randomness.keys(count, *parts)]
+
+    lengths = 1 + (randomness.keys(pairs, 1) % np.uint64(longest - 4)).astype(int)
+    sources = [tokens(length, 2, pair) for pair, length in enumerate(lengths)]
+    targets = [tokens(length + pair % 3, 3, pair) for pair, length in enumerate(lengths)]
+    with CorpusWriter(directory, "train", VOCABULARY.size) as writer:
+        writer.append(sources, targets)
+
+
+def loader_of(directory: Path, world: World, engine: str = "plain", batch: BatchConfig = BATCH) -> TrainLoader:
+    """Return a loader of this rank's micro-batches, over the corpus in ``directory``.
+
+    Args:
+        directory: directory of the corpus.
+        world: the ranks.
+        engine: name of the engine, as :func:`build` takes it.
+        batch: sizes of batches.
+    """
+    batch = batch.model_copy(update={"layout": "packed" if "packed" in engine.split("+") else "padded"})
+    return TrainLoader.of_corpus(Corpus(directory, "train"), batch, 5, world.data_rank, world.data_ranks, VOCABULARY)
+
+
+def build(
+    method: str,
+    engine: str,
+    world: World,
+    directory: Path,
+    dropout: float = 0.0,
+    weights: dict[str, Tensor] | None = None,
+    kernels: Kernels = DEFAULT,
+) -> Engine:
+    """Build an engine over a model whose initial weights are the same in every layout.
+
+    Args:
+        method: name of a case.
+        engine: NAME[:PRECISION][+recompute][+compile][+packed], with NAME one of plain, zero0 ... zero3, and offload
+            (ZeRO-3 with weights and optimizer state in the host's memory). The layout of batches is the loader's.
+        world: the ranks, of which ``tensor_ranks`` share a model.
+        directory: directory of the corpus; each rank writes its DeepSpeed configuration there.
+        dropout: dropout probability of the model.
+        weights: initial weights by parameter name; None for random ones.
+        kernels: of the model's fused operations.
+    """
+    config = settings_of(method, dropout)
+    module = TrainModule(build_model(config, VOCABULARY, kernels), build_objective(config, VOCABULARY))
+    kind, *options = engine.split("+")
+    name, _, precision = kind.partition(":")
+    if "compile" in options:
+        module.model.compile_layers()
+    if "recompute" in options:
+        module.model.recompute(1, 1)
+    if weights is not None:
+        module.model.load_state_dict(weights, strict=False)
+    parallelize(module.model, world)
+    # With an epsilon below rounding errors, Adam turns the sign of a gradient that is zero up to rounding into a full
+    # step, so some weights would depend on the CPU. 1e-6 is above rounding errors.
+    module.to(world.device)
+    optimizer = AdamConfig(eps=1e-6, clip_norm=_CLIP_NORM)
+    settings: dict[str, Any] = {"name": "plain", "precision": precision or "fp32", "device": world.device.type}
+    if name != "plain":
+        file = directory / f"rank{world.rank}.json"
+        content: dict[str, Any] = {"zero_optimization": {"stage": 0 if name == "offload" else int(name[-1])}}
+        if name == "offload":
+            content = load_ds_config("zero3_offload")
+        # Otherwise ZeRO-3 does not shard parameters as small as these.
+        content["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        if precision == "fp16":
+            content["fp16"] = {"enabled": "auto", "initial_scale_power": 8}
+        file.write_text(json.dumps(content))
+        settings |= {"name": "deepspeed", "ds_config": str(file)}
+    resolved = resolve_engine(EngineConfig(**settings), optimizer, world)
+    dummy = collate(Corpus(directory, "train"), np.empty(0, dtype=np.int64), VOCABULARY)
+    return build_engine(resolved, module, world, dummy)
+
+
+def train(engine: Engine, loader: TrainLoader, world: World, first: int, last: int, cursor: Cursor) -> dict[str, Any]:
+    """Make some updates from a position in the data.
+
+    Args:
+        engine: to train.
+        loader: of this rank.
+        world: the ranks.
+        first: number of the first update.
+        last: number of the last update.
+        cursor: position in the data of the first update.
+
+    Returns:
+        Lists with an entry for each update: "loss" (per target token), "norm" (of the gradient), "counts"
+        (micro-batches of a rank), "skipped", "metrics" (further sums per target token); and of the last update
+        "cursor", the position after it, and "gradient" and "change", sums of squares by parameter.
+    """
+    losses, norms, counts, skipped, metrics = [], [], [], [], []
+    for update in loader.updates(cursor, first):
+        lr, ends = 3e-3 * min(1.0, update.number / 5), update.number == last
+        result = engine.update(update.micro_batches, update.target_tokens, lr, measure=ends)
+        total = sum_over_data_ranks({name: float(value) for name, value in result.sums.items()}, world)
+        metrics.append({name: value / update.target_tokens for name, value in total.items() if name not in _SUMS})
+        losses.append(total["loss"] / update.target_tokens)
+        norms.append(result.grad_norm)
+        counts.append(len(update.micro_batches))
+        skipped.append(result.skipped)
+        cursor = update.after
+        if ends:
+            break
+    lists = {"loss": losses, "norm": norms, "counts": counts, "skipped": skipped, "metrics": metrics}
+    squares = result.squares or Squares({}, {})
+    return {**lists, "cursor": cursor, "gradient": squares.gradient, "change": squares.change}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Comparison of an engine with one plain process in fp32.
+
+    Differences of losses and gradient norms are relative for values above 1, those of weights absolute.
+
+    Attributes:
+        method: name of the method's case.
+        engine: name of the engine, as :func:`build` takes it.
+        ranks: number of ranks.
+        tensor_ranks: number of ranks that share a model.
+        tolerance: upper bound on each difference.
+        loss: largest difference of the losses of all updates.
+        norm: largest difference of the gradient norms of all updates.
+        weights: largest difference of the weights after the last update.
+        resumed: largest difference of the losses after a resume from those of the same engine without one.
+        seconds: duration of the comparison.
+        problem: message of the error that prevented the comparison, or "".
+    """
+
+    method: str
+    engine: str
+    ranks: int
+    tensor_ranks: int
+    tolerance: float
+    loss: float = math.nan
+    norm: float = math.nan
+    weights: float = math.nan
+    resumed: float = math.nan
+    seconds: float = 0.0
+    problem: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """True if no difference exceeds the tolerance; False for NaN."""
+        return not self.problem and all(
+            value <= self.tolerance for value in (self.loss, self.norm, self.weights, self.resumed)
+        )
+
+
+def engines(world: World, method: str) -> Iterator[tuple[str, int]]:
+    """Yield the engines to compare, each with the number of ranks that share a model."""
+    has_deepspeed = importlib.util.find_spec("deepspeed") is not None
+    packed = "+packed" if settings_of(method).model.packed else ""
+    names = ["plain", "plain+recompute", *([f"plain{packed}"] if packed else [])]
+    # On a GPU packed sentences attend by another kernel in 16 bit than in fp32.
+    packed_bf16 = bool(packed) and world.device.type == "cuda" and _has_bf16(world)
+    names += ["plain:bf16+packed"] if packed_bf16 else []
+    if has_deepspeed:
+        names += ["zero0", "zero1", "zero2+recompute", "zero3", f"zero3+recompute{packed}", "offload"]
+        names += ["zero2:fp16"] if world.device.type == "cuda" else []
+        names += ["zero1:bf16", "zero3:bf16+recompute"] if _has_bf16(world) else []
+        names += ["zero1:bf16+packed"] if packed_bf16 else []
+    yield from ((name, 1) for name in names)
+    if world.ranks % 2 == 0:
+        names = ["plain", *([f"zero1{packed}", "zero3+recompute"] if has_deepspeed else [])]
+        yield from ((name, 2) for name in names)
+
+
+def rows(world: World, quick: bool = False) -> Iterator[Row]:
+    """Yield the comparison of each method and engine. All ranks iterate together and get the same rows.
+
+    Args:
+        world: all ranks, without tensor parallelism.
+        quick: True for the quick cases only.
+    """
+    grids = {1: world, **({2: world.regrouped(2)} if world.ranks % 2 == 0 else {})}
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch)
+        write_corpus(directory)
+        for method in methods(quick):
+            alone = World(0, 1, world.local_rank, world.device)
+            # The reference runs on torch's own operations, the others on the kernels chosen for this machine.
+            plain = build(method, "plain", alone, directory, kernels=Kernels.only("torch"))
+            reference, weights = _trained(plain, loader_of(directory, alone), alone)
+            for engine, tensor_ranks in engines(world, method):
+                yield _compare(method, engine, grids[tensor_ranks], directory, reference, weights)
+
+
+def _compare(
+    method: str, engine: str, world: World, directory: Path, reference: dict[str, Any], weights: dict[str, Any]
+) -> Row:
+    row = Row(method, engine, world.ranks, world.tensor_ranks, _tolerance(engine, world))
+    started = time.monotonic()
+    try:
+        loader = loader_of(directory, world, engine)
+        report, own = _trained(build(method, engine, world, directory), loader, world)
+        resumed = _resumed(method, engine, world, directory, report["loss"])
+    except (RuntimeError, ValueError) as error:  # errors of torch and DeepSpeed are reported in the table
+        return replace(row, problem=f"{type(error).__name__}: {error}".splitlines()[0])
+    return replace(
+        row,
+        loss=_difference(report["loss"], reference["loss"]),
+        norm=_difference(report["norm"], reference["norm"]),
+        weights=max(float((own[name] - weight).abs().max()) for name, weight in weights.items()),
+        resumed=resumed,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _trained(engine: Engine, loader: TrainLoader, world: World) -> tuple[dict[str, Any], dict[str, Any]]:
+    report = train(engine, loader, world, 1, UPDATES, Cursor())
+    weights = {state.name: state.weight.cpu() for state in engine.parameters()}
+    engine.close()
+    return report, weights
+
+
+def _resumed(method: str, engine: str, world: World, directory: Path, straight: list[float]) -> float:
+    """Resume half-way in a new engine, and return the largest difference of the losses from ``straight``."""
+    loader = loader_of(directory, world, engine)
+    half = UPDATES // 2
+    first = build(method, engine, world, directory)
+    done = train(first, loader, world, 1, half, Cursor())
+    saved, scalars = Saved(first.state()), first.scalars()
+    first.close()
+    second = build(method, engine, world, directory, weights=saved.weights)
+    second.restore(saved, scalars)
+    rest = train(second, loader, world, half + 1, UPDATES, done["cursor"])
+    second.close()
+    return _difference(rest["loss"], straight[half:])
+
+
+def _difference(ours: list[float], theirs: list[float]) -> float:
+    """Return max_i |a_i - b_i| / max(1, |b_i|)."""
+    return max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(ours, theirs, strict=True))
+
+
+def _tolerance(engine: str, world: World) -> float:
+    if ":" in engine:
+        return 0.05
+    return 1e-5 if world.device.type == "cpu" else 1e-3
+
+
+def _has_bf16(world: World) -> bool:
+    return has_bf16(capability_of(world.device))

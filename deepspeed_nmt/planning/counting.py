@@ -1,0 +1,293 @@
+"""Work and activations of a model, counted while an update of it runs.
+
+Nothing is estimated: updates of the run's own model and objective run forward and backward on the meta device, where
+tensors have shapes and no data, so a model of any size can be counted on any machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepspeed_nmt.core.batch import Batch, UpdateInfo
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.objective import Objective, TrainModule
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.kernels.precision import DTYPES, Precision
+from deepspeed_nmt.parallel.tensor import parallelize
+from deepspeed_nmt.parallel.world import World
+
+RecomputedLayers = tuple[int, int]
+"""Every k-th layer application of encoder and decoder is recomputed; 0 none."""
+LENGTH = 32
+"""Tokens of each sentence in the micro-batches that are counted."""
+_COUNTED = (1024, 4096, 16384)
+"""Sizes in tokens of the micro-batches that are counted; other sizes are interpolated. Up to 4,096 the loss of a GPU
+holds all logits at once, from there on a chunk of them (:func:`deepspeed_nmt.kernels.cross_entropy.chunk_rows`)."""
+
+
+class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counter of tensor memory and of matrix products inside its ``with`` block.
+
+    Tensors made before the block are not counted; gradients made inside are.
+
+    Attributes:
+        bytes: memory held now by tensors made inside.
+        peak_bytes: maximum of ``bytes``.
+        flops: operations of matrix products; a multiplication and an addition count as two.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+        self.peak_bytes = 0
+        self.flops = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _tensors((*args, *kwargs.values())):
+            self._note(tensor, made_inside=False)
+        result = func(*args, **kwargs)
+        if (factors := _FACTORS.get(func.overloadpacket)) is not None:
+            a, b = (args[index] for index in factors)
+            self.flops += 2 * a.numel() * b.shape[-1]
+        for tensor in _tensors((result,)):
+            self._note(tensor, made_inside=True)
+        return result
+
+    def _note(self, tensor: Tensor, made_inside: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known.add(key)
+        size = storage.nbytes() if made_inside else 0
+        self.bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        weakref.finalize(storage, self._freed, key, size)
+
+    def _freed(self, key: int, size: int) -> None:
+        self.bytes -= size
+        self._known.discard(key)
+
+
+def _tensors(values: tuple[Any, ...] | list[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+
+
+_aten = torch.ops.aten
+_FACTORS = {
+    **dict.fromkeys((_aten.mm, _aten.bmm), (0, 1)),
+    **dict.fromkeys((_aten.addmm, _aten.addmm_, _aten.baddbmm), (1, 2)),
+}
+"""Positions of the factors (..., n, k) and (..., k, m) among the arguments of a matrix product."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Memory and work of one micro-batch.
+
+    Attributes:
+        tokens: target tokens, and as many source tokens.
+        activations: bytes that the forward pass keeps for the backward pass.
+        logits: bytes on top of those, for the projection, the loss, and temporary tensors of the backward pass.
+        flops: of the model's matrix products, forward and backward.
+    """
+
+    tokens: int
+    activations: int
+    logits: int
+    flops: int
+
+
+def count_update(
+    model: TranslationModel,
+    objective: Objective,
+    vocabulary: Vocabulary,
+    tokens: int,
+    recompute: RecomputedLayers,
+    updates: int = 1,
+) -> Work:
+    """Run micro-batches of a model on the meta device, one for each of some updates, and count.
+
+    Random choices differ between updates: memory is their maximum, work their mean.
+
+    Args:
+        model: on the meta device, in the dtype it is trained in.
+        objective: of the run.
+        vocabulary: of the data.
+        tokens: padded target tokens, and as many source tokens, of a micro-batch.
+        recompute: every k-th layer application of each side; 0 none.
+        updates: number of updates to count.
+    """
+    model.recompute(*recompute)
+    module = TrainModule(model, objective).train()
+    for parameter in model.parameters():
+        # Gradients exist already, as in the second micro-batch of an update.
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    counts = []
+    for update in range(1, updates + 1):
+        batch = _batch(tokens, vocabulary, update)
+        kept: list[int] = []
+        with Tally() as tally:
+            hook = model.projection.register_forward_pre_hook(lambda *_, t=tally, k=kept: k.append(t.bytes))
+            module(batch).loss.backward()
+            hook.remove()
+        counts.append((kept[0], tally.peak_bytes - kept[0], tally.flops))
+    for parameter in model.parameters():
+        parameter.grad = None
+    model.recompute(0, 0)
+    return Work(
+        tokens=batch.target_tokens,
+        activations=max(kept for kept, _, _ in counts),
+        logits=max(logits for _, logits, _ in counts),
+        flops=sum(flops for _, _, flops in counts) // updates,
+    )
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Work of training in operations, forward and backward, without recomputation.
+
+    Attributes:
+        source: for each source token.
+        target: for each target token.
+    """
+
+    source: float
+    target: float
+
+
+def count_rates(model: TranslationModel, objective: Objective, vocabulary: Vocabulary, updates: int = 2) -> Rates:
+    """Count the work of a model on the meta device, as the mean over some updates."""
+    module = TrainModule(model, objective).train()
+    rows, flops = 8, []
+    for source_length in (LENGTH, 2 * LENGTH):
+        with Tally() as tally:
+            for update in range(1, updates + 1):
+                module(_batch(rows * LENGTH, vocabulary, update, source_length)).loss.backward()
+        flops.append(tally.flops / updates)
+    tokens = rows * LENGTH
+    source = (flops[1] - flops[0]) / tokens
+    return Rates(source, flops[0] / tokens - source)
+
+
+def _batch(tokens: int, vocabulary: Vocabulary, update: int, source_length: int | None = None) -> Batch:
+    length = min(LENGTH, tokens)
+    rows = max(1, tokens // length)
+    source_length = source_length or length
+
+    def of(*shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.int64, device="meta")
+
+    count = rows * length
+    # One source position counts as padding: batches without any are rare.
+    return Batch(
+        source_BS=of(rows, source_length),
+        target_input_BT=of(rows, length),
+        target_output_BT=of(rows, length),
+        sentence_ids_B=of(rows),
+        source_tokens=rows * source_length - 1,
+        target_tokens=count,
+        pad=vocabulary.pad,
+        update=UpdateInfo(seed=1, number=update, tokens=count, sentences=rows),
+    )
+
+
+WorkOf = Callable[[int, RecomputedLayers], Work]
+Samples = tuple[Work, ...]
+"""Work of two or more micro-batches, from the smallest to the largest."""
+
+
+def interpolated(none: Samples, encoder: Samples, decoder: Samples, applications: tuple[int, int]) -> WorkOf:
+    """Return a function from micro-batch size and recomputation to work, interpolated between counts.
+
+    Everything is affine in the number of tokens between two counts, and beyond the first and the last. If every k-th
+    of n applications is recomputed, n // k of them save their share.
+
+    Args:
+        none: counts without recomputation.
+        encoder: counts with all of the encoder recomputed.
+        decoder: counts with all of the decoder recomputed.
+        applications: number of layer applications of encoder and decoder.
+    """
+
+    def line(tokens: int, counts: Samples, what: str) -> float:
+        segments = list(itertools.pairwise(counts))
+        small, large = next((pair for pair in segments if tokens <= pair[1].tokens), segments[-1])
+        slope = (getattr(large, what) - getattr(small, what)) / (large.tokens - small.tokens)
+        return float(getattr(small, what) + slope * (tokens - small.tokens))
+
+    def work(tokens: int, recompute: RecomputedLayers) -> Work:
+        shares = [
+            count // every / count if every and count else 0.0
+            for count, every in zip(applications, recompute, strict=True)
+        ]
+
+        def changed(what: str) -> int:
+            start = line(tokens, none, what)
+            sides = zip(shares, (encoder, decoder), strict=True)
+            return int(start + sum(share * (line(tokens, counts, what) - start) for share, counts in sides))
+
+        used = [none, *(counts for share, counts in zip(shares, (encoder, decoder), strict=True) if share)]
+        logits = max(int(line(tokens, counts, "logits")) for counts in used)
+        return Work(tokens, changed("activations"), logits, changed("flops"))
+
+    return work
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counts of a model that all its plans share. They take seconds, plans none.
+
+    Attributes:
+        work: work of a micro-batch on one rank.
+        trained: number of trained parameters on one rank.
+        frozen: number of frozen parameters on one rank.
+    """
+
+    work: WorkOf
+    trained: int
+    frozen: int
+
+
+def count_model(
+    model: TranslationModel, objective: Objective, vocabulary: Vocabulary, precision: Precision, tensor_ranks: int
+) -> Counts:
+    """Count a model.
+
+    Args:
+        model: on the meta device, with kernels planned for the GPUs; sliced here, and converted to ``precision``.
+        objective: of the run.
+        vocabulary: of the data.
+        precision: that the model is trained in.
+        tensor_ranks: number of GPUs that share the model.
+
+    Raises:
+        ConfigError: if ``tensor_ranks`` does not divide the model.
+    """
+    parallelize(model, World(0, tensor_ranks, 0, torch.device("meta"), tensor_ranks))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters()) - trained
+    model.to(DTYPES[precision])
+
+    def counted(recompute: RecomputedLayers) -> tuple[Work, ...]:
+        return tuple(count_update(model, objective, vocabulary, tokens, recompute) for tokens in _COUNTED)
+
+    encoder, decoder = (sum(stack.applications for stack in side) for side in model.stacks)
+    work = interpolated(counted((0, 0)), counted((1, 0)), counted((0, 1)), (encoder, decoder))
+    return Counts(work, trained, frozen)

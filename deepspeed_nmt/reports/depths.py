@@ -1,0 +1,404 @@
+"""BLEU and time at each depth: measurement, Pareto front, fastest sufficient depth, and oracle over depths.
+
+A system translates at several depths: one model with many exits, or many models with one depth each.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, product
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from deepspeed_nmt.api import Translator
+from deepspeed_nmt.console import cell, logger, table
+from deepspeed_nmt.core.model import exit_name
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.evaluate.metrics import Scorer
+from deepspeed_nmt.reports.pictures import picture
+from deepspeed_nmt.reports.run_log import run_names
+from deepspeed_nmt.reports.text_scores import ParallelText
+from deepspeed_nmt.run.directory import Run
+from deepspeed_nmt.search.lines import SourceCounts
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Normalize
+
+_WARM_UP_SENTENCES = 8
+"""Number of sentences translated at each depth before it is timed: the first batch has start-up costs."""
+Pair = tuple[int, int]
+"""Numbers of stages of the encoder and of the decoder."""
+
+
+@dataclass(frozen=True)
+class Depth:
+    """Result of one depth.
+
+    Attributes:
+        encoder: n, stages of the encoder.
+        decoder: m, stages of the decoder.
+        bleu: of the whole file.
+        seconds: time to translate it.
+        loading_seconds: time to make and load the model.
+    """
+
+    encoder: int
+    decoder: int
+    bleu: float
+    seconds: float
+    loading_seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Name of the exit, n-m."""
+        return f"{self.encoder}-{self.decoder}"
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """Choice of the best depth for each sentence.
+
+    Attributes:
+        sentences: number of sentences that each depth translates best, by its name, in the order of
+            :func:`by_size`.
+        bleu: BLEU of the chosen translations.
+    """
+
+    sentences: dict[str, int]
+    bleu: float
+
+    @property
+    def cumulative(self) -> dict[str, float]:
+        """Share of sentences that a depth or one before it translates best, by name."""
+        total = sum(self.sentences.values())
+        return {
+            name: count / total
+            for name, count in zip(self.sentences, accumulate(self.sentences.values()), strict=True)
+        }
+
+
+@dataclass(frozen=True)
+class System:
+    """Results of one system.
+
+    Attributes:
+        name: of the system.
+        depths: all its depths, in the order of n, then m.
+        oracle: None without --oracle.
+    """
+
+    name: str
+    depths: Sequence[Depth]
+    oracle: Oracle | None = None
+
+    def report(self, max_loss: float) -> dict[str, Any]:
+        """Return the report for programs.
+
+        Args:
+            max_loss: BLEU that the cheapest depth may lose.
+        """
+        result = {
+            "system": self.name,
+            "depths": [asdict(depth) for depth in self.depths],
+            "pareto_front": [depth.name for depth in pareto_front(self.depths)],
+            "cheapest": cheapest(self.depths, max_loss).name,
+            "compared_with": baseline(self.depths).name,
+            "max_loss": max_loss,
+        }
+        if self.oracle is not None:
+            result["oracle"] = {**asdict(self.oracle), "cumulative": self.oracle.cumulative}
+        return result
+
+    def text(self, max_loss: float) -> str:
+        """Return the report for people.
+
+        Args:
+            max_loss: BLEU that the cheapest depth may lose.
+        """
+        head = ["n-m", "BLEU", "seconds", "with loading"]
+        rows = [
+            [depth.name, cell(depth.bleu, 2), cell(depth.seconds, 1), cell(depth.seconds + depth.loading_seconds, 1)]
+            for depth in self.depths
+        ]
+        if self.oracle is not None:
+            head += ["best for", "cumulative"]
+            cumulative = self.oracle.cumulative
+            for row in rows:
+                row += [cell(self.oracle.sentences[row[0]]), f"{cumulative[row[0]]:.1%}"]
+        lines = [
+            f"{self.name}:",
+            table([head, *rows]),
+            f"Pareto front: {', '.join(depth.name for depth in pareto_front(self.depths))}",
+            f"fastest depth within {max_loss} BLEU of {self._baseline()}: {cheapest(self.depths, max_loss).name}",
+        ]
+        if self.oracle is not None:
+            lines.append(f"BLEU with the best pair for each sentence: {self.oracle.bleu:.2f}")
+        return "\n".join(lines)
+
+    def _baseline(self) -> str:
+        """Return words for the depth that the cheapest one is compared with."""
+        if full_depth(self.depths) is not None:
+            return "the full depth"
+        return f"the best depth, {baseline(self.depths).name} (none has the full depth {_full_name(self.depths)})"
+
+
+def pareto_front(depths: Sequence[Depth]) -> list[Depth]:
+    """Return the depths that no other one beats in both BLEU and time, fastest first."""
+    front: list[Depth] = []
+    for depth in sorted(depths, key=lambda depth: (depth.seconds, -depth.bleu)):
+        if not front or depth.bleu > front[-1].bleu:
+            front.append(depth)
+    return front
+
+
+def cheapest(depths: Sequence[Depth], max_loss: float) -> Depth:
+    """Return the fastest depth whose BLEU is at most ``max_loss`` below that of the :func:`baseline`."""
+    least = baseline(depths).bleu - max_loss
+    return min((depth for depth in depths if depth.bleu >= least), key=lambda depth: depth.seconds)
+
+
+def baseline(depths: Sequence[Depth]) -> Depth:
+    """Return the full depth; if it was not measured, the depth of the best BLEU."""
+    return full_depth(depths) or max(depths, key=lambda depth: depth.bleu)
+
+
+def full_depth(depths: Sequence[Depth]) -> Depth | None:
+    """Return the depth of the largest n and the largest m; None if no model has both."""
+    return next((depth for depth in depths if depth.name == _full_name(depths)), None)
+
+
+def _full_name(depths: Sequence[Depth]) -> str:
+    return f"{max(depth.encoder for depth in depths)}-{max(depth.decoder for depth in depths)}"
+
+
+def by_size(depth: Depth) -> tuple[int, int, int]:
+    """Return a key that sorts depths by their larger side.
+
+    All depths of at most k stages on both sides come before the others, so that cumulative shares include those of
+    these k x k depths.
+    """
+    return max(depth.encoder, depth.decoder), depth.encoder + depth.decoder, depth.encoder
+
+
+def oracle(
+    depths: Sequence[Depth], translations: Sequence[Sequence[str]], bleus: Sequence[Sequence[float]]
+) -> tuple[dict[str, int], list[str]]:
+    """Choose the translation of each sentence that has the best sentence BLEU, and of equal ones the fastest depth's.
+
+    Args:
+        depths: all depths.
+        translations: translations of all sentences by each depth.
+        bleus: sentence BLEU of each translation.
+
+    Returns:
+        Number of sentences chosen from each depth, by its name and sorted :func:`by_size`; and the translations.
+    """
+    counts = {depth.name: 0 for depth in sorted(depths, key=by_size)}
+    chosen = []
+    for candidates, scores in zip(zip(*translations, strict=True), zip(*bleus, strict=True), strict=True):
+        ranks = [(score, -depth.seconds) for score, depth in zip(scores, depths, strict=True)]
+        best = ranks.index(max(ranks))
+        counts[depths[best].name] += 1
+        chosen.append(candidates[best])
+    return counts, chosen
+
+
+@dataclass(frozen=True)
+class Members:
+    """A system to measure.
+
+    Attributes:
+        name: of the system.
+        pairs: depths to measure of each run.
+    """
+
+    name: str
+    pairs: Sequence[tuple[Run, Sequence[Pair]]]
+
+
+def systems_of(runs: Sequence[Run]) -> list[Members]:
+    """Divide runs into systems: each run with many trained exits is one, the others together are one.
+
+    A run alone is a system with all its exits, trained or not.
+
+    Raises:
+        ConfigError: if a run has no exits n-m, a run alone has a single one, or two models have the same depth.
+    """
+    names = run_names([run.path for run in runs])
+    systems: list[Members] = []
+    single: dict[str, tuple[Run, Sequence[Pair]]] = {}
+    for name, run in zip(names, runs, strict=True):
+        stages = _stages(run, alone=len(runs) == 1)
+        pairs = [(n, m) for n in range(1, stages[0] + 1) for m in range(1, stages[1] + 1)]
+        trained = [pair for pair in pairs if run.trained_at(exit_name(*pair), stages)]
+        if len(runs) > 1 and len(trained) == 1:
+            single[name] = (run, trained)
+            continue
+        if len(trained) < len(pairs):
+            logger.warning(
+                "%s was trained at only %d of its %d depths (%s); expect bad translations at the others",
+                run.path,
+                len(trained),
+                len(pairs),
+                ", ".join(exit_name(*pair) for pair in trained),
+            )
+        systems.append(Members(name, [(run, pairs)]))
+    if single:
+        ordered = sorted(single.values(), key=lambda member: member[1][-1])
+        _check_depths(ordered)
+        systems.insert(0, Members(f"{len(single)} models" if len(single) > 1 else next(iter(single)), ordered))
+    return systems
+
+
+def _stages(run: Run, *, alone: bool) -> Pair:
+    stages = run.config.model.exit_stages()
+    totals = (1, 1) if stages is None else (stages[0].total, stages[1].total)
+    if stages is None or (alone and totals == (1, 1)):
+        named = run.config.model.named_exits
+        what = f"has the exits {' and '.join(named)}; `translate --exit` chooses one" if named else "has one exit"
+        raise ConfigError(f"{run.path} {what}, and not several stages (layers, or loops over shared layers)")
+    return totals
+
+
+def _check_depths(members: Sequence[tuple[Run, Sequence[Pair]]]) -> None:
+    known: dict[Pair, Run] = {}
+    for run, (pair,) in members:
+        if pair in known:
+            raise ConfigError(
+                f"{known[pair].path} and {run.path} both have the depth {exit_name(*pair)}; give one of them"
+            )
+        known[pair] = run
+
+
+def measure(
+    system: Members,
+    text: ParallelText,
+    scorer: Scorer,
+    *,
+    checkpoint: str = "best",
+    max_tokens: int = 4096,
+    repeat: int = 1,
+    with_oracle: bool = False,
+) -> System:
+    """Translate a text at every depth of a system.
+
+    Args:
+        system: runs and their depths.
+        text: the test set.
+        scorer: of its translations by all runs.
+        checkpoint: best, last, average, or a path.
+        max_tokens: batch size: sentences x longest source.
+        repeat: times to measure; the median counts.
+        with_oracle: True to choose the best depth for each sentence.
+
+    Raises:
+        CheckpointError: if a run has no such checkpoint.
+    """
+    pairs = [pair for _, of_run in system.pairs for pair in of_run]
+    seconds: dict[Pair, list[float]] = {pair: [] for pair in pairs}
+    loading: dict[Pair, list[float]] = {pair: [] for pair in pairs}
+    translations: dict[Pair, list[str]] = {}
+    bleus: dict[Pair, float] = {}
+
+    def translate(translator: Translator, lines: list[str], warn: bool = False) -> list[str]:
+        counts = None if warn else SourceCounts()
+        return [best[0].text for best in translator.stream(lines, max_tokens=max_tokens, counts=counts)]
+
+    # All pairs in turn, so that a change of the machine's load affects them alike.
+    for repetition, (run, of_run) in product(range(repeat), system.pairs):
+        started = time.monotonic()
+        translator = Translator.open(run.path, checkpoint=checkpoint)
+        to_load = time.monotonic() - started
+        for pair in of_run:
+            shallower = translator.at_exit(exit_name(*pair))
+            translate(shallower, text.sources[:_WARM_UP_SENTENCES])
+            started = time.monotonic()
+            translations[pair] = translate(shallower, text.sources, warn=repetition == 0 and pair == of_run[0])
+            seconds[pair].append(time.monotonic() - started)
+            loading[pair].append(to_load)
+            bleus[pair] = scorer.first(translations[pair])
+            logger.info("%s: BLEU %.2f, %.1f s", exit_name(*pair), bleus[pair], seconds[pair][-1])
+    depths = [Depth(*pair, bleus[pair], median(seconds[pair]), median(loading[pair])) for pair in pairs]
+    if not with_oracle:
+        return System(system.name, depths)
+    texts = [translations[pair] for pair in pairs]
+    sentences, chosen = oracle(depths, texts, [scorer.sentence_bleus(lines) for lines in texts])
+    return System(system.name, depths, Oracle(sentences, scorer.first(chosen)))
+
+
+def draw_depths(systems: Sequence[System], out: Path) -> None:
+    """Draw BLEU over n and m of each system, BLEU against time, and the distribution of the oracle's choices."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    rows = 2 if any(system.oracle is not None for system in systems) else 1
+    columns = len(systems) + 1
+    with picture(out, 5.2 * columns, 4.5 * rows) as figure:
+        parts = figure.subfigures(rows, 1, squeeze=False)[:, 0]
+        *maps, plane = parts[0].subplots(1, columns)
+        # One scale for all systems, so that their colours can be compared.
+        bleus = [depth.bleu for system in systems for depth in system.depths]
+        scale = Normalize(min(bleus), max(bleus))
+        for axis, system in zip(maps, systems, strict=True):
+            _draw_bleu(axis, system, scale)
+        parts[0].colorbar(ScalarMappable(scale), ax=maps)
+        for system in systems:
+            _draw_times(plane, system)
+        plane.set_xlabel("seconds, without loading")
+        plane.set_ylabel("BLEU")
+        plane.legend(fontsize="small")
+        plane.grid(alpha=0.3)
+        if rows > 1:
+            _draw_choices(parts[1].subplots(), systems)
+
+
+def _draw_bleu(axis: Axes, system: System, scale: Normalize) -> None:
+    rows, columns = (max(getattr(depth, side) for depth in system.depths) for side in ("encoder", "decoder"))
+    values = [[math.nan] * columns for _ in range(rows)]
+    for depth in system.depths:
+        values[depth.encoder - 1][depth.decoder - 1] = depth.bleu
+        axis.text(depth.decoder, depth.encoder, f"{depth.bleu:.1f}", ha="center", va="center", color="white")
+    borders = (0.5, columns + 0.5, 0.5, rows + 0.5)
+    axis.imshow(values, origin="lower", extent=borders, aspect="auto", norm=scale)
+    axis.set_xticks(range(1, columns + 1))
+    axis.set_yticks(range(1, rows + 1))
+    axis.set_xlabel("decoder stages m")
+    axis.set_ylabel("encoder stages n")
+    axis.set_title(f"BLEU: {system.name}")
+
+
+def _draw_times(axis: Axes, system: System) -> None:
+    points = axis.scatter([depth.seconds for depth in system.depths], [depth.bleu for depth in system.depths], s=14)
+    front = pareto_front(system.depths)
+    colour = points.get_facecolor()[0]
+    label = f"Pareto front: {system.name}"
+    axis.plot([depth.seconds for depth in front], [depth.bleu for depth in front], color=colour, label=label)
+    for depth in front:
+        axis.annotate(depth.name, (depth.seconds, depth.bleu), fontsize="small")
+
+
+def _draw_choices(axis: Axes, systems: Sequence[System]) -> None:
+    """Draw the share of sentences that each depth translates best as bars, and their sums as lines."""
+    depths = {depth.name: depth for system in systems for depth in system.depths}
+    names = sorted(depths, key=lambda name: by_size(depths[name]))
+    oracles = {system.name: system.oracle.sentences for system in systems if system.oracle is not None}
+    width = 0.8 / len(oracles)
+    sums = axis.twinx()
+    for number, (system, sentences) in enumerate(oracles.items()):
+        total = sum(sentences.values())
+        shift = (number - (len(oracles) - 1) / 2) * width
+        shares = [100.0 * sentences.get(name, 0) / total for name in names]
+        bars = axis.bar([place + shift for place in range(len(names))], shares, width, label=system)
+        sums.plot(range(len(names)), list(accumulate(shares)), color=bars[0].get_facecolor(), linewidth=1.5)
+    axis.set_xticks(range(len(names)), names, rotation=90 if len(names) > 20 else 0)
+    axis.set_xlabel("n-m")
+    axis.set_ylabel("sentences translated best (%): bars")
+    sums.set_ylabel("cumulative (%): lines")
+    sums.set_ylim(0.0, 105.0)
+    axis.set_title("oracle over depths")
+    axis.legend(fontsize="small", loc="center right")

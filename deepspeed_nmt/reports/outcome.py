@@ -1,0 +1,230 @@
+"""The outcome of a run: its settings, its log, and its progress, as far as they can be read.
+
+Runs may be still trained, or have lost files. So what a run does not record is unknown, and never an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from deepspeed_nmt.config import RunConfig, load_recorded
+from deepspeed_nmt.console import cell, setting
+from deepspeed_nmt.data.data_directory import open_tokenizer
+from deepspeed_nmt.errors import CheckpointError, ConfigError, UserError
+from deepspeed_nmt.evaluate.metrics import validation_tag
+from deepspeed_nmt.reports.run_log import (
+    HOURS,
+    SOURCE_RELIANCE,
+    TRAIN_PERPLEXITY,
+    VALID_LOSS,
+    VALID_PERPLEXITY,
+    RunLog,
+    validation_metric,
+)
+from deepspeed_nmt.reports.text_scores import RecordedScore
+from deepspeed_nmt.run.directory import CHECKPOINTS, CONFIG_FILE, DataRecord
+from deepspeed_nmt.run.plans import Plans
+from deepspeed_nmt.train.checkpoint import CheckpointStore
+from deepspeed_nmt.train.progress import Progress
+
+RESULTS = {
+    "updates": ("updates", 0),
+    "target_tokens": ("target tokens", 0),
+    "hours": ("hours in updates", 2),
+    "parameters": ("parameters", 0),
+    "train_ppl": ("training perplexity", 3),
+    "valid_loss": ("validation loss", 3),
+    "valid_ppl": ("validation perplexity", 3),
+    "source_reliance": ("source reliance", 3),
+}
+"""Title and decimals of each result by key of the JSON."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Settings of a run, and what came of it so far.
+
+    Attributes:
+        path: run directory.
+        config: settings of the run.
+        log: log of the run, which may be empty.
+        progress: progress that the newest readable checkpoint records; None if there is none.
+    """
+
+    path: Path
+    config: RunConfig
+    log: RunLog
+    progress: Progress | None
+
+    @classmethod
+    def read(cls, path: Path) -> Outcome:
+        """Read a run; nothing is verified or restored.
+
+        Raises:
+            ConfigError: if it is no run directory, or its settings cannot be read.
+        """
+        if not (path / CONFIG_FILE).is_file():
+            raise ConfigError(f"{path} has no {CONFIG_FILE}; give a directory made by `train`")
+        return cls(path, load_recorded(path / CONFIG_FILE), RunLog.read(path), _progress(path))
+
+    @property
+    def updates(self) -> int:
+        """Number of updates made, as the log or a checkpoint records them."""
+        return max(self.log.update, 0 if self.progress is None else self.progress.update)
+
+    @property
+    def target_tokens(self) -> int | None:
+        """Target tokens seen."""
+        if self.log.tokens is None and self.progress is not None:
+            return self.progress.target_tokens
+        return self.log.tokens
+
+    @property
+    def hours(self) -> float | None:
+        """Hours spent in updates."""
+        logged = self.log.last(HOURS)
+        return self.progress.train_seconds / 3600.0 if logged is None and self.progress is not None else logged
+
+    @property
+    def is_finished(self) -> bool:
+        """True if training is over. Without a checkpoint, a run that stopped early counts as unfinished."""
+        return self.config.training.ends_at(self.progress or Progress(update=self.updates))
+
+    @property
+    def status(self) -> str:
+        """``finished``, or a phrase for the updates made so far."""
+        return "finished" if self.is_finished else f"{self.updates:,} of {self.config.training.max_updates:,} updates"
+
+    @cached_property
+    def data_record(self) -> DataRecord | None:
+        """Record of the data that the run was last trained on; None if it cannot be read."""
+        with suppress(UserError):
+            return DataRecord.read(self.path)
+        return None
+
+    @property
+    def data(self) -> str | None:
+        """Data that the run was last trained on: a directory, or those of a mixture, as `train --data` takes them."""
+        if (record := self.data_record) is None:
+            return None
+        return " ".join(str(corpus.option) for corpus in record.corpora) or record.path
+
+    def best(self, measure: str) -> float | None:
+        """Return the best value of a measure of validation: a metric, or loss; of a named set as SET/METRIC."""
+        higher = self.config.validation.is_higher_better(measure)
+        best = self.log.series(validation_tag(measure)).best(higher_is_better=higher)
+        return None if best is None else best[1]
+
+    def parameters(self, plans: Plans) -> int | None:
+        """Return the number of parameters, frozen ones included.
+
+        Args:
+            plans: what is known of other runs, whose models may be the same.
+        """
+        with suppress(UserError, OSError):
+            return plans.parameters(self.config, open_tokenizer(self.path).vocabulary)[1]
+        return None
+
+    def row(
+        self, settings: Sequence[str], measures: Sequence[str], plans: Plans, scores: Sequence[RecordedScore]
+    ) -> dict[str, Any]:
+        """Return what is known of a run, for JSON.
+
+        Args:
+            settings: to list.
+            measures: measures of validation to list.
+            plans: what is known of other runs.
+            scores: scores of test sets.
+        """
+        flat = self.config.flat()
+        last = {measure: self.log.last(validation_tag(measure)) for measure in measures}
+        return {
+            "path": str(self.path),
+            "settings": {key: flat.get(key) for key in settings},
+            "data": self.data,
+            "status": self.status,
+            "updates": self.updates,
+            "target_tokens": self.target_tokens,
+            "hours": self.hours,
+            "parameters": self.parameters(plans),
+            "train_ppl": self.log.last(TRAIN_PERPLEXITY),
+            "valid_loss": self.log.last(VALID_LOSS),
+            "valid_ppl": self.log.last(VALID_PERPLEXITY),
+            "source_reliance": self.log.last(SOURCE_RELIANCE),
+            "validation": {
+                measure: {"last": value, "best": self.best(measure)}
+                for measure, value in last.items()
+                if value is not None
+            },
+            "test": [score.model_dump(exclude={"key"}) for score in scores],
+        }
+
+
+def _progress(path: Path) -> Progress | None:
+    store = CheckpointStore(path / CHECKPOINTS)
+    with suppress(CheckpointError):  # a link to a disk that is not mounted
+        for name in reversed(store.names()):
+            with suppress(CheckpointError):
+                return store.read(name, verify=False).progress
+    return None
+
+
+def differing(configs: Sequence[Mapping[str, object]]) -> list[str]:
+    """Return the settings in which configurations differ, also those that some lack."""
+    keys = dict.fromkeys(key for flat in configs for key in flat)
+    return [key for key in keys if any(flat.get(key) != configs[0].get(key) for flat in configs)]
+
+
+def comparison_table(rows: Mapping[str, Mapping[str, Any]], measures: Sequence[str]) -> list[list[str]]:
+    """Return the cells of a comparison: a line for each setting and each result, a column for each run.
+
+    Args:
+        rows: what is known of each run (:meth:`Outcome.row`), by its name.
+        measures: measures of validation.
+    """
+    runs = list(rows.values())
+    lines = [["", *rows]]
+    lines += [[key, *(setting(row["settings"][key]) for row in runs)] for key in runs[0]["settings"]]
+    if len({row["data"] for row in runs}) > 1:
+        lines.append(["data", *(cell(row["data"]) for row in runs)])
+    lines.append(["status", *(row["status"] for row in runs)])
+    lines += [[title, *(cell(row[key], digits) for row in runs)] for key, (title, digits) in RESULTS.items()]
+    for measure in measures:
+        digits = 3 if measure.endswith("/loss") else 2
+        for which in ("last", "best"):
+            values = [row["validation"].get(measure, {}).get(which) for row in runs]
+            lines.append([f"validation {measure}, {which}", *(cell(value, digits) for value in values)])
+    scores = [{(score["text"], score["metric"]): score["value"] for score in row["test"]} for row in runs]
+    for text, metric in dict.fromkeys(key for of_run in scores for key in of_run):
+        lines.append([f"{metric} of {text}", *(cell(of_run.get((text, metric)), 2) for of_run in scores)])
+    return lines
+
+
+def collapse_row(name: str, log: RunLog) -> dict[str, object]:
+    """Return the signs of a collapse in a log, for JSON.
+
+    Args:
+        name: of the run.
+        log: that has begun.
+    """
+    metric = validation_metric([log])
+    score = log.series(validation_tag(metric.name))
+    best = score.best(higher_is_better=metric.higher_is_better)
+    return {
+        "run": name,
+        "updates": log.update,
+        "target_tokens": log.tokens,
+        "source_reliance": log.last(SOURCE_RELIANCE),
+        "train_ppl": log.last(TRAIN_PERPLEXITY),
+        "valid_loss": log.last(VALID_LOSS),
+        "valid_ppl": log.last(VALID_PERPLEXITY),
+        "metric": metric.name,
+        "valid_score": score.last,
+        "best_valid_score": None if best is None else best[1],
+        "cross_share": {layer: series.last for layer, series in log.cross_shares().items()},
+    }

@@ -1,0 +1,743 @@
+"""The page of a run: what its directory says of it, as one HTML file that needs nothing else.
+
+A run may be trained right now, or may have lost files. What is missing is left out; only a directory without readable
+settings is refused.
+
+Everything that comes from a run is text, and is escaped as text: by the template, or as JSON that the page's script
+reads with ``JSON.parse`` and plotly shows. A content security policy permits the script and the library that draws by
+their hashes, and no request.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from functools import cache, cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from pydantic import ValidationError
+
+from deepspeed_nmt import __version__
+from deepspeed_nmt.config import load_config
+from deepspeed_nmt.console import cell, setting
+from deepspeed_nmt.data.data_directory import META_FILE, Meta
+from deepspeed_nmt.errors import UserError, counted
+from deepspeed_nmt.evaluate.metrics import METRICS, validation_tag
+from deepspeed_nmt.files import parse_json, resolved
+from deepspeed_nmt.manifest import DamagedRecordError, read_record
+from deepspeed_nmt.recipes import recipes
+from deepspeed_nmt.reports.outcome import Outcome, differing
+from deepspeed_nmt.reports.page_figures import (
+    MARKS,
+    Best,
+    Chart,
+    curves,
+    heat_maps,
+    histogram,
+    marks,
+    theme,
+    words_of,
+)
+from deepspeed_nmt.reports.run_log import (
+    ENDINGS,
+    HOURS,
+    SOURCE_RELIANCE,
+    STARTS,
+    TOKENS,
+    Event,
+    RunLog,
+    read_events,
+    shortened,
+)
+from deepspeed_nmt.reports.text_scores import recorded_scores
+from deepspeed_nmt.run.directory import CHECKPOINTS, DATA_FILE, ENVIRONMENT_FILE, LOGS, ORIGIN_FILE
+from deepspeed_nmt.run.plans import Plans
+from deepspeed_nmt.train.collapse import NLL
+from deepspeed_nmt.train.configuration import LOSSES
+from deepspeed_nmt.train.events import EVENTS_FILE
+from deepspeed_nmt.train.log import METRICS_FILE
+
+RESOLVED_FILE = "resolved.json"
+VALIDATION = "validation"
+"""Directory of a run with a directory for each validation set, whose sentences and translations it keeps."""
+_SILENT_S = 1800.0
+"""Seconds without a sign of life after which a run no longer counts as running: longer than a validation."""
+_TRANSLATIONS = re.compile(r"update-(\d{1,15})\.txt")
+_MAX_SENTENCES = 3000
+"""Bound on the sentences that are scored, each one alone; of more, equally many between two are left out."""
+_MAX_SHOWN = 600
+"""Bound on the characters of a sentence on the page."""
+_SAMPLES, _WORST_SAMPLES, _MAX_UPDATES, _WORST, _MAX_EVENTS = 16, 4, 16, 15, 400
+
+
+class Status(NamedTuple):
+    """State of a run.
+
+    Attributes:
+        state: ``new``, ``running``, ``finished``, ``stopped``, ``failed``; ``collapsed`` if the decoder ignores its
+            source, whatever became of training; ``silent`` if nothing was written for a while and nothing says why.
+        sentence: what is known of it.
+    """
+
+    state: str
+    sentence: str
+
+
+class Tile(NamedTuple):
+    """A figure at the head of the page, with a few words below it."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+class Table(NamedTuple):
+    """A table of text.
+
+    Attributes:
+        title: caption.
+        head: titles of the columns.
+        rows: a cell for each column; the first cell names the row.
+        folded: True if it is shown only on request.
+        note: a sentence above it.
+    """
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    folded: bool = False
+    note: str = ""
+
+
+class RunPage:
+    """A run directory, read for its page.
+
+    Args:
+        path: run directory.
+        recipe: name of the recipe that settings are compared with; None for that of the command that started the run,
+            or else the one that differs least.
+
+    Raises:
+        ConfigError: if it is no run directory, its settings cannot be read, or there is no such recipe.
+    """
+
+    def __init__(self, path: Path, recipe: str | None = None) -> None:
+        self.path = path
+        self.name = resolved(path).name or str(path)
+        self.outcome = Outcome.read(path)
+        self.config = self.outcome.config
+        self.log: RunLog = self.outcome.log
+        self.events = read_events(path)
+        self.best = self._best()
+        self.texts = read_texts(path, self.best.update if self.best else 0)
+        self.environment = json_object(path / ENVIRONMENT_FILE)
+        self.settings = self.config.flat()
+        self.recipe, self.is_guessed = recipe or self._recorded_recipe(), False
+        if self.recipe is None:
+            flat = {name: load_config(name).flat() for name in recipes()}
+            self.recipe = min(flat, key=lambda name: (len(differing([self.settings, flat[name]])), name))
+            self.is_guessed = True
+        self.recipe_settings = load_config(self.recipe).flat()
+
+    def render(self) -> bytes:
+        """Return the page."""
+        environment = Environment(
+            loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
+            trim_blocks=True, lstrip_blocks=True,
+        )  # fmt: skip
+        environment.filters |= {"thousands": "{:,}".format, "shortened": lambda text: shortened(text, _MAX_SHOWN)}
+        drawer = _drawer()
+        charts = {"curves": self.curves(), "layers": heat_maps(self.log)}
+        spreads = [_histograms(number, texts) for number, texts in enumerate(self.texts)]
+        everything = [*charts["curves"], *charts["layers"], *(chart for spread in spreads for chart in spread)]
+        signs = marks(self.events, self.best)
+        data = {
+            "figures": [chart.specification for chart in everything],
+            "marks": signs,
+            "positions": self.log.positions(),
+            "themes": {
+                "light": theme("#5c6675", "#8a94a3", "#dfe4ea", "#ffffff"),
+                "dark": theme("#a3adba", "#7c8795", "#2d3641", "#1a2027"),
+            },
+        }
+        names = {trace["name"] for trace in signs}
+        page = environment.get_template("page.html").render(
+            page=self,
+            version=__version__,
+            status=self.status(),
+            charts=charts,
+            texts=list(zip(self.texts, spreads, strict=True)),
+            events=self.events[-_MAX_EVENTS:],
+            events_file=EVENTS_FILE,
+            looks=[look for look in MARKS.values() if look.words in names],
+            drawer=base64.b64encode(_compressed(drawer)).decode(),
+            data=_json(data),
+            policy=lambda script: _policy(str(script), drawer),
+            marked=marked_words,
+        )
+        return page.encode("utf-8", errors="replace")
+
+    def curves(self) -> list[Chart]:
+        """Return the charts of the log."""
+        return curves(self.log, self.config.collapse.threshold, self._guessing)
+
+    def status(self, now: float | None = None) -> Status:
+        """Return the state of training.
+
+        Args:
+            now: time in seconds since the epoch; None for the present.
+        """
+        turns = [event for event in self.events if event.kind in (*STARTS, *ENDINGS)]
+        last = turns[-1] if turns else None
+        seen = self._last_seen
+        update, most = self.outcome.updates, self.config.training.max_updates
+        made = f"{update:,} of {most:,} updates"
+        if self.outcome.is_finished or (last is not None and last.kind == "end"):
+            early = update < most and self.config.training.patience
+            state, words = "finished", f"{made}; stopped early, without a better validation" if early else made
+        elif last is not None and last.kind == "failure":
+            state, words = "failed", f"{made}. {last.text}"
+        elif last is not None and last.kind == "stop":
+            state, words = "stopped", f"{made}; the same command resumes it"
+        elif seen is not None and (now or time.time()) - seen < _SILENT_S:
+            state, words = "running", f"{made} when this page was made"
+        elif update == 0:
+            state, words = "new", "nothing is logged yet"
+        else:
+            since = "" if seen is None else f" since {datetime.fromtimestamp(seen):%Y-%m-%d %H:%M}"
+            state, words = "silent", f"{made}; nothing was written{since}: it was killed, or waits in a queue"
+        if trouble := self._collapsed():
+            after = "" if state == "failed" and "the decoder" in words else f" ({state}: {words})"
+            return Status("collapsed", f"{trouble}{after}")
+        return Status(state, words)
+
+    @property
+    def share(self) -> float:
+        """Share of the updates that are made, 0 to 1."""
+        return 1.0 if self.outcome.is_finished else min(1.0, self.outcome.updates / self.config.training.max_updates)
+
+    @property
+    def _last_seen(self) -> float | None:
+        """Time of the last sign of life, in seconds since the epoch."""
+        times = []
+        for file in (self.path / METRICS_FILE, self.path / LOGS / "rank-0.log"):
+            with suppress(OSError):
+                times.append(file.stat().st_mtime)
+        return max(times, default=None)
+
+    @cached_property
+    def _metas(self) -> dict[str, Meta]:
+        """Descriptions of the run's data directories that can be reached, by path; the main one first."""
+        record = self.outcome.data_record
+        metas = {}
+        for path in [] if record is None else dict.fromkeys([record.path, *(part.path for part in record.corpora)]):
+            with suppress(OSError, ValueError, ValidationError, UserError, DamagedRecordError):
+                metas[path] = Meta.model_validate_json(read_record(Path(path) / META_FILE))
+        return metas
+
+    @cached_property
+    def missing(self) -> list[str]:
+        """Names of files that every run has, which are missing or cannot be read."""
+        contents = {
+            METRICS_FILE: self.log.tags,
+            EVENTS_FILE: self.events,
+            ENVIRONMENT_FILE: self.environment,
+            RESOLVED_FILE: json_object(self.path / RESOLVED_FILE),
+            DATA_FILE: self.outcome.data_record,
+            CHECKPOINTS: self.outcome.progress,
+        }
+        return [name for name, content in contents.items() if not content]
+
+    @property
+    def _guessing(self) -> float | None:
+        """Loss of guessing, in nats a token."""
+        size = next((meta.vocabulary_size for meta in self._metas.values()), 0)
+        return math.log(size) if size > 0 else None
+
+    def _collapsed(self) -> str:
+        """Return the reason why the decoder counts as collapsed, as the monitor judges; "" if it does not."""
+        collapse = self.config.collapse
+        grace = collapse.grace or 2 * self.config.schedule.warmup_updates
+        reliance, losses = self.log.series(SOURCE_RELIANCE), self.log.series(NLL).values[-collapse.patience :]
+        updates, values = reliance.updates[-collapse.patience :], reliance.values[-collapse.patience :]
+        if len(values) < collapse.patience or updates[0] <= grace:
+            return ""
+        if all(value < collapse.threshold for value in values):
+            return (
+                f"the decoder ignores its source: source reliance is {values[-1]:.3f} nats a token, below "
+                f"{collapse.threshold:g} in the last {counted(len(values), 'measurements')}"
+            )
+        guessing = self._guessing
+        if guessing is not None and all(value > guessing for value in losses):
+            return (
+                f"the decoder predicts worse than guessing: its loss is {losses[-1]:.2f} nats a token without "
+                f"dropout, and that of guessing {guessing:.2f}"
+            )
+        return ""
+
+    def _best(self) -> Best | None:
+        progress, tag = self.outcome.progress, self._measure()
+        if progress is not None and progress.best_update:
+            tag = (progress.best_by or tag).partition(" ")[0]  # without the digest of its set
+            series = self.log.series(tag)
+            value = dict(zip(series.updates, series.values, strict=True)).get(progress.best_update)
+            if value is None and progress.best_score is not None:
+                value = self.config.validation.value_of(progress.best_by, progress.best_score)
+            return Best(progress.best_update, tag, value)
+        best = self.log.series(tag).best(higher_is_better=is_higher_better(self.path, tag.removeprefix("valid/")))
+        return None if best is None else Best(best[0], tag, best[1])
+
+    def _measure(self) -> str:
+        """Return the tag of the value that chooses the best checkpoint, as far as the settings tell."""
+        by = self.config.validation.best_by
+        if by != "auto":
+            return validation_tag(by)
+        return next(
+            (validation_tag(name) for name in [*METRICS, "loss"] if validation_tag(name) in self.log.tags), ""
+        )
+
+    def _recorded_recipe(self) -> str | None:
+        """Return the recipe that the command of the last start names."""
+        words = [str(word) for word in _list(self.environment.get("command"))]
+        given = [after for word, after in pairwise(words) if word == "--recipe"]
+        given += [word.removeprefix("--recipe=") for word in words if word.startswith("--recipe=")]
+        return next((name for name in given if name in recipes()), None)
+
+    @property
+    def subtitle(self) -> str:
+        """A line on the model and its data."""
+        parts = [f"{'near the recipe' if self.is_guessed else 'recipe'} {self.recipe}"]
+        layers = [self.settings.get(f"model.{side}_layers") for side in ("encoder", "decoder")]
+        if all(isinstance(count, int) for count in layers):
+            parts.append(f"{layers[0]} + {layers[1]} layers")
+        if (parameters := self.outcome.parameters(Plans())) is not None:
+            parts.append(f"{parameters:,} parameters")
+        pairs = [meta.splits["train"].pairs for meta in self._metas.values() if "train" in meta.splits]
+        if pairs:
+            parts.append(f"{sum(pairs):,} sentence pairs")
+        text = self.outcome.data_record.text if self.outcome.data_record is not None else None
+        if text is not None and text.source_lang and text.target_lang:
+            parts.append(f"{text.source_lang} to {text.target_lang}")
+        return " · ".join(parts)
+
+    @cached_property
+    def tiles(self) -> list[Tile]:
+        """Figures at the head."""
+        last = {
+            tag: value for tag in self.log.tags if (value := self.log.last(tag)) is not None and math.isfinite(value)
+        }
+        tiles = [Tile("updates", f"{self.outcome.updates:,}", f"of {self.config.training.max_updates:,}")]
+        if self.best is not None:
+            at = f"at update {self.best.update:,}"
+            tiles.append(Tile(f"best {words_of(self.best.tag)}", cell(self.best.value, 2), at))
+        for tag, label, digits in (("valid/loss", "validation loss", 3), ("train/ppl", "training perplexity", 2)):
+            if tag in last:
+                tiles.append(Tile(label, cell(last[tag], digits), "last"))
+        if SOURCE_RELIANCE in last:
+            threshold = f"threshold {self.config.collapse.threshold:g}"
+            tiles.append(Tile("source reliance", cell(last[SOURCE_RELIANCE]), threshold))
+        if TOKENS in last:
+            tiles.append(Tile("target tokens", _short(last[TOKENS])))
+        if (hours := last.get(HOURS)) is not None:
+            tiles.append(Tile("time in updates", f"{hours:.1f} h" if hours >= 1.0 else f"{60 * hours:.0f} min"))
+        if speeds := sorted(self.log.series("perf/target_tokens_per_s").finite):
+            tiles.append(Tile("speed", _short(speeds[len(speeds) // 2]), "target tokens a second"))
+        counts = {"skip": "skipped", "spike": "spikes", "rollback": "rollbacks"}
+        for kind, label in (("skip", "skipped updates"), ("spike", "spikes"), ("rollback", "rollbacks")):
+            if count := len(self._events_of(kind)) or int(last.get(f"train/{counts[kind]}", 0)):
+                tiles.append(Tile(label, f"{count:,}"))
+        if starts := len(self._events_of(*STARTS)):
+            tiles.append(Tile("starts", f"{starts:,}"))
+        return tiles
+
+    def _events_of(self, *kinds: str) -> list[Event]:
+        return [event for event in self.events if event.kind in kinds]
+
+    @cached_property
+    def settings_tables(self) -> list[Table]:
+        """The settings that differ from those of the recipe, and the others."""
+        own, other = self.settings, self.recipe_settings
+        changed = differing([own, other])
+        rows = [[key, *(setting(side[key]) if key in side else "-" for side in (own, other))] for key in changed]
+        same = [[key, setting(own[key])] for key in own if key not in changed]
+        note = "No command is recorded that names a recipe; this is the one that differs least."
+        title = f"Differences from the recipe {self.recipe}"
+        tables = [Table(title, ["setting", "this run", "recipe"], rows, note=note if self.is_guessed else "")]
+        return [
+            *(tables if rows else []),
+            Table("Settings as in the recipe", ["setting", "value"], same, folded=True),
+        ]
+
+    @cached_property
+    def data_tables(self) -> list[Table]:
+        """The data that the run was last trained on."""
+        if (record := self.outcome.data_record) is None:
+            return []
+        corpora = {corpus.path: corpus for corpus in record.corpora}
+        rows, removed, inputs = [], [], []
+        for path in dict.fromkeys([record.path, *corpora]):
+            meta, corpus = self._metas.get(path), corpora.get(path)
+            train, valid = (None if meta is None else meta.splits.get(split) for split in ("train", "valid"))
+            sizes: list[int | None] = [None] * 5
+            if train is not None:
+                sizes[:3] = [train.pairs, train.source.tokens, train.target.tokens]
+            if meta is not None:
+                sizes[3:] = [None if valid is None else valid.pairs, meta.vocabulary_size]
+            weight = "-" if corpus is None else ", ".join(f"{change.value:g}" for change in corpus.weights)
+            rows.append([path, *map(cell, sizes), weight, (corpus or record).fingerprint[:12]])
+            if meta is not None:
+                removed += [[reason, f"{count:,}", path] for reason, count in meta.removed.items() if count]
+                inputs += [
+                    [name, f"{file.lines:,}", file.sha256[:12], file.path]
+                    for name, files in meta.inputs.items()
+                    for file in files
+                ]
+        head = ["directory", "pairs", "source tokens", "target tokens", "validation pairs", "vocabulary", "weight"]
+        note = "" if self._metas else "The data directory cannot be reached from here."
+        tables = [
+            Table("Corpora", [*head, "fingerprint"], rows, note=note),
+            Table("Pairs removed by `prepare`", ["reason", "pairs", "from"], removed),
+            Table("Input files", ["text", "lines", "sha256", "file"], inputs, folded=True),
+        ]
+        return [table for table in tables if table.rows]
+
+    @cached_property
+    def environment_tables(self) -> list[Table]:
+        """Host and command of the last start."""
+        given, origin = self.environment, json_object(self.path / ORIGIN_FILE)
+        rows: list[tuple[str, object]] = []
+        rows += [(key, given[key]) for key in ("deepspeed_nmt", "git", "ranks", "threads", "gpus") if key in given]
+        rows += _mapping(given.get("slurm")).items()
+        rows += [(key, given[key]) for key in ("python", "platform") if key in given]
+        settings = json_object(self.path / RESOLVED_FILE)
+        rows += [(key.replace("_", " "), value) for key, value in settings.items() if value is not None]
+        rows += [(f"origin: {key}", value) for key, value in origin.items()]
+        packages = [[name, _words(value)] for name, value in _mapping(given.get("packages")).items() if value]
+        command = [str(word) for word in _list(given.get("command"))]
+        words = _arguments([Path(command[0]).name, *command[1:]]) if command else []
+        tables = [
+            Table("The last start", ["what", "value"], [[key, _words(value)] for key, value in rows]),
+            Table("Packages", ["package", "version"], packages, folded=True),
+            Table("Command of the last start", ["word", "argument"], words, folded=True),
+        ]
+        return [table for table in tables if table.rows]
+
+    @cached_property
+    def start_tables(self) -> list[Table]:
+        """The starts of the run."""
+        rows = []
+        for number, event in enumerate(self._events_of(*STARTS), 1):
+            details = ", ".join(f"{key} {_words(value)}" for key, value in event.details.items() if value is not None)
+            rows.append([f"{number}", event.shown_time, cell(event.update), details, event.text])
+        head = ["start", "time", "after update", "on", "text"]
+        return [Table("Starts", head, rows, folded=len(rows) > 12)] if rows else []
+
+    @cached_property
+    def validation_tables(self) -> list[Table]:
+        """Measures of the validation sets, and the scores of test sets that reports have recorded."""
+        rows = []
+        for tag in self.log.tags:
+            name = tag.removeprefix("valid/")
+            if name == tag or name.rpartition("/")[2] in ("nll", "ppl"):
+                continue
+            series = self.log.series(tag)
+            best = series.best(higher_is_better=is_higher_better(self.path, name))
+            at, value = ("-", "-") if best is None else (f"{best[0]:,}", cell(best[1]))
+            rows.append([name, cell(series.last), value, at, _signature(self.path, name)])
+        head = ["measure", "last", "best", "at update", "signature"]
+        if not any(row[-1] for row in rows):
+            head, rows = head[:-1], [row[:-1] for row in rows]
+        scores = [
+            [score.text, score.metric, f"{score.value:.2f}", f"{score.lines:,}", score.checkpoint, score.signature]
+            for score in recorded_scores(self.path)
+        ]
+        of_tests = ["test set", "metric", "score", "lines", "checkpoint", "signature"]
+        return [
+            table for table in (Table("Measures", head, rows), Table("Test scores", of_tests, scores)) if table.rows
+        ]
+
+
+def is_higher_better(run: Path, measure: str) -> bool:
+    """Return the direction of a measure of validation: a loss, a metric, or another of SET/NAME or NAME.
+
+    Args:
+        run: run directory, where the signature of a measure that is no metric of this version tells its direction.
+        measure: its name.
+    """
+    name = measure.rpartition("/")[2]
+    if name in METRICS:
+        return METRICS[name].higher_is_better
+    return name not in LOSSES and "lower" not in _signature(run, measure).split("|")
+
+
+def _signature(run: Path, measure: str) -> str:
+    of, _, metric = measure.rpartition("/")
+    signature = json_object(run / VALIDATION / (of or "main") / "signatures.json").get(metric)
+    return signature if isinstance(signature, str) else ""
+
+
+def _arguments(words: Sequence[str]) -> list[list[str]]:
+    """Return the words of a command as rows, an option with its value."""
+    rows: list[list[str]] = []
+    for word in words:
+        if rows and not word.startswith("-") and "=" not in word and rows[-1][1].startswith("-"):
+            rows[-1][1] += f" {word}"
+        else:
+            rows.append([f"{len(rows) + 1}", word])
+    return rows
+
+
+def _words(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_words, value)) or "none"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_words(item)}" for key, item in value.items())
+    return "-" if value is None else str(value)
+
+
+def json_object(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one if it cannot be read."""
+    with suppress(OSError, ValueError):
+        content = parse_json(file.read_bytes())
+        if isinstance(content, dict):
+            return content
+    return {}
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
+
+
+def _short(number: float) -> str:
+    """Return a number of at most four digits with its unit: 12.3 k, 4.56 M."""
+    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= max(factor, 1e4):
+            return f"{number / factor:.3g} {unit}" if number < 1000 * factor else f"{number / factor:,.0f} {unit}"
+    return f"{number:,.0f}"
+
+
+class Sentence(NamedTuple):
+    """A sentence with a translation.
+
+    Attributes:
+        number: line number, from 1.
+        source: source sentence; "" if it is not kept.
+        reference: reference translation.
+        translation: of an update.
+        update: number of the update.
+    """
+
+    number: int
+    source: str
+    reference: str
+    translation: str
+    update: int
+
+    @property
+    def chrf(self) -> float:
+        """Sentence chrF of the translation."""
+        return _chrf(self.translation, self.reference)
+
+    @property
+    def length_ratio(self) -> float:
+        """Characters of the translation for each character of the reference."""
+        return len(self.translation) / max(1, len(self.reference))
+
+
+class Signs(NamedTuple):
+    """Counts that reveal a broken model, over the newest translations of a set.
+
+    Attributes:
+        lines: number of translations.
+        distinct: number of different translations.
+        empty: number of empty ones.
+        copies: number of copies of the source.
+        length_ratio: characters of all translations for each character of the references.
+    """
+
+    lines: int
+    distinct: int
+    empty: int
+    copies: int
+    length_ratio: float
+
+
+class TextSet:
+    """Translations of one validation set, whatever the model wrote: nothing of it is trusted.
+
+    Its directory has ``source.txt``, ``reference.txt`` and ``update-0000400.txt`` for each validation, one sentence a
+    line.
+
+    Args:
+        path: directory of the set.
+        best: update of the best validation, which is among those sampled.
+
+    Attributes:
+        name: name of the set.
+        updates: updates after which it was translated.
+    """
+
+    def __init__(self, path: Path, best: int = 0) -> None:
+        self.name = path.name
+        matches = (_TRANSLATIONS.fullmatch(file.name) for file in path.iterdir())
+        self._files = {int(match[1]): path / match[0] for match in matches if match}
+        self.updates = sorted(self._files)
+        self._best = best
+        self._sources, self._references = _lines(path / "source.txt"), _lines(path / "reference.txt")
+
+    @cached_property
+    def newest(self) -> list[Sentence]:
+        """Sentences with their newest translations, at most _MAX_SENTENCES; none without references."""
+        sentences = self._translated(self.updates[-1]) if self.updates else []
+        return sentences[:: max(1, -(-len(sentences) // _MAX_SENTENCES))]
+
+    @cached_property
+    def worst(self) -> list[Sentence]:
+        """Sentences of the lowest chrF, the worst first."""
+        return sorted(self.newest, key=lambda sentence: sentence.chrf)[:_WORST]
+
+    @property
+    def signs(self) -> Signs | None:
+        """Counts over the newest translations; None if there are none."""
+        if not self.newest:
+            return None
+        translations = [sentence.translation for sentence in self.newest]
+        return Signs(
+            lines=len(translations),
+            distinct=len(set(translations)),
+            empty=sum(not text.strip() for text in translations),
+            copies=sum(bool(item.source.strip()) and item.source == item.translation for item in self.newest),
+            length_ratio=sum(map(len, translations)) / max(1, sum(len(item.reference) for item in self.newest)),
+        )
+
+    @property
+    def sampled(self) -> list[int]:
+        """Updates whose translations are samples: the first, the last, the best, and some between them."""
+        chosen = {*_spread(self.updates, _MAX_UPDATES - 1), self._best}
+        return sorted(chosen & self._files.keys())
+
+    @cached_property
+    def samples(self) -> list[list[Sentence]]:
+        """Some sentences, spread over the set, and the worst ones; a translation of each sampled update."""
+        numbers = set(_spread([sentence.number for sentence in self.newest], _SAMPLES))
+        numbers |= {sentence.number for sentence in self.worst[:_WORST_SAMPLES]}
+        texts = [self._translated(update) for update in self.sampled]
+        return [[text[number - 1] for text in texts if number <= len(text)] for number in sorted(numbers)]
+
+    def _translated(self, update: int) -> list[Sentence]:
+        pairs = enumerate(zip(_lines(self._files[update]), self._references, strict=False))
+        sources = self._sources
+        return [
+            Sentence(index + 1, sources[index] if index < len(sources) else "", reference, text, update)
+            for index, (text, reference) in pairs
+        ]
+
+
+def read_texts(run: Path, best: int = 0) -> list[TextSet]:
+    """Open the validation sets whose translations a run keeps, the main one first; none if it keeps none.
+
+    Args:
+        run: run directory.
+        best: update of the best validation.
+    """
+    sets: list[TextSet] = []
+    with suppress(OSError):
+        sets = [TextSet(path, best) for path in (run / VALIDATION).iterdir() if path.is_dir()]
+    return sorted((texts for texts in sets if texts.updates), key=lambda texts: (texts.name != "main", texts.name))
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of a text; none if it cannot be read. Only a line feed ends one."""
+    try:
+        text = path.read_bytes().decode("utf-8", errors="replace")
+    except OSError:
+        return []
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
+
+
+def _spread(items: Sequence[int], count: int) -> list[int]:
+    """Return at most ``count`` items at equal distances, the first and the last among them."""
+    if len(items) <= count:
+        return list(items)
+    return [items[index * (len(items) - 1) // (count - 1)] for index in range(count)]
+
+
+@cache
+def _chrf(translation: str, reference: str) -> float:
+    from sacrebleu.metrics.chrf import CHRF
+
+    return float(CHRF().sentence_score(translation, [reference]).score)
+
+
+def marked_words(sentence: Sentence) -> list[tuple[str, bool]]:
+    """Return the words of a translation as the page shows it; True for those that the reference does not have."""
+    known = set(sentence.reference.split())
+    words = re.split(r"(\s+)", shortened(sentence.translation, _MAX_SHOWN))
+    return [(word, bool(word.strip()) and word not in known) for word in words]
+
+
+def _histograms(number: int, texts: TextSet) -> list[Chart]:
+    """Return histograms of lengths and scores of the newest translations of a set."""
+    newest = texts.newest
+    if not newest:
+        return []
+    lengths = {
+        f"{side}s": [float(len(getattr(sentence, side).split())) for sentence in newest]
+        for side in ("translation", "reference")
+    }
+    most = sorted(lengths["references"])[int(0.99 * (len(newest) - 1))]
+    which = f"update {texts.updates[-1]:,}, {len(newest):,} sentences of the set {texts.name}"
+    words, scores = f"Words of translations and of references; {which}.", f"chrF of each sentence alone; {which}."
+    chrf = {"chrF": [sentence.chrf for sentence in newest]}
+    return [
+        histogram(f"lengths-{number}", "Lengths", words, "words", lengths, (0.0, max(10.0, 1.4 * most))),
+        histogram(f"scores-{number}", "Scores of sentences", scores, "chrF", chrf, (0.0, 100.0)),
+    ]
+
+
+def _json(value: object) -> Markup:
+    """Return JSON for a script element: no character in it can end the element."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+def _policy(*scripts: str) -> str:
+    """Return the content security policy: these scripts, styles and images of the page, and no request."""
+    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
+        "form-action 'none'"
+    )
+
+
+@cache
+def _drawer() -> str:
+    """Return the source of plotly.js, as the package plotly brings it."""
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())
+
+
+@cache
+def _compressed(text: str) -> bytes:
+    """Return a text compressed, which is less than half as long; equal texts give equal results."""
+    return gzip.compress(text.encode(), mtime=0)

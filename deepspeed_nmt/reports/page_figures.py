@@ -1,0 +1,437 @@
+"""Figures of a run's page by plotly: which series of the log belong together, heat maps by layer, histograms.
+
+Colours of text and background are added in the browser, which knows if the page is dark; so are the marks of events,
+and the positions on another axis than updates.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from plotly import graph_objects
+
+from deepspeed_nmt.reports.run_log import CROSS_SHARE, SOURCE_RELIANCE, Event, RunLog, Series, shortened
+
+_METRICS = {"bleu": "BLEU", "bleu_tokenised": "tokenised BLEU", "chrf": "chrF", "ter": "TER"}
+_LOSSES = {"loss": "validation loss", "nll": "validation NLL", "ppl": "validation perplexity"}
+_WORDS = {
+    "train/loss": "training loss",
+    "train/nll": "training NLL",
+    "train/ppl": "training perplexity",
+    "train/lr": "learning rate",
+    "train/grad_norm": "norm",
+    SOURCE_RELIANCE: "source reliance",
+    "collapse/nll": "loss with the true sources",
+    "perf/target_tokens_per_s": "target tokens a second",
+    "perf/memory": "peak memory",
+    "perf/mfu": "MFU",
+    "perf/data_wait": "waiting for data",
+    "perf/padding": "padding",
+}
+_CORPUS = re.compile(r"data/(.+)/share|train/(.+)/nll")
+_LAYER = re.compile(r"(.*?)(\d+)$")
+_SHOWN_ELSEWHERE = re.compile(
+    r"train/(ppl|target_tokens|skipped|spikes|rollbacks)|perf/hours|collapse/seconds|valid/(.*/)?(nll|ppl)"
+    r"|data/.*/(epochs|target_tokens)|collapse/cross_share/.*|norm/.*"
+)
+"""Tags without a curve: another curve, a mark or a table says the same."""
+_USE_OF_TIME = ("perf/mfu", "perf/data_wait", "perf/padding")
+_MAX_OTHERS, _MAX_MARKS, _MAX_LINES, _MAX_COLUMNS = 16, 150, 40, 240
+_WIDE = 50.0
+"""Ratio of the largest value to the smallest above which an axis may be logarithmic."""
+_NARROW = 0.5
+"""Share of the largest value; if all values are above it, the axis does not begin at 0."""
+_BLUE, _ORANGE, _RED, _GREEN, _GREY, _PURPLE = "#4269d0", "#d99a0b", "#e0593f", "#3ca951", "#8a919c", "#8a63d2"
+_COLOURS = [_BLUE, _ORANGE, _RED, "#3ba99c", _GREEN, "#d96fa5", _PURPLE, "#7fa8e8", "#9c6b4e", _GREY]
+_MARKS_AXIS = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The look of a kind of event on curves.
+
+    Attributes:
+        words: for the kind.
+        colour: of the mark.
+        symbol: plotly's.
+        sign: like the symbol, for the legend.
+        line: dashes of a line across the figure; "" for none.
+    """
+
+    words: str
+    colour: str
+    symbol: str
+    sign: str
+    line: str = ""
+
+
+MARKS = {
+    "skip": Mark("skipped update", _ORANGE, "triangle-down", "▼"),
+    "spike": Mark("spike", _PURPLE, "triangle-up", "▲"),
+    "rollback": Mark("rollback", _RED, "x", "✕", "dash"),
+    "collapse": Mark("warning of collapse", "#d0312d", "diamond", "◆", "solid"),
+    "failure": Mark("failure", "#d0312d", "square", "■", "dot"),
+    "resume": Mark("restart", _GREY, "circle", "●", "dot"),
+    "best": Mark("best validation", _GREEN, "star", "★"),
+}
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best validation.
+
+    Attributes:
+        update: number of the update before it.
+        tag: tag of the value that chose it.
+        value: that value; None if it is not known.
+    """
+
+    update: int
+    tag: str
+    value: float | None
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure of the page.
+
+    Attributes:
+        id: identifier on the page.
+        title: its title.
+        caption: what it shows.
+        words: its content in words, for readers who do not see it.
+        figure: plotly's figure.
+        timeline: True if its horizontal axis is updates.
+    """
+
+    id: str
+    title: str
+    caption: str
+    words: str
+    figure: graph_objects.Figure
+    timeline: bool = True
+
+    @property
+    def specification(self) -> dict[str, Any]:
+        """The figure for plotly.js."""
+        return {"id": self.id, "timeline": self.timeline, **self.figure.to_plotly_json()}
+
+
+def theme(ink: str, faint: str, lines: str, card: str) -> dict[str, Any]:
+    """Return plotly's template of a page with these colours.
+
+    Args:
+        ink: colour of text.
+        faint: colour of buttons.
+        lines: colour of grids.
+        card: colour behind text.
+    """
+    axis = {"gridcolor": lines, "zerolinecolor": lines, "linecolor": lines, "automargin": True, "title_font_size": 12}
+    layout = {
+        "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)", "colorway": _COLOURS,
+        "font": {"size": 12, "color": ink}, "hoverlabel": {"bgcolor": card, "bordercolor": lines, "align": "left"},
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom", "font_size": 11},
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": faint, "activecolor": _BLUE}, "xaxis": axis, "yaxis": axis,
+    }  # fmt: skip
+    template: dict[str, Any] = graph_objects.layout.Template(layout=layout).to_plotly_json()
+    return template
+
+
+def words_of(tag: str) -> str:
+    """Return the words for a tag: "validation loss, news" for ``valid/news/loss``; the tag if it has none."""
+    if match := _CORPUS.fullmatch(tag):
+        return match[1] or match[2]
+    if not tag.startswith("valid/"):
+        return _WORDS.get(tag, tag)
+    of, _, name = tag.removeprefix("valid/").rpartition("/")
+    words = {**_METRICS, **_LOSSES}.get(name, name)
+    return f"{words}, {'mean of all sets' if of == 'mean' else of}" if of else words
+
+
+def plain(text: str) -> str:
+    """Return a text for plotly, which reads some HTML and its own fields in texts."""
+    return text.replace("<", "‹").replace(">", "›").replace("%{", "% {").replace("&", "＆")
+
+
+def curves(log: RunLog, threshold: float, guessing: float | None) -> list[Chart]:
+    """Return the charts of the log's curves; those without a value are left out.
+
+    Args:
+        log: of the run.
+        threshold: source reliance below which a decoder counts as collapsed.
+        guessing: loss of guessing, in nats a token; None if the vocabulary's size is not known.
+    """
+    scales = [] if set(log.series("train/loss_scale").finite) <= {1.0} else ["train/loss_scale"]
+    reliance = (
+        "Rise of the loss, in nats per target token, when sources are shuffled among sentences. Below the dashed "
+        f"line ({threshold:g}) the decoder is a language model that ignores its source."
+    )
+    monitor = "On the monitor's slice of the validation set, with the true sources and without dropout."
+    if guessing is not None:
+        monitor += f" Guessing has {guessing:.2f}."
+    both = "In training and on the validation sets."
+    mixture = "Share of each corpus in the target tokens."
+    corpora = "Negative log-likelihood of each corpus in training."
+    use = "Waiting for data, padding and, for known GPUs, model FLOPs utilisation."
+    per_token, shares = "nats per target token", _tags(log, "data/.*/share")
+    draw = partial(_curves, log)
+    charts = [
+        draw("loss", "Loss", per_token, _tags(log, r"train/(loss|nll)|valid/(.*/)?loss"), both),
+        *_metrics(log),
+        draw("reliance", "Source reliance", per_token, [SOURCE_RELIANCE], reliance, level=threshold, below=True),
+        draw("slice-loss", "Loss on the monitor's slice", per_token, ["collapse/nll"], monitor, level=guessing),
+        draw("rate", "Learning rate", "", ["train/lr"], "Of each update."),
+        draw("norm", "Gradient norm", "", ["train/grad_norm"], "Before clipping.", log_scale=True),
+        draw("speed", "Speed", "target tokens a second", ["perf/target_tokens_per_s"], "Over all ranks."),
+        draw("memory", "Memory", "GiB", ["perf/memory"], "The largest peak of any rank."),
+        draw("shares", "Use of time and of the device", "share", _USE_OF_TIME, use),
+        draw("loss-scale", "Loss scale", "", scales, "Dynamic loss scale of fp16.", log_scale=True),
+        draw("mixture", "Mixture", "share of target tokens", shares, mixture, stacked=len(shares) > 1),
+        draw("corpora", "Loss by corpus", per_token, _tags(log, "train/.+/nll"), corpora),
+    ]
+    drawn = [chart for chart in charts if chart is not None]
+    used = {"train/loss_scale", *(trace.meta for chart in drawn for trace in chart.figure.data)}
+    rest = [tag for tag in log.tags if tag not in used and not _SHOWN_ELSEWHERE.fullmatch(tag)]
+    others = (draw(f"other-{n}", tag, "", [tag], "As logged under this tag.") for n, tag in enumerate(rest))
+    return [*drawn, *[chart for chart in others if chart is not None][:_MAX_OTHERS]]
+
+
+def _tags(log: RunLog, pattern: str) -> list[str]:
+    return [tag for tag in log.tags if re.fullmatch(pattern, tag)]
+
+
+def _metrics(log: RunLog) -> Iterator[Chart | None]:
+    """Yield a chart for each metric of translations, with a line for each validation set."""
+    of_name: dict[str, list[str]] = {}
+    for tag in _tags(log, "valid/.+"):
+        of_name.setdefault(tag.rpartition("/")[2], []).append(tag)
+    for name, tags in of_name.items():
+        if name not in _LOSSES:
+            tags.sort(key=lambda tag: tag.count("/"))  # the main set first
+            title = _METRICS.get(name, name)
+            better = " Lower is better." if name == "ter" else ""
+            yield _curves(log, f"metric-{name}", title, "", tags, f"Of the translated validation sets.{better}")
+
+
+def _curves(
+    log: RunLog,
+    name: str,
+    title: str,
+    unit: str,
+    tags: Sequence[str],
+    caption: str,
+    *,
+    log_scale: bool = False,
+    stacked: bool = False,
+    level: float | None = None,
+    below: bool = False,
+) -> Chart | None:
+    """Return a chart with a line for each tag that has a finite value; None if none has.
+
+    Args:
+        log: of the run.
+        name: identifier on the page.
+        title: of the chart.
+        unit: of the values.
+        tags: to draw.
+        caption: what it shows.
+        log_scale: True for a logarithmic axis, if the values differ much.
+        stacked: True to draw each line on top of the ones before.
+        level: value at which there is a dashed line; None for none.
+        below: True to shade what is between 0 and the level.
+    """
+    series = {tag: log.series(tag) for tag in tags if log.series(tag).finite}
+    if not series:
+        return None
+    values = [value for of_tag in series.values() for value in of_tag.finite]
+    lowest, highest = min(values), max(values)
+    axis: dict[str, Any] = {"title_text": unit}
+    if log_scale and lowest > 0.0 and highest > _WIDE * lowest:
+        axis |= {"type": "log", "dtick": 1}
+    elif (
+        level is not None or 0.0 <= lowest < _NARROW * highest
+    ):  # otherwise a curve that is far from 0 would look flat
+        axis["rangemode"] = "tozero"
+    figure = _figure(hovermode="x unified", showlegend=len(series) > 1, yaxis=axis, yaxis2=_MARKS_AXIS)
+    words = []
+    for tag, of_tag in series.items():
+        thin, label, finite = of_tag.thinned(), plain(words_of(tag)), of_tag.finite
+        figure.add_scatter(
+            x=thin.updates, y=[_rounded(value, 6) for value in thin.values], name=label, meta=tag, line_width=1.8,
+            mode="lines" if stacked or len(thin.values) > 25 else "lines+markers", marker_size=5,
+            stackgroup="all" if stacked else None, hovertemplate=f"%{{y:.5g}}<extra>{label}</extra>",
+        )  # fmt: skip
+        words.append(
+            f"{words_of(tag)} from {finite[0]:.4g} to {finite[-1]:.4g}, at least {min(finite):.4g}, at most "
+            f"{max(finite):.4g}"
+        )
+    if level is not None:
+        figure.add_hline(y=level, line={"color": _RED, "dash": "dash", "width": 1.2})
+    if level is not None and below:
+        figure.add_hrect(y0=0, y1=level, fillcolor=_RED, opacity=0.12, line_width=0, layer="below")
+    lost = sum(len(of_tag.values) for of_tag in series.values()) - len(values)
+    gaps = f" {lost:,} values are not finite and are gaps." if lost else ""
+    return Chart(name, title, caption + gaps, "; ".join(words[:6]), figure)
+
+
+def _figure(**layout: Any) -> graph_objects.Figure:
+    layout = {"height": 250, "margin": {"l": 52, "r": 12, "t": 30 if layout["showlegend"] else 8, "b": 40}, **layout}
+    return graph_objects.Figure(layout={"template": "none", **layout})
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    """Return a value with some digits, for JSON; None if it is not finite."""
+    return float(f"{value:.{digits}g}") if value is not None and math.isfinite(value) else None
+
+
+def heat_maps(log: RunLog) -> list[Chart]:
+    """Return the heat maps of values by layer: cross-attention's share, and norms where they are logged."""
+    shares = (
+        "Share of cross-attention in what each decoder layer adds to its state: |c| / (|a| + |c| + |f|), of "
+        "self-attention, cross-attention and feed-forward network. Layers that stay dark do not read the source."
+    )
+    norms = "Logarithmic colours. A layer far from its neighbours, or one that changes at once, is worth a look."
+    groups = dict.fromkeys(tag.split("/")[1] for tag in _tags(log, r"norm/[^/]+/.+"))
+    charts = [
+        _heat_map(log, "cross-share", "Cross-attention's share by decoder layer", CROSS_SHARE, shares),
+        *(
+            _heat_map(log, f"norm-{group}", f"Norm of the {group} by layer", f"norm/{group}/", norms)
+            for group in groups
+        ),
+    ]
+    return [chart for chart in charts if chart is not None]
+
+
+def _heat_map(log: RunLog, name: str, title: str, prefix: str, caption: str) -> Chart | None:
+    """Return a heat map of the tags that begin with a prefix, layers in order from the bottom up; norms in log10."""
+    rows = {tag.removeprefix(prefix): log.series(tag) for tag in log.tags if tag.startswith(prefix)}
+    rows = {row: rows[row] for row in sorted(rows, key=_layer_order) if rows[row].finite}
+    if not rows:
+        return None
+    updates = sorted({update for series in rows.values() for update in series.updates})
+    updates = updates[:: -(-len(updates) // _MAX_COLUMNS)]
+    values = [[_rounded(value, 4) for value in _at(series, updates)] for series in rows.values()]
+    names = [_row_name(row) for row in rows]
+    height = max(240, min(900, 120 + 24 * len(names)))
+    figure = _figure(hovermode="closest", showlegend=False, height=height, yaxis={"type": "category"})
+    colours: dict[str, Any] = {"colorscale": "Viridis", "colorbar": {"thickness": 12, "title_side": "right"}}
+    if prefix == CROSS_SHARE:
+        largest = max(max(series.finite) for series in rows.values()) or 1.0
+        colours["colorbar"]["title_text"] = "share"
+        colours |= {
+            "z": values,
+            "zmin": 0,
+            "zmax": largest,
+            "hovertemplate": "%{y}, update %{x}: %{z:.4g}<extra></extra>",
+        }
+    else:
+        logs = [[math.log10(value) if value else None for value in row] for row in values]
+        colours["colorbar"]["title_text"] = "log10"
+        hover = "%{y}, update %{x}: %{customdata:.4g}<extra></extra>"
+        colours |= {"z": logs, "customdata": values, "hovertemplate": hover}
+    figure.add_heatmap(x=updates, y=names, hoverongaps=False, **colours)
+    last = [f"{row}: {series.finite[-1]:.3g}" for row, series in zip(names, rows.values(), strict=True)]
+    return Chart(name, title, caption, f"last values: {'; '.join(last[:60])}", figure)
+
+
+def _at(series: Series, updates: Sequence[int]) -> list[float | None]:
+    values = dict(zip(series.updates, series.values, strict=True))
+    return [values.get(update) for update in updates]
+
+
+def _layer_order(row: str) -> tuple[str, int]:
+    match = _LAYER.fullmatch(row)
+    return (match[1], int(match[2])) if match else (row, -1)
+
+
+def _row_name(row: str) -> str:
+    """Return the words for the row of a layer: ``layer_03`` is layer 3."""
+    match = _LAYER.fullmatch(row)
+    words = (match[1] if match else row).replace("_", " ").replace("/", " ").strip()
+    return f"{words} {int(match[2])}" if match else words
+
+
+def histogram(
+    name: str, title: str, caption: str, unit: str, values: Mapping[str, Sequence[float]], bounds: tuple[float, float]
+) -> Chart:
+    """Return a histogram with the same bins for each list of values, as shares.
+
+    Args:
+        name: identifier on the page.
+        title: its title.
+        caption: what it shows.
+        unit: title of the horizontal axis.
+        values: by name; each list has values.
+        bounds: of the bins; values beyond them are counted in the outermost bins.
+    """
+    low, high = bounds
+    size = (high - low) / 25
+    bins = {"start": low, "end": high, "size": size}
+    figure = _figure(
+        hovermode="x unified",
+        showlegend=len(values) > 1,
+        barmode="overlay",
+        xaxis={"title_text": unit, "range": bounds},
+    )
+    for (label, numbers), colour in zip(values.items(), (_BLUE, _ORANGE), strict=False):
+        inside = [round(min(max(number, low), high - size / 2), 4) for number in numbers]
+        hover = "%{x}: %{y:.1%}<extra>" + plain(label) + "</extra>"
+        figure.add_histogram(
+            x=inside, xbins=bins, histnorm="probability", name=label, opacity=0.65, marker_color=colour,
+            hovertemplate=hover,
+        )  # fmt: skip
+    figure.update_yaxes(title_text="share of sentences", tickformat=".0%")
+    medians = (f"{label}: median {sorted(numbers)[len(numbers) // 2]:.4g}" for label, numbers in values.items())
+    return Chart(name, title, caption, "; ".join(medians), figure, timeline=False)
+
+
+def marks(events: Sequence[Event], best: Best | None) -> list[dict[str, Any]]:
+    """Return the marks on curves as plotly's traces, along the bottom, and lines across for some kinds.
+
+    Args:
+        events: of the run.
+        best: the best validation, whose mark has the tag of the curve that it lies on, and its height there.
+    """
+    traces: list[dict[str, Any]] = []
+    level = 0
+    for kind, look in MARKS.items():
+        points = [(event.update, _mark(event)) for event in events if event.kind == kind and event.update is not None]
+        place: dict[str, Any] = {}
+        if kind == "best":
+            points = [] if best is None else [(best.update, f"best validation{_best_words(best)}")]
+            place = {"meta": best.tag, "customdata": [best.value]} if best is not None and _best_words(best) else {}
+        points = points[:: max(1, -(-len(points) // _MAX_MARKS))]
+        if not points:
+            continue
+        updates, height = [update for update, _ in points], 0.035 + 0.055 * level  # two of one update are both seen
+        level += 1
+        trace = graph_objects.Scatter(
+            x=updates, y=[height] * len(points), yaxis="y2", mode="markers", name=look.words, showlegend=False,
+            marker={"symbol": look.symbol, "color": look.colour, "size": 8, "line": {"width": 1, "color": "white"}},
+            text=[plain(text) for _, text in points], hovertemplate="%{text}<extra></extra>", cliponaxis=False,
+            **place,
+        )  # fmt: skip
+        traces.append(trace.to_plotly_json())
+        if look.line:
+            lines = updates[-_MAX_LINES:]
+            across = graph_objects.Scatter(
+                x=[x for update in lines for x in (update, update, None)], y=[0, 1, None] * len(lines), yaxis="y2",
+                mode="lines", line={"color": look.colour, "width": 1.2, "dash": look.line}, opacity=0.8,
+                hoverinfo="skip", showlegend=False, name="",
+            )  # fmt: skip
+            traces.insert(0, across.to_plotly_json())
+    return traces
+
+
+def _best_words(best: Best) -> str:
+    known = best.value is not None and math.isfinite(best.value)
+    return f", {words_of(best.tag)} {best.value:.4g}" if known else ""
+
+
+def _mark(event: Event) -> str:
+    return f"update {event.update}: {shortened(event.text or event.kind, 110)}"

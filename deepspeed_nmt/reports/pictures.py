@@ -1,0 +1,146 @@
+"""Pictures of reports by matplotlib: the check of the path, the file, and curves of runs."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.files import atomic_write_bytes
+from deepspeed_nmt.reports.run_log import RunLog, Series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Normalize
+    from matplotlib.figure import Figure
+
+
+def check_out(out: Path, suffixes: Collection[str] = ()) -> None:
+    """Check that a report can be written to a path, before the work is done.
+
+    Args:
+        out: path of ``--out``.
+        suffixes: that it may have, with their points; none for those of pictures.
+
+    Raises:
+        ConfigError: if it is a directory, lies in no existing directory, or has another suffix.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    if out.is_dir():
+        raise ConfigError(f"--out {out} is a directory; give the name of a file in it")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no directory {out.parent}; make it first")
+    # Without a suffix matplotlib would add one and write to another file than the user named.
+    if out.suffix.lower() not in (suffixes or {f".{name}" for name in FigureCanvasBase.get_supported_filetypes()}):
+        known = " or ".join(suffixes) or ".png, .svg, .pdf or another suffix that matplotlib writes"
+        raise ConfigError(f"--out {out} does not end in {known}")
+
+
+@contextmanager
+def picture(out: Path, width: float, height: float) -> Iterator[Figure]:
+    """Open a figure that is written when the block ends without an error, in the format of the path's suffix.
+
+    Args:
+        out: file to write, which :func:`check_out` has accepted.
+        width: in inches.
+        height: in inches.
+
+    Yields:
+        The figure. It belongs to no window, so it needs no screen and no closing.
+
+    Raises:
+        OSError: if the file cannot be written; an older picture is then unchanged.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    yield figure
+    content = io.BytesIO()
+    figure.savefig(content, dpi=120, format=out.suffix.removeprefix("."))
+    atomic_write_bytes(out, content.getvalue())
+
+
+def use_log_scale(axis: Axes) -> None:
+    """Make the vertical axis logarithmic, with plain numbers at its ticks, which are faster to draw than powers."""
+    from matplotlib.ticker import LogFormatter
+
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(LogFormatter())
+    axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2.0, 0.5)))
+
+
+def draw_curves(logs: Mapping[str, RunLog], panels: Mapping[str, str], out: Path, *, shares: bool = False) -> None:
+    """Draw a panel for each tag over target tokens, with a line for each run.
+
+    Args:
+        logs: by name of the run in the legend.
+        panels: titles by tag. Axes of perplexity are logarithmic.
+        out: picture to write; its suffix is the format (png, svg, pdf).
+        shares: True to add a heat map of cross-attention's share in each decoder layer for each run that logs it.
+    """
+    maps = {name: log.cross_shares() for name, log in logs.items() if shares and log.cross_shares()}
+    columns = len(panels)
+    rows = math.ceil(len(maps) / columns)
+    with picture(out, 4.5 * columns, 3.8 * (1 + rows)) as figure:
+        parts = figure.subfigures(2 if maps else 1, 1, squeeze=False, height_ratios=[1, rows] if maps else None)[:, 0]
+        axes = parts[0].subplots(1, columns, squeeze=False)[0]
+        for axis, (tag, title) in zip(axes, panels.items(), strict=True):
+            for name, log in logs.items():
+                tokens, values = log.over_tokens(tag)
+                axis.plot([count / 1e6 for count in tokens], values, label=name, linewidth=1.5)
+            if tag.endswith("/ppl"):
+                use_log_scale(axis)
+            axis.set_title(title)
+            axis.set_xlabel("million target tokens")
+            axis.grid(alpha=0.3)
+        if logs:
+            axes[0].legend(fontsize="small")
+        if maps:
+            _draw_shares(parts[1].subplots(rows, columns, squeeze=False).flatten(), maps)
+
+
+def _draw_shares(axes: Sequence[Axes], maps: Mapping[str, Mapping[int, Series]]) -> None:
+    """Draw the heat map of cross-attention's share of each run, and remove the axes that are left over."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    # One scale for all runs, so that their colours can be compared.
+    largest = max(
+        (value for layers in maps.values() for series in layers.values() for value in series.finite), default=0.0
+    )
+    scale = Normalize(0.0, largest or 1.0)
+    for axis in axes[len(maps) :]:
+        axis.remove()
+    for axis, (name, layers) in zip(axes, maps.items(), strict=False):
+        _draw_map(axis, layers, scale)
+        axis.set_title(f"cross-attention's share: {name}")
+    used = axes[: len(maps)]
+    used[0].figure.colorbar(ScalarMappable(scale), ax=used)
+
+
+def _draw_map(axis: Axes, layers: Mapping[int, Series], scale: Normalize) -> None:
+    """Draw the heat map of a run, blank where nothing was measured, as in layers without cross-attention."""
+    from matplotlib.ticker import MaxNLocator
+
+    updates = sorted({update for series in layers.values() for update in series.updates})
+    values = {layer: dict(zip(series.updates, series.values, strict=True)) for layer, series in layers.items()}
+    rows = range(1, max(layers) + 1)
+    grid = [[values.get(layer, {}).get(update, math.nan) for update in updates] for layer in rows]
+    heights = [layer - 0.5 for layer in (*rows, max(layers) + 1)]
+    axis.pcolormesh(_edges(updates), heights, grid, norm=scale, shading="flat")
+    axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_xlabel("updates")
+    axis.set_ylabel("decoder layer")
+
+
+def _edges(centres: Sequence[float]) -> list[float]:
+    """Return the borders between neighbours, and those of the first and the last."""
+    inner = [(low + high) / 2 for low, high in pairwise(centres)]
+    margins = (inner[0] - centres[0], centres[-1] - inner[-1]) if inner else (0.5, 0.5)
+    return [centres[0] - margins[0], *inner, centres[-1] + margins[1]]

@@ -1,0 +1,288 @@
+"""The log of a run as columns, and its events, as far as their files can be read.
+
+A run may be trained right now, or may have lost files: lines that are damaged are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.evaluate.metrics import METRICS, Metric, validation_tag
+from deepspeed_nmt.files import parse_json, resolved
+from deepspeed_nmt.train.events import EVENTS_FILE
+from deepspeed_nmt.train.log import METRICS_FILE
+
+TOKENS, HOURS = "train/target_tokens", "perf/hours"
+SOURCE_RELIANCE, CROSS_SHARE = "collapse/source_reliance", "collapse/cross_share/"
+TRAIN_PERPLEXITY, VALID_PERPLEXITY, VALID_LOSS = "train/ppl", "valid/ppl", "valid/loss"
+STARTS, ENDINGS = ("start", "resume"), ("stop", "end", "failure")
+"""Events that begin and end a process of training."""
+MAX_POINTS = 2000
+"""Bound on the points of a drawn curve: more than a wide screen has columns."""
+_LARGEST_UPDATE = 1 << 53
+"""Bound on the number of an update, which JavaScript counts exactly."""
+_MAX_TEXT = 600
+_LAYER = re.compile(r"layer_(\d+)")
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values under one tag.
+
+    Attributes:
+        updates: number of the update of each value, ascending.
+        values: the values; NaN and infinities are among them.
+    """
+
+    updates: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    @property
+    def last(self) -> float | None:
+        """Last value, which may be NaN; None of an empty series."""
+        return self.values[-1] if self.values else None
+
+    @property
+    def finite(self) -> list[float]:
+        """The values that are finite."""
+        return [value for value in self.values if math.isfinite(value)]
+
+    def best(self, *, higher_is_better: bool) -> tuple[int, float] | None:
+        """Return the update and the value of the first best value; None if none is finite."""
+        pairs = [pair for pair in zip(self.updates, self.values, strict=True) if math.isfinite(pair[1])]
+        return (max if higher_is_better else min)(pairs, key=lambda pair: pair[1], default=None)
+
+    def thinned(self, most: int = MAX_POINTS) -> Series:
+        """Return at most about ``most`` points: the extremes of equal parts of the series, and its first and last.
+
+        A part with a value that is not finite keeps one of them, so that the gap stays visible.
+        """
+        count = len(self.values)
+        if count <= most:
+            return self
+        parts = max(1, most // 3)
+        kept = {0, count - 1}
+        for part in range(parts):
+            inside = range(part * count // parts, (part + 1) * count // parts)
+            finite = [index for index in inside if math.isfinite(self.values[index])]
+            if finite:
+                kept |= {min(finite, key=self.values.__getitem__), max(finite, key=self.values.__getitem__)}
+            kept.update([index for index in inside if not math.isfinite(self.values[index])][:1])
+        places = sorted(kept)
+        return Series([self.updates[index] for index in places], [self.values[index] for index in places])
+
+
+class RunLog:
+    """The log of a run.
+
+    Args:
+        entries: values by tag for each update.
+        damaged: number of lines that could not be read.
+    """
+
+    def __init__(self, entries: Mapping[int, Mapping[str, float]], damaged: int = 0) -> None:
+        self.damaged = damaged
+        self._series: dict[str, Series] = {}
+        for update in sorted(entries):
+            for tag, value in entries[update].items():
+                series = self._series.setdefault(tag, Series())
+                series.updates.append(update)
+                series.values.append(value)
+
+    @classmethod
+    def read(cls, run: Path) -> RunLog:
+        """Read the log of a run directory; an empty one if there is none. Lines that are damaged are counted."""
+        entries: dict[int, dict[str, float]] = {}
+        damaged = 0
+        with suppress(OSError), (run / METRICS_FILE).open("rb") as stream:
+            for line in stream:
+                entry = _entry(line)
+                if entry is None:
+                    damaged += bool(line.strip())
+                else:
+                    entries.setdefault(entry[0], {}).update(entry[1])
+        return cls(entries, damaged)
+
+    @classmethod
+    def read_begun(cls, run: Path) -> RunLog:
+        """Read the log of a run directory.
+
+        Raises:
+            DataError: if nothing is logged.
+        """
+        log = cls.read(run)
+        if log.tokens is None:
+            raise DataError(f"no entry with {TOKENS} in {run / METRICS_FILE}; train first, or wait for the log")
+        return log
+
+    @property
+    def tags(self) -> list[str]:
+        """All tags, in order of their first values."""
+        return list(self._series)
+
+    @property
+    def update(self) -> int:
+        """Number of the last update that was logged; 0 of an empty log."""
+        return max((series.updates[-1] for series in self._series.values()), default=0)
+
+    @property
+    def tokens(self) -> int | None:
+        """Number of target tokens at the last entry; None of an empty log."""
+        values = self.series(TOKENS).finite
+        return int(values[-1]) if values else None
+
+    def series(self, tag: str) -> Series:
+        """Return the values under a tag; an empty series if there are none."""
+        return self._series.get(tag, Series())
+
+    def last(self, tag: str) -> float | None:
+        """Return the last value under a tag, which may be NaN; None if there is none."""
+        return self.series(tag).last
+
+    def over_tokens(self, tag: str) -> tuple[list[float], list[float]]:
+        """Return the target tokens at each value under a tag, and the values."""
+        tokens = self.series(TOKENS)
+        places = dict(zip(tokens.updates, tokens.values, strict=True))
+        series = self.series(tag)
+        pairs = [(places[u], v) for u, v in zip(series.updates, series.values, strict=True) if u in places]
+        return [place for place, _ in pairs], [value for _, value in pairs]
+
+    def cross_shares(self) -> dict[int, Series]:
+        """Return the share of cross-attention in the update of each decoder layer, by the layer's number."""
+        tags = {tag: _LAYER.fullmatch(tag.removeprefix(CROSS_SHARE)) for tag in self.tags if CROSS_SHARE in tag}
+        layers = {int(match[1]): tag for tag, match in tags.items() if match}
+        return {layer: self.series(layers[layer]) for layer in sorted(layers)}
+
+    def positions(self) -> dict[str, list[float]]:
+        """Return hours and target tokens at some updates, for axes other than updates; no key for what is not logged.
+
+        Between these updates both grow evenly enough to interpolate.
+        """
+        places: dict[str, list[float]] = {}
+        for name, tag in (("hours", HOURS), ("tokens", TOKENS)):
+            series = self.series(tag)
+            pairs = [(u, v) for u, v in zip(series.updates, series.values, strict=True) if math.isfinite(v) and u > 0]
+            if len(pairs) > 1:
+                pairs = [*pairs[: -1 : max(1, len(pairs) // 500)], pairs[-1]]
+                places[f"{name}_at"] = [0, *(float(update) for update, _ in pairs)]
+                places[name] = [0.0, *(value for _, value in pairs)]
+        return places
+
+
+def _entry(line: bytes) -> tuple[int, dict[str, float]] | None:
+    """Return update and numbers of a line of the log, NaN for null; None if it is damaged."""
+    try:
+        content = parse_json(line)
+        update = int(content.pop("update"))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        return None
+    if not 0 <= update < _LARGEST_UPDATE:
+        return None
+    values = {}
+    for tag, value in content.items():
+        if value is None:
+            values[tag] = math.nan
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            try:
+                values[tag] = float(value)
+            except OverflowError:  # an integer of hundreds of digits
+                values[tag] = math.inf
+    return update, values
+
+
+def validation_measures(logs: Iterable[RunLog]) -> list[str]:
+    """Return the measures that runs have logged: METRIC of the main set, SET/METRIC and SET/loss of others.
+
+    Those of the main set have the order of METRICS, then that of the log, and the others that of the log.
+    """
+    prefix = validation_tag("")
+    logged = dict.fromkeys(tag.removeprefix(prefix) for log in logs for tag in log.tags if tag.startswith(prefix))
+    main = [name for name in METRICS if name in logged]
+    programs = [name for name in logged if "/" not in name and name not in (*METRICS, "loss", "nll", "ppl")]
+    of_sets = [name for name in logged if "/" in name and name.partition("/")[2] not in ("nll", "ppl")]
+    return [*main, *programs, *of_sets]
+
+
+def validation_metric(logs: Iterable[RunLog]) -> Metric:
+    """Return the first metric of translations that one of the runs has logged; BLEU if none has."""
+    tags = {tag for log in logs for tag in log.tags}
+    return next((metric for metric in METRICS.values() if validation_tag(metric.name) in tags), METRICS["bleu"])
+
+
+def run_names(paths: Sequence[Path]) -> list[str]:
+    """Return a short name for each run: as many last parts of its path as make the names differ."""
+    parts = [resolved(path).parts for path in paths]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-count:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event of a run.
+
+    Attributes:
+        kind: one of those of :mod:`deepspeed_nmt.train.events`, or another text.
+        update: number of the last update before it; None if the event does not record it.
+        time: ISO 8601; "" if the event does not record it.
+        text: one sentence.
+        details: further values.
+    """
+
+    kind: str
+    update: int | None
+    time: str
+    text: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def shown_time(self) -> str:
+        """Time of the event to the second, with its time zone if it records one."""
+        try:
+            moment = datetime.fromisoformat(self.time)
+        except ValueError:
+            return self.time[:40]
+        return f"{moment:%Y-%m-%d %H:%M:%S} {moment.tzname() or ''}".strip()
+
+
+def read_events(run: Path) -> list[Event]:
+    """Read the events of a run directory; none if there is no file. Damaged lines are left out."""
+    with suppress(OSError), (run / EVENTS_FILE).open(encoding="utf-8", errors="replace") as stream:
+        return list(_events(stream))
+    return []
+
+
+def _events(lines: Iterable[str]) -> Iterator[Event]:
+    for line in lines:
+        try:
+            content = parse_json(line)
+        except ValueError:
+            continue
+        if not isinstance(content, dict) or not isinstance(content.get("event"), str):
+            continue
+        update = content.get("update")
+        known = isinstance(update, int) and 0 <= update < _LARGEST_UPDATE
+        details = {key: value for key, value in content.items() if key not in ("event", "update", "time", "text")}
+        time, text = (_text(content.get(key)) for key in ("time", "text"))
+        yield Event(content["event"][:40], update if known else None, time, text, details)
+
+
+def _text(value: object) -> str:
+    text = value if isinstance(value, str) else "" if value is None else json.dumps(value)
+    return shortened(text, _MAX_TEXT)
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text, cut after ``most`` characters."""
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -1,0 +1,292 @@
+"""Scores of test sets, recorded in the directory of the run, so that no text is translated twice for a report."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from deepspeed_nmt.api import Translator
+from deepspeed_nmt.console import counting, logger
+from deepspeed_nmt.data.data_directory import DataDirectory
+from deepspeed_nmt.errors import ConfigError, DataError, UserError
+from deepspeed_nmt.evaluate.metrics import Scorer
+from deepspeed_nmt.files import atomic_write_text, open_text, shown_name, text_lines
+from deepspeed_nmt.registry import Config
+from deepspeed_nmt.run.directory import SCORES_FILE, Run
+
+
+@dataclass(frozen=True)
+class ParallelText:
+    """A test set.
+
+    Attributes:
+        name: of the source text, for people.
+        sources: source sentences.
+        references: reference translations as they stand in the file.
+        data: data directory that the test set is from; None if it is from files.
+    """
+
+    name: str
+    sources: list[str]
+    references: list[str]
+    data: DataDirectory | None = None
+
+    @classmethod
+    def of(cls, data: DataDirectory) -> ParallelText:
+        """Read the test set of a data directory.
+
+        Raises:
+            DataError: if it has none, or the files cannot be read, or are empty or not aligned.
+        """
+        return replace(cls.read(data.text("test", "source"), data.text("test", "target")), data=data)
+
+    @classmethod
+    def read(cls, source: Path, reference: Path) -> ParallelText:
+        """Read a test set.
+
+        Raises:
+            DataError: if a file cannot be read, or they are empty or not aligned.
+        """
+        sides = []
+        for path in (source, reference):
+            with open_text(path) as stream:
+                sides.append(list(text_lines(stream, path)))
+        sources, references = sides
+        if len(sources) != len(references) or not sources:
+            raise DataError(
+                f"{shown_name(source)} and {shown_name(reference)} have {len(sources)} and {len(references)} lines; "
+                "give files of the same sentences"
+            )
+        return cls(shown_name(source), sources, references)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 (hexadecimal) of both sides."""
+        return hashlib.sha256("\n".join([*self.sources, *self.references]).encode()).hexdigest()
+
+
+def common_scorer(runs: Sequence[Run], text: ParallelText) -> Scorer:
+    """Return the scorer of all runs on a test set.
+
+    Args:
+        runs: at least one.
+        text: the test set. That of a data directory is compared with the form of each run's text; another vocabulary
+            causes a warning.
+
+    Raises:
+        ConfigError: if the runs translate into different forms of text, or the test set has another one.
+    """
+    if text.data is not None:
+        _check_data(runs, text.data)
+    first, *others = runs
+    scorer = first.scorer(text.references)
+    for run in others:
+        conflict = run.text_form.contradicts(first.text_form)
+        if conflict or not run.scorer(text.references).scores_as(scorer):
+            raise ConfigError(
+                f"{run.path} and {first.path} translate into text of different forms; compare them with `score`"
+            )
+    return scorer
+
+
+def _check_data(runs: Sequence[Run], data: DataDirectory) -> None:
+    for run in runs:
+        if run.text_form.contradicts(data.text_form):
+            raise ConfigError(
+                f"{run.path} was trained on text of the form {run.text_form}, and that of --data {data.path} is "
+                f"{data.text_form}; give the data of the run, or --input and --reference"
+            )
+    other = [
+        str(run.path) for run in runs if {name: run.files.get(name) for name in data.vocabulary} != data.vocabulary
+    ]
+    if other:
+        logger.warning(
+            "the vocabulary of %s is not that of %s: is it the right test set, and segmented alike?",
+            data.path,
+            ", ".join(other),
+        )
+
+
+class ScoreKey(Config):
+    """Inputs of a score: equal keys give equal scores.
+
+    Attributes:
+        text: digest of the sentences and their references.
+        signature: of the metric.
+        weights: digest of the checkpoint's weights.
+        search: settings of the search.
+    """
+
+    text: str
+    signature: str
+    weights: str
+    search: dict[str, Any]
+
+
+class RecordedScore(Config):
+    """A score of a test set, translated by the search of a run.
+
+    Attributes:
+        key: what the score depends on.
+        text: name of the source text.
+        lines: number of its sentences.
+        checkpoint: name of the checkpoint.
+        metric: name of the metric.
+        value: the score, 0 to 100.
+        signature: of the score, to be published with it.
+    """
+
+    key: ScoreKey
+    text: str
+    lines: int
+    checkpoint: str
+    metric: str
+    value: float
+    signature: str
+
+
+class _ScoreFile(Config):
+    """The content of SCORES_FILE: scores in the order in which they were measured."""
+
+    format: Literal[1] = 1
+    scores: tuple[RecordedScore, ...] = ()
+
+
+def recorded_scores(run: Path) -> tuple[RecordedScore, ...]:
+    """Return the scores that are recorded in a run directory; none if their file cannot be read, with a warning."""
+    file = run / SCORES_FILE
+    if not file.is_file():
+        return ()
+    try:
+        return _ScoreFile.model_validate_json(file.read_bytes()).scores
+    except (OSError, ValidationError):
+        logger.warning("%s cannot be read; its scores are measured again when they are needed", file)
+        return ()
+
+
+def score_text(
+    run: Run, which: str, text: ParallelText, scorer: Scorer, max_tokens: int
+) -> tuple[RecordedScore, ...]:
+    """Return the scores of a test set; it is translated unless the run has recorded all of them for these weights.
+
+    Args:
+        run: to translate with, by its own search.
+        which: checkpoint (best, last, average, a name, or a path).
+        text: the test set.
+        scorer: of its translations.
+        max_tokens: batch size: sentences x longest source.
+
+    Returns:
+        A score for each metric of the scorer, in its order.
+
+    Raises:
+        CheckpointError: if there is no such checkpoint, or it is damaged.
+    """
+    checkpoint = run.checkpoints.open(which, verify=False)  # the translator verifies it
+    search = run.config.search.model_dump(mode="json")
+    keys = {
+        metric.name: ScoreKey(
+            text=text.digest, signature=metric.signature(), weights=checkpoint.weights_digest, search=search
+        )
+        for metric in scorer.metrics
+    }
+    recorded = recorded_scores(run.path)
+    known = {score.metric: score for score in recorded if score.key == keys.get(score.metric)}
+    if known.keys() == keys.keys():
+        return tuple(known[name] for name in keys)
+    translator = Translator.open(run.path, checkpoint=checkpoint.path)
+    with counting(f"{run.path}, {checkpoint.path.name}", "sentences", len(text.sources)) as advance:
+        translated = translator.stream(text.sources, max_tokens=max_tokens, advance=advance)
+        hypotheses = [best[0].text for best in translated]
+    values = scorer(hypotheses)
+    measured = tuple(
+        RecordedScore(
+            key=key,
+            text=text.name,
+            lines=len(text.sources),
+            checkpoint=checkpoint.path.name,
+            metric=name,
+            value=values[name],
+            signature=key.signature,
+        )
+        for name, key in keys.items()
+    )
+    scores = (*recorded, *(score for score in measured if score.metric not in known))
+    try:
+        atomic_write_text(run.path / SCORES_FILE, _ScoreFile(scores=scores).model_dump_json(indent=1))
+    except OSError as error:
+        logger.warning("%s could not be written (%s)", run.path / SCORES_FILE, error.strerror or error)
+    return measured
+
+
+def score_runs(
+    paths: Sequence[Path], which: str, text: ParallelText, max_tokens: int
+) -> tuple[list[str], dict[Path, tuple[RecordedScore, ...]]]:
+    """Score a test set by each of several runs; a run that cannot translate it is left out with a warning.
+
+    Args:
+        paths: run directories.
+        which: checkpoint (best, last, average, a name, or a path).
+        text: the test set.
+        max_tokens: batch size: sentences x longest source.
+
+    Returns:
+        Names of the metrics, the same for all; and by run directory a score for each of them.
+
+    Raises:
+        ConfigError: if the scores could not be compared; nothing is translated then.
+        DataError: if no run can be opened.
+    """
+    runs: list[Run] = []
+    for path in paths:
+        with _warning_without_score(path):
+            runs.append(Run.open(path))
+    if not runs:
+        raise DataError("no run can be opened to translate the test set; see above")
+    scorer = common_scorer(runs, text)
+    scores: dict[Path, tuple[RecordedScore, ...]] = {}
+    for run in runs:
+        with _warning_without_score(run.path):
+            scores[run.path] = score_text(run, which, text, scorer, max_tokens)
+            for score in scores[run.path]:
+                label = f"{score.metric} {score.value:.2f} ({score.signature})"
+                logger.info("%s, %s: %s", run.path, score.checkpoint, label)
+    return [metric.name for metric in scorer.metrics], scores
+
+
+def all_scores(
+    paths: Sequence[Path], which: str, text: ParallelText | None, max_tokens: int
+) -> dict[Path, list[RecordedScore]]:
+    """Return the scores of each run: those of a test set, and of other texts those that the run has recorded.
+
+    Args:
+        paths: run directories.
+        which: checkpoint (best, last, average, a name, or a path).
+        text: the test set; None for recorded scores only.
+        max_tokens: batch size: sentences x longest source.
+
+    Raises:
+        UserError: as :func:`score_runs`.
+    """
+    measured = {} if text is None else score_runs(paths, which, text, max_tokens)[1]
+    others = {
+        path: [score for score in recorded_scores(path) if text is None or score.key.text != text.digest]
+        for path in paths
+    }
+    return {path: [*others[path], *measured.get(path, ())] for path in paths}
+
+
+@contextmanager
+def _warning_without_score(run: Path) -> Iterator[None]:
+    """Log a mistake of the user, because of which a run has no score, as a warning."""
+    try:
+        yield
+    except UserError as error:
+        logger.warning("%s has no test score: %s", run, error)

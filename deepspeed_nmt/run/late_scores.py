@@ -1,0 +1,228 @@
+"""Late metrics: their programs are started by training, and their numbers are read by `choose-best`.
+
+A validation with late values is recorded in the run, with what choosing the best checkpoint needs. A program, or its
+job, writes its number into a file beside the translations. Training never reads it. It keeps the newest
+``validation.late_keep`` checkpoints whose scores are to come, and `choose-best` chooses, during training or after it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.errors import MetricError, counted
+from deepspeed_nmt.evaluate.command_metrics import CommandMetric, ending
+from deepspeed_nmt.evaluate.metrics import validation_tag
+from deepspeed_nmt.files import atomic_write_text, parse_json
+from deepspeed_nmt.run.directory import Run
+from deepspeed_nmt.run.validation_sets import ValidationTexts
+from deepspeed_nmt.train.checkpoint import Chosen
+from deepspeed_nmt.train.configuration import MAIN, ValidationConfig
+from deepspeed_nmt.train.events import Events
+from deepspeed_nmt.train.log import Metrics
+from deepspeed_nmt.train.validation import Choice, Validation, record_best
+
+
+@dataclass(frozen=True)
+class ValidationRecord:
+    """A validation with late values, on disk.
+
+    Attributes:
+        update: update after which the model was validated.
+        target_tokens: target tokens that the run had seen.
+        values: values that are known, by tag.
+        late: tags of those that are to come.
+        choice: how the best checkpoint is chosen.
+    """
+
+    update: int
+    target_tokens: int
+    values: dict[str, float]
+    late: tuple[str, ...]
+    choice: Choice
+
+    @classmethod
+    def read(cls, path: Path) -> ValidationRecord | None:
+        """Read a record; None if it is lost or damaged."""
+        try:
+            content = parse_json(path.read_bytes())
+            record = cls(**{**content, "late": tuple(content["late"]), "choice": Choice.read(content["choice"])})
+            record.choice.validation(record.values)
+            return record
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    @property
+    def awaits_score(self) -> bool:
+        """True if a value that chooses is to come."""
+        return bool(set(self.late) & set(self.choice.tags))
+
+    @property
+    def validation(self) -> Validation:
+        """The validation, with the values that are known."""
+        return self.choice.validation(self.values)
+
+
+class LateScores:
+    """The late metrics of a run. Only rank 0 has one.
+
+    Args:
+        run: run directory.
+        config: settings of validation.
+    """
+
+    def __init__(self, run: Path, config: ValidationConfig) -> None:
+        self._keep = config.late_keep
+        self._directory = ValidationTexts(run, MAIN).directory
+        self._metrics: dict[str, tuple[CommandMetric, ValidationTexts]] = {
+            validation_tag(metric.name, name): (metric, ValidationTexts(run, name))
+            for name in (MAIN, *config.sets)
+            for metric in config.commands.values()
+            if metric.late
+        }
+        self._processes: list[tuple[str, Path, subprocess.Popen[bytes]]] = []
+
+    def start(self, update: int, target_tokens: int, values: Mapping[str, float], choice: Choice) -> bool:
+        """Start all programs on the translations after an update, and return True if a value that chooses is to come.
+
+        Args:
+            update: number of the update.
+            target_tokens: target tokens seen so far.
+            values: values that are known, by tag.
+            choice: how the best checkpoint is chosen.
+
+        Raises:
+            OSError: if the validation cannot be recorded.
+        """
+        self._warn_of_failures()
+        started = []
+        for tag, (metric, texts) in self._metrics.items():
+            result, log = texts.result(update, metric.name), texts.path(update, f"{metric.name}.log")
+            result.unlink(missing_ok=True)  # of the same update before a rollback
+            try:
+                process = metric.start(texts.scored(update, metric.name), result, log)
+            except (MetricError, OSError) as error:
+                logger.warning("%s; %s of update %d is not known", error, tag, update)
+                continue
+            self._processes.append((f"{metric.path} of update {update}", log, process))
+            started.append(tag)
+        if not started:
+            return False
+        record = ValidationRecord(update, target_tokens, dict(values), tuple(started), choice)
+        self._write(record)
+        return record.awaits_score
+
+    def _warn_of_failures(self) -> None:
+        """Warn of the programs that have failed since the last validation."""
+        for name, log, process in self._processes:
+            if status := process.poll():
+                logger.warning("%s %s; see %s", name, ending(status), log)
+        self._processes = [started for started in self._processes if started[2].poll() is None]
+
+    def records(self) -> list[ValidationRecord]:
+        """Return the recorded validations, oldest first."""
+        records = map(ValidationRecord.read, self._directory.glob("update-*.json"))
+        return sorted((record for record in records if record is not None), key=lambda record: record.update)
+
+    def awaiting(self) -> list[int]:
+        """Return the updates of the newest ``validation.late_keep`` validations whose scores are to come."""
+        return [record.update for record in self.records() if record.awaits_score][-self._keep :]
+
+    def read(self, record: ValidationRecord) -> ValidationRecord:
+        """Return a record with the values that have come, which is written if there are any."""
+        values, late = dict(record.values), []
+        for tag in record.late:
+            if tag not in self._metrics:  # of settings that have changed
+                continue
+            metric, texts = self._metrics[tag]
+            value = None
+            try:
+                value = metric.read(texts.result(record.update, metric.name))
+            except (MetricError, OSError) as error:
+                logger.warning("update %d: %s; correct it, and choose again", record.update, error)
+            if value is None:
+                late.append(tag)
+            else:
+                values[tag] = value
+        after = replace(record, values=values, late=tuple(late))
+        if after != record:
+            self._write(after)
+        return after
+
+    def _write(self, record: ValidationRecord) -> None:
+        path = self._directory / f"update-{record.update:07d}.json"
+        atomic_write_text(path, json.dumps(asdict(record), indent=1))
+
+
+def choose_best(run: Run) -> str:
+    """Log the late values of a run that have come, choose its best checkpoint by them, and return a line about it.
+
+    A training of the run may go on meanwhile.
+
+    Args:
+        run: the run.
+
+    Raises:
+        CheckpointError: if it has no checkpoint, or the newest one is damaged.
+        OSError: if the choice cannot be recorded.
+    """
+    store, late = run.checkpoints, LateScores(run.path, run.config.validation)
+    progress = store.open("last", verify=False).progress
+    with store.choosing():
+        before = late.records()
+        records = [late.read(record) for record in before]
+        with Metrics(run.path, True, None, progress.update) as metrics:
+            for old, new in zip(before, records, strict=True):
+                known = old.validation.values
+                if values := {tag: value for tag, value in new.validation.values.items() if tag not in known}:
+                    metrics.log_late(new.update, new.target_tokens, values)
+        scored = [record for record in records if record.choice.by == progress.best_by and not record.awaits_score]
+        kept = {store.update_of(name) for name in store.names()}
+        best = _best_of(scored, kept, {record.update for record in before if record.awaits_score})
+        earlier = store.chosen()
+        if best is not None and (
+            earlier is None
+            or earlier.by != best.choice.by
+            or earlier.update not in kept
+            or best.choice.rank(best.validation.score, best.validation.loss)
+            > best.choice.rank(earlier.score, earlier.loss)
+        ):
+            validation = best.validation
+            store.choose(Chosen(update=best.update, by=best.choice.by, score=validation.score, loss=validation.loss))
+            record_best(Events(run.path, active=True), best.update, validation)
+        return _line_about(run, sum(record.awaits_score for record in records), earlier)
+
+
+def _best_of(
+    records: Sequence[ValidationRecord], kept: Iterable[int], is_new: Iterable[int]
+) -> ValidationRecord | None:
+    """Return the best validation whose checkpoint was kept; warn of new ones that were better."""
+    ranked = sorted(records, key=lambda record: record.choice.rank(record.validation.score, record.validation.loss))
+    for record in reversed(ranked):
+        if record.update in kept:
+            return record
+        if record.update in is_new:
+            logger.warning(
+                "%s of update %d is the best so far, but its checkpoint was not kept; raise validation.late_keep",
+                record.choice.by,
+                record.update,
+            )
+    return None
+
+
+def _line_about(run: Run, pending: int, earlier: Chosen | None) -> str:
+    store = run.checkpoints
+    to_come = f"; {counted(pending, 'scores')} to come" if pending else ""
+    best, chosen = store.best(), store.chosen()
+    if best is None:
+        return f"{run.path} has no best checkpoint yet{to_come}"
+    how = "by its loss: no late score has come"
+    if chosen is not None and store.update_of(best) == chosen.update:
+        how = f"{chosen.by} {run.config.validation.value_of(chosen.by, chosen.score):.4f}"
+        if earlier is not None and earlier.update != chosen.update:
+            how += f", before it update {earlier.update}"
+    return f"best checkpoint: {store.directory / best} ({how}){to_come}"

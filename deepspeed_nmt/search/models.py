@@ -1,0 +1,178 @@
+"""Models that decode: ensembles, whose probabilities are averaged with weights, and the precision of weights.
+
+Legend: B sentences, S source length, V vocabulary, R rows = B x beam.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_nmt.core.model import DecodableModel, Memory, TranslationModel
+from deepspeed_nmt.errors import ConfigError, did_you_mean, option, shown
+from deepspeed_nmt.kernels import onednn_ops
+from deepspeed_nmt.kernels.precision import DTYPES, native_precision
+from deepspeed_nmt.nn.cache import DecoderCache
+from deepspeed_nmt.nn.linear import pack_weights, unpack_weights
+
+
+@dataclass(frozen=True)
+class _Memories(Memory):
+    parts: tuple[Memory, ...] = ()
+
+    def select(self, sentences_B: Tensor) -> _Memories:
+        parts = tuple(part.select(sentences_B) for part in self.parts)
+        return _Memories(parts[0].states_BSD, parts[0].mask, parts=parts)
+
+
+class _Caches(DecoderCache):
+    def __init__(self, parts: Sequence[DecoderCache]) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def select(self, rows_R: Tensor, sentences_B: Tensor | None) -> None:
+        for part in self.parts:
+            part.select(rows_R, sentences_B)
+
+
+def mean_of(log_probs: Sequence[Tensor], weights: Sequence[float] | None) -> Tensor:
+    """Return the log of the weighted mean of probabilities.
+
+    Args:
+        log_probs: log-probabilities by each model, of one shape.
+        weights: one for each model, whose sum is 1; None for equal weights.
+    """
+    if len(log_probs) == 1:
+        return log_probs[0]
+    if weights is None:
+        return torch.logsumexp(torch.stack(list(log_probs)), dim=0) - math.log(len(log_probs))
+    weighted = [each + math.log(weight) for each, weight in zip(log_probs, weights, strict=True)]
+    return torch.logsumexp(torch.stack(weighted), dim=0)
+
+
+class Ensemble(DecodableModel):
+    """An ensemble, which decodes with p(y) = weighted mean of the models' p_i(y).
+
+    Args:
+        models: models with the same vocabulary.
+        weights: one for each model, above 0; they are divided by their sum. None for equal weights.
+
+    Attributes:
+        members: the models.
+        weights: their weights, whose sum is 1; None for equal weights.
+    """
+
+    def __init__(self, models: Sequence[DecodableModel], weights: Sequence[float] | None = None) -> None:
+        super().__init__()
+        assert weights is None or (len(weights) == len(models) and min(weights) > 0.0)
+        self.weights = None if weights is None else [weight / math.fsum(weights) for weight in weights]
+        self.members = list(models)
+        for number, model in enumerate(models):
+            self.add_module(str(number), model)
+        self.vocab_size, self.pad, self.mask = models[0].vocab_size, models[0].pad, models[0].mask
+        for side in ("longest_source", "longest_target"):
+            bounds = [bound for model in models if (bound := getattr(model, side)) is not None]
+            setattr(self, side, min(bounds, default=None))
+        assert all(model.vocab_size == self.vocab_size for model in models)
+
+    def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:
+        """Encode sources with every model."""
+        parts = tuple(model.encode(source_BS, padded) for model in self.members)
+        return _Memories(parts[0].states_BSD, parts[0].mask, parts=parts)
+
+    def begin(self) -> DecoderCache:
+        """Create the caches of all models."""
+        return _Caches([model.begin() for model in self.members])
+
+    def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
+        """Compute log-probabilities of the next token, averaged as probabilities. Shape: (R,) -> (R,V)."""
+        assert isinstance(memory, _Memories) and isinstance(cache, _Caches)
+        log_p = [
+            torch.log_softmax(model.step(tokens_R, part, kept).float(), dim=1)
+            for model, part, kept in zip(self.members, memory.parts, cache.parts, strict=True)
+        ]
+        return mean_of(log_p, self.weights)
+
+    def at_exit(self, name: str) -> DecodableModel:
+        """Create the ensemble of the models' exits."""
+        return Ensemble([model.at_exit(name) for model in self.members], self.weights).train(self.training)
+
+
+def members_of(model: DecodableModel) -> list[TranslationModel]:
+    """Return the models of an ensemble, or a list of the one model."""
+    members = model.members if isinstance(model, Ensemble) else [model]
+    return [member for member in members if isinstance(member, TranslationModel)]
+
+
+def weights_of(model: DecodableModel) -> list[float] | None:
+    """Return the weights of an ensemble; None for equal weights, and for one model."""
+    return model.weights if isinstance(model, Ensemble) else None
+
+
+PRECISIONS = ("auto", "fp32", "bf16", "fp16", "int8")
+"""Precisions in which a model can be asked to decode."""
+
+
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """Return the precision that is meant on a device.
+
+    Args:
+        precision: one of PRECISIONS; auto: bf16 on a GPU from sm_80 up, fp16 on an older GPU, fp32 on a CPU.
+        device: device of the model.
+
+    Raises:
+        ConfigError: if it is unknown, or the device does not have it.
+    """
+    name = option("precision")
+    if precision not in PRECISIONS:
+        raise ConfigError(
+            f"{name} is {shown(precision)}; give one of {', '.join(PRECISIONS)}"
+            f"{did_you_mean(str(precision), PRECISIONS)}"
+        )
+    native = native_precision(device)
+    if device.type == "cuda":
+        if precision == "int8" or (precision == "bf16" and native != "bf16"):
+            why = (
+                "weights are packed in int8 for CPUs only" if precision == "int8" else "this GPU is older than sm_80"
+            )
+            raise ConfigError(
+                f"{name} is {precision}, but {why}; use {'bf16, ' if native == 'bf16' else ''}fp16 or fp32"
+            )
+        return native if precision == "auto" else precision
+    if precision == "auto":
+        return native
+    reason = "CPUs multiply fp16 slowly" if precision == "fp16" else onednn_ops.obstacle(precision)
+    if reason is not None and precision != "fp32":
+        able = ["fp32", *(each for each in ("bf16", "int8") if onednn_ops.obstacle(each) is None)]
+        choice = " or ".join(filter(None, (", ".join(able[:-1]), able[-1])))
+        raise ConfigError(f"{name} is {precision}, but {reason}; use {choice}")
+    return precision
+
+
+def prepare_to_decode(model: nn.Module, device: torch.device, precision: str) -> None:
+    """Bring a model to a device for good, in the precision in which it is to decode.
+
+    Args:
+        model: the model, in eval mode.
+        device: the device.
+        precision: as :func:`resolve_precision` returns it.
+    """
+    model.to(device, DTYPES.get(precision, torch.float32))  # int8 is packed from fp32
+    if device.type == "cpu" and onednn_ops.obstacle(precision) is None:
+        pack_weights(model, int8=precision == "int8")
+
+
+@contextmanager
+def packed_weights(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Have a model decode with packed weights in the block, if it is on a CPU; its weights must not change there."""
+    if device.type == "cpu" and onednn_ops.obstacle("fp32") is None:
+        pack_weights(model)
+    try:
+        yield
+    finally:
+        unpack_weights(model)

@@ -1,1 +1,0 @@
-"""Comparison of engines and layouts on this machine, with small models of every method."""

@@ -1,0 +1,452 @@
+"""Metrics of a run: one ``log()`` for the console, ``metrics.jsonl`` and TensorBoard.
+
+docs/metrics.md has the tags with their units and meanings. The charts of TensorBoard's page "Custom Scalars" are the
+same for all runs: a chart is given by regular expressions that tags must match from their beginning, and one without
+values stays empty. TensorBoard shows a chart once for all runs together, and once for all starts of a run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from deepspeed_nmt.console import ON_BAR, logger
+from deepspeed_nmt.core.batch import CORPUS_SUM
+from deepspeed_nmt.data.loader import Update
+from deepspeed_nmt.engine.contract import UpdateResult, add_sums
+from deepspeed_nmt.engine.norms import Squares
+from deepspeed_nmt.files import atomic_write_bytes, parse_json
+from deepspeed_nmt.parallel.collectives import sum_over_ranks
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.train.events import finite
+from deepspeed_nmt.train.out_of_memory import peak_memory_gib
+from deepspeed_nmt.train.progress import LogState, Progress
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch.utils.tensorboard import SummaryWriter
+
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_DIR = "tensorboard"
+TARGET_TOKENS = "train/target_tokens"
+"""Tag of the target tokens seen so far, in each entry: the axis of curves."""
+
+_SHORT = {
+    "train/loss": "loss",
+    "train/ppl": "ppl",
+    "train/lr": "lr",
+    "train/grad_norm": "norm",
+    "valid/loss": "valid loss",
+    "valid/nll": "",
+    "valid/ppl": "valid ppl",
+    "valid/bleu": "valid BLEU",
+    "collapse/source_reliance": "source reliance",
+    "perf/target_tokens_per_s": "tokens/s",
+}
+
+
+class Metrics:
+    """Writer of a run's metrics; inactive on ranks other than 0.
+
+    Metrics that cannot be written, for example on a full disk, are reported once; training continues.
+
+    Args:
+        run: the run directory.
+        active: True on rank 0.
+        update: number of updates made so far; later entries, of a run that died, are dropped. None
+            keeps all.
+        max_updates: length of the progress bar.
+    """
+
+    def __init__(self, run: Path, active: bool, update: int | None, max_updates: int) -> None:
+        self._active = active
+        if not active:
+            return
+        path = run / METRICS_FILE
+        if update is not None and path.is_file():
+            kept = [line for line in path.read_bytes().split(b"\n") if _before(line, update)]
+            atomic_write_bytes(path, b"".join(line + b"\n" for line in kept))
+        self._file = path.open("a", encoding="utf-8")
+        self._run = run
+        self._board: SummaryWriter | None = None
+        self._first = 1 if update is None else update + 1
+        self._reported = False
+        self._bar = (
+            tqdm(total=max_updates, initial=update or 0, unit=" updates", dynamic_ncols=True)
+            if update is not None and sys.stderr.isatty()
+            else None
+        )
+        self._max_updates = max_updates
+
+    def log(self, progress: Progress, values: dict[str, float], note: str = "") -> None:
+        """Log values after the newest update.
+
+        Args:
+            progress: after that update.
+            values: by tag.
+            note: words for the console's line.
+        """
+        if not self._active:
+            return
+        update = progress.update
+        self._write(update, progress.target_tokens, values)
+        shown = _shown(values)
+        if not shown:
+            return
+        if self._bar is not None:
+            self._bar.update(update - self._bar.n)
+            self._bar.set_postfix_str(shown)
+        on_bar = self._bar is not None and "valid/loss" not in values
+        logger.info("update %d/%d%s: %s", update, self._max_updates, note, shown, extra={ON_BAR: on_bar})
+
+    def log_late(self, update: int, target_tokens: int, values: Mapping[str, float]) -> None:
+        """Log values of an earlier update that have come now."""
+        self._write(update, target_tokens, values)
+        logger.info("late values of update %d: %s", update, _shown(values))
+
+    def text(self, update: int, tag: str, markdown: str) -> None:
+        """Show a text in TensorBoard.
+
+        Args:
+            update: number of the update.
+            tag: of the text.
+            markdown: the text.
+        """
+        if not self._active:
+            return
+        with self._reporting():
+            self._opened_board().add_text(tag, markdown, update)
+
+    def draw(self, update: int, images: Mapping[str, NDArray[np.uint8]]) -> None:
+        """Show images in TensorBoard.
+
+        Args:
+            update: number of the update.
+            images: grey ones by tag. Shape: (height,width) each
+        """
+        if not self._active or not images:
+            return
+        with self._reporting():
+            board = self._opened_board()
+            for tag, image in images.items():
+                board.add_image(tag, image, update, dataformats="HW")
+
+    def _write(self, update: int, target_tokens: int, values: Mapping[str, float]) -> None:
+        values = {**values, TARGET_TOKENS: float(target_tokens)}
+        with self._reporting():
+            self._file.write(json.dumps({"update": update, **finite(values)}, allow_nan=False) + "\n")
+            self._file.flush()
+            board = self._opened_board()
+            for tag, value in values.items():
+                board.add_scalar(tag, value, update)
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Report an error of writing, unless what came before could not be written, either. Training continues."""
+        try:
+            yield
+            self._reported = False
+        except OSError as error:
+            self._board = None
+            self._report(error)
+
+    def _opened_board(self) -> SummaryWriter:
+        """Return TensorBoard's writer; open a file whose entries replace those of a run that died."""
+        if self._board is None:  # the first entry, or the last one failed
+            from torch.utils.tensorboard import SummaryWriter  # takes a second
+
+            first, self._first = self._first, 1  # once
+            self._board = SummaryWriter(str(self._run / TENSORBOARD_DIR), purge_step=first if first > 1 else None)
+            self._board.add_custom_scalars(LAYOUT)
+        return self._board
+
+    def _report(self, error: OSError) -> None:
+        """Log an error, unless the metrics before could not be written, either."""
+        if not self._reported:
+            logger.error("metrics could not be written to %s (%s); training continues", self._run, error)
+        self._reported = True
+
+    def __enter__(self) -> Metrics:
+        self._hook, threading.excepthook = threading.excepthook, self._on_error_of_a_thread
+        return self
+
+    def _on_error_of_a_thread(self, error: threading.ExceptHookArgs) -> None:
+        """Print nothing about TensorBoard's thread: its errors are raised again by the next entry."""
+        if not (type(error.thread).__module__.startswith("tensorboard.") and issubclass(error.exc_type, OSError)):
+            self._hook(error)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        threading.excepthook = self._hook
+        if self._active:
+            for stream in (self._file, self._board):
+                try:
+                    if stream is not None:
+                        stream.close()
+                except OSError as failed:
+                    self._report(failed)
+            if self._bar is not None:
+                self._bar.close()
+
+
+def _before(line: bytes, update: int) -> bool:
+    try:
+        return int(parse_json(line)["update"]) <= update
+    except (ValueError, KeyError, TypeError):
+        return False  # the last line of a run that died while writing it, or a damaged one
+
+
+def _shown(values: Mapping[str, float]) -> str:
+    """Return the values that the console shows, with their words."""
+    named = [(_label(tag), tag, value) for tag, value in values.items()]
+    return ", ".join(f"{label} {_format(tag, value)}" for label, tag, value in named if label)
+
+
+def _label(tag: str) -> str:
+    """Return the words for a tag on the console: those of ``_SHORT``, or of a metric's tag; "" if it is not shown.
+
+    A value of a validation set with a name has the words for it, and the name.
+    """
+    if tag in _SHORT or not tag.startswith("valid/"):
+        return _SHORT.get(tag, "")
+    of, _, name = tag.removeprefix("valid/").rpartition("/")
+    words = _SHORT.get(f"valid/{name}", f"valid {name}")
+    return words.replace("valid", f"valid {of}", 1) if of else words
+
+
+def _format(tag: str, value: float) -> str:
+    if tag == "train/lr":
+        return f"{value:.2e}"
+    return f"{value:,.0f}" if tag == "perf/target_tokens_per_s" else f"{value:.3f}"
+
+
+Layout = dict[str, dict[str, tuple[str, list[str]]]]
+
+_SET = r"^valid/([^/]+/)?"
+_OF_ALL_METHODS = (
+    *("loss", "nll", "ppl", "grad_norm", "lr", "loss_scale"),
+    *("skipped", "spikes", "rollbacks", "target_tokens"),
+)
+"""Values of training that every run has; the others are sums of its objective."""
+
+
+def _chart(*patterns: str) -> tuple[str, list[str]]:
+    return "Multiline", [f"{pattern}$" for pattern in patterns]
+
+
+LAYOUT: Layout = {
+    "Loss": {
+        "training and validation, nats per token": _chart(r"^train/(loss|nll)", rf"{_SET}(loss|nll)"),
+        "further sums of the objective": _chart(rf"^train/(?!({'|'.join(_OF_ALL_METHODS)})$)[^/]+"),
+    },
+    "Quality": {
+        "metrics of all validation sets": _chart(rf"{_SET}(?!(loss|nll|ppl)$)[^/]+"),
+        "perplexity": _chart(r"^train/ppl", rf"{_SET}ppl"),
+    },
+    "Collapse": {
+        "source reliance, nats per token": _chart(r"^collapse/(source_reliance|nll)"),
+        "share of cross-attention by layer": _chart(r"^collapse/cross_share/.*"),
+    },
+    "Speed": {
+        "target tokens per second": _chart(r"^perf/target_tokens_per_s"),
+        "MFU, data wait, padding": _chart(r"^perf/(mfu|data_wait|padding)"),
+        "peak memory, GiB": _chart(r"^perf/memory"),
+    },
+    "Stability": {
+        "norm of the gradient": _chart(r"^train/grad_norm"),
+        "norm of the gradient, encoder": _chart(r"^norm/gradient/[a-z_]*encoder/.*"),
+        "norm of the gradient, decoder": _chart(r"^norm/gradient/[a-z_]*decoder/.*"),
+        "norm of the gradient, elsewhere": _chart(r"^norm/gradient/(?![a-z_]*coder/).*"),
+        "change of the weights, encoder": _chart(r"^norm/update/[a-z_]*encoder/.*"),
+        "change of the weights, decoder": _chart(r"^norm/update/[a-z_]*decoder/.*"),
+        "change of the weights, elsewhere": _chart(r"^norm/update/(?![a-z_]*coder/).*"),
+        "learning rate": _chart(r"^train/lr"),
+        "loss scale": _chart(r"^train/loss_scale"),
+        "skipped updates, spikes, rollbacks": _chart(r"^train/(skipped|spikes|rollbacks)"),
+    },
+    "Mixture": {
+        "share of target tokens": _chart(r"^data/[^/]+/share"),
+        "loss by corpus, nats per token": _chart(r"^train/[^/]+/nll"),
+        "epochs by corpus": _chart(r"^data/[^/]+/epochs"),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Cost of training, and the peak of a GPU.
+
+    Attributes:
+        source_flops: operations for each source token, forward and backward.
+        target_flops: operations for each target token, forward and backward.
+        peak_flops: peak of one GPU, in operations a second.
+    """
+
+    source_flops: float
+    target_flops: float
+    peak_flops: float
+
+    def utilisation(self, source_tokens: float, target_tokens: float, gpu_seconds: float) -> float:
+        """Return the MFU: the model's operations as a share of the GPUs' peak."""
+        done = self.source_flops * source_tokens + self.target_flops * target_tokens
+        return done / (gpu_seconds * self.peak_flops)
+
+
+_COUNTS = ("skipped", "tokens_of", "corpus_tokens", "tokens", "worked", "waited", "elapsed")
+"""Attributes of a window that are equal on all ranks, and the seconds of each."""
+
+
+class LogWindow:
+    """Sums since the last line of the log; they stay on the device until the line is due.
+
+    Args:
+        workload: cost of training; None if it is unknown.
+        corpora: names of the corpora that the run is trained on.
+    """
+
+    def __init__(self, workload: Workload | None, corpora: Sequence[str] = ()) -> None:
+        self.skipped = 0
+        self._workload = workload
+        self._corpora = corpora
+        self._clear()
+
+    def _clear(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.tokens_of: dict[str, int] = {}
+        self.corpus_tokens = dict.fromkeys(self._corpora, 0)
+        self.tokens = self.worked = self.padded = self.real = 0
+        self.waited = self.elapsed = 0.0
+        self.result: UpdateResult | None = None
+
+    def add(self, update: Update, result: UpdateResult, waited: float, elapsed: float) -> None:
+        """Add an update that took ``elapsed`` seconds, ``waited`` of them for its data."""
+        if result.skipped:
+            self.skipped += 1
+        else:
+            add_sums(self.sums, result.sums)
+            self.tokens += update.target_tokens
+            for name, tokens in zip(self._corpora, update.corpus_tokens, strict=False):
+                self.corpus_tokens[name] += tokens
+            for name in result.sums:  # some regularizers are computed in some updates only
+                self.tokens_of[name] = self.tokens_of.get(name, 0) + update.target_tokens
+        self.worked += update.target_tokens  # skipped updates cost time, too
+        self.padded += update.padded_positions
+        self.real += update.real_positions
+        self.waited += waited
+        self.elapsed += elapsed
+        self.result = result
+
+    def state(self) -> LogState:
+        """Return the sums of this rank, for a checkpoint."""
+        return LogState(
+            sums={name: float(value) for name, value in self.sums.items()},
+            padded=self.padded,
+            real=self.real,
+            **{name: getattr(self, name) for name in _COUNTS},
+        )
+
+    def restore(self, states: Sequence[LogState], world: World, device: torch.device) -> None:
+        """Continue from the sums of a checkpoint.
+
+        Args:
+            states: of the ranks that wrote it.
+            world: the ranks; if there are others than then, rank 0 gets the sums of all.
+            device: of the sums.
+        """
+        if not states:
+            return
+        own = states[world.rank] if len(states) == world.ranks else states[0]
+        for name in _COUNTS:
+            setattr(self, name, copy(getattr(own, name)))
+        self.corpus_tokens = {name: own.corpus_tokens.get(name, 0) for name in self._corpora}
+        shares = [own] if len(states) == world.ranks else states if world.is_main else []
+        self.padded, self.real = sum(each.padded for each in shares), sum(each.real for each in shares)
+        for share in shares:
+            add_sums(self.sums, {name: torch.tensor(value, device=device) for name, value in share.sums.items()})
+
+    def flush(self, lr: float, world: World) -> dict[str, float]:
+        """Return the window's values over all ranks by tag, and empty it. All ranks call it together."""
+        assert self.result is not None
+        sums = {name: float(value) for name, value in self.sums.items()}
+        sums |= {"positions/padded": float(self.padded), "positions/real": float(self.real)}
+        if world.tensor_rank != 0:  # of the same micro-batches as the first rank of the group
+            sums = dict.fromkeys(sums, 0.0)
+        # A place for each rank in the same sum, since a maximum would be another synchronisation.
+        peaks = {f"peak/{rank}": 0.0 for rank in range(world.ranks)}
+        peaks[f"peak/{world.rank}"] = peak_memory_gib(world.device)
+        total = sum_over_ranks({**sums, **peaks}, world)
+        memory_gib = max(total.pop(name) for name in peaks)
+        padded, real = total.pop("positions/padded"), total.pop("positions/real")
+        by_corpus = [total.pop(f"{CORPUS_SUM}{number}", 0.0) for number in range(len(self._corpora))]
+        values = {f"train/{name}": value / max(1, self.tokens_of[name]) for name, value in total.items()}
+        if len(self._corpora) > 1:
+            for (name, tokens), nll in zip(self.corpus_tokens.items(), by_corpus, strict=True):
+                values[f"data/{name}/share"] = tokens / max(1, self.tokens)
+                if tokens:
+                    values[f"train/{name}/nll"] = nll / tokens
+        if "train/nll" in values:
+            values["train/ppl"] = math.exp(min(values["train/nll"], 100.0))
+        values.update(
+            {
+                "train/grad_norm": self.result.grad_norm,
+                "train/lr": lr,
+                "train/loss_scale": self.result.loss_scale,
+                "train/skipped": float(self.skipped),
+                "perf/target_tokens_per_s": self.tokens / self.elapsed,
+                "perf/padding": 1.0 - real / padded,
+                "perf/data_wait": self.waited / self.elapsed,
+                "perf/memory": memory_gib,
+            }
+        )
+        if self._workload is not None:
+            gpu_seconds = self.elapsed * world.ranks
+            values["perf/mfu"] = self._workload.utilisation(real - self.worked, self.worked, gpu_seconds)
+        self._clear()
+        return values
+
+
+GRADIENT, CHANGE = "norm/gradient", "norm/update"
+
+
+def norms_by_layer(squares: Squares) -> dict[str, float]:
+    """Return the norms of gradient and change of each layer, by tag.
+
+    Tags end in the path of the layer or module in the model, ``encoder/layer_01``, ``source_embedding`` or
+    ``decoder/final_norm``. Layers are counted from 1.
+    """
+    return {**_norms(GRADIENT, squares.gradient), **_norms(CHANGE, squares.change)}
+
+
+def _norms(prefix: str, squares: Mapping[str, float]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for name, value in squares.items():
+        tag = f"{prefix}/{_path(layer_of(name))}"
+        total[tag] = total.get(tag, 0.0) + value
+    return {tag: math.sqrt(value) for tag, value in total.items()}
+
+
+def _path(layer: str) -> str:
+    """Return the end of a tag for a layer or module, by its name in the model."""
+    return re.sub(r"layers\.(\d+)", lambda match: f"layer_{int(match[1]) + 1:02}", layer).replace(".", "/")
+
+
+def layer_of(parameter: str) -> str:
+    """Return the name of the layer, or of the other module, that a parameter belongs to."""
+    return re.sub(r"(layers\.\d+)\..*|\.[^.]*$", r"\1", parameter)

@@ -1,0 +1,70 @@
+"""Adam (Kingma and Ba, 2015), and AdamW with decoupled weight decay (Loshchilov and Hutter, 2019)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from typing_extensions import override
+
+from deepspeed_nmt.engine.optimizer import Groups, OptimizerConfig
+
+
+class AdamConfig(OptimizerConfig):
+    """Adam, by torch's fused kernels."""
+
+    states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+
+    name: Literal["adam"] = "adam"
+    beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="decay of the gradient's running mean")
+    beta2: float = Field(default=0.98, ge=0.0, lt=1.0, description="decay of the squared gradient's running mean")
+    eps: float = Field(default=1e-9, gt=0.0, description="added to the denominator")
+
+    @override
+    def build(self, groups: Groups) -> torch.optim.Optimizer:
+        return torch.optim.Adam(groups, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps, fused=True)
+
+    @override
+    def squared_changes(
+        self,
+        weights: list[Tensor],
+        states: list[list[Tensor]],
+        group: Mapping[str, Any],
+        lr: float,
+        step: int,
+    ) -> Tensor:
+        """Return the sum of squares of each weight's change.
+
+        With learning rate r, weight decay d, moments m and v, and t steps so far,
+
+            s = r (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps),
+            w' = w - s                           (Adam, whose weight decay is part of the gradient)
+            w' = (1 - r d) w - s                 (AdamW), thus w' - w = -(s + r d w') / (1 - r d).
+        """
+        means, squares = states
+        corrections = [1.0 - beta**step for beta in group["betas"]]
+        denominators = torch._foreach_sqrt(squares)
+        torch._foreach_div_(denominators, math.sqrt(corrections[1]))
+        torch._foreach_add_(denominators, group["eps"])
+        changes = torch._foreach_div(means, denominators)
+        decay = group["weight_decay"] * group["decoupled_weight_decay"]
+        factor, shrunk = lr / corrections[0], lr * decay
+        if shrunk:
+            torch._foreach_add_(changes, weights, alpha=shrunk / factor)
+        norms = torch.stack(list(torch._foreach_norm(changes, 2))).double()
+        squared: Tensor = (norms * (factor / (1.0 - shrunk))).square()
+        return squared
+
+
+class AdamWConfig(AdamConfig):
+    """AdamW, by torch's fused kernels."""
+
+    name: Literal["adamw"] = "adamw"  # type: ignore[assignment]
+
+    @override
+    def build(self, groups: Groups) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps, fused=True)

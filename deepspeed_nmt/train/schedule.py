@@ -1,0 +1,51 @@
+"""Learning-rate schedules, in updates."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field
+
+from deepspeed_nmt.registry import Config
+
+
+class ScheduleConfig(Config):
+    """Learning-rate schedule: a linear warm-up to ``optimizer.lr``, then a decay."""
+
+    name: Literal["inverse_sqrt", "cosine", "linear", "constant"] = Field(
+        default="inverse_sqrt", description="shape after the warm-up"
+    )
+    warmup_updates: int = Field(default=4000, ge=0, description="updates of linear warm-up")
+    initial_lr: float = Field(default=1e-7, ge=0.0, description="learning rate at the start of the warm-up")
+    final_lr: float = Field(
+        default=0.0, ge=0.0, description="learning rate of cosine and linear at training.max_updates"
+    )
+
+
+def learning_rate(update: int, peak: float, config: ScheduleConfig, max_updates: int) -> float:
+    """Return the learning rate of an update.
+
+    - warm-up:       initial + (peak - initial) u / W
+    - inverse_sqrt:  peak sqrt(W / u)
+    - cosine:        final + (peak - final) (1 + cos(pi (u - W) / (U - W))) / 2
+    - linear:        final + (peak - final) (U - u) / (U - W)
+
+    with u the update, W ``warmup_updates``, U ``max_updates``.
+
+    Args:
+        update: u, from 1.
+        peak: learning rate at the end of the warm-up.
+        config: the schedule.
+        max_updates: U.
+    """
+    warmup = config.warmup_updates
+    if update <= warmup:
+        return config.initial_lr + (peak - config.initial_lr) * update / warmup
+    if config.name == "constant":
+        return peak
+    if config.name == "inverse_sqrt":
+        return peak * math.sqrt(max(1, warmup) / update)
+    done = min(1.0, (update - warmup) / max(1, max_updates - warmup))
+    rest = (1.0 + math.cos(math.pi * done)) / 2.0 if config.name == "cosine" else 1.0 - done
+    return config.final_lr + (peak - config.final_lr) * rest

@@ -1,5 +1,0 @@
-"""Imported by the fork server when it starts."""
-
-from tests.programs import preload
-
-preload()

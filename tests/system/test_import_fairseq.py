@@ -1,0 +1,435 @@
+"""Import of fairseq's models, dictionaries and binarised text.
+
+The fixtures were written by fairseq 0.12.2 (post, pre) and 0.10.2 (old): tests/fixtures/fairseq/make.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from deepspeed_nmt.api import Translator
+from deepspeed_nmt.cli import main
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.data_directory import DataDirectory, open_tokenizer
+from deepspeed_nmt.data.fairseq import BinarisedText, FairseqTokenizer, read_dictionary
+from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.run.importing_fairseq import read_checkpoint
+from tests.support import ROOT
+
+FIXTURES = ROOT / "tests" / "fixtures" / "fairseq"
+KINDS = ("post", "pre", "old")
+
+
+def words(kind: str, *more: str, origin: Path | None = None) -> list[str]:
+    """Return a command line that imports from a fixture."""
+    path = FIXTURES / kind
+    given = [] if origin is None else ["--from", str(origin)]
+    return ["import-fairseq", "--data-bin", str(path / "data-bin"), *given, *more]
+
+
+def text_of(kind: str, name: str) -> list[str]:
+    """Return the lines that a fixture's text was binarised from."""
+    return (FIXTURES / kind / "data-bin" / name).read_text("utf-8").split("\n")[:-1]
+
+
+def saved(state: Any, path: Path, **options: Any) -> Path:
+    torch.save(state, path, **options)
+    return path
+
+
+def changed(path: Path, change: Callable[[dict[str, Any]], None], kind: str = "post") -> Path:
+    """Write the checkpoint of a fixture with a change."""
+    state = torch.load(FIXTURES / kind / "checkpoint.pt", weights_only=False)
+    change(state)
+    return saved(state, path)
+
+
+class Malicious:
+    """An object whose pickle creates a directory when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+class Evil(argparse.Namespace):
+    """A class that is not allowed, although it is derived from one that is."""
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_checkpoint_that_would_run_code_is_refused(zipped: bool, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    for place in ("args", "model", "extra_state"):
+        state = {"args": argparse.Namespace(), "model": {}, "extra_state": {}, place: {"x": Malicious(made)}}
+        path = saved(state, tmp_path / "model.pt", _use_new_zipfile_serialization=zipped)
+        with pytest.raises(ConfigError, match=r"has posix.mkdir, which is not created.* could run code") as caught:
+            read_checkpoint(path)
+        assert not made.exists() and "\n" not in str(caught.value)
+    torch.load(path, weights_only=False)
+    assert made.exists(), "the checkpoint runs code if it is read in another way"
+
+
+def test_objects_of_other_classes_are_refused(tmp_path: Path) -> None:
+    path = changed(tmp_path / "model.pt", lambda state: state.update(args=Evil(), cfg=None))
+    with pytest.raises(ConfigError, match=r"has .*Evil, which is not created"):
+        read_checkpoint(path)
+    # The name is enough: such classes need not be installed.
+    content = pickle.dumps({"cfg": Evil(), "model": {}}, protocol=2).replace(
+        Evil.__module__.encode(), b"omegaconf.dictconfig"
+    )
+    content = content.replace(b"Evil", b"DictConfig")
+    stream = io.BytesIO()
+    torch.save({}, stream, _use_new_zipfile_serialization=False)
+    empty = pickle.dumps({}, protocol=2)
+    assert stream.getvalue().count(empty) == 1
+    (tmp_path / "model.pt").write_bytes(stream.getvalue().replace(empty, content))
+    with pytest.raises(ConfigError, match=r"has omegaconf.dictconfig.DictConfig, .*; write a copy where fairseq is"):
+        read_checkpoint(tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04"])
+def test_files_that_are_no_checkpoints_are_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_checkpoint(path)
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="no checkpoint of fairseq, or damaged"):
+        read_checkpoint(path)
+    for state in ([1], {"model": {"a": 1}}, {"model": {}}, {"model": {}, "cfg": {"model": None}}):
+        with pytest.raises(ConfigError, match=r"has no (weights|options)"):
+            read_checkpoint(saved(state, path))
+
+
+@pytest.mark.parametrize("core", [b"numpy._core", b"numpy.core"])
+def test_arrays_of_either_numpy_are_read(core: bytes, tmp_path: Path) -> None:
+    """`--eval-bleu` saves counts as arrays; their module has another name in numpy 1."""
+    state = {"args": argparse.Namespace(a=1), "model": {}, "extra_state": [np.arange(3), np.float64(2.5)]}
+    path = saved(state, tmp_path / "model.pt", _use_new_zipfile_serialization=False)
+    content = path.read_bytes()
+    here = b"numpy._core" if b"numpy._core" in content else b"numpy.core"
+    path.write_bytes(content.replace(here, core))
+    assert read_checkpoint(path).options == {"a": 1}
+
+
+@pytest.mark.parametrize("kind", ["post", "pre"])
+def test_binarised_text_is_the_text(kind: str) -> None:
+    directory = FIXTURES / kind / "data-bin"
+    for split, lines in (("train", 20), ("valid", 5)):
+        for lang in ("en", "de"):
+            symbols = read_dictionary(directory / f"dict.{lang}.txt")
+            text = BinarisedText.open(directory / f"{split}.en-de.{lang}", len(symbols))
+            assert text.lines == lines
+            found = [" ".join(symbols[token] for token in row) for row in text.rows()]
+            wanted = text_of(kind, f"{split}.{lang}")
+            assert found[:-1] == wanted[:-1]
+            assert found[-1] == wanted[-1].replace("unseenword", "<unk>") != wanted[-1]
+
+
+def binarise(path: Path, rows: list[list[int]], code: int = 4, dtype: Any = np.int32) -> None:
+    """Write binarised text, as fairseq's documentation of the format has it."""
+    flat = np.concatenate([np.array(row, dtype) for row in rows]) if rows else np.zeros(0, dtype)
+    sizes = np.array([len(row) for row in rows], np.int32)
+    places = np.concatenate([[0], np.cumsum(sizes[:-1])]).astype(np.int64)[: len(rows)] * np.dtype(dtype).itemsize
+    head = b"MMIDIDX\x00\x00" + np.array([1], np.int64).tobytes() + bytes([code])
+    head += np.array([len(rows)], np.int64).tobytes()
+    path.with_name(f"{path.name}.bin").write_bytes(flat.tobytes())
+    path.with_name(f"{path.name}.idx").write_bytes(head + sizes.tobytes() + places.tobytes())
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(4, np.int32), (5, np.int64), (8, np.uint16), (1, np.uint8)])
+def test_all_types_of_tokens_are_read(code: int, dtype: Any, tmp_path: Path) -> None:
+    lines = 20_000 if code == 8 else 9  # more than are read at once
+    rows = [[number % 200 + 4, 5, 2][number % 2 :] for number in range(lines)] + [[2]]
+    binarise(tmp_path / "text", rows, code, dtype)
+    assert list(BinarisedText.open(tmp_path / "text", 300).rows()) == [row[:-1] for row in rows]
+    binarise(tmp_path / "text", [], code, dtype)
+    assert list(BinarisedText.open(tmp_path / "text", 300).rows()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("idx", lambda content: b"TNTIDX\x00\x00" + content[8:], "older format than mmap"),
+        ("idx", lambda content: b"x" + content, "no index of binarised text"),
+        ("idx", lambda content: content[:-1], "its length is not that of its lines"),
+        ("idx", lambda content: content[:9] + b"\x02" + content[10:], "it has version 2"),
+        ("idx", lambda content: content[:17] + b"\x07" + content[18:], "and type 7"),
+        ("bin", lambda content: content[:-1], "no multiple of its tokens"),
+        ("bin", lambda content: content[:-4], "is outside of the file"),
+        ("bin", lambda content: b"\xff\x00" + content[2:], "dictionary has 9 symbols"),
+        ("bin", lambda content: b"\xff" * 4 + content[4:], "dictionary has 9 symbols"),
+    ],
+)
+def test_damaged_binarised_text_is_refused(
+    name: str, change: Callable[[bytes], bytes], message: str, tmp_path: Path
+) -> None:
+    binarise(tmp_path / "text", [[4, 8, 2], [5, 2]])
+    path = tmp_path / f"text.{name}"
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(DataError, match=message):
+        list(BinarisedText.open(tmp_path / "text", 9).rows())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a 3\nb\n", "line 2 of .* is 'b', not a symbol and its count"),
+        (b"a 3\na 1\n", "line 2 of .* repeats the symbol 'a'"),
+        (b"<s> 3\n", "repeats the symbol '<s>'"),
+        (b"<unk> 3 #fairseq:overwrite\n", "which is not supported"),
+        (b"\xff 3\n", "is not UTF-8"),
+        (None, "cannot be read"),
+    ],
+)
+def test_damaged_dictionaries_are_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "dict.txt").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_dictionary(tmp_path / "dict.txt")
+
+
+def test_a_tokenizer_reads_as_fairseq() -> None:
+    symbols = ["<s>", "<pad>", "</s>", "<unk>", "the@@", "m", "dog", "madeupword0000"]
+    tokenizer = FairseqTokenizer((symbols, symbols))
+    assert tokenizer.encode(" the@@ m\tdog cat <unk> </s> ") == [4, 5, 6, 3, 3, 3]
+    assert tokenizer.decode([4, 5, 6, 3, 2, 0, 1]) == "them dog ⁇"
+    assert tokenizer.reference("the@@ m dog") == "them dog" and tokenizer.segmented
+    other = FairseqTokenizer((symbols, [*symbols, "a"]))
+    assert other.vocabulary.source.size == 8 and other.size == 9 and other.digest != tokenizer.digest
+    pieces = FairseqTokenizer(([*symbols[:4], "\u2581a", "\u2581b", "c"],) * 2)
+    assert pieces.decode([4, 6, 5]) == "ac b" == pieces.reference("\u2581a c \u2581b")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--run", "R"], "one of --from and --run is missing"),
+        ([], "neither --run nor --out"),
+        (["--out", "D", "--source-lang", "fr"], "give --source-lang and --target-lang"),
+        (["--out", "D", "--source-lang", "fr", "--target-lang", "de"], "dict.fr.txt cannot be read"),
+    ],
+)
+def test_wrong_command_lines_are_refused(
+    more: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words("post", *more)) == 2
+    assert message in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+def imported(kind: str, run: Path, *more: str, origin: Path | None = None) -> Path:
+    """Import the model of a fixture, or another checkpoint with its dictionaries."""
+    at = origin or FIXTURES / kind / "checkpoint.pt"
+    languages = ("--source-lang", "en", "--target-lang", "de")
+    assert main(words(kind, *languages, "--run", str(run), *more, origin=at)) == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The models of all fixtures as runs."""
+    scratch = tmp_path_factory.mktemp("fairseq")
+    return {kind: imported(kind, scratch / kind) for kind in KINDS}
+
+
+def logits_here(run: Path, expected: dict[str, Tensor]) -> Tensor:
+    model = Translator.open(run, device="cpu").model
+    assert isinstance(model, TranslationModel)
+    # fairseq pads sources on the left.
+    source_BS = pad_sequence([row[row.ne(1)] for row in expected["source"]], batch_first=True, padding_value=1)
+    with torch.inference_mode():
+        logits: Tensor = model.projection(model.decode(expected["target_input"], model.encode(source_BS))[0])
+    return logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_fairseq(kind: str, runs: dict[str, Path]) -> None:
+    expected = load_file(FIXTURES / kind / "expected.safetensors")
+    assert expected["source"].eq(1).any(), "without padding, nothing shows where positions begin"
+    real_BT = expected["target_input"].ne(1)
+    difference = (logits_here(runs[kind], expected) - expected["logits"])[real_BT].abs().max()
+    assert difference < 1e-5
+    assert expected["logits"].std() > 1.0, "equal logits of a constant model would show nothing"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("beam", [1, 5])
+def test_translations_are_those_of_fairseq_generate(kind: str, beam: int, runs: dict[str, Path]) -> None:
+    expected = json.loads((FIXTURES / kind / "expected.json").read_text("utf-8"))
+    wanted = expected["translations"][str(beam)]
+    translator = Translator.open(runs[kind], device="cpu", beam=beam, max_length_extra=61)
+    found = translator.translate(text_of("post" if kind == "old" else kind, "valid.en"))
+    assert len(found) == len(wanted)
+    for each, (text, score) in zip(found, wanted, strict=True):
+        assert " ".join(translator.tokenizer.pieces(each.tokens)) == text
+        assert each.score == pytest.approx(score * math.log(2), abs=1e-4)  # fairseq prints bits
+
+
+def test_a_search_predicts_eos_although_the_decoder_reads_it_first(runs: dict[str, Path]) -> None:
+    translator = Translator.open(runs["post"], device="cpu")
+    vocabulary = translator.tokenizer.vocabulary
+    assert (vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.unk) == (1, 2, 2, 3)
+    assert vocabulary.unpredicted == (1,) and Vocabulary(9).unpredicted == (0, 1)
+    for search in ("beam", "diverse_beam", "sampling"):
+        opened = Translator.open(runs["post"], device="cpu", name=search, max_length_ratio=0.0, max_length_extra=99)
+        (found,) = opened.translate(text_of("post", "valid.en")[:1])
+        assert 0 < len(found.tokens) < 98 and not {1, 2} & set(found.tokens), search
+
+
+def option(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda state: setattr(state["cfg"]["model"], name, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (option("adaptive_softmax_cutoff", "5000,20000"), "has adaptive_softmax_cutoff="),
+        (option("encoder_learned_pos", True), "has encoder_learned_pos=True"),
+        (option("no_scale_embedding", True), "has no_scale_embedding=True"),
+        (option("layernorm_embedding", True), "has layernorm_embedding=True"),
+        (option("activation_fn", "tanh"), "has activation_fn=tanh"),
+        (option("decoder_ffn_embed_dim", 24), "decoder_ffn_embed_dim=24"),
+        (option("decoder_normalize_before", True), "decoder_normalize_before=True"),
+        (option("decoder_output_dim", 8), "has decoder_output_dim=8"),
+        (
+            lambda state: state["model"].update({"decoder.gate.weight": torch.ones(2)}),
+            "among them decoder.gate.weight",
+        ),
+        (lambda state: state["model"].pop("decoder.layers.1.fc2.bias"), "lacks decoder.layers.1.fc2.bias"),
+        (
+            lambda state: state["model"].update({"decoder.output_projection.weight": torch.ones(3, 12)}),
+            "among them decoder.output_projection.weight",
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused(
+    change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = changed(tmp_path / "model.pt", change)
+    assert main(words("post", "--run", str(tmp_path / "run"), origin=path)) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_a_pre_norm_model_of_an_old_version_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = changed(tmp_path / "model.pt", lambda state: state["model"].pop("decoder.version"), "pre")
+    assert main(words("pre", "--run", str(tmp_path / "run"), origin=path)) == 2
+    assert "older than fairseq 0.7" in capsys.readouterr().err
+
+
+def test_other_spellings_of_a_model_are_the_same_model(tmp_path: Path, runs: dict[str, Path]) -> None:
+    """Weights as fairseq 0.7 named them, settings as fairseq-hydra-train saves them, half precision."""
+
+    def older(state: dict[str, Any]) -> None:
+        weights = state["model"]
+        for name in [name for name in weights if "_attn.q_proj." in name]:
+            parts = [name.replace("q_proj", f"{part}_proj") for part in "qkv"]
+            weights[name.replace("q_proj.", "in_proj_")] = torch.cat([weights.pop(part) for part in parts])
+        del weights["decoder.output_projection.weight"]
+
+    def hydra(state: dict[str, Any]) -> None:
+        model = vars(state["cfg"]["model"])
+        nested: dict[str, Any] = {"encoder": {}, "decoder": {}}
+        for name, value in model.items():
+            side, _, rest = name.partition("_")
+            (nested[side] if side in ("encoder", "decoder") else nested)[rest if side in nested else name] = value
+        state["cfg"]["model"] = nested
+
+    def half(state: dict[str, Any]) -> None:
+        state["model"] = {name: weight.half().float() for name, weight in state["model"].items()}
+
+    expected = load_file(FIXTURES / "post" / "expected.safetensors")
+    wanted = logits_here(runs["post"], expected)
+    for number, change in enumerate((older, hydra, half)):
+        path = changed(tmp_path / f"{number}.pt", change)
+        run = imported("post", tmp_path / f"run{number}", origin=path)
+        difference = (logits_here(run, expected) - wanted).abs().max()
+        assert difference < (1e-5 if change is not half else 0.1), change
+
+
+def test_an_architecture_of_the_users_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    imported("post", tmp_path / "run", origin=changed(tmp_path / "model.pt", option("arch", "my_transformer")))
+    assert "the architecture my_transformer is not one of fairseq's own" in capsys.readouterr().err
+
+
+def test_a_data_directory_has_the_tokens_of_the_binarised_text(runs: dict[str, Path], tmp_path: Path) -> None:
+    """Its vocabulary is that of the run, which can be trained further on it."""
+    for kind in ("post", "pre"):
+        out = tmp_path / kind
+        keep = ["--max-ratio", "99", "--keep-duplicates", "--workers", "1"]
+        assert main(words(kind, "--out", str(out), *keep)) == 0
+        data, names = DataDirectory.open(out), {each.name for each in tmp_path.iterdir()}
+        assert open_tokenizer(out).digest == open_tokenizer(runs[kind]).digest
+        assert data.meta.segmented and data.text_form.target_lang == "de" and data.meta.splits["train"].pairs == 20
+        for split in ("train", "valid"):
+            directory = FIXTURES / kind / "data-bin"
+            for side, lang in (("source", "en"), ("target", "de")):
+                wanted = BinarisedText.open(directory / f"{split}.en-de.{lang}", 1000).rows()
+                corpus = data.corpus(split)
+                read = corpus.source if side == "source" else corpus.target
+                assert [read(number).tolist() for number in range(len(corpus))] == list(wanted)
+        assert not any(".text-" in name for name in names)
+
+
+def test_raw_text_is_segmented_by_the_sentencepiece_model(tmp_path: Path) -> None:
+    model = FIXTURES / "pre" / "spm.model"
+    run = imported("pre", tmp_path / "run", "--sentencepiece", str(model))
+    translator = Translator.open(run, device="cpu")
+    pieces = text_of("pre", "valid.en")[0]
+    plain = pieces.replace(" ", "").replace("\u2581", " ").strip()
+    assert not translator.tokenizer.segmented
+    assert translator.tokenizer.pieces(translator.tokenizer.encode(plain), "source") == pieces.split()
+    assert "\u2581" not in translator.translate([plain])[0].text
+    assert main(words("pre", "--out", str(tmp_path / "data"), "--sentencepiece", str(model), "--workers", "1")) == 0
+    data = DataDirectory.open(tmp_path / "data")
+    assert data.text_form.form == "raw" and data.tokenizer().digest == translator.tokenizer.digest
+    valid = (tmp_path / "data" / "valid.source").read_text("utf-8").splitlines()
+    assert valid[0] == plain
+    with pytest.raises(DataError, match="symbols of the source's dictionary"):
+        symbols = read_dictionary(FIXTURES / "post" / "data-bin" / "dict.en.txt")
+        FairseqTokenizer((symbols, symbols), (model.read_bytes(),) * 2)
+
+
+def test_a_warm_start_trains_the_imported_weights(tmp_path: Path) -> None:
+    run, data, tuned = (tmp_path / name for name in ("run", "data", "tuned"))
+    imported("post", run, "--out", str(data), "--workers", "1")
+    small = ["batch.update_tokens=300", "batch.micro_tokens=600", "training.max_updates=2", "collapse.every=0"]
+    small += ["validation.metrics=[]", "engine.device=cpu", "engine.name=plain", "optimizer.lr=1e-9"]
+    line = ["train", "--config", str(run / "config.yaml"), "--data", str(data)]
+    assert main([*line, "--run", str(tuned), "--init-from", str(run), *small]) == 0
+    before, after = (Translator.open(each, device="cpu").model for each in (run, tuned))
+    assert isinstance(before, TranslationModel) and isinstance(after, TranslationModel)
+    parameters = dict(after.named_parameters())
+    for name, parameter in before.named_parameters():
+        assert (parameter - parameters[name]).abs().max() < 1e-6, name
+
+
+def test_a_page_of_an_imported_model_shows_its_settings(runs: dict[str, Path], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert main(["report", "run", str(runs["post"]), "--out", str(page)]) == 0
+    assert "length_penalty" in page.read_text(encoding="utf-8")
+
+
+def test_an_imported_model_is_exported(runs: dict[str, Path], tmp_path: Path) -> None:
+    """EOS is the first token of the decoder there, too."""
+    pytest.importorskip("ctranslate2")
+    source, reference = (str(FIXTURES / "post" / "data-bin" / f"train.{lang}") for lang in ("en", "de"))
+    line = ["export", "--run", str(runs["post"]), "--format", "ctranslate2", "--out", str(tmp_path / "out")]
+    assert main([*line, "--source", source, "--reference", reference]) == 0
