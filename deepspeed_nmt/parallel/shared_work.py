@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import EXIT_RANK_LOST, EXIT_STOPPED, EXIT_USER_ERROR, ReportedError, UserError
+from deepspeed_nmt.interruption import Interrupted
 from deepspeed_nmt.parallel.launched import RankPlace, pointing_to_doctor
 
 T = TypeVar("T")
@@ -34,10 +35,16 @@ class SharedWork:
     Args:
         place: of this process.
         store: that all ranks share; None for a single rank.
+
+    Attributes:
+        stopped_by: name of the signal that asked a rank to stop; empty without one.
+        ended_together: True after the block if all ranks have left it, False if one was lost.
     """
 
     def __init__(self, place: RankPlace, store: Any = None) -> None:
         self.place = place
+        self.stopped_by = ""
+        self.ended_together = False
         self._store = _OwnStore() if store is None else store
         # A rank outlives a launcher that is killed.
         self._launcher = os.getppid() if place.ranks > 1 else 0
@@ -69,6 +76,8 @@ class SharedWork:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         with suppress(ReportedError, KeyboardInterrupt):
             if error is not None:
+                if isinstance(error, Interrupted):
+                    self.stopped_by = error.signal.name
                 self._end(_status(error))
             self._leave()
 
@@ -137,11 +146,12 @@ class SharedWork:
         if self._launcher and os.getppid() != self._launcher:
             raise ReportedError(EXIT_STOPPED)
         if self.place.ranks > 1 and self._ask(lambda: self._store.check(["ended"])):
-            raise ReportedError(int(self._ask(lambda: self._store.get("ended"))))
+            status, self.stopped_by = json.loads(self._ask(lambda: self._store.get("ended")))
+            raise ReportedError(status)
 
     def _end(self, status: int) -> None:
         if self.claim("ends") == 0:
-            self._ask(lambda: self._store.set("ended", str(status)))
+            self._ask(lambda: self._store.set("ended", json.dumps([status, self.stopped_by])))
 
     def _leave(self) -> None:
         """Wait until all ranks are about to leave, but not for long: one may be lost. Rank 0 leaves last."""
@@ -151,6 +161,7 @@ class SharedWork:
             while left < self.place.ranks and time.monotonic() < deadline:
                 time.sleep(_POLL_S / 4)
                 left = self._store.add("leaving", 0)
+            self.ended_together = left >= self.place.ranks
             if self.is_main and self.place.ranks > 1:
                 time.sleep(_POLL_S)
 

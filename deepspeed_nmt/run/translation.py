@@ -380,30 +380,25 @@ def translate_in_pieces(translator: LineTranslator, texts: Texts) -> int:
         OSError: if a file cannot be written; what was translated is kept.
     """
     pieces = Pieces(texts, translator.identity())
+    here, work = place(), None
     try:
-        with SharedWork.join(place()) as work:
+        with SharedWork.join(here) as work:
             rank = _Rank(work, pieces, translator)
-            try:
-                rank.lead() if work.is_main else rank.follow()
-            except (Interrupted, ReportedError) as end:
-                if work.is_main and _is_stop(end):  # before a launcher ends this rank because another one has ended
-                    by = end.signal.name if isinstance(end, Interrupted) else "a request to another rank"
-                    logger.info("stopped by %s; %s; start the same command again to resume", by, pieces)
-                raise
+            rank.lead() if work.is_main else rank.follow()
     except (Interrupted, ReportedError) as end:
-        if not _is_stop(end):
+        if not isinstance(end, Interrupted) and end.status != EXIT_STOPPED:
             raise
-        return EXIT_STOPPED
+        if here.rank == 0:
+            asked = end.signal.name if isinstance(end, Interrupted) else work.stopped_by if work else ""
+            by = asked or "the loss of its launcher"
+            logger.info("stopped by %s; %s; start the same command again to resume", by, pieces)
+        # A launcher kills rank 0 if another rank fails first, and its message with it.
+        return 0 if here.rank and work and work.ended_together else EXIT_STOPPED
     except OSError:
         if pieces.path.exists():
             logger.info("%s; the same command resumes there", pieces)
         raise
     return 0
-
-
-def _is_stop(end: Interrupted | ReportedError) -> bool:
-    """Return True if a translation has ended on request, on this rank or another."""
-    return isinstance(end, Interrupted) or end.status == EXIT_STOPPED
 
 
 class Piece(NamedTuple):
