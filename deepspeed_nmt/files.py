@@ -195,6 +195,21 @@ def parse_json(text: bytes | str) -> Any:
         raise ValueError("the nesting is too deep") from error
 
 
+def append_line(file: Path, line: str) -> None:
+    """Append a line by one write. A line that a process died in is ended first, so that it damages no other.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        os.write(descriptor, ("\n" * torn + line + "\n").encode("utf-8", "replace"))
+    finally:
+        os.close(descriptor)
+
+
 def is_replaceable(path: Path) -> bool:
     """Return True if a path is that of a file, or of none yet; pipes, devices and open descriptors are written to."""
     return _descriptor(path) is None and (path.is_file() or not path.exists())

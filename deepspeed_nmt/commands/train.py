@@ -73,6 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
+    from deepspeed_nmt.train.goodput import Ledger
+
+    ledger = Ledger()
     import torch
 
     from deepspeed_nmt.console import log_to, logger, setup_logging
@@ -89,6 +92,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     from deepspeed_nmt.run.validation_sets import SPLIT, check_commands, check_sets_agree, open_sets
     from deepspeed_nmt.train.events import Events, Notifier, check_notify
 
+    ledger.begin("data")
     with once_per_host():
         isolate_extension_builds()
         config, data, origin = _read(arguments)
@@ -97,12 +101,14 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
         # Otherwise NCCL aborts the process before the watchdog can name the rank at fault.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     engine = config.engine
+    ledger.begin("rendezvous")
     world = join_world(engine.device, engine.timeout_s, engine.tensor_parallel, lambda: stop)
     setup_logging(world.rank)
     if config.engine.deterministic:
         # cuBLAS is deterministic only with a fixed workspace.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)  # takes seconds: it imports the compiler
+    ledger.begin("data")
     with ExitStack() as stack:
         stack.callback(leave_world)
         check_ranks_agree(config, data, world)
@@ -144,6 +150,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
                     world=world,
                     stop=stop,
                     watchdog=watchdog,
+                    ledger=ledger,
                     events=events,
                 ).train()
 

@@ -18,6 +18,7 @@ from deepspeed_nmt.data.data_directory import open_tokenizer
 from deepspeed_nmt.errors import CheckpointError, ConfigError, UserError
 from deepspeed_nmt.evaluate.metrics import validation_tag
 from deepspeed_nmt.reports.run_log import (
+    GOODPUT,
     HOURS,
     SOURCE_RELIANCE,
     TRAIN_PERPLEXITY,
@@ -36,6 +37,7 @@ RESULTS = {
     "updates": ("updates", 0),
     "target_tokens": ("target tokens", 0),
     "hours": ("hours in updates", 2),
+    "goodput": ("goodput", 3),
     "parameters": ("parameters", 0),
     "train_ppl": ("training perplexity", 3),
     "valid_loss": ("validation loss", 3),
@@ -151,6 +153,7 @@ class Outcome:
             "updates": self.updates,
             "target_tokens": self.target_tokens,
             "hours": self.hours,
+            "goodput": self.log.last(GOODPUT),
             "parameters": self.parameters(plans),
             "train_ppl": self.log.last(TRAIN_PERPLEXITY),
             "valid_loss": self.log.last(VALID_LOSS),

@@ -52,6 +52,7 @@ from deepspeed_nmt.reports.page_figures import (
 )
 from deepspeed_nmt.reports.run_log import (
     ENDINGS,
+    GOODPUT,
     HOURS,
     SOURCE_RELIANCE,
     STARTS,
@@ -360,6 +361,8 @@ class RunPage:
                 tiles.append(Tile(label, f"{count:,}"))
         if starts := len(self._events_of(*STARTS)):
             tiles.append(Tile("starts", f"{starts:,}"))
+        if goodput := self.log.series(GOODPUT).finite:
+            tiles.append(Tile("goodput", f"{goodput[-1]:.1%}"))
         return tiles
 
     def _events_of(self, *kinds: str) -> list[Event]:

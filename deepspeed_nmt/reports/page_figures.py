@@ -29,6 +29,7 @@ _WORDS = {
     "collapse/nll": "loss with the true sources",
     "perf/target_tokens_per_s": "target tokens a second",
     "perf/memory": "peak memory",
+    "perf/goodput": "goodput",
     "perf/mfu": "MFU",
     "perf/data_wait": "waiting for data",
     "perf/padding": "padding",
@@ -40,7 +41,7 @@ _SHOWN_ELSEWHERE = re.compile(
     r"|data/.*/(epochs|target_tokens)|collapse/cross_share/.*|norm/.*"
 )
 """Tags without a curve: another curve, a mark or a table says the same."""
-_USE_OF_TIME = ("perf/mfu", "perf/data_wait", "perf/padding")
+_USE_OF_TIME = ("perf/goodput", "perf/mfu", "perf/data_wait", "perf/padding")
 _MAX_OTHERS, _MAX_MARKS, _MAX_LINES, _MAX_COLUMNS = 16, 150, 40, 240
 _WIDE = 50.0
 """Ratio of the largest value to the smallest above which an axis may be logarithmic."""

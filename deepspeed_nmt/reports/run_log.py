@@ -21,7 +21,7 @@ from deepspeed_nmt.files import parse_json, resolved
 from deepspeed_nmt.train.events import EVENTS_FILE
 from deepspeed_nmt.train.log import METRICS_FILE
 
-TOKENS, HOURS = "train/target_tokens", "perf/hours"
+TOKENS, HOURS, GOODPUT = "train/target_tokens", "perf/hours", "perf/goodput"
 SOURCE_RELIANCE, CROSS_SHARE = "collapse/source_reliance", "collapse/cross_share/"
 TRAIN_PERPLEXITY, VALID_PERPLEXITY, VALID_LOSS = "train/ppl", "valid/ppl", "valid/loss"
 STARTS, ENDINGS = ("start", "resume"), ("stop", "end", "failure")

@@ -3,7 +3,7 @@
 Files of a run:
 
 config.yaml  data.json  environment.json  resolved.json  origin.json  vocabulary.*  manifest.json
-metrics.jsonl  events.jsonl  tensorboard/  checkpoints/  logs/  test_scores.json  alignment.json
+metrics.jsonl  events.jsonl  goodput.jsonl  tensorboard/  checkpoints/  logs/  test_scores.json  alignment.json
 
 The manifest records ``config.yaml``, ``data.json`` and ``vocabulary.*``. A file that is lost or damaged is restored
 where that is possible: the vocabulary from the data directory, settings and ``data.json`` from the newest checkpoint.

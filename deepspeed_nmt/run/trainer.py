@@ -45,6 +45,7 @@ from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
 from deepspeed_nmt.train.collapse import CollapseMonitor
 from deepspeed_nmt.train.configuration import MAIN, Event
 from deepspeed_nmt.train.events import NO_EVENTS, Events
+from deepspeed_nmt.train.goodput import Ledger
 from deepspeed_nmt.train.log import Metrics
 from deepspeed_nmt.train.loop import TrainingLoop
 from deepspeed_nmt.train.out_of_memory import probe
@@ -67,6 +68,7 @@ class Trainer:
         world: the ranks.
         stop: request to stop, by a user or a scheduler.
         watchdog: monitor of the ranks, which records the work of this rank.
+        ledger: account of this rank's time.
         events: history of the run.
     """
 
@@ -78,6 +80,7 @@ class Trainer:
     world: World
     stop: StopRequest
     watchdog: Watchdog
+    ledger: Ledger
     events: Events = NO_EVENTS
 
     def __post_init__(self) -> None:
@@ -93,6 +96,7 @@ class Trainer:
             UserError: if a setting cannot be respected on these ranks, or the data does not fit the model.
             TrainingError: if training fails.
         """
+        self.ledger.begin("model")
         world, is_resumed = self.world, bool(self.store.names())
         products = recorded_products(self.path) if is_resumed else None
         self.resolved = resolve(self.config, self.data, self.sets, world, resumed=is_resumed, products=products)
@@ -111,10 +115,14 @@ class Trainer:
 
     def _resume_or_start(self, rolled_back: bool) -> Progress | None:
         """Train from the newest checkpoint, or from the start; return None if the run was rolled back."""
+        self.ledger.begin("restore")
         checkpoint = self._newest_checkpoint()
         progress = Progress() if checkpoint is None else checkpoint.progress
         if not rolled_back and not self.config.training.ends_at(progress):
             self._record_start(checkpoint)
+        if self.world.is_main and not self.config.training.ends_at(progress):
+            self.ledger.start(self.path, progress.update)
+        self.ledger.begin("model")
         with fail_together(self.world):
             if self.world.is_main:
                 self.store.forget_choice_after(progress.update)
@@ -156,7 +164,9 @@ class Trainer:
         replica = Replica(copy, engine, validation_dtype(resolved.engine.precision, world.device))
         probe(config.training.probe, engine, loader)
         if checkpoint is not None:
+            self.ledger.begin("restore")
             engine.restore(checkpoint, checkpoint.scalars)
+            self.ledger.begin("model")
             logger.info("resuming after update %d (%s)", progress.update, checkpoint.path)
         with fail_together(world):
             valid = {
@@ -220,6 +230,7 @@ class Trainer:
             world=world,
             stop=self.stop,
             watchdog=self.watchdog,
+            ledger=self.ledger,
             workload=workload_of(config, resolved, objective, world),
             log=() if checkpoint is None else checkpoint.log,
         )

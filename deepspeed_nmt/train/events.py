@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import ConfigError, ReportedError, TrainingError, UserError, shown
+from deepspeed_nmt.files import append_line
 from deepspeed_nmt.train.configuration import Event, words_of
 
 EVENTS_FILE = "events.jsonl"
@@ -71,7 +72,7 @@ class Events:
         line = json.dumps(entry, ensure_ascii=False)
         with self._lock:
             try:
-                _append(self._file, line)
+                append_line(self._file, line)
                 self._reported = False
             except OSError as error:
                 self._report(error)
@@ -119,17 +120,6 @@ def reason(error: BaseException) -> str:
     if isinstance(error, (UserError, TrainingError)):
         return str(error)
     return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _append(file: Path, line: str) -> None:
-    """Append a line by one write. A line that a process died in is ended first, so that it damages no other."""
-    descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-    try:
-        size = os.fstat(descriptor).st_size
-        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        os.write(descriptor, ("\n" * torn + line + "\n").encode("utf-8", "replace"))
-    finally:
-        os.close(descriptor)
 
 
 def finite(values: Mapping[str, Detail]) -> dict[str, Detail]:

@@ -266,7 +266,7 @@ LAYOUT: Layout = {
     },
     "Speed": {
         "target tokens per second": _chart(r"^perf/target_tokens_per_s"),
-        "MFU, data wait, padding": _chart(r"^perf/(mfu|data_wait|padding)"),
+        "goodput, MFU, data wait, padding": _chart(r"^perf/(goodput|mfu|data_wait|padding)"),
         "peak memory, GiB": _chart(r"^perf/memory"),
     },
     "Stability": {

@@ -18,6 +18,7 @@ from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.collapse import CollapseMonitor
 from deepspeed_nmt.train.configuration import TrainingConfig
 from deepspeed_nmt.train.events import Events
+from deepspeed_nmt.train.goodput import Ledger
 from deepspeed_nmt.train.log import LogWindow, Metrics, Workload, norms_by_layer
 from deepspeed_nmt.train.out_of_memory import explained
 from deepspeed_nmt.train.progress import LogState, Progress
@@ -47,6 +48,7 @@ class TrainingLoop:
         world: the ranks.
         stop: request to stop, by a user or a scheduler.
         watchdog: monitor of the ranks, which records the work of this rank.
+        ledger: account of this rank's time.
         workload: cost of training, for perf/mfu; None if it is unknown.
         log: state of the log in the checkpoint that the run continues from, of each rank that wrote it.
     """
@@ -65,6 +67,7 @@ class TrainingLoop:
     world: World
     stop: StopRequest
     watchdog: Watchdog
+    ledger: Ledger
     workload: Workload | None = None
     log: tuple[LogState, ...] = ()
     _skip_cause: str = field(default="", init=False)
@@ -94,6 +97,7 @@ class TrainingLoop:
         config, saver = self.config, self.saver
         if self._stop_requested():  # during set-up
             return progress
+        self.ledger.write(progress.update, must=True)
         validation_wanted = save_wanted = False
         with closing(Prefetcher(self.loader.updates(_cursor(progress), progress.update + 1))) as updates:
             while not config.ends_at(progress):
@@ -125,9 +129,11 @@ class TrainingLoop:
                         raise TrainingError(f"{fatal}. The run was saved after update {saver.saved_at}")
                 if stopping:
                     break
+        self.ledger.begin("saving")
         saver.finish()
         if saver.saved_at != progress.update:
             self._save(progress, must=True)
+        self.ledger.write(progress.update, must=True)
         if config.patience and progress.validations_since_best >= config.patience:
             logger.info("no better validation in %d in a row: stopped early", config.patience)
         return progress
@@ -136,9 +142,11 @@ class TrainingLoop:
         """Make the next update, log it if that is due, and return the progress after it."""
         config = self.config
         waiting = time.monotonic()
+        self.ledger.begin("waiting for data")
         self.watchdog.at(f"update {progress.update + 1}, waiting for its data")
         update = updates.next()
         started = time.monotonic()
+        self.ledger.begin("updates")
         lr = learning_rate(update.number, self.peak_lr, self.schedule, config.max_updates)
         count = len(update.micro_batches)
         with explained(f"update {update.number}", update.micro_batches, self.world.device):
@@ -175,6 +183,7 @@ class TrainingLoop:
                 self.metrics.log(progress, self._values(progress, lr), f" (epoch {progress.epoch + 1})")
             if result.squares is not None:
                 self.metrics.log(progress, norms_by_layer(result.squares))
+        self.ledger.write(progress.update)
         return progress
 
     def _values(self, progress: Progress, lr: float) -> dict[str, float]:
@@ -184,6 +193,7 @@ class TrainingLoop:
             "train/spikes": float(self._spikes.count),
             "train/rollbacks": float(progress.rollbacks),
             "perf/hours": progress.train_seconds / 3600.0,
+            "perf/goodput": self.ledger.account().goodput or 0.0,
         }
         corpora = self.loader.corpora.parts
         if len(corpora) > 1:
@@ -195,6 +205,7 @@ class TrainingLoop:
 
     def _measure_collapse(self, progress: Progress) -> tuple[Progress, str]:
         """Measure and log source reliance, and return the reason to stop the run, or ""."""
+        self.ledger.begin("validation")
         self.watchdog.at(f"measuring collapse after update {progress.update}", slow=True)
         measured = self.monitor(progress.update)
         self.metrics.log(progress, measured)
@@ -203,6 +214,7 @@ class TrainingLoop:
 
     def _validate(self, progress: Progress) -> tuple[Progress, bool]:
         """Validate and log, and return True if the checkpoint is to be kept: it is the best, or awaits its score."""
+        self.ledger.begin("validation")
         self.watchdog.at(f"validating after update {progress.update}", slow=True)
         validation = self.validator(progress)
         self.metrics.log(progress, validation.values)
@@ -216,9 +228,11 @@ class TrainingLoop:
 
     def _save(self, progress: Progress, *, must: bool) -> None:
         """Save a checkpoint with the state of the log."""
+        self.ledger.begin("saving")
         own = self._window.state().model_copy(update=self._spikes.state())
         states = gather_lists([own.model_dump(mode="json")], self.world)
         self.saver.save(progress, tuple(map(LogState.model_validate, states)), must=must)
+        self.ledger.write(progress.update, must=True)
 
     def _stop_requested(self) -> bool:
         """Return True on all ranks if a stop is requested on any rank."""

@@ -106,7 +106,9 @@ def test_a_request_to_one_rank_stops_all_and_they_resume(job: Job, alone: bytes)
         job.gets_further(processes, 3)
         processes[signalled].send_signal(number)
         assert [process.wait(30) for process in processes] == [75, 0], said()
-        kept = re.search(rf"stopped by {number.name}; (\d+) of 50 pieces are finished, in {job.target}.pieces; start", said())
+        kept = re.search(
+            rf"stopped by {number.name}; (\d+) of 50 pieces are finished, in {job.target}.pieces; start", said()
+        )
         assert kept is not None, said()
         assert 0 <= job.finished() - int(kept[1]) <= 1, "the other rank may finish a piece meanwhile"
     run_ranks(job.command(), 1, job.directory, timeout=120)

@@ -17,6 +17,7 @@ from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train import log
 from deepspeed_nmt.train.configuration import TrainingConfig
 from deepspeed_nmt.train.events import NO_EVENTS
+from deepspeed_nmt.train.goodput import Ledger
 from deepspeed_nmt.train.log import LogWindow, Workload
 from deepspeed_nmt.train.loop import TrainingLoop
 from deepspeed_nmt.train.progress import Progress
@@ -106,6 +107,7 @@ def validated(
             validator=validator_of(found),
             metrics=SimpleNamespace(log=lambda *args: None, draw=lambda *args: None),
             world=ALONE,
+            ledger=Ledger(),
             events=NO_EVENTS,
         )
         progress, best = TrainingLoop._validate(session, Progress(**{**asdict(progress), "update": update}))
