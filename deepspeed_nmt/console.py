@@ -150,7 +150,7 @@ def report(error: Exception) -> int:
         return EXIT_USER_ERROR
     if isinstance(error, TrainingError):
         logger.error("stopped: %s", error)
-        return 1
+        return error.status
     assert isinstance(error, OSError)
     named = isinstance(error.filename, (str, bytes)) and error.filename  # it may be a descriptor
     name = shown(os.fsdecode(error.filename)) if named else ""

@@ -22,6 +22,8 @@ EXIT_STOPPED = 75
 EXIT_RANK_LOST = 70
 """Another rank was lost or stuck; the same command resumes from the last checkpoint (EX_SOFTWARE of sysexits.h)."""
 
+EXIT_NO_PROGRESS = 78
+"""A job was restarted again and again without a new checkpoint; to start it again will not help (EX_CONFIG)."""
 
 _MAX_PROBLEMS = 20
 """Bound on the problems that a message lists."""
@@ -72,7 +74,19 @@ class CheckpointError(UserError):
 
 
 class TrainingError(RuntimeError):
-    """A condition that ends training, such as a loss that stays NaN. The last good checkpoint is intact."""
+    """A condition that ends training, such as a loss that stays NaN. The last good checkpoint is intact.
+
+    Attributes:
+        status: exit status of the command.
+    """
+
+    status = 1
+
+
+class NoProgressError(TrainingError):
+    """A job that was restarted again and again without a new checkpoint."""
+
+    status = EXIT_NO_PROGRESS
 
 
 class ReportedError(Exception):

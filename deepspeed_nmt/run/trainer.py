@@ -44,7 +44,7 @@ from deepspeed_nmt.run.validator import ModelValidator
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
 from deepspeed_nmt.train.collapse import CollapseMonitor
 from deepspeed_nmt.train.configuration import MAIN, Event
-from deepspeed_nmt.train.events import NO_EVENTS, Events
+from deepspeed_nmt.train.events import NO_EVENTS, Events, check_progress
 from deepspeed_nmt.train.goodput import Ledger
 from deepspeed_nmt.train.log import Metrics
 from deepspeed_nmt.train.loop import TrainingLoop
@@ -119,6 +119,9 @@ class Trainer:
         checkpoint = self._newest_checkpoint()
         progress = Progress() if checkpoint is None else checkpoint.progress
         if not rolled_back and not self.config.training.ends_at(progress):
+            with fail_together(self.world):
+                if self.world.is_main:
+                    check_progress(self.path, progress.update, os.environ.get("SLURM_JOB_ID"))
             self._record_start(checkpoint)
         if self.world.is_main and not self.config.training.ends_at(progress):
             self.ledger.start(self.path, progress.update)

@@ -16,16 +16,16 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deepspeed_nmt.console import logger
-from deepspeed_nmt.errors import ConfigError, ReportedError, TrainingError, UserError, shown
-from deepspeed_nmt.files import append_line
+from deepspeed_nmt.errors import ConfigError, NoProgressError, ReportedError, TrainingError, UserError, shown
+from deepspeed_nmt.files import append_line, parse_json
 from deepspeed_nmt.train.configuration import Event, words_of
 
 EVENTS_FILE = "events.jsonl"
@@ -120,6 +120,55 @@ def reason(error: BaseException) -> str:
     if isinstance(error, (UserError, TrainingError)):
         return str(error)
     return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+MAX_FRUITLESS = 3
+"""Starts of a job in a row without a new checkpoint, after which it is not started again."""
+
+
+def check_progress(run: Path, update: int, job: str | None) -> None:
+    """Check that one of a job's last starts has left a new checkpoint, or was stopped on request.
+
+    Only the starts of this job count, so a user who has mended the cause submits it anew.
+
+    Args:
+        run: the run directory.
+        update: number of updates made.
+        job: SLURM's number of the job; None without SLURM.
+
+    Raises:
+        NoProgressError: if :data:`MAX_FRUITLESS` starts in a row have come no further than this update.
+    """
+    if job is None:
+        return
+    causes: list[str] = []
+    for event in _events(run):
+        kind = event["event"]
+        if kind in ("start", "resume"):
+            if event.get("job") != job or event.get("update") != update:
+                causes.clear()
+            else:
+                causes.append("it was killed, or its host was lost")
+        elif kind in ("stop", "end"):
+            causes.clear()
+        elif kind == "failure" and causes:
+            causes[-1] = str(event.get("text"))
+    if len(causes) >= MAX_FRUITLESS:
+        reasons = "; ".join(f"{number}. {cause}" for number, cause in enumerate(causes, 1))
+        raise NoProgressError(
+            f"job {job} was started {len(causes)} times in a row after update {update}, and no start reached a new "
+            f"checkpoint: {reasons}. Mend the cause, or save more often (training.save_every), and submit it anew"
+        )
+
+
+def _events(run: Path) -> Iterator[dict[str, Any]]:
+    """Read the events of a run directory, as far as its file can be read. Damaged lines are left out."""
+    with suppress(OSError), (run / EVENTS_FILE).open("rb") as stream:
+        for line in stream:
+            with suppress(ValueError):
+                content = parse_json(line)
+                if isinstance(content, dict) and isinstance(content.get("event"), str):
+                    yield content
 
 
 def finite(values: Mapping[str, Detail]) -> dict[str, Detail]:

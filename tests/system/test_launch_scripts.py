@@ -160,7 +160,8 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
 
 
 PROGRAMS = {
-    "srun": "kill -USR1 $PPID; sleep 5",  # as at a time limit; the script passes the signal on, which ends this
+    # As at a time limit; the script passes the signal on, which ends this.
+    "srun": '[ -z "$STATUS" ] || exit "$STATUS"; kill -USR1 $PPID; sleep 5',
     "scontrol": """case "$*" in
         "show job"*) echo "JobState=RUNNING" ;;
         "show hostnames"*) echo localhost ;;
@@ -169,21 +170,35 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize(("command", "counted"), [("translate", True), ("train", False)])
-def test_a_translation_that_a_signal_ends_counts_as_a_crash(command: str, counted: bool, tmp_path: Path) -> None:
-    """It has kept no piece, so it would be queued again for ever."""
+CRASHED, REQUEUED = "update JobId=7 Comment=crashes:1", "requeue 7"
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "calls"),
+    [
+        ("translate", "", [CRASHED, REQUEUED]),  # it has kept no piece, so it would be queued again for ever
+        ("train", "", [REQUEUED]),
+        ("train", "70", [CRASHED, REQUEUED]),
+        ("train", "78", []),  # it got nowhere
+    ],
+)
+def test_a_job_is_queued_again_by_its_status(command: str, status: str, calls: list[str], tmp_path: Path) -> None:
     for name, content in PROGRAMS.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{content}\n")
         (tmp_path / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost", "DEEPSPEED_NMT_COMMAND": command}
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "SECONDS": "100"}
+    (tmp_path / "calls").touch()
     script = str(ROOT / "launch/train.sbatch")
     done = subprocess.run(
-        [script, "--run", "x"], env={**environment(), **job, **path}, capture_output=True, text=True, timeout=60
+        [script, "--run", "x"],
+        env={**environment(), **job, **path, "STATUS": status},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
-    assert "ended with status 138" in done.stdout, done.stdout + done.stderr
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert calls == [*(["update JobId=7 Comment=crashes:1"] if counted else []), "requeue 7"]
+    assert f"ended with status {status or 138}" in done.stdout, done.stdout + done.stderr
+    assert (tmp_path / "calls").read_text().splitlines() == calls
 
 
 def test_every_script_has_help() -> None:

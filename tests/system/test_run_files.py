@@ -282,3 +282,18 @@ def test_names_that_are_not_utf8_are_refused(run: Path, capsys: pytest.CaptureFi
         prepare += [f"--{split}-source", str(data / "valid.source"), f"--{split}-target", str(data / "valid.target")]
     assert main(train_words(data, run, *SETTINGS)) == 2 and main(prepare) == 2
     assert capsys.readouterr().err.count("UTF-8") == 4
+
+
+def test_a_job_that_gets_nowhere_ends_with_a_status_of_its_own(
+    data: Path, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    start = {"time": "", "update": 0, "event": "start", "text": "", "job": "7"}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/events.jsonl").write_text(3 * f"{json.dumps(start)}\n")
+    words = ["train", "--recipe", "transformer_base", "--data", str(data), "--run", str(tmp_path / "run"), *small]
+    assert main(words) == 78
+    assert "3 times in a row after update 0" in caplog.text
+    *_, last = (tmp_path / "run/events.jsonl").read_text().splitlines()
+    assert json.loads(last)["event"] == "failure"
+    assert not list((tmp_path / "run").glob("checkpoints/update-*"))

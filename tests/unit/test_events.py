@@ -8,15 +8,16 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deepspeed_nmt.config import load_config
-from deepspeed_nmt.errors import ConfigError, ReportedError, TrainingError
+from deepspeed_nmt.errors import ConfigError, NoProgressError, ReportedError, TrainingError
 from deepspeed_nmt.train.configuration import EVENTS
-from deepspeed_nmt.train.events import EVENTS_FILE, NO_EVENTS, Events, Notifier, check_notify, reason
+from deepspeed_nmt.train.events import EVENTS_FILE, NO_EVENTS, Events, Notifier, check_notify, check_progress, reason
 
 
 def read(run: Path) -> list[dict[str, Any]]:
@@ -55,6 +56,36 @@ def test_a_line_is_valid_json_with_the_documented_keys_and_older_lines_stay(tmp_
     assert (best["update"], best["event"], best["text"]) == (400, "best", "two lines")
     assert (best["score"], best["loss"], stop["signal"], stop["text"]) == (31.5, None, "SIGTERM", "größer")
     assert best["time"].endswith("+00:00") and len(best["time"]) == len("2026-11-23T04:05:09+00:00")
+
+
+def begin(events: Events, update: int, job: str = "7") -> None:
+    events.record("resume" if update else "start", update, "begun", job=job)
+
+
+def test_a_job_that_gets_nowhere_three_times_in_a_row_is_not_started_again(tmp_path: Path) -> None:
+    for failure in ("no space left", None, "rank 3 is gone"):
+        check_progress(tmp_path, 40, "7")
+        with suppress(TrainingError), Events(tmp_path, True) as events:
+            begin(events, 40)
+            if failure:
+                raise TrainingError(failure)
+    with (tmp_path / EVENTS_FILE).open("ab") as file:
+        file.write(b'[1]\n{"event": 3}\n{"torn')
+    with pytest.raises(NoProgressError) as refused:
+        check_progress(tmp_path, 40, "7")
+    causes = ("1. no space left", "2. it was killed", "3. rank 3 is gone", "job 7", "after update 40")
+    assert all(cause in str(refused.value) for cause in causes) and refused.value.status == 78
+    # What ends the count: a new checkpoint, another job, a user without SLURM, a stop on request.
+    check_progress(tmp_path, 41, "7")
+    check_progress(tmp_path, 40, "8")
+    check_progress(tmp_path, 40, None)
+    with Events(tmp_path, True) as events:
+        begin(events, 40)
+        events.record("stop", 40, "stopped by SIGTERM")
+    check_progress(tmp_path, 40, "7")
+    for at in (40, 60, 40, 40):  # after a rollback it may resume at an earlier one
+        begin(events, at)
+    check_progress(tmp_path, 40, "7")
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
