@@ -285,7 +285,7 @@ def test_names_that_are_not_utf8_are_refused(run: Path, capsys: pytest.CaptureFi
 
 
 def test_a_job_that_gets_nowhere_ends_with_a_status_of_its_own(
-    data: Path, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    data: Path, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     start = {"time": "", "update": 0, "event": "start", "text": "", "job": "7"}
@@ -293,7 +293,7 @@ def test_a_job_that_gets_nowhere_ends_with_a_status_of_its_own(
     (tmp_path / "run/events.jsonl").write_text(3 * f"{json.dumps(start)}\n")
     words = ["train", "--recipe", "transformer_base", "--data", str(data), "--run", str(tmp_path / "run"), *small]
     assert main(words) == 78
-    assert "3 times in a row after update 0" in caplog.text
+    assert "3 times in a row after update 0" in capsys.readouterr().err
     *_, last = (tmp_path / "run/events.jsonl").read_text().splitlines()
     assert json.loads(last)["event"] == "failure"
     assert not list((tmp_path / "run").glob("checkpoints/update-*"))
