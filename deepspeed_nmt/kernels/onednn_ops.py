@@ -8,7 +8,7 @@ A decoder multiplies a few rows by the same weights, one position after another.
 in every call, which takes longer than the product. oneDNN and FBGEMM take weights that are rearranged ("packed")
 already, in fp32, bf16 or int8. In int8 each row of a weight has a scale of its own. The input is quantised in each
 call, with one scale for all rows of the batch. So a translation depends in its last digits on the sentences that are
-translated with it.
+translated with it. A NaN in the input has no equal in int8, and becomes some number: whoever multiplies looks for it.
 
 Legend: N rows, D input width, E output width.
 """
@@ -128,8 +128,10 @@ class PackedWeight:
         product: Tensor
         if residual is not None:
             product = multiply.binary(x, residual.contiguous(), self._weight, self._bias, "add")
-        elif activation is None:
+        elif activation in (None, "relu"):
             product = multiply(x, self._weight, self._bias, "none", [], "")
+            # oneDNN's own ReLU turns NaN into 0, which would hide damaged weights, and is no faster.
+            product = product if activation is None else product.relu_()
         else:
             product = multiply(x, self._weight, self._bias, activation, [], "none" if activation == "gelu" else "")
         return product

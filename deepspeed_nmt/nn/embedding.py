@@ -203,7 +203,9 @@ class Projection(nn.Module, UsesKernels, UsesPackedWeights):
         Shape: (..., D) -> (..., V), or that of the result of ``consume``
         """
         if consume is None and self.packed is not None:
-            return self.packed.of(self)(states)
+            logits = self.packed.of(self)(states)
+            # A product in int8 hides a NaN of its input, which residual connections brought here from any layer.
+            return logits.fill_(torch.nan) if self.packed.int8 and not states.isfinite().all() else logits
         if consume is None:
             return self.kernels.linear(states, self.weight, self.bias)
         return consume(states, self.weight, bias=self.bias, kernels=self.kernels)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from deepspeed_nmt.errors import CheckpointError
 from deepspeed_nmt.kernels.choice import UsesKernels
 from deepspeed_nmt.kernels.onednn_ops import PackedWeight
 
@@ -42,23 +43,24 @@ class PackedWeights:
         int8: True to round them to int8.
 
     Attributes:
+        int8: True if they are rounded to int8.
         steps: steps of decoder layers with these weights, each made by its layer when it is first taken.
     """
 
     def __init__(self, int8: bool = False) -> None:
         self.steps: dict[nn.Module, Any] = {}
-        self._int8 = int8
+        self.int8 = int8
         self._packed: dict[tuple[Weighted, ...], PackedWeight] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeights:
         """Return an empty one: a copied model may be given other weights."""
-        return type(self)(self._int8)
+        return type(self)(self.int8)
 
     def of(self, *layers: Weighted) -> PackedWeight:
         """Return the weights of layers that multiply the same input, one below the other."""
         if layers not in self._packed:
             weight, bias = joined(layers) if len(layers) > 1 else (layers[0].weight, layers[0].bias)
-            self._packed[layers] = PackedWeight(weight, bias, self._int8)
+            self._packed[layers] = PackedWeight(weight, bias, self.int8)
         return self._packed[layers]
 
 
@@ -80,7 +82,12 @@ def pack_weights(model: nn.Module, int8: bool = False) -> None:
     Args:
         model: the model, in fp32 or bf16.
         int8: True to round the weights to int8.
+
+    Raises:
+        CheckpointError: if a weight is not finite and int8 would hide it.
     """
+    if int8 and (name := next((name for name, p in model.named_parameters() if not p.isfinite().all()), None)):
+        raise CheckpointError(f"{name} has NaN or infinity, so the checkpoint is damaged; translate with another one")
     _use(model, PackedWeights(int8))
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import CheckpointError
 from deepspeed_nmt.kernels import onednn_ops
 from deepspeed_nmt.kernels.onednn_ops import PackedWeight
 from deepspeed_nmt.kernels.precision import DTYPES
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.nn.embedding import Projection
 from deepspeed_nmt.nn.layers import DecoderStep
 from deepspeed_nmt.nn.linear import pack_weights
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
@@ -62,6 +65,15 @@ def test_a_packed_weight_multiplies_activates_and_adds(rows: int, int8: bool) ->
             torch.testing.assert_close(found, expected, atol=scale, rtol=0.0)
 
 
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swish"])
+def test_a_packed_weight_keeps_nan(activation: str) -> None:
+    x, weight = torch.randn(3, 1, 48), torch.randn(40, 48)
+    weight[7, 5] = x[1, 0, 2] = torch.nan
+    with torch.inference_mode():
+        is_nan = PackedWeight(weight, torch.zeros(40))(x, activation).isnan()  # type: ignore[arg-type]
+    assert is_nan[..., 7].all() and is_nan[1].all() and is_nan.sum() == 42
+
+
 SOURCE_BS = torch.tensor([[5, 9, 11, 4, 2], [7, 6, 2, 0, 0], [8, 2, 0, 0, 0]])
 
 
@@ -87,3 +99,36 @@ def test_translations_with_packed_weights_are_the_same(norm: str, activation: st
         assert [each.tokens for each in ours] == [each.tokens for each in theirs]
         assert [each.score for each in ours] == pytest.approx([each.score for each in theirs], abs=1e-4)
     assert any(len(found[0].tokens) > 2 for found in plain)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "encoder.layers.0.feed_forward.up_proj.weight",
+        "decoder.layers.1.feed_forward.up_proj.bias",
+        "decoder.layers.0.cross_residual.norm.weight",
+    ],
+)
+def test_nan_in_a_weight_ends_a_search(name: str, int8: bool) -> None:
+    if reason := onednn_ops.obstacle("int8" if int8 else "fp32"):
+        pytest.skip(reason)
+    vocabulary = Vocabulary(40)
+    config = TransformerConfig(dim=32, ffn_dim=48, heads=4, encoder_layers=2, decoder_layers=2)
+    model = build_transformer(config, vocabulary).eval()
+    model.get_parameter(name).data.view(-1)[3] = torch.nan
+    with pytest.raises(CheckpointError, match="NaN"):
+        pack_weights(model, int8)
+        BeamSearch(BeamConfig(beam=3), model, vocabulary).search(SOURCE_BS)
+
+
+def test_nan_in_states_reaches_the_logits_of_int8() -> None:
+    if reason := onednn_ops.obstacle("int8"):
+        pytest.skip(reason)
+    projection = Projection(nn.Parameter(torch.randn(40, 32)))
+    pack_weights(projection, int8=True)
+    states = torch.randn(3, 1, 32)
+    with torch.inference_mode():
+        assert projection(states).isfinite().all()
+        states[1, 0, 4] = torch.nan
+        assert projection(states)[1].isnan().all()
