@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from deepspeed_nmt.kernels.choice import UsesKernels
 from deepspeed_nmt.kernels.segments import Mask
 from deepspeed_nmt.nn.cache import KeysValues, LayerCache
-from deepspeed_nmt.nn.linear import Linear, Product, project
+from deepspeed_nmt.nn.linear import Linear, Product, Sliceable, project
 
 
-class MultiHeadAttention(nn.Module, UsesKernels):
+class MultiHeadAttention(nn.Module, UsesKernels, Sliceable):
     """Attention(Q, K, V) with H heads (Vaswani et al. 2017, 3.2.2).
 
     The key projection has no bias: the same vector added to all keys shifts a query's scores by a constant, which the
@@ -77,18 +77,21 @@ class MultiHeadAttention(nn.Module, UsesKernels):
     ) -> Tensor:
         """Compute the outputs of all heads, concatenated; arguments are those of :meth:`forward`."""
         if memory is query_BTD:
-            keys_BTD, values_BTD, query_BTD = project(query_BTD, self.k_proj, self.v_proj, self.q_proj)
+            copied_BTD = self.ranks.copy(query_BTD)
+            keys_BTD, values_BTD, query_BTD = project(copied_BTD, self.k_proj, self.v_proj, self.q_proj)
             memory = KeysValues(self._split(keys_BTD), self._split(values_BTD))
         else:
-            memory = memory if isinstance(memory, KeysValues) else self.keys_values(memory)
-            query_BTD = self.q_proj(query_BTD)
+            memory = memory if isinstance(memory, KeysValues) else self.project(memory)
+            query_BTD = self.q_proj(self.ranks.copy(query_BTD))
         if cache is not None:
             memory, mask = cache.append(memory)
         rows, length, dim = query_BTD.shape
         sentences = memory.keys.shape[0]
         if rows != sentences:  # nothing is copied for each hypothesis
             query_BTD = query_BTD.reshape(sentences, rows // sentences * length, dim)
-        return self.attend(query_BTD, memory, mask, causal and cache is None).reshape(rows, length, -1)
+        with self.ranks.drawing(self.dropout_p if self.training else 0.0):
+            attended = self.attend(query_BTD, memory, mask, causal and cache is None)
+        return attended.reshape(rows, length, -1)
 
     def attend(self, query_BTD: Tensor, memory: KeysValues, mask: Mask, causal: bool) -> Tensor:
         """Attend from projected queries to keys and values; to be overridden by other kinds of attention.
@@ -112,17 +115,9 @@ class MultiHeadAttention(nn.Module, UsesKernels):
         )
         return attended_BHTK.transpose(1, 2).flatten(2)
 
-    def keys_values(self, memory_BSD: Tensor) -> KeysValues:
-        """Project the states to attend to. Shape: (B,S,D) -> two of (B,H,S,K)."""
-        return KeysValues(*map(self._split, project(memory_BSD, self.k_proj, self.v_proj)))
-
     def project(self, memory_BSD: Tensor) -> KeysValues:
-        """Project states for several calls of :meth:`forward`. Shape: (B,S,D) -> two of (B,H,S,K).
-
-        It is apart from :meth:`keys_values`, which :meth:`heads` calls, because tensor parallelism overrides this and
-        :meth:`heads` to sum the gradients of their inputs over ranks, once.
-        """
-        return self.keys_values(memory_BSD)
+        """Project the states to attend to, for any number of calls. Shape: (B,S,D) -> two of (B,H,S,K)."""
+        return KeysValues(*map(self._split, project(self.ranks.copy(memory_BSD), self.k_proj, self.v_proj)))
 
     def weights(self, query_BTD: Tensor, memory: Tensor | KeysValues, mask: Mask = None) -> Tensor:
         """Compute the attention weights of whole sentences in the padded layout, as the mean of the heads.
@@ -134,7 +129,7 @@ class MultiHeadAttention(nn.Module, UsesKernels):
 
         Shape: (B,T,D), (B,S,D) -> fp32 (B,T,S)
         """
-        keys_BHSK = (memory if isinstance(memory, KeysValues) else self.keys_values(memory)).keys
+        keys_BHSK = (memory if isinstance(memory, KeysValues) else self.project(memory)).keys
         query_BHTK = self._split(self.q_proj(query_BTD))
         scores_BHTS = torch.matmul(query_BHTK, keys_BHSK.transpose(2, 3)).float() / math.sqrt(self.head_dim)
         if isinstance(mask, Tensor):

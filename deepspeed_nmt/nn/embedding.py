@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from deepspeed_nmt.kernels.choice import UsesKernels
 from deepspeed_nmt.kernels.segments import Segments
 from deepspeed_nmt.nn.layers import Activation, Dropout, LayerNorm
-from deepspeed_nmt.nn.linear import Linear, UsesPackedWeights
+from deepspeed_nmt.nn.linear import Linear, Sliceable, UsesPackedWeights
 
 
 def sinusoids(length: int, dim: int, device: torch.device | None = None) -> Tensor:
@@ -66,7 +66,7 @@ POSITIONS: Mapping[PositionName, Callable[[int, int, torch.device | None], Tenso
 """Functions that compute sinusoidal positions, by name."""
 
 
-class TokenEmbedding(nn.Module):
+class TokenEmbedding(nn.Module, Sliceable):
     """Embedding of tokens times sqrt(D), plus sinusoidal positions, then dropout.
 
     Args:
@@ -101,12 +101,8 @@ class TokenEmbedding(nn.Module):
             positions_TD = self._positions(end)[offset:end]
         else:
             positions_TD = self._positions(segments.longest).index_select(0, segments.positions)
-        embedded: Tensor = self.dropout(self.lookup(tokens_BT) * self.scale + positions_TD)
+        embedded: Tensor = self.dropout(self.ranks.lookup(tokens_BT, self.weight) * self.scale + positions_TD)
         return embedded
-
-    def lookup(self, tokens_BT: Tensor) -> Tensor:
-        """Look up rows of the embedding matrix. Shape: (B,T) -> (B,T,D)."""
-        return F.embedding(tokens_BT, self.weight)
 
     def _positions(self, length: int) -> Tensor:
         have = self._positions_TD
@@ -121,7 +117,7 @@ class TokenEmbedding(nn.Module):
         return POSITIONS[self.wavelengths](length, self.weight.shape[1], self.weight.device)
 
 
-class LearnedEmbedding(nn.Module):
+class LearnedEmbedding(nn.Module, Sliceable):
     """Embedding of tokens plus learned positions plus BERT's token type 0, normalised, then dropout.
 
     That of BERT (Devlin et al. 2019).
@@ -152,12 +148,10 @@ class LearnedEmbedding(nn.Module):
             positions_TD = self.position_PD[offset : offset + tokens_BT.shape[1]]
         else:
             positions_TD = F.embedding(segments.positions, self.position_PD)
-        embedded: Tensor = self.dropout(self.norm(self.lookup(tokens_BT) + positions_TD + self.type_D))
+        embedded: Tensor = self.dropout(
+            self.norm(self.ranks.lookup(tokens_BT, self.weight) + positions_TD + self.type_D)
+        )
         return embedded
-
-    def lookup(self, tokens_BT: Tensor) -> Tensor:
-        """Look up rows of the embedding matrix. Shape: (B,T) -> (B,T,D)."""
-        return F.embedding(tokens_BT, self.weight)
 
 
 class PredictionTransform(nn.Module):
@@ -181,7 +175,7 @@ class PredictionTransform(nn.Module):
         return normed
 
 
-class Projection(nn.Module, UsesKernels, UsesPackedWeights):
+class Projection(nn.Module, UsesKernels, UsesPackedWeights, Sliceable):
     """Projection of decoder states to the vocabulary; the output matrix is often the embedding matrix too.
 
     ``projection(states)`` gives logits. A loss passes a function that consumes states and output matrix without
@@ -198,14 +192,18 @@ class Projection(nn.Module, UsesKernels, UsesPackedWeights):
         self.bias = bias_V
 
     def forward(self, states: Any, consume: Callable[..., Any] | None = None) -> Any:
-        """Compute logits, or ``consume(states, weight, bias=bias, kernels=kernels)``.
+        """Compute logits, or ``consume(states, weight, bias=bias, vocabulary=vocabulary, kernels=kernels)``.
+
+        ``vocabulary`` is the slice of the vocabulary whose rows this rank holds; None if it holds all.
 
         Shape: (..., D) -> (..., V), or that of the result of ``consume``
         """
+        vocabulary = self.ranks.vocabulary(self.weight)
+        assert consume is not None or vocabulary is None, "no rank holds whole rows of logits"
         if consume is None and self.packed is not None:
             logits = self.packed.of(self)(states)
             # A product in int8 hides a NaN of its input, which residual connections brought here from any layer.
             return logits.fill_(torch.nan) if self.packed.int8 and not states.isfinite().all() else logits
         if consume is None:
             return self.kernels.linear(states, self.weight, self.bias)
-        return consume(states, self.weight, bias=self.bias, kernels=self.kernels)
+        return consume(states, self.weight, bias=self.bias, vocabulary=vocabulary, kernels=self.kernels)

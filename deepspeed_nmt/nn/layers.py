@@ -19,7 +19,7 @@ from deepspeed_nmt.kernels.choice import UsesKernels
 from deepspeed_nmt.kernels.segments import Mask
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import KeysValues, LayerCache
-from deepspeed_nmt.nn.linear import Linear, PackedWeights, Product, UsesPackedWeights
+from deepspeed_nmt.nn.linear import Linear, PackedWeights, Product, Sliceable, UsesPackedWeights
 
 NormStyle = Literal["pre", "post", "deepnorm"]
 Activation = Literal["relu", "gelu", "swish"]
@@ -51,7 +51,7 @@ class Dropout(nn.Module):
         return torch_ops.dropout(x, self.p if self.training else 0.0)
 
 
-class FeedForward(nn.Module, UsesKernels):
+class FeedForward(nn.Module, UsesKernels, Sliceable):
     """max(0, x W1 + b1) W2 + b2 (Vaswani et al. 2017, eq. 2), or with GELU or swish.
 
     Args:
@@ -74,11 +74,13 @@ class FeedForward(nn.Module, UsesKernels):
 
     def inner(self, x: Tensor) -> Tensor:
         """Compute the outputs of the inner units. Shape: (..., D) -> (..., F)."""
-        if self.activation == "swish":  # has no fused kernel: only imported models have it
-            return torch_ops.dropout(F.silu(self.up_proj(x)), self.dropout_p if self.training else 0.0)
-        product, bias = self.up_proj.product(x, f"bias_{self.activation}_dropout")
-        activate = self.kernels.bias_relu_dropout if self.activation == "relu" else self.kernels.bias_gelu_dropout
-        return activate(product, bias, self.dropout_p, self.training)
+        x, p = self.ranks.copy(x), self.dropout_p if self.training else 0.0
+        with self.ranks.drawing(p):
+            if self.activation == "swish":  # has no fused kernel: only imported models have it
+                return torch_ops.dropout(F.silu(self.up_proj(x)), p)
+            product, bias = self.up_proj.product(x, f"bias_{self.activation}_dropout")
+            activate = self.kernels.bias_relu_dropout if self.activation == "relu" else self.kernels.bias_gelu_dropout
+            return activate(product, bias, self.dropout_p, self.training)
 
 
 Sublayer = Callable[[Tensor], Tensor | Product]
@@ -402,7 +404,7 @@ class DecoderStep:
             source = cache.source.projected
             if source is None:
                 assert context.memory_BSD is not None
-                source = cache.source.projected = self._cross.keys_values(context.memory_BSD)
+                source = cache.source.projected = self._cross.project(context.memory_BSD)
             query = self._query(self._around_cross.before(x_R1D))
             attended = self._attend(query, source, cache.additive(context.mask, x_R1D.dtype))
             x_R1D = self._around_cross.after(self._cross_out(attended, residual=self._around_cross.residual(x_R1D)))

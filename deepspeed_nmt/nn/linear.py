@@ -6,14 +6,17 @@ Legend: D input width, E output width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepspeed_nmt.errors import CheckpointError
 from deepspeed_nmt.kernels.choice import UsesKernels
 from deepspeed_nmt.kernels.onednn_ops import PackedWeight
+from deepspeed_nmt.kernels.torch_ops import VocabularySlice
 
 
 class Product(NamedTuple):
@@ -100,6 +103,40 @@ def _use(model: nn.Module, weights: PackedWeights | None) -> None:
     for module in model.modules():
         if isinstance(module, UsesPackedWeights):
             module.packed = weights
+
+
+class OneRank:
+    """The ranks that hold slices of a module's weights: this one alone, with whole weights.
+
+    :class:`deepspeed_nmt.parallel.tensor.TensorRanks` are several.
+    """
+
+    def copy(self, x: Tensor) -> Tensor:
+        """Return a replicated input of sliced products, whose gradient is summed over ranks."""
+        return x
+
+    def lookup(self, tokens_BT: Tensor, weight_VD: Tensor) -> Tensor:
+        """Look up rows of an embedding matrix. Shape: (B,T), (V,D) -> (B,T,D)."""
+        return F.embedding(tokens_BT, weight_VD)
+
+    def vocabulary(self, weight_VD: Tensor) -> VocabularySlice | None:
+        """Return the slice of the vocabulary whose rows of an output matrix this rank holds; None if it holds all."""
+        return None
+
+    def drawing(self, p: float) -> AbstractContextManager[None]:
+        """Draw masks of sliced activations by a generator of this rank in the block, if ``p`` is above 0."""
+        return nullcontext()
+
+
+class Sliceable:
+    """Mixin of modules that tensor parallelism slices.
+
+    Attributes:
+        ranks: those that hold slices; no part of the module's state; set from outside by
+            :func:`deepspeed_nmt.parallel.tensor.parallelize`.
+    """
+
+    ranks = OneRank()
 
 
 class Linear(nn.Linear, UsesKernels, UsesPackedWeights):

@@ -9,8 +9,8 @@ The ranks of a tensor-parallel group hold slices of the large matrices and proce
 
 LayerNorms, biases that are added after an all-reduce, and activations between sub-layers are replicated. A sub-layer
 needs two all-reduces: of its output in the forward pass, and of its input's gradient in the backward pass.
-:data:`SLICERS` contains a function for each kind of module that is sliced. The model itself contains no code for
-tensor parallelism.
+The modules that are sliced have an attribute ``ranks`` (:class:`deepspeed_nmt.nn.linear.OneRank`), through which
+everything that ranks exchange goes. :func:`parallelize` slices their weights and sets it.
 
 Dropout masks on replicated activations are drawn from the common generator, so they are equal on all ranks. Inside a
 sliced sub-layer each rank draws from a generator of its own. Its seed is drawn from the common one, so recomputation
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,12 +33,11 @@ from typing_extensions import override
 
 from deepspeed_nmt import randomness
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.kernels.segments import Mask
+from deepspeed_nmt.kernels.torch_ops import VocabularySlice
 from deepspeed_nmt.nn.attention import MultiHeadAttention
-from deepspeed_nmt.nn.cache import KeysValues, LayerCache
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform, Projection, TokenEmbedding
 from deepspeed_nmt.nn.layers import FeedForward
-from deepspeed_nmt.nn.linear import Linear, Product
+from deepspeed_nmt.nn.linear import Linear, OneRank, Product
 from deepspeed_nmt.parallel.world import World
 
 SLICE = "tensor_slice"
@@ -103,27 +101,36 @@ class ModelParallelUnit:
 def parallelize(model: nn.Module, world: World) -> None:
     """Slice a model in place; with one tensor-parallel rank leave it unchanged.
 
+    A class derived from one of :data:`SLICERS` is sliced as that one, unless it overrides a method in which ranks
+    exchange something: an attention may override ``attend``.
+
     Args:
         model: the whole model, equal on all ranks.
         world: the ranks.
 
     Raises:
-        ConfigError: if the tensor-parallel ranks do not divide ``heads`` or ``ffn_dim``, or the model has a linear
-            layer that cannot be sliced.
+        ConfigError: if the tensor-parallel ranks do not divide ``heads`` or ``ffn_dim``, or the model has an
+            attention, a feed-forward network or a linear layer that cannot be sliced.
     """
     if world.tensor_ranks == 1:
         return
+    ranks = TensorRanks(world)
     for module in list(model.modules()):
-        slicer = SLICERS.get(type(module))
-        if slicer is not None:
-            slicer(module, world)
-    common = {part for module in model.modules() if isinstance(module, COMMON) for part in module.modules()}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module not in common and not hasattr(module.weight, SLICE):
-            raise ConfigError(
-                f"engine.tensor_parallel is {world.tensor_ranks}, but this model's {name} cannot be sliced; use "
-                "engine.tensor_parallel=1 with engine.ds_config=zero3"
-            )
+        for kind, (slice_weights, methods) in SLICERS.items():
+            inherits = (getattr(type(module), name, None) is getattr(kind, name) for name in methods)
+            if isinstance(module, kind) and all(inherits):
+                slice_weights(module, ranks)
+                module.ranks = ranks  # type: ignore[assignment]
+    common = {p for module in model.modules() if isinstance(module, PredictionTransform) for p in module.parameters()}
+    common |= {module.bias for module in model.modules() if isinstance(module, RowParallelLinear)}
+    for path, module in model.named_modules():
+        if isinstance(module, (MultiHeadAttention, FeedForward, nn.Linear)):
+            for name, parameter in module.named_parameters():
+                if not hasattr(parameter, SLICE) and parameter not in common:
+                    raise ConfigError(
+                        f"engine.tensor_parallel is {world.tensor_ranks}, but this model's {path}.{name} cannot be "
+                        "sliced; use engine.tensor_parallel=1 with engine.ds_config=zero3"
+                    )
 
 
 def _slice_parameter(parameter: Tensor, dim: int, world: World) -> None:
@@ -135,86 +142,59 @@ def _slice_parameter(parameter: Tensor, dim: int, world: World) -> None:
         parameter.model_parallel = True  # type: ignore[attr-defined]  # DeepSpeed reads it
 
 
-def _slice_columns(linear: nn.Linear, world: World) -> None:
-    """Slice a linear layer by output features (columns of A in Y = XA)."""
-    _slice_parameter(linear.weight, 0, world)
-    if linear.bias is not None:
-        _slice_parameter(linear.bias, 0, world)
+def _slice_rows_of(module: Any, ranks: TensorRanks) -> None:
+    """Slice an embedding, an output matrix and its bias, or the outputs of a linear layer, by rows of the matrix."""
+    _slice_parameter(module.weight, 0, ranks.world)
+    if getattr(module, "bias", None) is not None:
+        _slice_parameter(module.bias, 0, ranks.world)
 
 
-def _slice_rows(linear: nn.Linear, world: World) -> None:
-    """Slice a linear layer by input features (rows of A in Y = XA); its output is a sum over ranks."""
-    _slice_parameter(linear.weight, 1, world)
-    _change_class(linear, _RowParallelLinear, world)
-
-
-def _change_class(module: nn.Module, kind: type[nn.Module], world: World) -> None:
-    """Change the class of a module to its parallel subclass, in place, so that parameters keep their names."""
-    module.__class__ = kind
-    module.world = world  # type: ignore[assignment]
-
-
-def _slice_attention(module: nn.Module, world: World) -> None:
+def _slice_attention(attention: Any, ranks: TensorRanks) -> None:
     """Slice an attention sub-layer by heads."""
-    assert isinstance(module, MultiHeadAttention)
-    heads = module.q_proj.out_features // module.head_dim
-    if heads % world.tensor_ranks:
-        raise ConfigError(
-            f"engine.tensor_parallel is {world.tensor_ranks}, which does not divide the model's {heads} heads"
-        )
-    for layer in (module.q_proj, module.k_proj, module.v_proj):
-        _slice_columns(layer, world)
-    _slice_rows(module.out_proj, world)
-    _change_class(module, _ParallelAttention, world)
+    heads = attention.q_proj.out_features // attention.head_dim
+    _check_divides(ranks, heads, f"{heads} heads")
+    for layer in (attention.q_proj, attention.k_proj, attention.v_proj):
+        _slice_rows_of(layer, ranks)
+    attention.out_proj = RowParallelLinear(attention.out_proj, ranks)
 
 
-def _slice_feed_forward(module: nn.Module, world: World) -> None:
+def _slice_feed_forward(network: Any, ranks: TensorRanks) -> None:
     """Slice a feed-forward sub-layer along its inner dimension."""
-    assert isinstance(module, FeedForward)
-    if module.up_proj.out_features % world.tensor_ranks:
+    _check_divides(ranks, network.up_proj.out_features, f"ffn_dim {network.up_proj.out_features}")
+    _slice_rows_of(network.up_proj, ranks)
+    network.down_proj = RowParallelLinear(network.down_proj, ranks)
+
+
+def _check_divides(ranks: TensorRanks, size: int, named: str) -> None:
+    if size % ranks.world.tensor_ranks:
         raise ConfigError(
-            f"engine.tensor_parallel is {world.tensor_ranks}, which does not divide the model's ffn_dim "
-            f"{module.up_proj.out_features}"
+            f"engine.tensor_parallel is {ranks.world.tensor_ranks}, which does not divide the model's {named}"
         )
-    _slice_columns(module.up_proj, world)
-    _slice_rows(module.down_proj, world)
-    _change_class(module, _ParallelFeedForward, world)
 
 
-def _slice_embedding(module: nn.Module, world: World) -> None:
-    """Slice an embedding by tokens."""
-    assert isinstance(module, (TokenEmbedding, LearnedEmbedding))
-    _slice_parameter(module.weight, 0, world)
-    _change_class(
-        module, _ParallelEmbedding if isinstance(module, TokenEmbedding) else _ParallelLearnedEmbedding, world
-    )
-
-
-def _slice_projection(module: nn.Module, world: World) -> None:
-    """Slice the output matrix and its bias by tokens."""
-    assert isinstance(module, Projection)
-    _slice_parameter(module.weight, 0, world)
-    if module.bias is not None:
-        _slice_parameter(module.bias, 0, world)
-    _change_class(module, _ParallelProjection, world)
-
-
-SLICERS: dict[type[nn.Module], Callable[[nn.Module, World], None]] = {
-    MultiHeadAttention: _slice_attention,
-    FeedForward: _slice_feed_forward,
-    TokenEmbedding: _slice_embedding,
-    LearnedEmbedding: _slice_embedding,
-    Projection: _slice_projection,
+SLICERS: dict[type[nn.Module], tuple[Callable[[Any, TensorRanks], None], tuple[str, ...]]] = {
+    MultiHeadAttention: (_slice_attention, ("forward", "heads", "project")),
+    FeedForward: (_slice_feed_forward, ("forward", "inner")),
+    TokenEmbedding: (_slice_rows_of, ("forward",)),
+    LearnedEmbedding: (_slice_rows_of, ("forward",)),
+    Projection: (_slice_rows_of, ("forward",)),
 }
-"""Functions that slice a module in place, by its exact class."""
-COMMON: tuple[type[nn.Module], ...] = (PredictionTransform,)
-"""Modules that are replicated, with replicated inputs and outputs."""
+"""Functions that slice the weights of a module, by its class, and the methods in which ranks exchange something."""
 
 
-class _RowParallelLinear(Linear):
-    """Linear layer sliced by rows: partial sums, an all-reduce, then the bias."""
+class RowParallelLinear(Linear):
+    """Linear layer sliced by input features (rows of A in Y = XA): partial sums, an all-reduce, then the bias."""
 
-    world: World
+    def __init__(self, linear: Linear, ranks: TensorRanks) -> None:
+        super().__init__(linear.in_features, linear.out_features, device="meta")
+        _slice_parameter(linear.weight, 1, ranks.world)
+        self.weight, self.bias, self.kernels, self.training = (
+            linear.weight,
+            linear.bias,
+            linear.kernels,
+            linear.training,
+        )
+        self.group = ranks.world.tensor_group
 
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -222,81 +202,46 @@ class _RowParallelLinear(Linear):
 
     @override
     def product(self, x: Tensor, operation: str = "bias_dropout_add") -> Product:
-        partial_sum = self.kernels.linear(x, self.weight)
-        whole: Tensor = _Sum.apply(partial_sum, self.world.tensor_group)  # type: ignore[no-untyped-call]
+        whole: Tensor = _Sum.apply(self.kernels.linear(x, self.weight), self.group)  # type: ignore[no-untyped-call]
         return Product(whole, self.bias)
 
 
-class _ParallelAttention(MultiHeadAttention):
-    """Attention with this rank's heads."""
+class TensorRanks(OneRank):
+    """The ranks of a tensor-parallel group."""
 
-    world: World
-
-    @override
-    def project(self, memory_BSD: Tensor) -> KeysValues:
-        return super().project(_copy(memory_BSD, self.world))
+    def __init__(self, world: World) -> None:
+        self.world = world
 
     @override
-    def heads(
-        self,
-        query_BTD: Tensor,
-        memory: Tensor | KeysValues,
-        mask: Mask,
-        causal: bool,
-        cache: LayerCache | None = None,
-    ) -> Tensor:
-        copied_BTD = _copy(query_BTD, self.world)
-        if isinstance(memory, Tensor):
-            memory = copied_BTD if memory is query_BTD else _copy(memory, self.world)
-        with _rank_generator(self.training and self.dropout_p > 0.0, self.world):
-            return super().heads(copied_BTD, memory, mask, causal, cache)
-
-
-class _ParallelFeedForward(FeedForward):
-    """Feed-forward sub-layer with this rank's part of the inner dimension."""
-
-    world: World
+    def copy(self, x: Tensor) -> Tensor:
+        copied: Tensor = _Copy.apply(x, self.world.tensor_group)  # type: ignore[no-untyped-call]
+        return copied
 
     @override
-    def inner(self, x: Tensor) -> Tensor:
-        with _rank_generator(self.training and self.dropout_p > 0.0, self.world):
-            return super().inner(_copy(x, self.world))
-
-
-class _ParallelLookup:
-    """Lookup in an embedding matrix sliced by tokens: zeros for tokens of other ranks, then an all-reduce."""
-
-    world: World
-    weight: nn.Parameter
-
-    def lookup(self, tokens_BT: Tensor) -> Tensor:
-        part: Slice = getattr(self.weight, SLICE)
+    def lookup(self, tokens_BT: Tensor, weight_VD: Tensor) -> Tensor:
+        part: Slice = getattr(weight_VD, SLICE)
         local_BT = tokens_BT - part.start
         elsewhere_BT = (local_BT < 0) | (local_BT >= part.stop - part.start)
-        embedded_BTD = F.embedding(local_BT.masked_fill(elsewhere_BT, 0), self.weight)
+        embedded_BTD = F.embedding(local_BT.masked_fill(elsewhere_BT, 0), weight_VD)
         embedded_BTD = embedded_BTD.masked_fill(elsewhere_BT.unsqueeze(-1), 0.0)
         whole: Tensor = _Sum.apply(embedded_BTD, self.world.tensor_group)  # type: ignore[no-untyped-call]
         return whole
 
-
-class _ParallelEmbedding(_ParallelLookup, TokenEmbedding):
-    """Token embedding sliced by tokens."""
-
-
-class _ParallelLearnedEmbedding(_ParallelLookup, LearnedEmbedding):
-    """Token embedding of a BERT sliced by tokens."""
-
-
-class _ParallelProjection(Projection):
-    """Output matrix sliced by tokens; ``consume`` receives the slice as its argument ``vocabulary``."""
-
-    world: World
+    @override
+    def vocabulary(self, weight_VD: Tensor) -> VocabularySlice:
+        return _Vocabulary(getattr(weight_VD, SLICE), self.world.tensor_group)
 
     @override
-    def forward(self, states: Any, consume: Callable[..., Any] | None = None) -> Any:
-        assert consume is not None, "no rank holds whole rows of logits"
-        vocabulary = _Vocabulary(getattr(self.weight, SLICE), self.world.tensor_group)
-        return super().forward(states, partial(consume, vocabulary=vocabulary))
+    @contextlib.contextmanager
+    def drawing(self, p: float) -> Iterator[None]:
+        if p == 0.0:
+            yield
+            return
+        world = self.world
+        common = int(torch.randint(2**62, ()))
+        with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
+            torch.manual_seed(randomness.key(common, randomness.Purpose.TENSOR_RANK, world.tensor_rank) >> 1)
+            yield
 
 
 class _Vocabulary:
@@ -347,24 +292,6 @@ def _all_reduce(x: Tensor, group: Any) -> None:
     """Sum a tensor over a group in place; do nothing on the meta device, where the planner measures models."""
     if x.device.type != "meta":
         dist.all_reduce(x, group=group)
-
-
-def _copy(x: Tensor, world: World) -> Tensor:
-    """Pass a replicated tensor into a sliced sub-layer; see :class:`_Copy`."""
-    copied: Tensor = _Copy.apply(x, world.tensor_group)  # type: ignore[no-untyped-call]
-    return copied
-
-
-@contextlib.contextmanager
-def _rank_generator(needed: bool, world: World) -> Iterator[None]:
-    """Draw random numbers of the block from a generator of this rank, and restore the common one after it."""
-    if not needed:
-        yield
-        return
-    common = int(torch.randint(2**62, ()))
-    with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
-        torch.manual_seed(randomness.key(common, randomness.Purpose.TENSOR_RANK, world.tensor_rank) >> 1)
-        yield
 
 
 def gather(tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter], world: World) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from functools import partial
@@ -20,12 +21,16 @@ from deepspeed_nmt.data.loader import TrainLoader, collate
 from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.settings import EngineConfig, resolve_engine
+from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels import cross_entropy, torch_ops
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy, projected_cross_entropy_ref
+from deepspeed_nmt.kernels.segments import Mask
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.nn.attention import MultiHeadAttention
+from deepspeed_nmt.nn.cache import KeysValues
 from deepspeed_nmt.nn.embedding import Projection
-from deepspeed_nmt.parallel.tensor import SLICE, parallelize
+from deepspeed_nmt.parallel.tensor import SLICE, parallelize, scatter
 from deepspeed_nmt.parallel.world import World, join_world, leave_world
 from deepspeed_nmt.train.optimizers.adam import AdamConfig
 
@@ -123,9 +128,50 @@ def sliced_cross_entropy(world: World) -> dict[str, Any]:
     return found
 
 
+class OwnAttention(MultiHeadAttention):
+    """Attention with queries and values of its own, and no weights."""
+
+    def attend(self, query_BTD: Tensor, memory: KeysValues, mask: Mask, causal: bool) -> Tensor:
+        return super().attend(1.5 * query_BTD, KeysValues(memory.keys, memory.values.sin()), mask, causal)
+
+
+class GatedAttention(OwnAttention):
+    """Attention with a weight of its own, of which ranks would have only parts of the gradient."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.gate = nn.Parameter(torch.ones(1))
+
+
+def own_attention(world: World) -> dict[str, Any]:
+    """Return errors of outputs and gradients of a sliced attention of one's own, and how another one is refused."""
+    torch.manual_seed(7)
+    whole = OwnAttention(32, 4).double()
+    sliced = copy.deepcopy(whole)
+    parallelize(sliced, world)
+    query, memory = torch.randn(2, 2, 5, 32, dtype=torch.float64)
+    leaves = [(query.clone().requires_grad_(), memory.clone().requires_grad_()) for _ in range(2)]
+    differences = []
+    results = []
+    for layer, (x, m) in zip((whole, sliced), leaves, strict=True):
+        results.append(layer(x, x, None, True).total() + layer(x, m).total() + layer(x, layer.project(m)).total())
+        results[-1].square().sum().backward()
+    differences.append(float((results[0] - results[1]).abs().max()))
+    differences += [float((a.grad - b.grad).abs().max()) for a, b in zip(*leaves, strict=True)]
+    for (name, ours), theirs in zip(sliced.named_parameters(), whole.parameters(), strict=True):
+        assert name == "out_proj.bias" or hasattr(ours, SLICE), name
+        differences.append(float((ours.grad - scatter(theirs.grad, ours)).abs().max()))
+    try:
+        parallelize(nn.Sequential(GatedAttention(32, 4)), world)
+    except ConfigError as refusal:
+        return {"differences": differences, "refusal": str(refusal)}
+    return {"differences": differences, "refusal": ""}
+
+
 def main() -> None:
     world = join_world("cpu", timeout_s=60, tensor_ranks=2)
     report = {"training": training(Path(sys.argv[1]), world), "cross_entropy": sliced_cross_entropy(world)}
+    report["own_attention"] = own_attention(world)
     if world.is_main:
         Path(sys.argv[2]).write_text(json.dumps(report))
     leave_world()

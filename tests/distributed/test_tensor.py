@@ -50,6 +50,11 @@ def test_sliced_cross_entropy_equals_that_of_all_logits(report: dict[str, Any], 
     assert max(report["cross_entropy"][states]) < 1e-12
 
 
+def test_an_attention_of_ones_own_is_sliced_by_heads_if_it_has_no_weights_of_its_own(report: dict[str, Any]) -> None:
+    assert max(report["own_attention"]["differences"]) < 1e-12
+    assert "0.gate cannot be sliced" in report["own_attention"]["refusal"]
+
+
 def world(tensor_ranks: int) -> World:
     return World(0, tensor_ranks, 0, torch.device("cpu"), tensor_ranks)
 
@@ -68,5 +73,5 @@ def test_indivisible_dimensions_are_refused(changes: dict[str, int], ranks: int,
 
 
 def test_a_layer_that_cannot_be_sliced_is_refused() -> None:
-    with pytest.raises(ConfigError, match="this model's 0 cannot be sliced"):
+    with pytest.raises(ConfigError, match=r"this model's 0\.weight cannot be sliced"):
         parallelize(nn.Sequential(nn.Linear(4, 4)), world(2))
