@@ -66,9 +66,13 @@ def epoch_window(source: Lengths, target: Lengths, update_tokens: int, seed: int
 
 
 def free_port() -> int:
-    """Return a free port below the ephemeral ports, which the system may give to outgoing connections."""
+    """Return a free port, which no other worker of pytest takes meanwhile.
+
+    Jobs of SLURM take ports below 30000, and the system gives those from 32768 on to outgoing connections.
+    """
+    workers, worker = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), os.environ.get("PYTEST_XDIST_WORKER", "")
     while True:
-        port = random.SystemRandom().randrange(20000, 30000)
+        port = random.SystemRandom().randrange(30000 + int(worker[2:] or 0), 32768, workers)
         with socket.socket() as s:
             if s.connect_ex(("127.0.0.1", port)) != 0:
                 return port
@@ -89,10 +93,8 @@ def rank_environment(rank: int, ranks: int, port: int, scratch: Path) -> dict[st
     }
 
 
-def run_ranks(
-    command: list[str], ranks: int, scratch: Path, timeout: float, status: int = 0, **environment: str
-) -> list[str]:
-    """Run ``python *command`` on several ranks and return the output of each. At the timeout all are killed.
+def run_ranks(command: list[str], ranks: int, scratch: Path, status: int = 0, **environment: str) -> list[str]:
+    """Run ``python *command`` on several ranks and return the output of each. After 800 s all are killed.
 
     Raises:
         AssertionError: with the output of all ranks, if one does not end with ``status`` in time.
@@ -103,7 +105,7 @@ def run_ranks(
         Program(command, {**rank_environment(rank, ranks, port, scratch), **environment}, log)
         for rank, log in enumerate(logs)
     ]
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + 800
     try:
         for process in processes:
             process.wait(max(0.1, deadline - time.monotonic()))

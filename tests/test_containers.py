@@ -71,9 +71,9 @@ def test_the_files_of_an_image_suffice_to_build_it(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)
     script = tmp_path / "containers/build.sh"
-    done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=20)
+    done = subprocess.run([script, "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "containers/build.sh cpu|cuda|v100" in done.stdout, done.stderr
-    done = subprocess.run([script, "gpu"], capture_output=True, text=True, timeout=20)
+    done = subprocess.run([script, "gpu"], capture_output=True, text=True)
     assert done.returncode == 2 and "LOCK is 'gpu'" in done.stderr
     assert {"setup.py", "pyproject.toml", "README.md", "requirements"} <= set(included()), "what pip reads"
 
@@ -84,7 +84,7 @@ def test_a_user_without_a_home_directory_gets_one(tmp_path: Path) -> None:
 
     def sourced(**settings: str) -> list[str]:
         plain = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path), **settings}
-        done = subprocess.run(["sh", "-c", code], env=plain, capture_output=True, text=True, check=True, timeout=20)
+        done = subprocess.run(["sh", "-c", code], env=plain, capture_output=True, text=True, check=True)
         return done.stdout.strip().split("|")
 
     home, user, path, python = sourced(HOME="/nonexistent")
@@ -111,7 +111,7 @@ def run_container(apptainer: Path, *words: str, **settings: str) -> subprocess.C
     path = {"PATH": f"{apptainer.parent}:{kept['PATH']}", "TMPDIR": str(place), "PYTHONPATH": "/of/the/host"}
     return subprocess.run(
         [ROOT / "launch/container.sh", *words], env={**kept, **path, **settings}, cwd=place, capture_output=True,
-        text=True, timeout=20,
+        text=True,
     )  # fmt: skip
 
 

@@ -101,7 +101,7 @@ def variables(**settings: str) -> dict[str, str]:
 
 def run(*words: str | Path, **settings: str) -> subprocess.CompletedProcess[str]:
     command = [str(word) for word in words]
-    return subprocess.run(command, env=variables(**settings), capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=variables(**settings), capture_output=True, text=True)
 
 
 def collect(repository: Path, out: Path, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:

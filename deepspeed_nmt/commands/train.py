@@ -139,7 +139,9 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
             logger.info("%s", summary(environment()))
         notifier = Notifier(config.training.notify, config.training.notify_on)
         with Events(arguments.run, world.is_main, notifier) as events:
-            watchdog = Watchdog(world, engine.silent_s, engine.stuck_s, engine.timeout_s, failed=events.fail)
+            # It names the rank at fault before the others leave a collective, which has the same time limit.
+            slow_s = engine.timeout_s - min(engine.silent_s, engine.timeout_s / 2)
+            watchdog = Watchdog(world, engine.silent_s, engine.stuck_s, slow_s, failed=events.fail)
             with watchdog:
                 return Trainer(
                     path=arguments.run,

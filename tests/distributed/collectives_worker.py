@@ -33,7 +33,7 @@ def fail(who: set[int], error: Exception, status: int, world: World) -> None:
 
 
 def main() -> None:
-    world = join_world("cpu", timeout_s=30)
+    world = join_world("cpu", timeout_s=300)
     rank, ranks = world.rank, world.ranks
     barrier(world)
     assert sum_over_ranks({"b": 1.0, "a": float(rank)}, world) == {"a": ranks * (ranks - 1) / 2, "b": float(ranks)}

@@ -145,7 +145,7 @@ def count(directory: Path, name: str, world: World) -> dict[str, Any]:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    world = join_world("cpu", timeout_s=60)
+    world = join_world("cpu", timeout_s=300)
     report = {name: count(Path(sys.argv[1]), name, world) for name in sys.argv[3:]}
     if world.is_main:
         Path(sys.argv[2]).write_text(json.dumps(report))

@@ -169,7 +169,7 @@ def own_attention(world: World) -> dict[str, Any]:
 
 
 def main() -> None:
-    world = join_world("cpu", timeout_s=60, tensor_ranks=2)
+    world = join_world("cpu", timeout_s=300, tensor_ranks=2)
     report = {"training": training(Path(sys.argv[1]), world), "cross_entropy": sliced_cross_entropy(world)}
     report["own_attention"] = own_attention(world)
     if world.is_main:

@@ -19,7 +19,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     random_corpus(directory, pairs=100, vocab=60, seed=1)
     out = directory / "report.json"
     worker = [str(ROOT / "tests/distributed/state_worker.py"), str(directory), str(out)]
-    run_ranks([*worker, *ENGINES], 2, directory, timeout=200)
+    run_ranks([*worker, *ENGINES], 2, directory)
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 

@@ -22,7 +22,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("tensor")
     random_corpus(directory, pairs=200, vocab=60, seed=1)
     out = directory / "report.json"
-    run_ranks([str(ROOT / "tests/distributed/tensor_worker.py"), str(directory), str(out)], 2, directory, timeout=120)
+    run_ranks([str(ROOT / "tests/distributed/tensor_worker.py"), str(directory), str(out)], 2, directory)
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 

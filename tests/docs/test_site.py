@@ -72,7 +72,6 @@ def site() -> Path:
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return SITE

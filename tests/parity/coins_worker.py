@@ -53,7 +53,7 @@ class BothRanks(TrainLoader):
 
 def main() -> None:
     deepspeed.utils.nvtx.enable_nvtx = False  # ZeRO-3 would spend much of its time on markers for a profiler
-    world = join_world("cpu", timeout_s=60)
+    world = join_world("cpu", timeout_s=300)
     directory, out = Path(sys.argv[1]), Path(sys.argv[2])
     models.self_tests = lambda: {CASE.name: CASE}
     report: dict[str, Any] = {}

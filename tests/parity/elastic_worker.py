@@ -22,7 +22,7 @@ from tests.support import parity_loader
 def main() -> None:
     directory, method, engine_name = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     first, last, start, store, out = int(sys.argv[4]), int(sys.argv[5]), sys.argv[6], Path(sys.argv[7]), sys.argv[8]
-    world = join_world("cpu", timeout_s=60, tensor_ranks=int(os.environ["TENSOR_RANKS"]))
+    world = join_world("cpu", timeout_s=300, tensor_ranks=int(os.environ["TENSOR_RANKS"]))
     checkpoint = None if start == "-" else Checkpoint(Path(start))
     weights = None if checkpoint is None else checkpoint.weights()
     engine = build(method, engine_name, world, directory, weights=weights)

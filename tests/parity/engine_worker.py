@@ -77,7 +77,7 @@ def main() -> None:
         Kernels.joins_products = lambda self, x: torch.is_grad_enabled()  # type: ignore[method-assign]
     # Compiled layers are traced, split into forward and backward, but run by torch: code would take minutes.
     torch.compile = partial(torch.compile, backend="aot_eager")
-    world = join_world("cpu", timeout_s=60, tensor_ranks=int(os.environ.get("TENSOR_RANKS", "1")))
+    world = join_world("cpu", timeout_s=300, tensor_ranks=int(os.environ.get("TENSOR_RANKS", "1")))
     directory, out, (method, _, data) = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3].partition("+")
     case = models.self_tests()[method]
     shape = {**case.settings["model"], **json.loads(os.environ.get("MODEL", "{}"))}

@@ -11,8 +11,6 @@ import pytest
 from deepspeed_nmt.parity import write_corpus
 from tests.support import ROOT, run_ranks
 
-pytestmark = pytest.mark.timeout(200)
-
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -20,7 +18,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("coins")
     write_corpus(directory)
     out = directory / "report.json"
-    run_ranks([str(ROOT / "tests/parity/coins_worker.py"), str(directory), str(out)], 2, directory, timeout=180)
+    run_ranks([str(ROOT / "tests/parity/coins_worker.py"), str(directory), str(out)], 2, directory)
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 

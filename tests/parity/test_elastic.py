@@ -13,8 +13,6 @@ from deepspeed_nmt.parity import write_corpus
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from tests.support import ROOT, run_ranks
 
-pytestmark = pytest.mark.timeout(600)
-
 METHOD = "deep_decoder"
 HALF, END = 10, 20
 # Engine, number of ranks, tensor-parallel ranks among them.
@@ -40,7 +38,7 @@ def segment(tmp_path_factory: pytest.TempPathFactory) -> Segment:
         out = store.with_suffix(".json")
         worker = [str(ROOT / "tests/parity/elastic_worker.py"), str(directory), METHOD, engine]
         words = [*worker, str(first), str(last), str(start or "-"), str(store), str(out)]
-        run_ranks(words, ranks, directory, timeout=300, TENSOR_RANKS=str(tensor))
+        run_ranks(words, ranks, directory, TENSOR_RANKS=str(tensor))
         return json.loads(out.read_text()), store / f"update-{last:07d}"
 
     return run

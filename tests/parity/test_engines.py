@@ -59,8 +59,6 @@ ALL = [(method, ranks, name) for method, by in ENGINES.items() for ranks, names 
 ALL += [(method, "2x2", name) for method, names in TENSOR.items() for name in names]
 FP32 = [each for each in ALL if ":" not in each[2]]
 
-pytestmark = pytest.mark.timeout(900)  # the first test of a method waits for all its engines
-
 Ranks = int | str
 """Number of ranks, "2x2" for two tensor-parallel pairs, or "1 of 2x2" for one process with the model of the pairs."""
 Reports = Callable[[str, Ranks], dict[str, Any]]
@@ -86,7 +84,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
         worker = [str(ROOT / "tests/parity/engine_worker.py"), str(directory), str(out), method]
         joined = ranks in (3, "2x2")  # The references are not.
         shared = {"TENSOR_RANKS": str(tensor), "MODEL": json.dumps(model), "JOINED": str(int(joined))}
-        run_ranks([*worker, *names], count, directory, timeout=800, **shared)
+        run_ranks([*worker, *names], count, directory, **shared)
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 

@@ -146,14 +146,17 @@ class Cluster:
             daemon.wait()
 
     def run(self, *command: str) -> str:
-        """Return the output of a command of SLURM; empty if it fails."""
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
-        return done.stdout.strip() if done.returncode == 0 else ""
+        """Return the output of a command of SLURM; empty if it fails thrice, as a busy controller may once."""
+        for _ in range(3):
+            done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
+            if done.returncode == 0:
+                return done.stdout.strip()
+        return ""
 
     def submit(self, *words: str, cwd: Path) -> int:
         """Submit a batch job and return its number."""
         command = ["sbatch", "--parsable", *words]
-        done = subprocess.run(command, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=self.environment, cwd=cwd, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return int(done.stdout)
 
@@ -164,7 +167,7 @@ class Cluster:
 
     def ended(self, number: int, within: float) -> str:
         """Wait for a job's end and return its state."""
-        final = {
+        final = (
             "COMPLETED",
             "FAILED",
             "CANCELLED",
@@ -173,9 +176,16 @@ class Cluster:
             "PREEMPTED",
             "BOOT_FAIL",
             "OUT_OF_MEMORY",
-        }
-        self.until(lambda: self.job(number, "JobState") in final, within, f"the end of job {number}")
-        return self.job(number, "JobState")
+        )
+        state = ""
+
+        def has_ended() -> bool:
+            nonlocal state
+            state = self.job(number, "JobState")
+            return state in final
+
+        self.until(has_ended, within, f"the end of job {number}")
+        return state
 
     def until(self, condition: Callable[[], bool], within: float, what: str) -> None:
         """Wait until a condition holds.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import logged
 from tests.slurm.cluster import Cluster
 from tests.support import ROOT, assert_same
 from tests.system.conftest import SMALL
@@ -25,16 +25,6 @@ RUN = [
     *("training.log_every=10", "validation.metrics=[]"),
 ]
 NODES = ["--nodes", "2", "--ntasks-per-node", "1"]
-pytestmark = pytest.mark.timeout(280)
-
-
-@pytest.fixture
-def job(cluster: Cluster, data: Path, tmp_path: Path) -> Job:
-    """A submitted training job on both nodes."""
-    made = Job(cluster, data, tmp_path)
-    yield made
-    cluster.run("scancel", str(made.number))
-    cluster.until(lambda: not cluster.run("squeue", "-h"), 60, "an empty queue")
 
 
 class Job:
@@ -47,87 +37,76 @@ class Job:
         self.number = cluster.submit(*NODES, "--output", "job.log", *script, *RUN, *settings, cwd=directory)
         self.log = directory / "job.log"
 
-    def has_saved(self, update: int, within: float = 90) -> None:
-        """Wait for a checkpoint of this update or a later one."""
+    def updates(self) -> list[int]:
+        """Return the updates of the checkpoints."""
+        return [int(path.name.split("-")[1]) for path in self.run.glob("checkpoints/update-*[0-9]")]
 
-        def saved() -> bool:
-            return any(int(path.name.split("-")[1]) >= update for path in self.run.glob("checkpoints/update-*[0-9]"))
-
-        self.cluster.until(saved, within, f"a checkpoint of update {update}; log of the job: {self.said()[-3000:]}")
+    def gets_further(self, restarts: int = 0, within: float = 200) -> None:
+        """Wait until the job has been started again so often, and has saved a later checkpoint."""
+        started = lambda: self.cluster.job(self.number, "Restarts") == str(restarts)  # noqa: E731
+        self.cluster.until(started, within, f"restart {restarts} of {self.said()[-3000:]}")
+        before = max(self.updates(), default=0)
+        later = lambda: max(self.updates(), default=0) > before  # noqa: E731
+        self.cluster.until(later, within, f"a checkpoint after update {before} of {self.said()[-3000:]}")
 
     def said(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
-
-    def completes(self, restarts: int, whole: Path, within: float = 150) -> None:
-        """Assert that the job succeeds after these restarts with the weights of ``whole`` and a complete log."""
-        state = self.cluster.ended(self.number, within)
-        assert state == "COMPLETED", self.said()[-5000:]
-        assert int(self.cluster.job(self.number, "Restarts")) == restarts
-        assert_same(self.run, whole, UPDATES)
-        lines = [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
-        updates = [line["update"] for line in lines if "train/loss" in line]
-        assert updates == list(range(10, UPDATES + 1, 10))
-        assert len(re.findall(r"^job \d+, start \d+, on ", self.said(), re.MULTILINE)) == restarts + 1
 
 
 @pytest.fixture(scope="module")
 def whole(cluster: Cluster, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run without interruption."""
     job = Job(cluster, data, tmp_path_factory.mktemp("whole"))
-    assert cluster.ended(job.number, 150) == "COMPLETED", job.said()
-    assert "done: 120 updates" in job.said() and "2 x cpu; DeepSpeedEngine" in job.said()
+    assert cluster.ended(job.number, 300) == "COMPLETED", job.said()
+    assert f"done: {UPDATES} updates" in job.said() and "2 x cpu; DeepSpeedEngine" in job.said()
     return job.run
 
 
-def test_a_job_near_its_time_limit_saves_and_is_queued_again(cluster: Cluster, whole: Path, job: Job) -> None:
-    job.has_saved(10)
-    # SLURM sends this to the batch shell some minutes before the limit.
+def test_a_job_resumes_to_the_bit_however_it_is_interrupted(
+    cluster: Cluster, whole: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("SLURM_WAIT", "3"), ("CRASHES", "9")):
+        monkeypatch.setitem(cluster.environment, name, value)
+    job = Job(cluster, data, tmp_path)
+    job.gets_further()
+    # SLURM sends this to the batch shell some minutes before the time limit.
     cluster.run("scancel", "--batch", "--signal", "USR1", str(job.number))
-    job.completes(restarts=1, whole=whole)
-    assert "stopped by SIGUSR1 after update" in job.said() and "resuming after update" in job.said()
-
-
-def test_a_preempted_job_saves_and_is_queued_again(cluster: Cluster, whole: Path, job: Job, tmp_path: Path) -> None:
-    job.has_saved(10)
+    job.gets_further(restarts=1)
+    # A task is stopped. The other one notices and ends; SLURM kills the stopped one, which cannot end by itself.
+    pattern = f"python.* -m deepspeed_nmt train .*--run {job.run} "
+    listed = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True).stdout
+    (stopped,) = (int(pid) for pid in listed.split() if b"SLURM_PROCID=1\0" in environment_of(pid))
+    os.kill(stopped, signal.SIGSTOP)
+    job.gets_further(restarts=2)
+    # Another job is more urgent.
     script = tmp_path / "urgent.sh"
     script.write_text("#!/bin/sh\nsleep 1\n")
     urgent = cluster.submit("--partition", "high", "--nodes", "2", "--exclusive", str(script), cwd=tmp_path)
-    assert cluster.ended(urgent, 60) == "COMPLETED"
-    job.completes(restarts=1, whole=whole)
-    assert "stopped by SIGTERM after update" in job.said()
+    assert cluster.ended(urgent, 200) == "COMPLETED"
+    job.gets_further(restarts=3)
+    # A power loss.
+    cluster.cut_power(2)
+    cluster.until(lambda: "down" in cluster.run("sinfo", "-h", "-n", "node2", "-o", "%T"), 120, "a node that is down")
+    cluster.start_node(2)
+    assert cluster.ended(job.number, 300) == "COMPLETED", job.said()[-5000:]
+    said, restarts = job.said(), int(cluster.job(job.number, "Restarts"))
+    assert restarts >= 4, "SLURM may kill the old job of a node that returns after its new start"
+    assert said.count("stopped by SIGUSR1 after update") == said.count("stopped by SIGTERM after update") == 1
+    assert said.count("rank 1 is gone or stopped: no heartbeat for 6 s") >= 1
+    assert said.count("ended with status 137") >= 1, "the highest status: 70, or that of the killed task"
+    assert said.count("resuming after update") >= 4
+    assert len(re.findall(r"^job \d+, start \d+, on ", said, re.MULTILINE)) == restarts + 1
+    assert_same(job.run, whole, UPDATES)
+    assert list(logged(job.run, "train/loss")) == list(range(10, UPDATES + 1, 10)), "one complete log"
 
 
-def test_a_cancelled_job_is_not_queued_again(cluster: Cluster, job: Job) -> None:
-    job.has_saved(10)
+def test_a_cancelled_job_is_not_queued_again(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+    job = Job(cluster, data, tmp_path)
+    job.gets_further()
     cluster.run("scancel", str(job.number))
-    assert cluster.ended(job.number, 60) == "CANCELLED"
+    assert cluster.ended(job.number, 200) == "CANCELLED"
     time.sleep(8)  # longer than a job waits before it is started again
     assert cluster.job(job.number, "JobState") == "CANCELLED" and cluster.job(job.number, "Restarts") == "0"
-
-
-def test_a_job_resumes_after_a_power_loss_of_a_node(cluster: Cluster, whole: Path, job: Job) -> None:
-    job.has_saved(20)
-    cluster.cut_power(2)
-    cluster.until(lambda: "down" in cluster.run("sinfo", "-h", "-n", "node2", "-o", "%T"), 60, "a node that is down")
-    cluster.start_node(2)
-    job.completes(restarts=1, whole=whole, within=200)
-    assert "resuming after update" in job.said()
-
-
-def test_a_job_resumes_after_a_task_is_stopped(
-    cluster: Cluster, whole: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other tasks notice and end. SLURM kills the stopped one, which cannot end by itself."""
-    monkeypatch.setitem(cluster.environment, "SLURM_WAIT", "3")
-    made = Job(cluster, data, tmp_path)
-    made.has_saved(20)
-    pattern = f"python.* -m deepspeed_nmt train .*--run {made.run} "
-    found = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True, timeout=20)
-    (stopped,) = (int(pid) for pid in found.stdout.split() if b"SLURM_PROCID=1\0" in environment_of(pid))
-    os.kill(stopped, signal.SIGSTOP)
-    made.completes(restarts=1, whole=whole)
-    assert "rank 1 is gone or stopped: no heartbeat for 6 s" in made.said()
-    assert "ended with status 137" in made.said(), "the highest status: 70, or that of the killed task"
 
 
 def environment_of(process: str) -> bytes:
@@ -136,18 +115,16 @@ def environment_of(process: str) -> bytes:
 
 
 def test_a_job_that_crashes_is_queued_again_up_to_a_limit(
-    cluster: Cluster, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "python").write_text("#!/bin/sh\nexit 9\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setitem(cluster.environment, "CRASHES", "1")
-    made = Job(cluster, data, tmp_path)
-    cluster.run("scancel", str(made.number))
     monkeypatch.setitem(cluster.environment, "PYTHON", str(tmp_path / "python"))
     words = [*NODES, "--comment", "my own words", "--output", "crash.log"]
     words += [str(ROOT / "launch/train.sbatch"), "--run", "x"]
     number = cluster.submit(*words, cwd=tmp_path)
-    assert cluster.ended(number, 60) == "FAILED"
+    assert cluster.ended(number, 200) == "FAILED"
     said = (tmp_path / "crash.log").read_text()
     assert "it crashed 2 times, and CRASHES is 1; not queued again" in said
     assert "Comment=crashes:1 my own words" in cluster.run("scontrol", "show", "job", str(number))
@@ -156,7 +133,7 @@ def test_a_job_that_crashes_is_queued_again_up_to_a_limit(
 
 def test_a_user_error_is_not_retried(cluster: Cluster, data: Path, tmp_path: Path) -> None:
     made = Job(cluster, data, tmp_path, "model.heds=4")
-    assert cluster.ended(made.number, 60) == "FAILED"
+    assert cluster.ended(made.number, 200) == "FAILED"
     assert cluster.job(made.number, "Restarts") == "0" and cluster.job(made.number, "ExitCode") == "2:0"
     assert made.said().count("did you mean 'model.heads'?") == 2, "the first rank of each host reports it"
 
@@ -187,7 +164,7 @@ def test_a_chain_of_jobs_prepares_trains_and_translates(
     words = [*after, f"afterok:{trained}", str(ROOT / "launch/translate.sbatch"), "--run", str(run)]
     words += ["--input", str(text / "test.en"), "--output", str(tmp_path / "test.hyp"), "--device", "cpu"]
     translated = cluster.submit(*words, cwd=tmp_path)
-    assert cluster.ended(translated, 180) == "COMPLETED", [path.read_text() for path in tmp_path.glob("*.log")]
+    assert cluster.ended(translated, 400) == "COMPLETED", [path.read_text() for path in tmp_path.glob("*.log")]
     assert len((tmp_path / "test.hyp").read_text().splitlines()) == 20
     assert (tmp_path / "contained").read_text().split() == ["prepare", "train", "translate"]
 
@@ -198,11 +175,18 @@ def test_an_array_trains_the_points_of_a_sweep(cluster: Cluster, data: Path, tmp
     settings = [*RUN[2:], "engine.name=plain", "engine.ds_config=null"]
     number = cluster.submit(*words, "--runs", str(tmp_path / "runs"), *settings, cwd=tmp_path)
     # One of the jobs has the number of the whole array. Queuing one again must not affect the other.
-    for point in (1, 2):
-        place = tmp_path / "runs" / str(point) / "checkpoints/latest"
-        cluster.until(place.exists, 90, f"a checkpoint of point {point}")
-        cluster.run("scancel", "--batch", "--signal", "USR1", f"{number}_{point}")
-    cluster.until(lambda: not cluster.run("squeue", "-h", "-j", str(number)), 180, "the end of an array")
+    waiting = {1, 2}
+
+    def signalled() -> bool:
+        for point in list(waiting):
+            if (tmp_path / "runs" / str(point) / "checkpoints/latest").exists():
+                cluster.run("scancel", "--batch", "--signal", "USR1", f"{number}_{point}")
+                waiting.remove(point)
+        return not waiting
+
+    cluster.until(signalled, 200, "a checkpoint of each point")
+    states = ["squeue", "--noheader", "--states", "all", "--format", "%T", "--jobs", str(number)]
+    cluster.until(lambda: set(cluster.run(*states).split()) == {"COMPLETED"}, 400, "the end of an array")
     for point, dropout in ((1, 0.1), (2, 0.3)):
         run = tmp_path / "runs" / str(point)
         assert (run / f"checkpoints/update-{UPDATES:07d}").exists(), list(tmp_path.glob("*.log"))

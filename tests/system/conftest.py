@@ -34,5 +34,5 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of twelve updates, to translate with."""
     scratch = tmp_path_factory.mktemp("trained")
     words = ["train", "--recipe", "transformer_base", "--data", str(data), "--run", str(scratch / "run"), *SMALL]
-    run_ranks(["-m", "deepspeed_nmt", *words, "engine.name=plain", "validation.metrics=[]"], 1, scratch, timeout=120)
+    run_ranks(["-m", "deepspeed_nmt", *words, "engine.name=plain", "validation.metrics=[]"], 1, scratch)
     return scratch / "run"

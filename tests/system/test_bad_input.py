@@ -111,7 +111,7 @@ def test_only_one_rank_reports_an_error_common_to_all(
     ]
     for harm, settings, message in cases:
         harm()
-        outputs = run_ranks([*command, *settings], 2, tmp_path, timeout=60, status=2)
+        outputs = run_ranks([*command, *settings], 2, tmp_path, status=2)
         assert message in outputs[0] and "Traceback" not in outputs[0] + outputs[1]
         assert "[rank 1]" not in outputs[1]
 
@@ -132,7 +132,7 @@ def test_hosts_with_other_files_are_refused(
         "import os, sys\nfrom deepspeed_nmt.cli import main\n"
         "sys.exit(main([word.replace('RANK', os.environ['RANK']) for word in sys.argv[1:]]))\n"
     )
-    outputs = run_ranks([str(tmp_path / "host.py"), *words], 2, tmp_path, timeout=60, status=2)
+    outputs = run_ranks([str(tmp_path / "host.py"), *words], 2, tmp_path, status=2)
     assert "rank 0" in outputs[1] and ("training" if what == "settings" else "data") in outputs[1]
     assert not (tmp_path / "run").exists()
 

@@ -118,7 +118,7 @@ def test_every_engine_gives_the_same_losses(
     alone, run = tmp_path / "alone", tmp_path / "run"
     assert main(train(recipe, prepared, alone, berts, *off, "engine.name=plain")) == 0
     words = train(recipe, prepared, run, berts, *off, *settings)
-    run_ranks(["-m", "deepspeed_nmt", *words], 2, tmp_path, timeout=150)
+    run_ranks(["-m", "deepspeed_nmt", *words], 2, tmp_path)
 
     def curve(path: Path) -> list[float]:
         return [entry[key] for entry in log_of(path) for key in ("train/loss", "valid/loss") if key in entry]
@@ -180,7 +180,7 @@ def test_lines_too_long_for_the_bert_are_cut(
 
 def test_a_model_that_cannot_be_sliced_is_refused(prepared: Path, berts: list[Path], tmp_path: Path) -> None:
     words = train("abnet_serial", prepared, tmp_path / "run", berts, "engine.name=plain", "engine.tensor_parallel=2")
-    outputs = run_ranks(["-m", "deepspeed_nmt", *words], 2, tmp_path, timeout=60, status=2)
+    outputs = run_ranks(["-m", "deepspeed_nmt", *words], 2, tmp_path, status=2)
     assert "cannot be sliced" in "".join(outputs)
 
 

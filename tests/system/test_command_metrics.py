@@ -45,7 +45,7 @@ def scored(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     metrics = f"[bleu,command:{count}:lower,rated=late:{late},command:{broken}]"
     words = ["train", "--data", str(data), "--run", str(scratch / "run"), *SMALL, "engine.name=plain"]
     words += [f"validation.metrics={metrics}", "validation.best_by=rated", "training.keep_last=1"]
-    run_ranks(["-m", "deepspeed_nmt", *words, "model.dropout=0"], 2, scratch, timeout=120)
+    run_ranks(["-m", "deepspeed_nmt", *words, "model.dropout=0"], 2, scratch)
     return scratch / "run"
 
 

@@ -88,7 +88,7 @@ def go(task: str, *words: str, cache: Path) -> subprocess.CompletedProcess[str]:
     command = [str(ROOT / f"launch/data/{task}.sh"), "--threads", "1", *words]
     environment = {"PATH": "/usr/bin:/bin", "VENV": sys.prefix, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment |= {"SACREBLEU": str(cache), "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 def lines(path: Path) -> list[str]:

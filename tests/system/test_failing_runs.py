@@ -128,7 +128,7 @@ def test_ranks_are_rolled_back_together(data: Path, tmp_path: Path, small: list[
     run.mkdir()
     worker = [str(ROOT / "tests/system/bad_data.py"), ",".join(map(str, BAD)), str(data)]
     settings = [*small, *PATIENT, f"engine.ds_config={stage}"]
-    outputs = run_ranks([*worker, *train_words(data, run, *settings)], 2, run, timeout=150)
+    outputs = run_ranks([*worker, *train_words(data, run, *settings)], 2, run)
     assert outputs[0].count("rolling back from update 8 to 4") == 1 and "rolling back" not in outputs[1]
     assert "update 6 skipped: loss is not finite (" in outputs[0]
     assert "update 7 skipped: loss is not finite; the gradient of decoder.final_norm, " in outputs[0]
@@ -141,7 +141,7 @@ def test_only_one_rank_reports_divergence(data: Path, tmp_path: Path, small: lis
     worker = [str(ROOT / "tests/system/bad_data.py"), ",".join(map(str, BAD)), str(data)]
     settings = [*small, *PATIENT, "training.max_rollbacks=0", "engine.name=plain"]
     words = [*worker, *train_words(data, tmp_path / "run", *settings)]
-    outputs = run_ranks(words, 2, tmp_path, timeout=100, status=1)
+    outputs = run_ranks(words, 2, tmp_path, status=1)
     assert outputs[0].count("3 updates in a row, up to update 8") == 1
     assert "stopped" not in outputs[1] and "Traceback" not in outputs[0] + outputs[1]
 

@@ -21,7 +21,6 @@ from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.loader import TrainLoader, Update
 from tests.support import ROOT
 
-pytestmark = pytest.mark.timeout(600)
 BENCHMARK = ROOT / "benchmarks" / "gpu"
 PARTS = ("smoke", "kernels", "attention", "training", "marian", "decoding")
 STUB = """#!/usr/bin/env bash

@@ -50,7 +50,7 @@ class Run:
             environment = {**rank_environment(rank, RANKS, port, self._scratch), **SLOW_DISK}
             processes.append(Program([*self.command, "training.max_updates=100000"], environment, log))
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 200
             while max(self.updates(), default=0) <= before or (during_save and not self.saving()):
                 assert all(process.poll() is None for process in processes), logs[0].read_text()
                 assert time.monotonic() < deadline, logs[0].read_text()
@@ -65,7 +65,6 @@ class Run:
 
 
 @pytest.mark.parametrize("kills", [10, pytest.param(50, marks=pytest.mark.slow)])
-@pytest.mark.timeout(900)
 def test_a_run_killed_at_random_moments_ends_equal_to_the_bit(
     kills: int, data: Path, small: list[str], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -80,8 +79,8 @@ def test_a_run_killed_at_random_moments_ends_equal_to_the_bit(
     assert caught >= kills / 10, "too few kills hit a checkpoint that was being written"
     end = max(run.updates()) + 6
     last = f"training.max_updates={end}"
-    run_ranks([*run.command, last], RANKS, tmp_path, timeout=120, **SLOW_DISK)
+    run_ranks([*run.command, last], RANKS, tmp_path, **SLOW_DISK)
     straight = Run(data, tmp_path / "straight", tmp_path, *small, "training.save=blocking")
-    run_ranks([*straight.command, last], RANKS, tmp_path, timeout=300, SLOW_DISK_S="0")
+    run_ranks([*straight.command, last], RANKS, tmp_path, SLOW_DISK_S="0")
     assert_same(run.path, straight.path, end)
     assert not run.saving(), "no incomplete checkpoint is left"

@@ -64,7 +64,7 @@ def test_a_mixture_is_trained_on_recorded_and_changed_on_resume(
     assert len(checkpoint(run, 12).progress.phases) == 1
     # Two ranks, and one that was interrupted, have made the same updates.
     whole = tmp_path / "whole"
-    run_ranks(["-m", "deepspeed_nmt", *words_of(whole, *both)], 2, tmp_path, timeout=100)
+    run_ranks(["-m", "deepspeed_nmt", *words_of(whole, *both)], 2, tmp_path)
     ours, theirs = checkpoint(run, 12).weights(), checkpoint(whole, 12).weights()
     assert all(torch.allclose(theirs[name], weight, atol=1e-4) for name, weight in ours.items())
     # Other weights from here on: a second phase, in which the corpora go on where they were.

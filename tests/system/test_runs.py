@@ -42,7 +42,7 @@ def train(data: Path, run: Path, *settings: str) -> int:
 def train_ranks(data: Path, run: Path, *settings: str) -> None:
     """Train on two ranks."""
     run.mkdir(exist_ok=True)
-    run_ranks(["-m", "deepspeed_nmt", *train_words(data, run, *settings)], 2, run, timeout=100)
+    run_ranks(["-m", "deepspeed_nmt", *train_words(data, run, *settings)], 2, run)
 
 
 def checkpoint(run: Path, update: int) -> Checkpoint:
@@ -159,7 +159,7 @@ def test_a_signal_saves_and_stops_a_run_that_resumes_to_the_bit(
     try:
         await_until(lambda: "update 5/" in log.read_text(), process, log)
         process.send_signal(number)
-        assert process.wait(timeout=150) == 75, log.read_text()
+        assert process.wait(timeout=300) == 75, log.read_text()
     finally:
         process.kill()
     assert number.name in log.read_text() and "start the same command again to resume" in log.read_text()
@@ -172,11 +172,11 @@ def test_a_signal_saves_and_stops_a_run_that_resumes_to_the_bit(
     assert_same(run, tmp_path / "straight", end)
 
 
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_two_ranks_resume_to_the_bit_and_validate_unequal_numbers_of_sentences(
-    data: Path, tmp_path: Path, small: list[str], stage: str
+    data: Path, tmp_path: Path, small: list[str]
 ) -> None:
-    settings = [*small, "engine.name=deepspeed", f"engine.ds_config={stage}"]
+    """ZeRO-2 is that of the jobs of SLURM."""
+    settings = [*small, "engine.name=deepspeed", "engine.ds_config=zero3"]
     train_ranks(data, tmp_path / "straight", *settings)
     train_ranks(data, tmp_path / "run", *settings, "training.max_updates=6")
     train_ranks(data, tmp_path / "run", *settings)
@@ -273,7 +273,7 @@ def test_a_stop_request_during_the_start_ends_the_run_before_its_first_update(
             lambda: int(status.read_text().partition("SigCgt:")[2].split()[0], 16) & usr1, process, log, within=150
         )
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(timeout=150) == 75, log.read_text()
+        assert process.wait(timeout=300) == 75, log.read_text()
     finally:
         process.kill()
     assert "SIGUSR1 after update 0" in log.read_text()

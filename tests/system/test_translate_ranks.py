@@ -19,7 +19,8 @@ import pytest
 from tests.programs import Program
 from tests.support import ROOT, free_port, rank_environment, run_ranks
 
-KILLS = 10
+KILLS = 6
+"""Few enough that a fast machine does not finish all pieces before the last one."""
 
 
 class Job:
@@ -53,7 +54,7 @@ class Job:
 
     def gets_further(self, processes: Sequence[Program | subprocess.Popen[str]], pieces: int = 1) -> None:
         """Wait until further pieces are finished."""
-        before, deadline = self.finished(), time.monotonic() + 60
+        before, deadline = self.finished(), time.monotonic() + 200
         while self.finished() < before + pieces:
             assert all(process.poll() is None for process in processes), self.logs[0].read_text()
             assert time.monotonic() < deadline, self.logs[0].read_text()
@@ -64,7 +65,7 @@ class Job:
 def alone(trained: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The translation by one process."""
     job = Job(trained, data, tmp_path_factory.mktemp("alone"))
-    run_ranks(job.command(), 1, job.directory, timeout=120)
+    run_ranks(job.command(), 1, job.directory)
     assert job.links.read_text().count("\n") == job.target.read_text().count("\n")
     return job.read()
 
@@ -75,7 +76,7 @@ def job(trained: Path, data: Path, tmp_path: Path) -> Job:
     return Job(trained, data, tmp_path)
 
 
-def test_ten_kills_and_other_numbers_of_ranks_change_no_byte(job: Job, alone: bytes) -> None:
+def test_kills_and_other_numbers_of_ranks_change_no_byte(job: Job, alone: bytes) -> None:
     dice = random.Random(int(os.environ.get("KILL_SEED", "1")))
     for kill in range(KILLS):
         processes = job.start()
@@ -85,13 +86,13 @@ def test_ten_kills_and_other_numbers_of_ranks_change_no_byte(job: Job, alone: by
             assert not job.target.exists()
             processes[0].kill()
             if kill % 3 == 0:
-                assert processes[1].wait(30) == 70, "a rank ends when rank 0 is gone"
+                assert processes[1].wait(120) == 70, "a rank ends when rank 0 is gone"
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
     finished = job.finished()
-    run_ranks(job.command(), 3, job.directory, timeout=120)
+    run_ranks(job.command(), 3, job.directory)
     assert job.read() == alone
     assert f"resumes: {finished} of 50 pieces" in (job.directory / "rank0.log").read_text()
     assert not job.finished() and not list(job.directory.glob(".*")), "nothing is left behind"
@@ -105,17 +106,16 @@ def test_a_request_to_one_rank_stops_all_and_they_resume(job: Job, alone: bytes)
         processes = job.start()
         job.gets_further(processes, 3)
         processes[signalled].send_signal(number)
-        assert [process.wait(30) for process in processes] == [75, 0], said()
+        assert [process.wait(120) for process in processes] == [75, 0], said()
         kept = re.search(
             rf"stopped by {number.name}; (\d+) of 50 pieces are finished, in {job.target}.pieces; start", said()
         )
         assert kept is not None, said()
         assert 0 <= job.finished() - int(kept[1]) <= 1, "the other rank may finish a piece meanwhile"
-    run_ranks(job.command(), 1, job.directory, timeout=120)
+    run_ranks(job.command(), 1, job.directory)
     assert job.read() == alone
 
 
-@pytest.mark.timeout(200)
 def test_workers_of_one_host(job: Job, alone: bytes, request: pytest.FixtureRequest) -> None:
     def start() -> subprocess.Popen[str]:
         with job.logs[0].open("w") as log:
@@ -136,12 +136,12 @@ def test_workers_of_one_host(job: Job, alone: bytes, request: pytest.FixtureRequ
     job.gets_further([process], 3)
     first, second = workers(process)
     second.kill()
-    assert process.wait(60) == 70 and not first.is_running()
+    assert process.wait(120) == 70 and not first.is_running()
     assert "worker 1 of 2 was killed by SIGKILL; start again to resume" in job.logs[0].read_text()
     process = start()
     job.gets_further([process], 3)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 75
+    assert process.wait(120) == 75
     assert "stopped by SIGTERM; " in job.logs[0].read_text() and "Traceback" not in job.logs[0].read_text()
     process = start()
     assert process.wait(120) == 0, job.logs[0].read_text()
@@ -155,9 +155,7 @@ def test_torchrun_as_documented(job: Job, alone: bytes) -> None:
     words = ["2" if word == "8" else word for word in words[1 : words.index("translate")]]
     command = [sys.executable, "-m", "torch.distributed.run", "--master-port", str(free_port()), *words, *job.words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, "--output", str(job.target)], env=environment, capture_output=True, text=True, timeout=200
-    )
+    done = subprocess.run([*command, "--output", str(job.target)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert job.read() == alone and done.stderr.count("sentences in ") == 1
 

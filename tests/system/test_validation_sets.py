@@ -43,7 +43,7 @@ def validated(data: Path, news: Path, tmp_path_factory: pytest.TempPathFactory) 
     words = ["train", "--data", str(data), "--run", str(scratch / "run"), *SMALL, "engine.name=plain"]
     words += ["--valid", f"again={data}", "--valid", f"news={news}"]
     words += ["training.max_updates=4", "validation.best_by=news/bleu_tokenised", "model.dropout=0"]
-    run_ranks(["-m", "deepspeed_nmt", *words], 2, scratch, timeout=120)
+    run_ranks(["-m", "deepspeed_nmt", *words], 2, scratch)
     return scratch / "run"
 
 

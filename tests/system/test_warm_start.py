@@ -56,8 +56,8 @@ def test_a_grown_run_keeps_its_bottom(
     run = tmp_path / "grown"
     how = ["engine.name=plain"] if engine == "plain" else ["engine.name=deepspeed", f"engine.ds_config={engine}"]
     command = ["-m", "deepspeed_nmt", *train_words(data, run, *small, *GROW, *how, "validation.metrics=[]")]
-    run_ranks([*command, "--grow-from", str(bottom), "training.max_updates=6"], 2, tmp_path, 120)
-    run_ranks([*command, "training.max_updates=8"], 2, tmp_path, 120)  # resumes without --grow-from
+    run_ranks([*command, "--grow-from", str(bottom), "training.max_updates=6"], 2, tmp_path)
+    run_ranks([*command, "training.max_updates=8"], 2, tmp_path)  # resumes without --grow-from
     below, grown = newest(bottom), newest(run)
     assert all(torch.equal(grown[f"bottom.{name}"], weight) for name, weight in below.items())
     origin = json.loads((run / "origin.json").read_text())

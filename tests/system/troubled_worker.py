@@ -23,6 +23,7 @@ def troubled(self: PlainEngine, batch: Any, factor: float) -> Any:
     """Fail in the requested update."""
     if os.environ["RANK"] == rank and batch.update.number == int(update) and kind in ("hang", "raise"):
         if kind == "hang":
+            sys.stderr.write("this rank hangs\n")
             time.sleep(600)
         raise ValueError("a tensor is not what it should be")
     return update_of_engine(self, batch, factor)

@@ -102,7 +102,6 @@ def test_packed_batches_in_16_bit_are_close_to_fp32(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_command_over_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["selftest", "--ranks", "2", "--device", "cpu", "--quick", "--json"]) == 0
     found = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
