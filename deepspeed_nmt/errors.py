@@ -25,6 +25,9 @@ EXIT_RANK_LOST = 70
 EXIT_NO_PROGRESS = 78
 """A job was restarted again and again without a new checkpoint; to start it again will not help (EX_CONFIG)."""
 
+EXIT_DEVICE = 71
+"""A device has computed a wrong result; its host is to be left out (EX_OSERR)."""
+
 _MAX_PROBLEMS = 20
 """Bound on the problems that a message lists."""
 _MAX_KNOWN = 20
@@ -87,6 +90,12 @@ class NoProgressError(TrainingError):
     """A job that was restarted again and again without a new checkpoint."""
 
     status = EXIT_NO_PROGRESS
+
+
+class DeviceError(TrainingError):
+    """A device, its memory or its network that has changed a result."""
+
+    status = EXIT_DEVICE
 
 
 class ReportedError(Exception):

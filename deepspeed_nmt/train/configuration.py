@@ -60,6 +60,12 @@ class TrainingConfig(Config):
     max_rollbacks: int = Field(
         default=2, ge=0, description="rollbacks in a row that may fail to pass the same update; then the run stops"
     )
+    checksum_every: int = Field(
+        default=0,
+        ge=0,
+        description="updates between comparisons of all data-parallel ranks' weights, bit for bit; 0: never; under "
+        "ZeRO-3 there are no replicas to compare",
+    )
     spike_factor: float = Field(
         default=0.0, ge=0.0, description="warn of a loss above this multiple of the median of 100 updates; 0: off"
     )

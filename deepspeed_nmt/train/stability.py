@@ -65,6 +65,7 @@ def report_skip(
     parameters: Sequence[str],
     world: World,
     events: Events = NO_EVENTS,
+    found: str = "",
 ) -> str:
     """Warn of a skipped update, once for all ranks, and return its cause. All ranks call it together.
 
@@ -75,6 +76,7 @@ def report_skip(
         parameters: names of all parameters. Culprits are listed from the last, as the backward pass reaches them.
         world: the ranks.
         events: history of the run.
+        found: by computing it again.
     """
     sums = sum_of_losses(result.sums, world)
     losses = [name for name, value in sums.items() if not math.isfinite(value)]
@@ -85,7 +87,7 @@ def report_skip(
         named, more = ", ".join(layers[:_NAMED_LAYERS]), len(layers) - _NAMED_LAYERS
         where = f"the gradient of {named}{f' and {more} more' if more > 0 else ''} is not finite"
         cause = f"{cause}; {where}" if cause else where
-    cause = cause or "the gradient is not finite"
+    cause = "; ".join(filter(None, (cause or "the gradient is not finite", found)))
     if world.is_main:
         logger.warning(
             "update %d skipped: %s (loss scale %g, %d in a row)", update.number, cause, result.loss_scale, in_a_row
