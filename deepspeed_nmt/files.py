@@ -57,6 +57,22 @@ _NOT_PLAIN = {
 """First bytes of files that are not UTF-8 text, with what they are and the command that makes text of them."""
 
 
+def open_regular(path: Path) -> BufferedReader[Any]:
+    """Open a file to read. A pipe or a device in its place is an error, since reading it may never end.
+
+    Raises:
+        OSError: if it cannot be opened, or is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is opened without waiting for its writer
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return open(descriptor, "rb")  # noqa: PTH123
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "it is a pipe or a device; put a file in its place", str(path))
+
+
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file's content in hexadecimal."""
     digest = hashlib.sha256()

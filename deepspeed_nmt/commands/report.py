@@ -104,7 +104,7 @@ def _collapse(arguments: argparse.Namespace) -> int:
         validation_metric,
     )
 
-    check_out(arguments.out)
+    check_out(arguments.out, arguments.runs)
     paths = list(dict.fromkeys(arguments.runs))
     logs = dict(zip(run_names(paths), map(RunLog.read_begun, paths), strict=True))
     metric = validation_metric(logs.values()).name
@@ -157,7 +157,7 @@ def _depths(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--max-loss is {arguments.max_loss}; give a finite number of at least 0")
     if arguments.repeat < 1:
         raise ConfigError(f"--repeat is {arguments.repeat}; give a number of at least 1")
-    check_out(arguments.out)
+    check_out(arguments.out, [*arguments.runs, arguments.data, arguments.input, arguments.reference])
     text = _read_text(arguments)
     if text is None:
         raise ConfigError("no text to translate; give --data, or --input and --reference")
@@ -210,7 +210,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.files import atomic_write_bytes
     from deepspeed_nmt.reports.pictures import check_out
 
-    check_out(arguments.out, _PAGES)
+    check_out(arguments.out, [arguments.run], _PAGES)
     check_installed("plotly", "report run", "pip install plotly")
     from deepspeed_nmt.reports.page import RunPage
 
@@ -249,7 +249,7 @@ def _runs(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.reports.text_scores import all_scores
     from deepspeed_nmt.run.plans import Plans
 
-    check_out(arguments.out)
+    check_out(arguments.out, [*arguments.runs, arguments.data, arguments.input, arguments.reference])
     text = _read_text(arguments)
     paths = list(dict.fromkeys(arguments.runs))
     runs = dict(zip(run_names(paths), map(Outcome.read, paths), strict=True))
@@ -301,9 +301,11 @@ def _sweep(arguments: argparse.Namespace) -> int:
         warn_of_differences,
     )
     from deepspeed_nmt.reports.text_scores import score_runs
+    from deepspeed_nmt.run.directory import CONFIG_FILE
 
-    check_out(arguments.out)
     sweep = Sweep(arguments.sweep)
+    inputs = [path.parent for path in arguments.runs.glob(f"*/{CONFIG_FILE}")]
+    check_out(arguments.out, [*inputs, arguments.data, arguments.input, arguments.reference])
     text = _read_text(arguments)
     if text is not None and arguments.metric is not None:
         raise ConfigError("--metric names a measure of validation, and a test set is given; leave out one of them")

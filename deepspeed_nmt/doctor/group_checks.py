@@ -213,8 +213,9 @@ def directory(group: Group) -> list[Finding]:
     token, main = str(time.time_ns()), group.host(0)
     with scratch(place, f"token-{token}") as path:
         try:
-            path.write_text(token)
-            file = path.open("a")
+            file = path.open("x")
+            file.write(token)
+            file.flush()
         except OSError:  # reported by the check of this host's directory
             group.exchange.put("token", [path.name, "", 0.0])
             return []

@@ -453,7 +453,8 @@ def directory(context: JobContext) -> list[Finding]:
     place, kind = context.directory, _file_system(context.directory)
     with scratch(place, f"{context.host}-{os.getpid()}") as path:
         try:
-            path.write_bytes(b"x")
+            with path.open("xb") as file:  # a link that lies there is not followed
+                file.write(b"x")
         except OSError as error:
             remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "change its permissions"
             text = f"the run directory {place} is not writable ({error.strerror}); {remedy}, or give another --run"

@@ -12,11 +12,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from deepspeed_nmt.config import RunConfig, load_recorded
 from deepspeed_nmt.console import cell, setting
 from deepspeed_nmt.data.data_directory import open_tokenizer
 from deepspeed_nmt.errors import CheckpointError, ConfigError, UserError
 from deepspeed_nmt.evaluate.metrics import validation_tag
+from deepspeed_nmt.files import resolved
 from deepspeed_nmt.reports.run_log import (
     GOODPUT,
     HOURS,
@@ -25,12 +28,13 @@ from deepspeed_nmt.reports.run_log import (
     VALID_LOSS,
     VALID_PERPLEXITY,
     RunLog,
+    read_file,
     validation_metric,
 )
 from deepspeed_nmt.reports.text_scores import RecordedScore
-from deepspeed_nmt.run.directory import CHECKPOINTS, CONFIG_FILE, DataRecord
+from deepspeed_nmt.run.directory import CHECKPOINTS, CONFIG_FILE, DATA_FILE, DataRecord
 from deepspeed_nmt.run.plans import Plans
-from deepspeed_nmt.train.checkpoint import CheckpointStore
+from deepspeed_nmt.train.checkpoint import CheckpointStore, Chosen
 from deepspeed_nmt.train.progress import Progress
 
 RESULTS = {
@@ -56,12 +60,14 @@ class Outcome:
         config: settings of the run.
         log: log of the run, which may be empty.
         progress: progress that the newest readable checkpoint records; None if there is none.
+        chosen: the best checkpoint by late scores, if `choose-best` has chosen it and it is still there.
     """
 
     path: Path
     config: RunConfig
     log: RunLog
     progress: Progress | None
+    chosen: Chosen | None = None
 
     @classmethod
     def read(cls, path: Path) -> Outcome:
@@ -72,7 +78,11 @@ class Outcome:
         """
         if not (path / CONFIG_FILE).is_file():
             raise ConfigError(f"{path} has no {CONFIG_FILE}; give a directory made by `train`")
-        return cls(path, load_recorded(path / CONFIG_FILE), RunLog.read(path), _progress(path))
+        if not resolved(path / CONFIG_FILE).is_relative_to(resolved(path)):
+            raise ConfigError(
+                f"{path / CONFIG_FILE} leads out of the run, to {resolved(path / CONFIG_FILE)}; remove it"
+            )
+        return cls(path, load_recorded(path / CONFIG_FILE), RunLog.read(path), *_progress(path))
 
     @property
     def updates(self) -> int:
@@ -105,8 +115,8 @@ class Outcome:
     @cached_property
     def data_record(self) -> DataRecord | None:
         """Record of the data that the run was last trained on; None if it cannot be read."""
-        with suppress(UserError):
-            return DataRecord.read(self.path)
+        with suppress(ValidationError):
+            return DataRecord.model_validate_json(read_file(self.path, DATA_FILE))
         return None
 
     @property
@@ -168,13 +178,16 @@ class Outcome:
         }
 
 
-def _progress(path: Path) -> Progress | None:
+def _progress(path: Path) -> tuple[Progress | None, Chosen | None]:
     store = CheckpointStore(path / CHECKPOINTS)
     with suppress(CheckpointError):  # a link to a disk that is not mounted
+        chosen, best = store.chosen(), store.best()
+        if chosen is not None and (best is None or store.update_of(best) != chosen.update):
+            chosen = None
         for name in reversed(store.names()):
-            with suppress(CheckpointError):
-                return store.read(name, verify=False).progress
-    return None
+            if (progress := store.progress(name)) is not None:
+                return progress, chosen
+    return None, None
 
 
 def differing(configs: Sequence[Mapping[str, object]]) -> list[str]:

@@ -35,7 +35,7 @@ from deepspeed_nmt.console import cell, setting
 from deepspeed_nmt.data.data_directory import META_FILE, Meta
 from deepspeed_nmt.errors import UserError, counted
 from deepspeed_nmt.evaluate.metrics import METRICS, validation_tag
-from deepspeed_nmt.files import parse_json, resolved
+from deepspeed_nmt.files import resolved
 from deepspeed_nmt.manifest import DamagedRecordError, read_record
 from deepspeed_nmt.recipes import recipes
 from deepspeed_nmt.reports.outcome import Outcome, differing
@@ -60,6 +60,8 @@ from deepspeed_nmt.reports.run_log import (
     Event,
     RunLog,
     read_events,
+    read_file,
+    read_object,
     shortened,
 )
 from deepspeed_nmt.reports.text_scores import recorded_scores
@@ -78,8 +80,10 @@ _SILENT_S = 1800.0
 _TRANSLATIONS = re.compile(r"update-(\d{1,15})\.txt")
 _MAX_SENTENCES = 3000
 """Bound on the sentences that are scored, each one alone; of more, equally many between two are left out."""
-_MAX_SHOWN = 600
-"""Bound on the characters of a sentence on the page."""
+_MAX_SHOWN, _MAX_SCORED = 600, 10_000
+"""Bounds on the characters of a sentence on the page, and of one that is scored."""
+_MAX_WORDS = 2000
+"""Bound on the characters of a value in a table."""
 _SAMPLES, _WORST_SAMPLES, _MAX_UPDATES, _WORST, _MAX_EVENTS = 16, 4, 16, 15, 400
 
 
@@ -141,9 +145,10 @@ class RunPage:
         self.config = self.outcome.config
         self.log: RunLog = self.outcome.log
         self.events = read_events(path)
+        self._signatures: dict[str, dict[str, Any]] = {}
         self.best = self._best()
         self.texts = read_texts(path, self.best.update if self.best else 0)
-        self.environment = json_object(path / ENVIRONMENT_FILE)
+        self.environment, self.resolved = (read_object(path, name) for name in (ENVIRONMENT_FILE, RESOLVED_FILE))
         self.settings = self.config.flat()
         self.recipe, self.is_guessed = recipe or self._recorded_recipe(), False
         if self.recipe is None:
@@ -255,7 +260,7 @@ class RunPage:
             METRICS_FILE: self.log.tags,
             EVENTS_FILE: self.events,
             ENVIRONMENT_FILE: self.environment,
-            RESOLVED_FILE: json_object(self.path / RESOLVED_FILE),
+            RESOLVED_FILE: self.resolved,
             DATA_FILE: self.outcome.data_record,
             CHECKPOINTS: self.outcome.progress,
         }
@@ -289,16 +294,35 @@ class RunPage:
         return ""
 
     def _best(self) -> Best | None:
-        progress, tag = self.outcome.progress, self._measure()
-        if progress is not None and progress.best_update:
-            tag = (progress.best_by or tag).partition(" ")[0]  # without the digest of its set
+        progress, chosen, tag = self.outcome.progress, self.outcome.chosen, self._measure()
+        if chosen is not None or (progress is not None and progress.best_update):
+            if chosen is not None:
+                update, by, score = chosen.update, chosen.by, chosen.score
+            else:
+                update, by, score = progress.best_update, progress.best_by, progress.best_score
+            tag = (by or tag).partition(" ")[0]  # without the digest of its set
             series = self.log.series(tag)
-            value = dict(zip(series.updates, series.values, strict=True)).get(progress.best_update)
-            if value is None and progress.best_score is not None:
-                value = self.config.validation.value_of(progress.best_by, progress.best_score)
-            return Best(progress.best_update, tag, value)
-        best = self.log.series(tag).best(higher_is_better=is_higher_better(self.path, tag.removeprefix("valid/")))
+            value = dict(zip(series.updates, series.values, strict=True)).get(update)
+            if value is None and score is not None:
+                value = self.config.validation.value_of(by, score)
+            return Best(update, tag, value)
+        best = self.log.series(tag).best(higher_is_better=self._is_higher_better(tag.removeprefix("valid/")))
         return None if best is None else Best(best[0], tag, best[1])
+
+    def _signature(self, measure: str) -> str:
+        """Return the signature of a measure of validation, METRIC or SET/METRIC; "" if none is recorded."""
+        of, _, metric = measure.rpartition("/")
+        if of not in self._signatures:
+            self._signatures[of] = read_object(self.path, f"{VALIDATION}/{of or 'main'}/signatures.json")
+        signature = self._signatures[of].get(metric)
+        return signature if isinstance(signature, str) else ""
+
+    def _is_higher_better(self, measure: str) -> bool:
+        """Return the direction of a measure; the signature of one that this version does not know tells it."""
+        name = measure.rpartition("/")[2]
+        if name in METRICS:
+            return METRICS[name].higher_is_better
+        return name not in LOSSES and "lower" not in self._signature(measure).split("|")
 
     def _measure(self) -> str:
         """Return the tag of the value that chooses the best checkpoint, as far as the settings tell."""
@@ -419,13 +443,12 @@ class RunPage:
     @cached_property
     def environment_tables(self) -> list[Table]:
         """Host and command of the last start."""
-        given, origin = self.environment, json_object(self.path / ORIGIN_FILE)
+        given, origin = self.environment, read_object(self.path, ORIGIN_FILE)
         rows: list[tuple[str, object]] = []
         rows += [(key, given[key]) for key in ("deepspeed_nmt", "git", "ranks", "threads", "gpus") if key in given]
         rows += _mapping(given.get("slurm")).items()
         rows += [(key, given[key]) for key in ("python", "platform") if key in given]
-        settings = json_object(self.path / RESOLVED_FILE)
-        rows += [(key.replace("_", " "), value) for key, value in settings.items() if value is not None]
+        rows += [(key.replace("_", " "), value) for key, value in self.resolved.items() if value is not None]
         rows += [(f"origin: {key}", value) for key, value in origin.items()]
         packages = [[name, _words(value)] for name, value in _mapping(given.get("packages")).items() if value]
         command = [str(word) for word in _list(given.get("command"))]
@@ -456,9 +479,9 @@ class RunPage:
             if name == tag or name.rpartition("/")[2] in ("nll", "ppl"):
                 continue
             series = self.log.series(tag)
-            best = series.best(higher_is_better=is_higher_better(self.path, name))
+            best = series.best(higher_is_better=self._is_higher_better(name))
             at, value = ("-", "-") if best is None else (f"{best[0]:,}", cell(best[1]))
-            rows.append([name, cell(series.last), value, at, _signature(self.path, name)])
+            rows.append([name, cell(series.last), value, at, self._signature(name)])
         head = ["measure", "last", "best", "at update", "signature"]
         if not any(row[-1] for row in rows):
             head, rows = head[:-1], [row[:-1] for row in rows]
@@ -470,25 +493,6 @@ class RunPage:
         return [
             table for table in (Table("Measures", head, rows), Table("Test scores", of_tests, scores)) if table.rows
         ]
-
-
-def is_higher_better(run: Path, measure: str) -> bool:
-    """Return the direction of a measure of validation: a loss, a metric, or another of SET/NAME or NAME.
-
-    Args:
-        run: run directory, where the signature of a measure that is no metric of this version tells its direction.
-        measure: its name.
-    """
-    name = measure.rpartition("/")[2]
-    if name in METRICS:
-        return METRICS[name].higher_is_better
-    return name not in LOSSES and "lower" not in _signature(run, measure).split("|")
-
-
-def _signature(run: Path, measure: str) -> str:
-    of, _, metric = measure.rpartition("/")
-    signature = json_object(run / VALIDATION / (of or "main") / "signatures.json").get(metric)
-    return signature if isinstance(signature, str) else ""
 
 
 def _arguments(words: Sequence[str]) -> list[list[str]]:
@@ -507,16 +511,7 @@ def _words(value: object) -> str:
         return ", ".join(map(_words, value)) or "none"
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {_words(item)}" for key, item in value.items())
-    return "-" if value is None else str(value)
-
-
-def json_object(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one if it cannot be read."""
-    with suppress(OSError, ValueError):
-        content = parse_json(file.read_bytes())
-        if isinstance(content, dict):
-            return content
-    return {}
+    return "-" if value is None else shortened(str(value), _MAX_WORDS)
 
 
 def _mapping(value: object) -> Mapping[str, object]:
@@ -588,7 +583,8 @@ class TextSet:
     line.
 
     Args:
-        path: directory of the set.
+        run: run directory.
+        name: name of the set.
         best: update of the best validation, which is among those sampled.
 
     Attributes:
@@ -596,13 +592,12 @@ class TextSet:
         updates: updates after which it was translated.
     """
 
-    def __init__(self, path: Path, best: int = 0) -> None:
-        self.name = path.name
-        matches = (_TRANSLATIONS.fullmatch(file.name) for file in path.iterdir())
-        self._files = {int(match[1]): path / match[0] for match in matches if match}
+    def __init__(self, run: Path, name: str, best: int = 0) -> None:
+        self.name, self._run, self._best = name, run, best
+        matches = (_TRANSLATIONS.fullmatch(file.name) for file in (run / VALIDATION / name).iterdir())
+        self._files = {int(match[1]): match[0] for match in matches if match}
         self.updates = sorted(self._files)
-        self._best = best
-        self._sources, self._references = _lines(path / "source.txt"), _lines(path / "reference.txt")
+        self._sources, self._references = self._lines("source.txt"), self._lines("reference.txt")
 
     @cached_property
     def newest(self) -> list[Sentence]:
@@ -644,12 +639,18 @@ class TextSet:
         return [[text[number - 1] for text in texts if number <= len(text)] for number in sorted(numbers)]
 
     def _translated(self, update: int) -> list[Sentence]:
-        pairs = enumerate(zip(_lines(self._files[update]), self._references, strict=False))
+        pairs = enumerate(zip(self._lines(self._files[update]), self._references, strict=False))
         sources = self._sources
         return [
             Sentence(index + 1, sources[index] if index < len(sources) else "", reference, text, update)
             for index, (text, reference) in pairs
         ]
+
+    def _lines(self, file: str) -> list[str]:
+        """Return the lines of a text; none if it cannot be read. Only a line feed ends one."""
+        text = read_file(self._run, f"{VALIDATION}/{self.name}/{file}").decode("utf-8", errors="replace")
+        lines = text.removesuffix("\n").split("\n") if text else []
+        return [shortened(line.removesuffix("\r"), _MAX_SCORED) for line in lines]
 
 
 def read_texts(run: Path, best: int = 0) -> list[TextSet]:
@@ -661,17 +662,8 @@ def read_texts(run: Path, best: int = 0) -> list[TextSet]:
     """
     sets: list[TextSet] = []
     with suppress(OSError):
-        sets = [TextSet(path, best) for path in (run / VALIDATION).iterdir() if path.is_dir()]
+        sets = [TextSet(run, path.name, best) for path in (run / VALIDATION).iterdir() if path.is_dir()]
     return sorted((texts for texts in sets if texts.updates), key=lambda texts: (texts.name != "main", texts.name))
-
-
-def _lines(path: Path) -> list[str]:
-    """Return the lines of a text; none if it cannot be read. Only a line feed ends one."""
-    try:
-        text = path.read_bytes().decode("utf-8", errors="replace")
-    except OSError:
-        return []
-    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
 
 
 def _spread(items: Sequence[int], count: int) -> list[int]:

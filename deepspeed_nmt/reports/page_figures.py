@@ -35,14 +35,14 @@ _WORDS = {
     "perf/padding": "padding",
 }
 _CORPUS = re.compile(r"data/(.+)/share|train/(.+)/nll")
-_LAYER = re.compile(r"(.*?)(\d+)$")
+_LAYER = re.compile(r"(.*?)(\d{1,9})$")
 _SHOWN_ELSEWHERE = re.compile(
     r"train/(ppl|target_tokens|skipped|spikes|rollbacks)|perf/hours|collapse/seconds|valid/(.*/)?(nll|ppl)"
     r"|data/.*/(epochs|target_tokens)|collapse/cross_share/.*|norm/.*"
 )
 """Tags without a curve: another curve, a mark or a table says the same."""
 _USE_OF_TIME = ("perf/goodput", "perf/mfu", "perf/data_wait", "perf/padding")
-_MAX_OTHERS, _MAX_MARKS, _MAX_LINES, _MAX_COLUMNS = 16, 150, 40, 240
+_MAX_METRICS, _MAX_OTHERS, _MAX_MARKS, _MAX_LINES, _MAX_COLUMNS = 24, 16, 150, 40, 240
 _WIDE = 50.0
 """Ratio of the largest value to the smallest above which an axis may be logarithmic."""
 _NARROW = 0.5
@@ -211,7 +211,7 @@ def _metrics(log: RunLog) -> Iterator[Chart | None]:
     of_name: dict[str, list[str]] = {}
     for tag in _tags(log, "valid/.+"):
         of_name.setdefault(tag.rpartition("/")[2], []).append(tag)
-    for name, tags in of_name.items():
+    for name, tags in list(of_name.items())[:_MAX_METRICS]:
         if name not in _LOSSES:
             tags.sort(key=lambda tag: tag.count("/"))  # the main set first
             title = _METRICS.get(name, name)
@@ -297,7 +297,7 @@ def heat_maps(log: RunLog) -> list[Chart]:
         "self-attention, cross-attention and feed-forward network. Layers that stay dark do not read the source."
     )
     norms = "Logarithmic colours. A layer far from its neighbours, or one that changes at once, is worth a look."
-    groups = dict.fromkeys(tag.split("/")[1] for tag in _tags(log, r"norm/[^/]+/.+"))
+    groups = list(dict.fromkeys(tag.split("/")[1] for tag in _tags(log, r"norm/[^/]+/.+")))[:_MAX_METRICS]
     charts = [
         _heat_map(log, "cross-share", "Cross-attention's share by decoder layer", CROSS_SHARE, shares),
         *(

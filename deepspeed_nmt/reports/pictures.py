@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.files import atomic_write_bytes
+from deepspeed_nmt.files import atomic_write_bytes, resolved
 from deepspeed_nmt.reports.run_log import RunLog, Series
 
 if TYPE_CHECKING:
@@ -19,16 +19,21 @@ if TYPE_CHECKING:
     from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
+_MAX_COLUMNS = 500
+"""Bound on the updates in a heat map, as many as its pixels show."""
 
-def check_out(out: Path, suffixes: Collection[str] = ()) -> None:
+
+def check_out(out: Path, inputs: Iterable[Path | None], suffixes: Collection[str] = ()) -> None:
     """Check that a report can be written to a path, before the work is done.
 
     Args:
         out: path of ``--out``.
+        inputs: runs, data directories and files that are read, which stay as they are; None is ignored.
         suffixes: that it may have, with their points; none for those of pictures.
 
     Raises:
-        ConfigError: if it is a directory, lies in no existing directory, or has another suffix.
+        ConfigError: if it is an input or lies in one, is a directory, lies in no existing directory, or has another
+            suffix.
     """
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -40,6 +45,9 @@ def check_out(out: Path, suffixes: Collection[str] = ()) -> None:
     if out.suffix.lower() not in (suffixes or {f".{name}" for name in FigureCanvasBase.get_supported_filetypes()}):
         known = " or ".join(suffixes) or ".png, .svg, .pdf or another suffix that matplotlib writes"
         raise ConfigError(f"--out {out} does not end in {known}")
+    for path in filter(None, inputs):
+        if resolved(out).is_relative_to(resolved(path)):
+            raise ConfigError(f"--out {out} is {path}, or lies in it, which the report reads; choose another place")
 
 
 @contextmanager
@@ -129,6 +137,7 @@ def _draw_map(axis: Axes, layers: Mapping[int, Series], scale: Normalize) -> Non
     from matplotlib.ticker import MaxNLocator
 
     updates = sorted({update for series in layers.values() for update in series.updates})
+    updates = updates[:: -(-len(updates) // _MAX_COLUMNS)]
     values = {layer: dict(zip(series.updates, series.values, strict=True)) for layer, series in layers.items()}
     rows = range(1, max(layers) + 1)
     grid = [[values.get(layer, {}).get(update, math.nan) for update in updates] for layer in rows]

@@ -1,6 +1,7 @@
-"""The log of a run as columns, and its events, as far as their files can be read.
+"""The files of a run as reports read them: its log as columns, its events, and others, as far as they can be read.
 
-A run may be trained right now, or may have lost files: lines that are damaged are left out.
+A run may be trained right now, may have lost files, or may come from elsewhere. So nothing in it is trusted: a pipe,
+a device, or a link that leads out of the run is left out with a warning, as are damaged lines, and sizes are bounded.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.evaluate.metrics import METRICS, Metric, validation_tag
-from deepspeed_nmt.files import parse_json, resolved
+from deepspeed_nmt.files import open_regular, resolved
 from deepspeed_nmt.train.events import EVENTS_FILE
 from deepspeed_nmt.train.log import METRICS_FILE
 
@@ -30,8 +33,74 @@ MAX_POINTS = 2000
 """Bound on the points of a drawn curve: more than a wide screen has columns."""
 _LARGEST_UPDATE = 1 << 53
 """Bound on the number of an update, which JavaScript counts exactly."""
+_LARGEST_VALUE = 1e100
+"""Magnitude from which a value of the log is not finite for a report, which computes with it."""
 _MAX_TEXT = 600
-_LAYER = re.compile(r"layer_(\d+)")
+_MAX_TAGS, _MAX_TAG, _MAX_LAYERS = 3000, 200, 2000
+_MAX_BYTES, _MAX_LINE_BYTES, _MAX_NESTING = 1 << 30, 1 << 24, 20
+_LAYER = re.compile(r"layer_(\d{1,4})")
+
+
+def read_file(run: Path, name: str) -> bytes:
+    """Return the content of a file of a run; empty if it is missing, or cannot or may not be read."""
+    return b"".join(_blocks(run, name, -1))
+
+
+def read_lines(run: Path, name: str) -> Iterator[bytes]:
+    """Yield the lines of a file of a run; none if it is missing, or cannot or may not be read."""
+    return _blocks(run, name, _MAX_LINE_BYTES)
+
+
+def read_object(run: Path, name: str) -> dict[str, Any]:
+    """Return the object in a JSON file of a run; an empty one if it cannot be read."""
+    with suppress(ValueError):
+        content = bounded_json(read_file(run, name))
+        if isinstance(content, dict):
+            return content
+    return {}
+
+
+def _blocks(run: Path, name: str, size: int) -> Iterator[bytes]:
+    """Yield the lines of a file, in parts of at most ``size`` bytes, or all of it if that is -1."""
+    path = run / name
+    try:
+        with open_regular(path) as stream:
+            # The file that is open, whatever links led to it and whoever changes them meanwhile.
+            actual = Path(f"/proc/self/fd/{stream.fileno()}").readlink()
+            if not actual.is_relative_to(resolved(run)):
+                logger.warning("%s is left out: it leads out of the run, to %s", path, actual)
+                return
+            left = _MAX_BYTES
+            while left > 0 and (block := stream.read(left) if size < 0 else stream.readline(min(size, left))):
+                left -= len(block)
+                yield block
+            if not left:
+                logger.warning("%s is read up to %d MiB only", path, _MAX_BYTES >> 20)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        logger.warning("%s is left out: it cannot be read (%s)", path, error.strerror or error)
+
+
+def bounded_json(text: bytes | str) -> Any:
+    """Parse JSON of a run. Integers beyond 64 bits are floats.
+
+    Raises:
+        ValueError: if it is not JSON, or nested deeper than anything that `train` writes.
+    """
+    try:
+        content = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 19 else float(digits))
+    except RecursionError as error:
+        raise ValueError("the nesting is too deep") from error
+    level = [content]
+    for _ in range(_MAX_NESTING):
+        inner = [
+            value.values() if isinstance(value, dict) else value for value in level if isinstance(value, dict | list)
+        ]
+        level = list(chain.from_iterable(inner))
+        if not level:
+            return content
+    raise ValueError("the nesting is too deep")
 
 
 @dataclass(frozen=True)
@@ -103,13 +172,17 @@ class RunLog:
         """Read the log of a run directory; an empty one if there is none. Lines that are damaged are counted."""
         entries: dict[int, dict[str, float]] = {}
         damaged = 0
-        with suppress(OSError), (run / METRICS_FILE).open("rb") as stream:
-            for line in stream:
-                entry = _entry(line)
-                if entry is None:
-                    damaged += bool(line.strip())
-                else:
-                    entries.setdefault(entry[0], {}).update(entry[1])
+        tags: set[str] = set()
+        for line in read_lines(run, METRICS_FILE):
+            entry = _entry(line)
+            if entry is None:
+                damaged += bool(line.strip())
+                continue
+            tags |= entry[1].keys()
+            if len(tags) > _MAX_TAGS:
+                logger.warning("%s has more than %d tags; the rest is left out", run / METRICS_FILE, _MAX_TAGS)
+                break
+            entries.setdefault(entry[0], {}).update(entry[1])
         return cls(entries, damaged)
 
     @classmethod
@@ -159,7 +232,7 @@ class RunLog:
     def cross_shares(self) -> dict[int, Series]:
         """Return the share of cross-attention in the update of each decoder layer, by the layer's number."""
         tags = {tag: _LAYER.fullmatch(tag.removeprefix(CROSS_SHARE)) for tag in self.tags if CROSS_SHARE in tag}
-        layers = {int(match[1]): tag for tag, match in tags.items() if match}
+        layers = {int(match[1]): tag for tag, match in tags.items() if match and 1 <= int(match[1]) <= _MAX_LAYERS}
         return {layer: self.series(layers[layer]) for layer in sorted(layers)}
 
     def positions(self) -> dict[str, list[float]]:
@@ -181,21 +254,18 @@ class RunLog:
 def _entry(line: bytes) -> tuple[int, dict[str, float]] | None:
     """Return update and numbers of a line of the log, NaN for null; None if it is damaged."""
     try:
-        content = parse_json(line)
-        update = int(content.pop("update"))
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        content = bounded_json(line)
+    except ValueError:
         return None
-    if not 0 <= update < _LARGEST_UPDATE:
+    update = content.pop("update", None) if isinstance(content, dict) else None
+    if not isinstance(update, int) or isinstance(update, bool) or not 0 <= update < _LARGEST_UPDATE:
         return None
     values = {}
     for tag, value in content.items():
-        if value is None:
-            values[tag] = math.nan
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            try:
-                values[tag] = float(value)
-            except OverflowError:  # an integer of hundreds of digits
-                values[tag] = math.inf
+        if len(tag) > _MAX_TAG or isinstance(value, bool) or not isinstance(value, int | float | None):
+            continue
+        number = math.nan if value is None else float(value)
+        values[tag] = math.copysign(math.inf, number) if abs(number) >= _LARGEST_VALUE else number
     return update, values
 
 
@@ -258,24 +328,21 @@ class Event:
 
 def read_events(run: Path) -> list[Event]:
     """Read the events of a run directory; none if there is no file. Damaged lines are left out."""
-    with suppress(OSError), (run / EVENTS_FILE).open(encoding="utf-8", errors="replace") as stream:
-        return list(_events(stream))
-    return []
+    return [event for line in read_lines(run, EVENTS_FILE) if (event := _event(line)) is not None]
 
 
-def _events(lines: Iterable[str]) -> Iterator[Event]:
-    for line in lines:
-        try:
-            content = parse_json(line)
-        except ValueError:
-            continue
-        if not isinstance(content, dict) or not isinstance(content.get("event"), str):
-            continue
-        update = content.get("update")
-        known = isinstance(update, int) and 0 <= update < _LARGEST_UPDATE
-        details = {key: value for key, value in content.items() if key not in ("event", "update", "time", "text")}
-        time, text = (_text(content.get(key)) for key in ("time", "text"))
-        yield Event(content["event"][:40], update if known else None, time, text, details)
+def _event(line: bytes) -> Event | None:
+    try:
+        content = bounded_json(line.decode("utf-8", errors="replace"))
+    except ValueError:
+        return None
+    if not isinstance(content, dict) or not isinstance(content.get("event"), str):
+        return None
+    update = content.get("update")
+    known = isinstance(update, int) and 0 <= update < _LARGEST_UPDATE
+    details = {key: value for key, value in content.items() if key not in ("event", "update", "time", "text")}
+    time, text = (_text(content.get(key)) for key in ("time", "text"))
+    return Event(content["event"][:40], update if known else None, time, text, details)
 
 
 def _text(value: object) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +21,7 @@ from deepspeed_nmt.errors import ConfigError, DataError, UserError
 from deepspeed_nmt.evaluate.metrics import Scorer
 from deepspeed_nmt.files import atomic_write_text, open_text, shown_name, text_lines
 from deepspeed_nmt.registry import Config
+from deepspeed_nmt.reports.run_log import read_file
 from deepspeed_nmt.run.directory import SCORES_FILE, Run
 
 
@@ -161,13 +164,12 @@ class _ScoreFile(Config):
 
 def recorded_scores(run: Path) -> tuple[RecordedScore, ...]:
     """Return the scores that are recorded in a run directory; none if their file cannot be read, with a warning."""
-    file = run / SCORES_FILE
-    if not file.is_file():
+    if not (content := read_file(run, SCORES_FILE)):
         return ()
     try:
-        return _ScoreFile.model_validate_json(file.read_bytes()).scores
-    except (OSError, ValidationError):
-        logger.warning("%s cannot be read; its scores are measured again when they are needed", file)
+        return _ScoreFile.model_validate_json(content).scores
+    except ValidationError:
+        logger.warning("%s cannot be read; its scores are measured again when they are needed", run / SCORES_FILE)
         return ()
 
 
@@ -220,7 +222,10 @@ def score_text(
     )
     scores = (*recorded, *(score for score in measured if score.metric not in known))
     try:
-        atomic_write_text(run.path / SCORES_FILE, _ScoreFile(scores=scores).model_dump_json(indent=1))
+        file = run.path / SCORES_FILE
+        if file.is_symlink():  # it would be written to where the link leads
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(file))
+        atomic_write_text(file, _ScoreFile(scores=scores).model_dump_json(indent=1))
     except OSError as error:
         logger.warning("%s could not be written (%s)", run.path / SCORES_FILE, error.strerror or error)
     return measured

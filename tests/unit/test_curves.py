@@ -43,8 +43,10 @@ def test_invalid_lines_are_skipped(damaged: Path) -> None:
     assert log.over_tokens("valid/bleu") == ([100.0, 200.0, 300.0], [1.0, 2.0, 3.0])
 
 
-def test_a_report_of_a_damaged_log(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    picture = damaged / "out.svg"
+def test_a_report_of_a_damaged_log(
+    damaged: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path_factory.mktemp("out") / "out.svg"
     assert main(["report", "collapse", str(damaged), "--out", str(picture), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["best_valid_score"] == 3.0 and picture.is_file()
     assert main(["report", "collapse", str(damaged), "--out", str(damaged)]) == 2
@@ -128,10 +130,10 @@ def test_lines_that_a_bar_shows_are_logged_to_the_file_only(
 
 def test_a_picture_goes_where_matplotlib_writes_it(tmp_path: Path) -> None:
     for name in ("out.png", "out.SVG", "a.b.pdf"):
-        check_out(tmp_path / name)
+        check_out(tmp_path / name, [])
     for name in ("out", ".png", "out.doc"):
         with pytest.raises(ConfigError, match=f"{name} does not end in"):
-            check_out(tmp_path / name)
+            check_out(tmp_path / name, [])
     for name in ("no/out.png", ""):
         with pytest.raises(ConfigError, match="directory"):
-            check_out(tmp_path / name)
+            check_out(tmp_path / name, [])

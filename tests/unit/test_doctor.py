@@ -292,6 +292,14 @@ def test_room(
     assert not list(context.directory.iterdir())
 
 
+def test_a_link_in_the_run_directory_is_not_followed(context: JobContext, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("whole")
+    (context.directory / f"{checks.PREFIX}here-{os.getpid()}").symlink_to(other)
+    assert_finds(checks.directory(context), "fault", "is not writable")
+    assert other.read_text() == "whole"
+
+
 def test_a_file_system_that_is_slow_volatile_and_without_locks(
     context: JobContext, disk: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

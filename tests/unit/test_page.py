@@ -14,14 +14,18 @@ from pathlib import Path
 import pytest
 
 from deepspeed_nmt.cli import main
+from deepspeed_nmt.engine.contract import EngineScalars
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.reports.pictures import draw_curves
 from deepspeed_nmt.reports.run_log import RunLog, Series, read_events
+from deepspeed_nmt.train.checkpoint import CheckpointStore, Chosen
+from deepspeed_nmt.train.progress import Progress
 from tests.page_runs import HOSTILE, append_log, full_run, write_events, write_run, write_texts
 
 pytest.importorskip("plotly")
 
 from deepspeed_nmt.reports.page import RunPage, marked_words, read_texts
-from deepspeed_nmt.reports.page_figures import Chart, heat_maps, words_of
+from deepspeed_nmt.reports.page_figures import Best, Chart, heat_maps, words_of
 
 
 class Parsed(HTMLParser):
@@ -299,3 +303,135 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["report", "run", str(run), "--out", str(out)]) == 2
     assert "plotly" in capsys.readouterr().err
+
+
+CROSS = "collapse/cross_share/layer_"
+HUGE = "9" * 400
+LAYERS = ("0", "99999999", "9" * 150, "-1", "")
+
+
+def log_lines(tag: str, *values: str) -> list[str]:
+    return [f'{{"update": 210, "{tag}": {value}}}' for value in values]
+
+
+@pytest.mark.parametrize(
+    ("lines", "new"),
+    [
+        ([f'{{"update": {update}, "train/loss": 1}}' for update in (HUGE, f"-{HUGE}", "true", '"7"', "[]")], ()),
+        (
+            [
+                line
+                for tag in ("train/target_tokens", "perf/hours", "valid/bleu", f"{CROSS}01", "new")
+                for line in log_lines(tag, HUGE, f"-{HUGE}", "1e308", "-1e99", "null")
+            ],
+            {"new"},
+        ),
+        ([line for layer in LAYERS for line in log_lines(CROSS + layer, "0.5")], {CROSS + layer for layer in LAYERS}),
+        (log_lines("train/loss", '"x"', "true", "[1]", "{}", "[" * 9999, "[" * 30 + "]" * 30), ()),
+        (log_lines("valid/../../../x/bleu", "1") + log_lines("x" * 300, "1"), {"valid/../../../x/bleu"}),
+        ([json.dumps({"update": 210, **{f"valid/set{number}/bleu": 1 for number in range(4000)}})], ()),
+    ],
+    ids=["update", "numbers", "layers", "types", "names", "many"],
+)
+def test_a_hostile_log_is_drawn(lines: list[str], new: set[str], tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 200)
+    known = set(RunLog.read(run).tags)
+    with (run / "metrics.jsonl").open("a") as stream:
+        stream.write("\n".join(lines) + "\n")
+    assert page_of(run).text
+    log = RunLog.read(run)
+    draw_curves({"run": log}, {"train/ppl": "perplexity"}, tmp_path / "out.svg", shares=True)
+    assert set(log.tags) - known == set(new) and list(log.cross_shares()) == list(range(1, 12))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        f'{{"command": [1, null, {{"a": [2]}}], "packages": [1], "slurm": {{"a": {HUGE}}}, "git": [[[[1]]]]}}',
+        '{"command": [""], "packages": {"a": {"b": [1]}}, "ranks": 1e999, "path": "x", "fingerprint": 7}',
+        "[" * 9999,
+    ],
+    ids=["numbers", "types", "nested"],
+)
+def test_values_of_any_type_are_words(content: str, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 50)
+    for name in ("environment.json", "resolved.json", "origin.json", "data.json", "test_scores.json"):
+        (run / name).write_text(content)
+    events = [
+        f'{{"event": "{kind}", "update": {update}, "time": {value}, "text": {value}, "ranks": {value}}}'
+        for kind in ("start", "skip", "best", "failure")
+        for update in (HUGE, "-1", "null", '"x"', "1e999")
+        for value in (HUGE, "[1]", '"9999-12-31T23:59:59+23:59"', "[" * 900 + "]" * 900)
+    ]
+    (run / "events.jsonl").write_text("\n".join(events))
+    (write_texts(run, [50]) / "signatures.json").write_text(content)
+    assert page_of(run).text
+    assert {event.update for event in read_events(run)} == {None} and len(read_events(run)) == 60
+
+
+READ = (
+    *("metrics.jsonl", "events.jsonl", "environment.json", "resolved.json", "origin.json", "data.json"),
+    *("test_scores.json", "validation/main/source.txt", "validation/main/reference.txt"),
+    *("validation/main/update-0000050.txt", "validation/main/signatures.json"),
+)
+"""Files of a run that its page shows."""
+
+
+def test_links_out_of_a_run_and_pipes_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text('{"event": "SECRET", "command": ["SECRET"], "update": 1, "SECRET": 1, "bleu": "SECRET"}\n' * 9)
+    for kind in ("link", "pipe"):
+        run = write_run(tmp_path / kind, 50)
+        write_texts(run, [50])
+        for name in READ:
+            (run / name).unlink(missing_ok=True)
+            (run / name).symlink_to(secret) if kind == "link" else os.mkfifo(run / name)
+        caplog.clear()
+        assert "SECRET" not in RunPage(run).render().decode()
+        for name in READ:
+            assert len([line for line in caplog.messages if f"{run / name} is left out" in line]) == 1, name
+    outside = write_texts(tmp_path / "SECRET", [50])
+    run = write_run(tmp_path / "directory", 50)
+    (run / "validation").mkdir()
+    (run / "validation" / "main").symlink_to(outside)
+    assert "ONE TWO" not in page_of(run).text
+    (run / "config.yaml").rename(tmp_path / "config.yaml")
+    (run / "config.yaml").symlink_to(tmp_path / "config.yaml")
+    with pytest.raises(ConfigError, match="leads out of the run"):
+        RunPage(run)
+
+
+def test_the_checkpoint_that_late_scores_chose_is_the_best(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 100, "validation.best_by=bleu")
+    store = CheckpointStore(run / "checkpoints")
+    for update in (50, 100):
+        store.save(
+            Progress(update=update, best_update=100, best_by="valid/bleu", best_score=30.0), EngineScalars(), []
+        )
+    page = RunPage(run)
+    assert page.best == Best(100, "valid/bleu", 30.0)
+    store.choose(Chosen(update=50, by="valid/bleu", score=77.0, loss=1.0))
+    assert RunPage(run).best == Best(50, "valid/bleu", 15.0), "the value of the log"
+    assert any(tile.note == "at update 50" for tile in RunPage(run).tiles)
+    store.choose(Chosen(update=50, by="valid/chrf", score=77.0, loss=1.0))
+    assert RunPage(run).best == page.best, "another measure chooses"
+
+
+@pytest.mark.parametrize("place", ["run/page.html", "run/logs/page.html", "link/page.html"])
+def test_a_page_is_not_written_into_its_run(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", 50)
+    (run / "logs").mkdir()
+    (tmp_path / "link").symlink_to(run)
+    assert main(["report", "run", str(run), "--out", str(tmp_path / place)]) == 2
+    assert f"{tmp_path / place} is {run}, or lies in it" in capsys.readouterr().err
+    text = tmp_path / "text.svg"
+    text.write_text("a b\n")
+    words = ["--input", str(text), "--reference", str(text), "--out", str(text)]
+    for command in (
+        ["depths", "--run", str(run)],
+        ["runs", str(run)],
+        ["sweep", "deep_decoder_fig1", "--runs", str(run)],
+    ):
+        assert main(["report", *map(str, command), *words]) == 2
+        assert f"--out {text} is {text}" in capsys.readouterr().err
+    assert text.read_text() == "a b\n"
