@@ -11,22 +11,29 @@ A sweep is a grid of settings around a recipe, for example of a figure in a pape
 
     deepspeed-nmt plan --sweep deep_decoder_fig1
     deepspeed-nmt train $(deepspeed-nmt plan --sweep deep_decoder_fig1 --point 3) --data DATA --run RUN
+
+`--mtbf 3h` proposes how often to save in a job that fails every three hours on average, from the time that a
+checkpoint takes, and names the goodput to expect.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deepspeed_nmt.config import RunConfig
+    from deepspeed_nmt.planning.checkpoints import CheckpointPlan, IntervalPlan
     from deepspeed_nmt.planning.gpus import Gpu
     from deepspeed_nmt.run.plans import Planned
 
 HELP = "plan memory and speed of a recipe, or list a sweep"
 _MAX_GPUS = 1_000_000
 _NUM_GPUS, _MFU, _WRITE_SPEED = 1, 0.3, 300.0
+_RESTART_S = 120.0
+"""Seconds from a failure to the next update, if nothing is known: a rank is missed, and the job starts again."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +71,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="assumed speed of writing checkpoints, their hashes included (default: %(default)g)",
     )
     parser.add_argument(
+        "--mtbf",
+        metavar="T",
+        help="mean time between failures of the job, such as 45m or 3h: propose how often to save",
+    )
+    parser.add_argument(
+        "--run", type=Path, metavar="DIR", help="run whose times of a checkpoint, restart and update --mtbf takes"
+    )
+    parser.add_argument(
+        "--saving-time",
+        metavar="T",
+        help="time for which a checkpoint stops training (default: that of --run, or of writing it by --write-speed)",
+    )
+    parser.add_argument(
+        "--restart-time",
+        metavar="T",
+        help=f"time from a failure to the next update (default: that of --run, or {_RESTART_S:g} s)",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print a JSON object for each recipe or point, one a line"
     )
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, which override the recipe")
@@ -98,6 +123,12 @@ def _check(arguments: argparse.Namespace) -> None:
         problems.append(f"--write-speed is {arguments.write_speed}; give a positive number of MB/s")
     defaults = {"vocab_size": None, "data": None, "gpu": None, "num_gpus": _NUM_GPUS, "mfu": _MFU}
     defaults |= {"write_speed": _WRITE_SPEED, "json": False}
+    times = dict.fromkeys(("mtbf", "run", "saving_time", "restart_time"))
+    defaults |= times
+    if arguments.mtbf is None and (
+        unused := [f"--{name.replace('_', '-')}" for name in times if getattr(arguments, name)]
+    ):
+        problems.append(f"{' and '.join(unused)} without --mtbf; give it too")
     given = {name for name, default in defaults.items() if getattr(arguments, name) != default}
     if arguments.point is not None and arguments.sweep is None:
         problems.append("--point is the number of a point of --sweep, which is missing; give both")
@@ -122,7 +153,6 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: if an option or a setting is out of range, or unknown.
     """
     import json
-    from pathlib import Path
 
     from deepspeed_nmt.console import output
     from deepspeed_nmt.errors import ConfigError
@@ -140,7 +170,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     from deepspeed_nmt.config import load_config  # imports torch, which the above does not need
     from deepspeed_nmt.data.training import DataOption, TrainingData
-    from deepspeed_nmt.planning.planner import CheckpointPlan
+    from deepspeed_nmt.engine.contract import checkpoint_bytes
+    from deepspeed_nmt.planning.checkpoints import CheckpointPlan
     from deepspeed_nmt.run.plans import Plans, layout_estimates, layout_notes, planned_vocabulary, tokens_of
 
     plans, file = Plans(), None if arguments.config is None else Path(arguments.config)
@@ -159,26 +190,49 @@ def run(arguments: argparse.Namespace) -> int:
         text = f"{recipe} with a vocabulary of {tokens_of(vocabulary)}: {count:,} parameters"
         if trained != count:
             text += f", {trained:,} of them trained"
-        kept, speed = config.training, arguments.write_speed
-        checkpoints = CheckpointPlan.of(
-            trained, count - trained, len(config.optimizer.states), kept.keep_last, kept.keep_best, speed
-        )
+        kept, states = config.training, len(config.optimizer.states)
+        size = checkpoint_bytes(trained, count - trained, states)
+        checkpoints = CheckpointPlan(size, kept.keep_last, kept.keep_best, arguments.write_speed)
         result |= checkpoints.as_json()
+        update_s: float | None = None
         if gpu is not None:
             on_gpu = plans.on(gpu, arguments.num_gpus, config, vocabulary)
             precision = on_gpu.engine.precision
             planned, table = _plan(on_gpu, config, arguments, gpu)
+            if speed := planned["tokens_per_s"]:
+                update_s = config.batch.update_tokens / speed
             result, text = {**result, **planned}, f"{text}\n{table}\n{checkpoints}"
         elif arguments.sweep is not None:
             text = f"{number:>3}  {count:>13,} parameters  --recipe {recipe} {' '.join(settings)}"
         else:
             text = f"{text}\n{checkpoints}"
+        if arguments.mtbf is not None:
+            interval = _interval(arguments, checkpoints, update_s)
+            result["saving"], text = interval.as_json(), f"{text}\n{interval}"
         if data is not None:
             layouts = layout_estimates(config, data, arguments.num_gpus)
             lines = [text, *map(str, layouts), *layout_notes(config, layouts, gpu, precision)]
             result["layouts"], text = list(map(vars, layouts)), "\n".join(lines)
         output(json.dumps(result) if arguments.json else text)
     return 0
+
+
+def _interval(arguments: argparse.Namespace, checkpoints: CheckpointPlan, update_s: float | None) -> IntervalPlan:
+    """Return how often to save, by times that are given, measured in a run, or estimated."""
+    from deepspeed_nmt.errors import ConfigError
+    from deepspeed_nmt.planning.checkpoints import IntervalPlan, seconds_of
+    from deepspeed_nmt.run.plans import MeasuredTimes
+    from deepspeed_nmt.train.goodput import GOODPUT_FILE, read_ledger
+
+    measured = MeasuredTimes(None, None, None)
+    if arguments.run is not None:
+        measured = MeasuredTimes.of(read_ledger(arguments.run))
+        if measured.saving_s is None and arguments.saving_time is None:
+            raise ConfigError(f"no checkpoint in {arguments.run / GOODPUT_FILE}; train longer, or give --saving-time")
+    saving, restart = arguments.saving_time, arguments.restart_time
+    saving_s = seconds_of(saving, "--saving-time") if saving is not None else measured.saving_s or checkpoints.seconds
+    restart_s = seconds_of(restart, "--restart-time") if restart is not None else measured.restart_s or _RESTART_S
+    return IntervalPlan(seconds_of(arguments.mtbf, "--mtbf"), saving_s, restart_s, measured.update_s or update_s)
 
 
 def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gpu: Gpu) -> tuple[dict[str, Any], str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -27,19 +28,9 @@ class Finding(NamedTuple):
     text: str
 
 
-def ok(text: str) -> Finding:
-    """Return a finding that needs no remedy."""
-    return Finding("ok", text)
-
-
-def warning(text: str) -> Finding:
-    """Return a finding that makes a training slower, or puts it at risk."""
-    return Finding("warning", text)
-
-
-def fault(text: str) -> Finding:
-    """Return a finding by which a training fails."""
-    return Finding("fault", text)
+ok: Callable[[str], Finding] = partial(Finding, "ok")
+warning: Callable[[str], Finding] = partial(Finding, "warning")
+fault: Callable[[str], Finding] = partial(Finding, "fault")
 
 
 @dataclass(frozen=True)

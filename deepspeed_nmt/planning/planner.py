@@ -9,9 +9,7 @@ from typing import Any
 
 from deepspeed_nmt.console import table
 from deepspeed_nmt.data.batching import BatchConfig
-from deepspeed_nmt.engine.contract import checkpoint_bytes
 from deepspeed_nmt.engine.settings import EngineConfig, EngineSettings, load_ds_config
-from deepspeed_nmt.errors import shown_bytes
 from deepspeed_nmt.planning.counting import Counts, RecomputedLayers
 from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.memory import GIB, PARTS, Layout, host_bytes, state_bytes, validation_bytes
@@ -264,54 +262,3 @@ def as_text(columns: Mapping[str, Plan], advice: list[str], update_tokens: int, 
         )
     lines.append(f"{plan.flops_per_token / 1e9:,.2f} GFLOP for each target token{speed}")
     return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class CheckpointPlan:
-    """Disk space and time of a run's checkpoints.
-
-    Attributes:
-        size: bytes of the tensors of one checkpoint: fp32 weights and optimizer states.
-        keep_last: number of newest checkpoints that are kept.
-        keep_best: True if the best one is kept besides.
-        mb_per_s: speed of writing in MB/s.
-    """
-
-    size: int
-    keep_last: int
-    keep_best: bool
-    mb_per_s: float
-
-    @classmethod
-    def of(
-        cls, trained: int, frozen: int, states: int, keep_last: int, keep_best: bool, mb_per_s: float
-    ) -> CheckpointPlan:
-        """Return the plan of a model; the first three arguments as of :func:`checkpoint_bytes`."""
-        return cls(checkpoint_bytes(trained, frozen, states), keep_last, keep_best, mb_per_s)
-
-    @property
-    def disk(self) -> int:
-        """Bytes of the largest number of checkpoints at once, the one being written included."""
-        return self.size * (self.keep_last + int(self.keep_best) + 1)
-
-    @property
-    def seconds(self) -> float:
-        """Time to write one checkpoint."""
-        return self.size / (self.mb_per_s * 1e6)
-
-    def as_json(self) -> dict[str, object]:
-        """Return the plan as values for JSON."""
-        return {
-            "checkpoint_bytes": self.size,
-            "disk_bytes": self.disk,
-            "write_mb_per_s": self.mb_per_s,
-            "save_seconds": self.seconds,
-        }
-
-    def __str__(self) -> str:
-        best = ", the best one" if self.keep_best else ""
-        return (
-            f"a checkpoint has {shown_bytes(self.size)} and is written in {self.seconds:,.0f} s at "
-            f"{self.mb_per_s:g} MB/s (--write-speed); training.keep_last={self.keep_last}{best} and the one being "
-            f"written need {shown_bytes(self.disk)} of disk"
-        )

@@ -295,11 +295,13 @@ class RunPage:
 
     def _best(self) -> Best | None:
         progress, chosen, tag = self.outcome.progress, self.outcome.chosen, self._measure()
-        if chosen is not None or (progress is not None and progress.best_update):
-            if chosen is not None:
-                update, by, score = chosen.update, chosen.by, chosen.score
-            else:
-                update, by, score = progress.best_update, progress.best_by, progress.best_score
+        choice: tuple[int, str | None, float | None] | None = None
+        if chosen is not None:
+            choice = chosen.update, chosen.by, chosen.score
+        elif progress is not None and progress.best_update:
+            choice = progress.best_update, progress.best_by, progress.best_score
+        if choice is not None:
+            update, by, score = choice
             tag = (by or tag).partition(" ")[0]  # without the digest of its set
             series = self.log.series(tag)
             value = dict(zip(series.updates, series.values, strict=True)).get(update)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
 from typing import NamedTuple
 
 from deepspeed_nmt.build import build_kernels, build_meta_model, build_objective
@@ -21,6 +23,7 @@ from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.layouts import LayoutEstimate, estimates, prefers_padded
 from deepspeed_nmt.planning.planner import Planner
 from deepspeed_nmt.run.batches import has_packed_kernel, layout_on, update_order_of
+from deepspeed_nmt.train.goodput import STARTING, Entry
 
 VOCAB_SIZE = "32000"
 """Size of a vocabulary that nothing determines."""
@@ -192,3 +195,37 @@ def layout_notes(
     if layout == "packed" and not has_packed_kernel(precision, gpu.capability):
         notes.append("there attention copies each sentence into a padded row: its fast kernel needs sm_80 and 16 bit")
     return notes
+
+
+@dataclass(frozen=True)
+class MeasuredTimes:
+    """Times of a run, from its ledger.
+
+    Attributes:
+        saving_s: median of the seconds for which a checkpoint stopped training; None before the first.
+        restart_s: mean seconds from the beginning of a process to its first update; None before the first start.
+        update_s: mean seconds of an update; None before the first.
+    """
+
+    saving_s: float | None
+    restart_s: float | None
+    update_s: float | None
+
+    @classmethod
+    def of(cls, entries: Sequence[Entry]) -> MeasuredTimes:
+        """Measure a ledger's lines."""
+        savings, restarts, updates, spent = list[float](), list[float](), 0, 0.0
+        for first, second in pairwise(entries):
+            if second.begins:
+                continue
+            saving = second.seconds.get("saving", 0.0) - first.seconds.get("saving", 0.0)
+            savings += [saving] if saving > 0.0 else []
+            updates += second.update - first.update
+            spent += second.seconds.get("updates", 0.0) - first.seconds.get("updates", 0.0)
+            if first.begins:
+                restarts.append(sum(second.seconds.get(activity, 0.0) for activity in STARTING))
+        return cls(
+            saving_s=median(savings) if savings else None,
+            restart_s=sum(restarts) / len(restarts) if restarts else None,
+            update_s=spent / updates if updates > 0 and spent > 0.0 else None,
+        )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -25,6 +27,13 @@ from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.parity import settings_of
 from deepspeed_nmt.planning import counting
+from deepspeed_nmt.planning.checkpoints import (
+    IntervalPlan,
+    daly_interval,
+    expected_seconds,
+    seconds_of,
+    young_interval,
+)
 from deepspeed_nmt.planning.counting import (
     Counts,
     RecomputedLayers,
@@ -38,8 +47,9 @@ from deepspeed_nmt.planning.counting import (
 from deepspeed_nmt.planning.gpus import GPUS, Gpu, gpu_named, kind_of
 from deepspeed_nmt.planning.memory import GIB, PARTS, Layout, host_bytes, state_bytes
 from deepspeed_nmt.planning.planner import Plan, advise, as_text, plan_for
-from deepspeed_nmt.run.plans import Plans, layout_estimates, layout_notes
+from deepspeed_nmt.run.plans import MeasuredTimes, Plans, layout_estimates, layout_notes
 from deepspeed_nmt.run.resolve import resolve_recomputation
+from deepspeed_nmt.train.goodput import Entry
 from deepspeed_nmt.train.optimizers.adam import AdamConfig
 from tests.support import batch_of, prepare_sample
 
@@ -404,3 +414,89 @@ def test_recomputation_by_a_memory_budget(monkeypatch: pytest.MonkeyPatch) -> No
     for wrong in ("-1", "some", "0.5"):
         with pytest.raises(ConfigError, match=r"engine\.recompute_decoder is "):
             load_config("transformer_base", settings=[f"engine.recompute_decoder={wrong}"])
+
+
+def simulated_goodput(plan: IntervalPlan, interval_s: float, failures: int) -> float:
+    """Share of time in surviving updates and checkpoints over some Poisson failures; they strike restarts, too."""
+    random, useful, total = Random(7), 0.0, 0.0
+    for _ in range(failures):
+        alive = random.expovariate(1.0 / plan.mtbf_s)
+        total += alive
+        segment = interval_s + plan.saving_s
+        useful += max(0.0, alive - plan.restart_s) // segment * segment
+    return useful / total
+
+
+@pytest.mark.parametrize(("saving_s", "restart_s", "mtbf_s"), [(5.0, 60.0, 10800.0), (20.0, 30.0, 600.0)])
+def test_checkpoints_at_the_planned_interval_lose_least(saving_s: float, restart_s: float, mtbf_s: float) -> None:
+    plan = IntervalPlan(mtbf_s, saving_s, restart_s)
+    interval = plan.interval_s
+    assert plan.goodput() == pytest.approx(simulated_goodput(plan, interval, 100_000), abs=0.003)
+
+    def trained(seconds: float) -> float:
+        return seconds / expected_seconds(seconds, saving_s, restart_s, mtbf_s)
+
+    best = max((interval * factor / 100 for factor in range(20, 500)), key=trained)
+    assert interval == pytest.approx(best, rel=0.02), "the optimum of Daly's expected time"
+    assert trained(interval) >= trained(young_interval(saving_s, mtbf_s)), "first order is not better"
+    for factor in (0.3, 3.0):
+        shares = [simulated_goodput(plan, s, 20_000) * s / (s + saving_s) for s in (interval, factor * interval)]
+        assert shares[0] > shares[1]
+
+
+def test_closed_forms_of_the_interval() -> None:
+    assert young_interval(2.0, 100.0) == 20.0
+    assert daly_interval(2.0, 100.0) == pytest.approx(20.0 * (1.0 + 0.1 / 3.0 + 0.01 / 9.0) - 2.0)
+    assert daly_interval(201.0, 100.0) == 100.0 and daly_interval(1e-9, 1e9) == pytest.approx(
+        young_interval(1e-9, 1e9)
+    )
+    assert expected_seconds(30.0, 2.0, 0.0, 1e12) == pytest.approx(32.0, rel=1e-3), "without failures"
+    assert expected_seconds(1e9, 1.0, 1.0, 1.0) == math.inf and IntervalPlan(1.0, 1e5, 1.0).goodput() == 0.0
+    plan = IntervalPlan(10_800.0, 5.0, 120.0, update_s=0.5)
+    assert plan.save_every == round(plan.interval_s / 0.5)
+    assert plan.goodput(0.0) - plan.goodput() == pytest.approx(plan.goodput(0.0) * (1 - math.exp(-120 / 10_800)))
+
+
+def test_times_of_a_run_are_those_of_its_ledger() -> None:
+    def line(update: int, updates: float = 0.0, saving: float = 0.0, imports: float = 0.0, **begins: bool) -> Entry:
+        seconds: Any = {"updates": updates, "saving": saving, "imports": imports, "restore": imports}
+        return Entry(time=1.0, update=update, seconds={} if begins else seconds, **begins)
+
+    first = [line(0, begins=True), line(10, 20.0, 0.5, 4.0), line(15, 30.0, 0.5, 4.0), line(20, 40.0, 1.5, 4.0)]
+    measured = MeasuredTimes.of([*first, line(10, begins=True), line(20, 20.0, 3.0, 6.0)])
+    assert measured == MeasuredTimes(saving_s=1.0, restart_s=10.0, update_s=2.0)
+    assert MeasuredTimes.of(first[:1]) == MeasuredTimes.of([]) == MeasuredTimes(None, None, None)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90.0), ("1.5m", 90.0), ("3h", 10800.0), ("2d", 172800.0)])
+def test_times_have_units(text: str, seconds: float) -> None:
+    assert seconds_of(text, "--mtbf") == seconds
+
+
+@pytest.mark.parametrize("text", ["", "h", "0", "-1h", "nan", "inf", "1_0", "٣", "3 weeks", "1e99", "9" * 400])
+def test_other_times_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--mtbf is "):
+        seconds_of(text, "--mtbf")
+
+
+def test_a_plan_proposes_how_often_to_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--recipe", "sample_small", "--vocab-size", "500", "--json"]
+    assert main([*words, "--mtbf", "3h", "--restart-time", "60s"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["saving"]["saving_s"] == plan["save_seconds"] and plan["saving"]["restart_s"] == 60.0
+    assert plan["saving"]["interval_s"] == daly_interval(plan["save_seconds"], 10_800.0)
+    lines = [
+        '{"time": 1, "update": 0, "begins": true}',
+        '{"time": 9, "update": 100, "seconds": {"imports": 3.0, "updates": 50.0, "saving": 0.25}}',
+    ]
+    (tmp_path / "goodput.jsonl").write_text("\n".join(lines))
+    assert main([*words, "--mtbf", "3h", "--run", str(tmp_path)]) == 0
+    saving = json.loads(capsys.readouterr().out)["saving"]
+    assert (saving["saving_s"], saving["restart_s"]) == (0.25, 3.0)
+    assert saving["save_every"] == round(daly_interval(0.25, 10_800.0) / 0.5)
+    for wrong, message in (
+        (["--saving-time", "5s"], "--saving-time without --mtbf"),
+        (["--mtbf", "3h", "--run", str(tmp_path / "none")], "no checkpoint in"),
+    ):
+        assert main([*words, *wrong]) == 2
+        assert message in capsys.readouterr().err
