@@ -206,7 +206,8 @@ class MaskedTokens:
         """Sum the length's NLL, scaled so that the engine's division by tokens makes it the configured average."""
         real_BT = batch.target_mask
         length_B = (real_BT.sum(dim=1) - 1).clamp(min=0)
-        losses_B = F.cross_entropy(logits_BL.float(), length_B, reduction="none")
+        logits_BL = logits_BL.to(torch.promote_types(logits_BL.dtype, torch.float32))
+        losses_B = F.cross_entropy(logits_BL, length_B, reduction="none")
         total = batch.weighted(torch.where(real_BT.any(dim=1), losses_B, 0.0)).sum()
         if self.config.length_average == "tokens":
             return total
