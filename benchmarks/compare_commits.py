@@ -58,7 +58,10 @@ TOP = [*TINY, "model.top_encoder_layers=1", "model.top_decoder_layers=1", "searc
 BOTH_NETS: tuple[list[str], ...] = ([], ["--rerank", "deep-shallow"])
 BERTS = ["model.source_encoder=./berts/en", "model.target_encoder=./berts/de"]
 ADAPTERS = ["model.adapter_dim=24", "search.iterations=3", "search.length_beam=4"]
-TIMINGS = {"perf/target_tokens_per_s", "perf/data_wait", "perf/memory", "perf/mfu", "collapse/seconds", "perf/hours"}
+TIMINGS = {
+    *("perf/target_tokens_per_s", "perf/data_wait", "perf/memory", "perf/mfu", "perf/hours", "perf/goodput"),
+    "collapse/seconds",
+}
 PROCESSES = multiprocessing.get_context("forkserver")  # importing torch for each command would dominate
 LOCK = threading.Lock()  # multiprocessing is not thread-safe
 
