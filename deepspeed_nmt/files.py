@@ -73,10 +73,16 @@ def open_regular(path: Path) -> BufferedReader[Any]:
     raise OSError(errno.EINVAL, "it is a pipe or a device; put a file in its place", str(path))
 
 
+def read_regular(path: Path) -> bytes:
+    """Return the content of a file; see :func:`open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
+
+
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file's content in hexadecimal."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
@@ -451,7 +457,7 @@ def exclusive(path: Path, refusal: str, patience_s: float = 0.0) -> Iterator[boo
 def _holder(path: Path) -> str:
     holder = ""
     with suppress(OSError):
-        holder = path.read_text(encoding="utf-8").strip()
+        holder = read_regular(path).decode(errors="replace").strip()
     return holder or "another process"
 
 
@@ -563,7 +569,7 @@ def restore_directories(directory: Path, names: str, is_whole: Callable[[Path], 
 
 
 @contextmanager
-def staged(path: Path) -> Iterator[Path]:
+def staged(path: Path, check: Callable[[], object] = lambda: None) -> Iterator[Path]:
     """Make a directory that replaces ``path`` when the block ends without an error.
 
     Only one process may replace it at a time. If ``path`` is a symbolic link, it is replaced, and what it leads to
@@ -571,6 +577,7 @@ def staged(path: Path) -> Iterator[Path]:
 
     Args:
         path: of the directory, which need not exist.
+        check: raises an error if ``path`` must not be replaced; it is called last of all.
 
     Yields:
         The path of the new directory, which is removed if the block fails.
@@ -582,8 +589,14 @@ def staged(path: Path) -> Iterator[Path]:
     new, old = hidden(path, _PARTIAL + number), hidden(path, _OLD + number)
     try:
         new.mkdir()
+        mode = new.stat().st_mode  # as the umask leaves it
+        new.chmod(stat.S_IMODE(mode) | stat.S_IRWXU)
         yield new
+        for file in new.iterdir():  # some libraries make files that only this user can read
+            if file.is_file():
+                file.chmod(mode & 0o666)
         sync_directory(new)
+        check()
         if path.exists():
             copy_permissions(path.stat(), new)
         if path.is_symlink() or path.is_dir():

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import builtins
 import hashlib
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import BaseModel, Field, ValidationError
 
-from deepspeed_nmt.files import atomic_write_bytes, sha256_of
+from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.files import atomic_write_bytes, read_regular, sha256_of
 from deepspeed_nmt.registry import Config
 
 MANIFEST_FILE = "manifest.json"
@@ -24,7 +26,7 @@ PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 class FileRecord(Config):
     """Size and hash of a file."""
 
-    bytes: int = Field(ge=0)
+    bytes: int = Field(ge=0, lt=1 << 63)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
     @classmethod
@@ -50,6 +52,10 @@ class FileRecord(Config):
         if size != self.bytes:
             return f"has {size} bytes instead of {self.bytes}"
         return "has other content than was written" if verify and sha256_of(file) != self.sha256 else None
+
+
+class _Files(BaseModel):
+    files: dict[PlainName, FileRecord]
 
 
 class DamagedRecordError(Exception):
@@ -80,11 +86,8 @@ def read_record(path: Path) -> bytes:
         DamagedRecordError: if it cannot be read, or does not match its hash.
     """
     hash_file = path.with_name(path.name + HASH_SUFFIX)
-    for file in (path, hash_file):
-        if file.exists() and not file.is_file():  # reading a pipe would never end
-            raise DamagedRecordError(f"{file} is not a file")
     try:
-        content, hashes = path.read_bytes(), hash_file.read_bytes().decode("ascii", errors="replace")
+        content, hashes = read_regular(path), read_regular(hash_file).decode("ascii", errors="replace")
     except FileNotFoundError as error:
         what = f"the hash of {path}" if error.filename == str(hash_file) else str(path)
         raise DamagedRecordError(f"{what} is missing") from error
@@ -93,6 +96,62 @@ def read_record(path: Path) -> bytes:
     if FileRecord.of(content).sha256 not in {line.partition(" ")[0] for line in hashes.splitlines()}:
         raise DamagedRecordError(f"{path} does not match its hash in {hash_file.name}")
     return content
+
+
+def read_files(path: Path) -> dict[str, FileRecord]:
+    """Return the files that a record of any kind lists, by name; see :func:`read_record`.
+
+    Raises:
+        DamagedRecordError: also if it lists none.
+    """
+    content = read_record(path)
+    try:
+        return _Files.model_validate_json(content).files
+    except ValidationError as error:
+        raise DamagedRecordError(f"{path} lists no files") from error
+
+
+def check_own(
+    directory: Path, record: str, option: str, *, beside: Mapping[str, bytes] | None = None, verify: bool = True
+) -> None:
+    """Check that nothing is lost if a directory is replaced: all its files are as their record lists them.
+
+    This is the rule of every command that replaces or removes a directory; a mere name proves nothing.
+
+    Args:
+        directory: to replace; it may be missing or empty.
+        record: name of its record; see :func:`read_files`.
+        option: that gave the directory, for the message.
+        beside: content of files that the record does not list, by name.
+        verify: True to compare hashes, False to compare sizes only.
+
+    Raises:
+        DataError: if it is a file or a mount point, or has files that this program did not write, or that were
+            changed.
+    """
+    if not os.path.lexists(directory):
+        return
+    if not directory.is_dir():
+        raise DataError(f"{option} {directory} is a file; choose another {option}")
+    if os.path.ismount(directory):
+        raise DataError(
+            f"{option} {directory} is a mount point, which cannot be replaced; give a directory inside it"
+        )
+    records, reason = {name: FileRecord.of(content) for name, content in (beside or {}).items()}, ""
+    names = {path.name for path in directory.iterdir()}
+    try:
+        if record in names:
+            records |= read_files(directory / record)
+            names -= {record, record + HASH_SUFFIX}
+    except DamagedRecordError as error:
+        reason = f" ({error})"
+    own = (name for name in names if name in records and records[name].problem(directory / name, verify) is None)
+    if foreign := sorted(names - set(own)):
+        named = ", ".join(foreign[:5]) + (", ..." if len(foreign) > 5 else "")
+        raise DataError(
+            f"{option} {directory} has {named}, which this program did not write, or which was changed{reason}; move "
+            f"the directory or these files away, or choose another {option}"
+        )
 
 
 def _write_hashes(path: Path, hashes: Iterable[str]) -> None:

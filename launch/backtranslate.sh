@@ -23,7 +23,7 @@
 #   --cpu              use the CPU even if there are GPUs
 #
 # Steps: text, translate, score, prepare, train. A step that is finished is skipped as long as its input and its
-# options are the same. Ctrl-C stops; the same command resumes, translation and scores in pieces (exit status 75:
+# options are the same. Files that were changed since, and pieces of a step with other options, are never removed. Ctrl-C stops; the same command resumes, translation and scores in pieces (exit status 75:
 # stopped, start it again). DIR/data is the corpus; its report says what was removed. The last lines are the command
 # that trains on the mixture, or on the corpus alone if it is distilled. Under SLURM: launch/backtranslate.sbatch.
 #
@@ -130,14 +130,23 @@ on_all_ranks() {
 }
 
 digest() { if command -v sha256sum >/dev/null; then sha256sum; else shasum -a 256; fi | cut -d ' ' -f 1; }
-# is_finished STEP KEY FILE: true if STEP has made FILE from what KEY stands for. Otherwise it is to be done.
+# record NAME LINE...: write lines to a file of $out/.steps.
+record() { printf '%s\n' "${@:2}" >"$out/.steps/$1.new" && mv "$out/.steps/$1.new" "$out/.steps/$1"; }
+# is_finished STEP KEY FILE: true if STEP has made FILE from what KEY stands for. Otherwise it begins, unless FILE is not
+# as this script wrote it: it may be somebody's work.
 is_finished() {
-    [ -e "$3" ] && [ "$(cat "$out/.steps/$1" 2>/dev/null)" = "$2" ] && say "$1: finished before, $3" && return
-    rm -f "$out/.steps/$1"
+    local key="" hash=""
+    { read -r key && read -r hash; } 2>/dev/null <"$out/.steps/$1" || true
+    if [ -e "$3" ] && [ "$hash" != begun ]; then
+        [ "$hash" = "$(digest <"$3")" ] ||
+            die "$3 is not as this script wrote it; move it away, or choose another --out"
+        [ "$key" != "$2" ] || { say "$1: finished before, $3" && return; }
+    fi
     say "$1"
+    record "$1" "$2" begun
     return 1
 }
-finish() { printf '%s\n' "$2" >"$out/.steps/$1.tmp" && mv "$out/.steps/$1.tmp" "$out/.steps/$1"; }
+finish() { record "$1" "$2" "$(digest <"$3")"; } # STEP KEY FILE
 
 checks=(--data "$data" --checkpoint "$checkpoint")
 for run in "${runs[@]}"; do checks+=(--run "$run"); done
@@ -156,26 +165,15 @@ model="${lines[0]}" scoring="${lines[1]}" parallel="${lines[2]}"
 prepare=("${lines[@]:4}")
 [ -z "${lines[3]}" ] || options+=(--suppress "${lines[3]}") # a text has no tag but in front of it
 mkdir -p "$out/.steps" 2>/dev/null || die "$out cannot be written; choose another --out"
-trap 'rm -f "$out"/*.tmp' EXIT
+trap 'rm -f "$out/text.tmp" "$out/scores.tmp"' EXIT
 
-plain() {
-    local file
-    for file in "$@"; do
-        case "$file" in
-        *.gz) gzip -dc -- "$file" ;;
-        *.xz) xz -dc -- "$file" ;;
-        *.zst) zstd -dcq -- "$file" ;;
-        *) cat -- "$file" ;;
-        esac | awk 1 || return # ends the last line
-    done
-}
 key="$(cat -- "${texts[@]}" | digest)"
 if ! is_finished text "$key" "$out/text"; then
-    plain "${texts[@]}" >"$out/text.tmp" ||
+    "$python" "$helper" text --output "$out/text.tmp" "${texts[@]}" ||
         die "$out/text could not be written, for the reason above; check the files of --text, and the free disk space"
     grep -q '[^[:space:]]' "$out/text.tmp" || die "${texts[*]} has no sentence; check --text"
     mv "$out/text.tmp" "$out/text"
-    finish text "$key"
+    finish text "$key" "$out/text"
 fi
 
 text_digest="$(digest <"$out/text")"
@@ -183,11 +181,8 @@ key="$(printf '%s\n' "$model" "$checkpoint" "$text_digest" ${options[@]+"${optio
 if ! is_finished translate "$key" "$out/translations"; then
     words=(--input "$out/text" --output "$out/translations" --checkpoint "$checkpoint" ${options[@]+"${options[@]}"})
     for run in "${runs[@]}"; do words+=(--run "$run"); done
-    # Pieces of another translation are not resumed.
-    [ "$(cat "$out/.steps/translating" 2>/dev/null)" = "$key" ] || rm -rf "$out/translations.pieces"
-    finish translating "$key"
     on_all_ranks deepspeed_nmt translate "${words[@]}"
-    finish translate "$key"
+    finish translate "$key" "$out/translations"
 fi
 
 source="$out/translations" target="$out/text"
@@ -196,14 +191,16 @@ key="$(printf '%s\n' "$scoring" "$text_digest" "$(digest <"$out/translations")" 
 if [ -n "$scorer" ]; then
     if ! is_finished score "$key" "$out/scores"; then
         parts="$out/scores.parts"
-        [ "$(cat "$out/.steps/scoring" 2>/dev/null)" = "$key" ] || rm -rf "$parts"
+        [ ! -e "$parts" ] || [ "$(cat "$out/.steps/scoring" 2>/dev/null)" = "$key" ] ||
+            die "$parts has scores by other options or of other text; give those again to resume, or move it away"
+        record scoring "$key"
         mkdir -p "$parts"
-        finish scoring "$key"
         on_all_ranks "$helper" score --run "$scorer" --source "$source" --target "$target" --parts "$parts"
         cat -- "$parts"/[0-9]* >"$out/scores.tmp"
         mv "$out/scores.tmp" "$out/scores"
-        finish score "$key"
-        rm -rf "$parts"
+        finish score "$key" "$out/scores"
+        rm -f "$parts"/[0-9]*
+        rmdir "$parts"
     fi
     prepare+=(--train-scores "$out/scores")
 fi
@@ -215,7 +212,7 @@ if ! is_finished prepare "$key" "$out/data/meta.json"; then
     one=()
     [ -z "$srun" ] || one=(srun --ntasks=1 --nodes=1)
     attended ${one[@]+"${one[@]}"} "$python" -m deepspeed_nmt "${prepare[@]}" --overwrite
-    finish prepare "$key"
+    finish prepare "$key" "$out/data/meta.json"
 fi
 
 if [ -z "$recipe" ]; then

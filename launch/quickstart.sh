@@ -99,14 +99,17 @@ claim_out() {
     [[ -d "$OUT" && -w "$OUT" && -x "$OUT" ]] ||
         die "$OUT cannot be written; set OUT to another path"
     input="$(describe_input)"
-    [ -e "$MARKER" ] || [ -z "$(ls -A "$OUT")" ] ||
-        die "$OUT has files that this script has not made; set OUT to another path"
-    if [ -n "$fresh" ]; then
+    if [ ! -e "$MARKER" ]; then
+        [ -z "$(ls -A "$OUT")" ] || [ "$(ls -A "$OUT")" = "${MARKER##*/}.new" ] ||
+            die "$OUT has files that this script has not made; set OUT to another path"
+    elif ! [[ -f "$MARKER" && "$(cat "$MARKER")" =~ ^(sample corpus|[0-9]+ [0-9]+$'\n'[0-9]+ [0-9]+)$ ]]; then
+        die "$MARKER is not what this script writes; set OUT to another path"
+    elif [ -n "$fresh" ]; then
         remove_results
-    elif [ -s "$MARKER" ] && [ "$(cat "$MARKER")" != "$input" ]; then
+    elif [ "$(cat "$MARKER")" != "$input" ]; then
         die "$OUT was made from other text; start over with --fresh, or set OUT"
     fi
-    printf '%s\n' "$input" >"$MARKER"
+    printf '%s\n' "$input" >"$MARKER.new" && mv "$MARKER.new" "$MARKER" # never half of it
 }
 
 # Remove what this script makes in $OUT, by name. Other files there stay, as do directories that have some.

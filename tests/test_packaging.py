@@ -286,6 +286,11 @@ def test_quickstart_keeps_files_that_it_did_not_make(
 
     shutil.rmtree(out)
     source, target = tmp_path / "train.source", tmp_path / "train.target"
+    out.mkdir()
+    for marker in ("", "sample corpus and more\n", "1 2\n"):
+        (out / ".quickstart").write_text(marker)
+        refuses(out, ".quickstart is not what this script writes", source, target)
+    shutil.rmtree(out)
     assert run_script("quickstart.sh", str(source), str(target), **stubs).returncode == 0
     (inside / "valid.source").unlink()
     (inside / "valid.source").symlink_to(source)

@@ -12,12 +12,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from deepspeed_nmt import huggingface
 from deepspeed_nmt.core.vocabulary import SIDES, Side, Vocabulary
-from deepspeed_nmt.data.tokenizer import INFO_FILE, UNKNOWN_TEXT, Tokenizer
+from deepspeed_nmt.data.tokenizer import INFO_FILE, UNKNOWN_TEXT, Tokenizer, VocabularyInfo
 from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.files import read_regular
 
 PREFIX = "hf:"
 """Prefix of ``prepare --tokenizer``: hf:BERT, or hf:BERT,BERT for source and target."""
@@ -83,24 +83,17 @@ class BertTokenizer(Tokenizer):
         return cls(contents, special)
 
     @classmethod
-    def read(cls, path: Path, info: dict[str, Any]) -> BertTokenizer:
+    def read(cls, path: Path, info: VocabularyInfo) -> BertTokenizer:
         """Read the vocabularies of a directory.
 
-        Args:
-            path: the directory.
-            info: content of its INFO_FILE.
-
         Raises:
-            DataError: if they are missing or cannot be read.
+            DataError: if one is damaged.
+            OSError: if one cannot be read.
         """
-        try:
-            special: Special = {side: {name: int(info[side][name]) for name in huggingface.SPECIAL} for side in SIDES}
-            contents: Contents = {side: (path / side_file(side)).read_text(encoding="utf-8") for side in SIDES}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"no vocabularies of two BERTs in {path} ({error}); give a directory that `prepare` has made"
-            ) from error
-        return cls(contents, special)
+        special: Special = {"source": info.source, "target": info.target}
+        if lacking := sorted({*huggingface.SPECIAL} - (info.source.keys() & info.target.keys())):
+            raise DataError(f"{path / INFO_FILE} lacks the special token {lacking[0]}; restore it from a copy")
+        return cls({side: read_regular(path / side_file(side)).decode() for side in SIDES}, special)
 
     def matches_bert(self, tokenizer_json: str, special: Mapping[str, int], side: Side) -> bool:
         """Compare vocabulary and special tokens; see :meth:`Tokenizer.matches_bert`."""

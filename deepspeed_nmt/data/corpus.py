@@ -25,7 +25,7 @@ import numpy.typing as npt
 from numpy.typing import NDArray
 
 from deepspeed_nmt import randomness
-from deepspeed_nmt.data.tokenizer import UNK
+from deepspeed_nmt.data.tokenizer import UNK, Count
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.registry import Config
 
@@ -42,15 +42,15 @@ _CHUNK = 1 << 20
 class SideStats(Config):
     """Statistics of one side of a split, in tokens without BOS and EOS."""
 
-    tokens: int
-    unknown: int
-    longest: int
+    tokens: Count
+    unknown: Count
+    longest: Count
 
 
 class SplitStats(Config):
     """Statistics of a split."""
 
-    pairs: int
+    pairs: Count
     source: SideStats
     target: SideStats
 

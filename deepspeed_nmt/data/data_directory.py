@@ -16,10 +16,10 @@ from deepspeed_nmt.data.fairseq import DICTIONARY_FILES, FairseqTokenizer
 from deepspeed_nmt.data.inputs import InputRecord
 from deepspeed_nmt.data.marian_tokenizer import MODEL_FILES, NUMBERS_FILES, MarianTokenizer
 from deepspeed_nmt.data.sentencepiece import MODEL_FILE, SIDE_MODEL_FILES, SentencePieceTokenizer
-from deepspeed_nmt.data.tokenizer import INFO_FILE, Tokenizer, split_name
-from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.files import check_utf8_name, parse_json
-from deepspeed_nmt.manifest import MANIFEST_FILE, DamagedRecordError, FileRecord, read_record
+from deepspeed_nmt.data.tokenizer import INFO_FILE, Count, Tokenizer, VocabularyInfo, split_name
+from deepspeed_nmt.errors import DataError, UserError
+from deepspeed_nmt.files import check_utf8_name, read_regular
+from deepspeed_nmt.manifest import MANIFEST_FILE, DamagedRecordError, FileRecord, PlainName, read_files, read_record
 from deepspeed_nmt.registry import Config, problem_of
 from deepspeed_nmt.text import Tags, TextForm
 
@@ -36,8 +36,8 @@ class RoundTrip(Config):
         examples: the first of them, each with what it becomes.
     """
 
-    lines: int = 0
-    changed: int = 0
+    lines: Count = 0
+    changed: Count = 0
     examples: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -93,15 +93,15 @@ class Meta(Config):
     segmented: bool
     text: TextForm
     tags: Tags
-    vocabulary_size: int
-    source_vocabulary_size: int
-    pairs_read: int
-    removed: dict[str, int]
+    vocabulary_size: Count
+    source_vocabulary_size: Count
+    pairs_read: Count
+    removed: dict[str, Count]
     removed_examples: dict[str, tuple[tuple[str, str], ...]]
-    repaired: dict[str, dict[str, int]]
+    repaired: dict[str, dict[str, Count]]
     splits: dict[str, SplitStats]
     round_trips: dict[str, RoundTrip]
-    files: dict[str, FileRecord]
+    files: dict[PlainName, FileRecord]
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
@@ -113,25 +113,36 @@ def open_tokenizer(path: Path) -> Tokenizer:
     """
     record = path / (META_FILE if (path / META_FILE).exists() else MANIFEST_FILE)
     try:
-        files = parse_json(read_record(record))["files"].items() if record.exists() else ()
-        records = {name: FileRecord(**fields) for name, fields in files if name.startswith("vocabulary.")}
-    except (DamagedRecordError, ValueError, KeyError, TypeError, AttributeError) as error:
+        records = read_files(record) if record.exists() else {}
+    except DamagedRecordError as error:
         raise DataError(f"{record} is damaged ({error}); restore it from a copy") from error
-    problems = [f"{name} {problem}" for name, file in records.items() if (problem := file.problem(path / name))]
+    problems = [
+        f"{name} {problem}"
+        for name, file in records.items()
+        if name.startswith("vocabulary.") and (problem := file.problem(path / name))
+    ]
     if problems:
         raise DataError(f"damaged vocabulary in {path}: {' and '.join(problems)}; restore it from a copy")
     try:
-        info = parse_json((path / INFO_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        info = None
-    match info.get("kind") if isinstance(info, dict) else None:
-        case "bert":
-            return BertTokenizer.read(path, info)
-        case "marian":
-            return MarianTokenizer.read(path, info)
-        case "fairseq":
-            return FairseqTokenizer.read(path)
-    return SentencePieceTokenizer.read(path)
+        info = VocabularyInfo.model_validate_json(read_regular(path / INFO_FILE))
+        match info.kind:
+            case "bert":
+                return BertTokenizer.read(path, info)
+            case "marian":
+                return MarianTokenizer.read(path, info)
+            case "fairseq":
+                return FairseqTokenizer.read(path)
+        return SentencePieceTokenizer.read(path, info)
+    except ValidationError as error:
+        first = error.errors()[0]
+        problem = problem_of(first, ".".join(map(str, first["loc"])) or "the file")
+        raise DataError(f"a JSON file of the vocabulary in {path} is damaged ({problem}); restore it") from error
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"no vocabulary in {path} ({error}); give a directory that `prepare` has made, or import the model again"
+        ) from error
 
 
 class DataDirectory:
@@ -156,13 +167,13 @@ class DataDirectory:
         try:
             meta = Meta.model_validate_json(read_record(meta_path))
         except DamagedRecordError as error:
-            raise DataError(f"{error}; restore it, or run `prepare` again with --overwrite") from error
+            raise DataError(f"{error}; restore {path}, or move it away and run `prepare` again") from error
         except ValidationError as error:
             first = error.errors()[0]
             problem = problem_of(first, ".".join(map(str, first["loc"])) or "the file")
             raise DataError(
                 f"{meta_path} is not what this version's `prepare` writes: {problem} ({error.error_count()} such); "
-                "run `prepare` again with --overwrite"
+                "move it away and run `prepare` again"
             ) from error
         directory = cls(path, meta)
         directory._check(verify=False)
@@ -254,6 +265,6 @@ class DataDirectory:
         ]
         if problems:
             raise DataError(
-                f"{self.path} was changed since `prepare`: {'; '.join(problems)}; restore it, or run `prepare` again "
-                "with --overwrite"
+                f"{self.path} was changed since `prepare`: {'; '.join(problems)}; restore it, or move it away and "
+                "run `prepare` again"
             )

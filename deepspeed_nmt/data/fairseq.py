@@ -19,6 +19,7 @@ from deepspeed_nmt.data.marian_tokenizer import MODEL_FILES
 from deepspeed_nmt.data.sentencepiece import joined
 from deepspeed_nmt.data.tokenizer import INFO_FILE, SPACE, UNKNOWN_TEXT, ListedPieces
 from deepspeed_nmt.errors import DataError, shown
+from deepspeed_nmt.files import open_regular, read_regular
 
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 """Symbols that precede those of the file, in this order."""
@@ -37,7 +38,7 @@ def read_dictionary(path: Path) -> list[str]:
         DataError: if it is missing, or is no dictionary.
     """
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError as error:
         raise DataError(
             f"the dictionary {path} cannot be read ({error.strerror or error}); give the directory that "
@@ -154,19 +155,13 @@ class FairseqTokenizer(ListedPieces):
         """Read the vocabulary of a directory.
 
         Raises:
-            DataError: if it is missing or cannot be read.
+            DataError: if it is damaged.
+            OSError: if a file cannot be read.
         """
         files = [path / DICTIONARY_FILES[side] for side in SIDES]
-        try:
-            found = [symbols_of(file.read_bytes(), file) for file in files if file.exists()]
-            models = [
-                (path / MODEL_FILES[side]).read_bytes() for side in SIDES if (path / MODEL_FILES[side]).exists()
-            ]
-            return cls((found[0], found[-1]), (models[0], models[-1]) if models else None)
-        except (OSError, IndexError) as error:
-            raise DataError(
-                f"no dictionaries of a model of fairseq in {path} ({error}); import the model again"
-            ) from error
+        dictionaries = [symbols_of(read_regular(file), file) for file in files[: 1 + files[1].exists()]]
+        models = [read_regular(path / MODEL_FILES[side]) for side in SIDES if (path / MODEL_FILES[side]).exists()]
+        return cls((dictionaries[0], dictionaries[-1]), (models[0], models[-1]) if models else None)
 
     @override
     def files(self) -> dict[str, bytes]:
@@ -257,7 +252,7 @@ class BinarisedText:
         """
         index, data = (path.with_name(path.name + ending) for ending in (".idx", ".bin"))
         try:
-            with index.open("rb") as stream:
+            with open_regular(index) as stream:
                 head = stream.read(_HEADER.size)
             kind, lines = _read_header(head, index)
             if index.stat().st_size != _HEADER.size + 12 * lines:

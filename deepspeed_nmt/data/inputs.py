@@ -22,6 +22,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from deepspeed_nmt.console import progress
+from deepspeed_nmt.data.tokenizer import Count
 from deepspeed_nmt.errors import ConfigError, DataError, counted, shown
 from deepspeed_nmt.files import MAX_LINE_BYTES, check_plain, check_utf8_name, shown_name, skip_byte_order_mark
 from deepspeed_nmt.registry import Config
@@ -41,8 +42,8 @@ class InputRecord(Config):
     """An input file of `prepare`."""
 
     path: str
-    bytes: int
-    lines: int
+    bytes: Count
+    lines: Count
     sha256: str
 
 

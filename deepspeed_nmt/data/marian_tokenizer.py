@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
+from pydantic import TypeAdapter
 from typing_extensions import override
 
 from deepspeed_nmt.core.vocabulary import SIDES, Side, Vocabulary
-from deepspeed_nmt.data.tokenizer import INFO_FILE, UNKNOWN_TEXT, ListedPieces
+from deepspeed_nmt.data.tokenizer import INFO_FILE, UNKNOWN_TEXT, Count, ListedPieces, VocabularyInfo
 from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.files import parse_json
+from deepspeed_nmt.files import read_regular
 
 KIND = "marian"
 """Value of ``kind`` in INFO_FILE."""
 MODEL_FILES: Mapping[Side, str] = {"source": "vocabulary.source.spm", "target": "vocabulary.target.spm"}
 NUMBERS_FILES: Mapping[Side, str] = {"source": "vocabulary.numbers.json", "target": "vocabulary.target_numbers.json"}
+_NUMBERS = TypeAdapter(dict[str, Count])
 _LANGUAGE = re.compile(r">>[^<\s]+<<")
 """Token at the beginning of a source line that names the language to translate to."""
 
@@ -72,28 +74,20 @@ class MarianTokenizer(ListedPieces):
         self.symbols = tuple(piece for piece in self._pieces["source"] if _LANGUAGE.fullmatch(piece))
 
     @classmethod
-    def read(cls, path: Path, info: Mapping[str, Any]) -> MarianTokenizer:
+    def read(cls, path: Path, info: VocabularyInfo) -> MarianTokenizer:
         """Read the vocabulary of a directory.
 
-        Args:
-            path: the directory.
-            info: content of its INFO_FILE.
-
         Raises:
-            DataError: if it is missing or cannot be read.
+            DataError: if it is damaged.
+            OSError: if a file cannot be read.
+            ValidationError: if a file with numbers has other content.
         """
-        try:
-            special = {name: int(info["special"][name]) for name in ("pad", "bos", "eos", "unk")}
-            models = tuple((path / MODEL_FILES[side]).read_bytes() for side in SIDES)
-            files = [path / NUMBERS_FILES[side] for side in SIDES]
-            numbers = [parse_json(file.read_bytes()) for file in files if file.exists()]
-            return cls((models[0], models[1]), (numbers[0], numbers[-1]), special)
-        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-            if isinstance(error, DataError):
-                raise
-            raise DataError(
-                f"no vocabulary of a MarianMT model in {path} ({error}); import the model again"
-            ) from error
+        if lacking := sorted({"pad", "bos", "eos", "unk"} - info.special.keys()):
+            raise DataError(f"{path / INFO_FILE} lacks the special token {lacking[0]}; restore it from a copy")
+        source, target = (read_regular(path / MODEL_FILES[side]) for side in SIDES)
+        files = [path / NUMBERS_FILES[side] for side in SIDES]
+        numbers = [_NUMBERS.validate_json(read_regular(file)) for file in files[: 1 + files[1].exists()]]
+        return cls((source, target), (numbers[0], numbers[-1]), info.special)
 
     @override
     def files(self) -> dict[str, bytes]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import threading
@@ -22,7 +21,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, compress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -67,8 +66,8 @@ from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
 from deepspeed_nmt.data.tokenizer import SampledSegmentations, Tokenizer, TokenLists, split_name
 from deepspeed_nmt.data.vocabulary_training import adopt_models, train_subwords, train_words, type_of
 from deepspeed_nmt.errors import DataError, shown_bytes
-from deepspeed_nmt.files import parse_json, replacing, resolved, staged
-from deepspeed_nmt.manifest import HASH_SUFFIX, FileRecord, write_record
+from deepspeed_nmt.files import replacing, resolved, staged
+from deepspeed_nmt.manifest import FileRecord, check_own, write_record
 from deepspeed_nmt.text import NO_TAGS, Tags, looks_tokenised, normalise_whitespace, warn_of_missing_rules
 
 SAMPLE_PAIRS = 1_000_000
@@ -84,8 +83,6 @@ _ESTIMATE_BYTES = 1 << 18
 """Text at the beginning of a file from which the length of its lines is estimated."""
 _BYTES_A_TOKEN = 3.5
 """Bytes of text for each token, an estimate."""
-_PREPARED = re.compile(r"(train(\.\d+)?|valid|test)\.(source|target|weights)(\..*)?|vocabulary\..*")
-"""Names of the files of a data directory besides META_FILE."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -108,7 +105,8 @@ def prepare(options: PrepareOptions) -> Meta:
             full.
     """
     out = resolved(options.out)  # renaming onto a link would replace the link
-    _check_replaceable(out, options.overwrite)
+    if options.overwrite or not (out / META_FILE).is_file():
+        check_own(out, META_FILE, "--out")
     check_inputs({input_option(name): paths for name, paths in options.inputs.items()})
     paths = (path for paths in options.inputs.values() for path in paths if path != STANDARD_INPUT)
     if inside := [path for path in paths if resolved(path).is_relative_to(out)]:
@@ -120,10 +118,9 @@ def prepare(options: PrepareOptions) -> Meta:
         PairEncoder(vocabulary, options.tags, sampling).check()
     try:
         with replacing(out, _is_whole):
-            _check_replaceable(out, options.overwrite)  # another process may have made it, or it is restored
-            if (out / META_FILE).exists() and not options.overwrite:
+            if (out / META_FILE).exists() and not options.overwrite:  # another process may have made it
                 return _same_or_refuse(out, options.recorded(vocabulary, sampling), inspect_inputs(options.inputs))
-            with staged(out) as staging:
+            with staged(out, partial(check_own, out, META_FILE, "--out", verify=False)) as staging:
                 return _fill(staging, options, vocabulary, sampling)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -349,29 +346,6 @@ def _existing_vocabulary(options: PrepareOptions) -> Tokenizer | None:
             "tokens; leave it out"
         )
     return tokenizer
-
-
-def _check_replaceable(out: Path, overwrite: bool) -> None:
-    """Refuse to replace anything but a data directory: `--out ~ --overwrite` must not delete a home directory."""
-    if not out.exists() or ((out / META_FILE).is_file() and not overwrite):
-        return
-    if not out.is_dir():
-        raise DataError(f"--out {out} is a file; choose another --out")
-    if os.path.ismount(out):
-        raise DataError(f"--out {out} is a mount point, which cannot be replaced; give a directory inside it")
-    names = {path.name for path in out.iterdir()}
-    ours = {META_FILE, META_FILE + HASH_SUFFIX}
-    try:
-        ours |= {*parse_json((out / META_FILE).read_bytes())["files"]}
-    except FileNotFoundError:
-        ours = set()
-    except (OSError, ValueError, KeyError, TypeError):  # damaged, so its names decide
-        ours |= {*filter(_PREPARED.fullmatch, names)}
-    if others := sorted(names - ours):
-        shown = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
-        raise DataError(
-            f"--out {out} has {shown}, which `prepare` did not make; move that away, or choose another --out"
-        )
 
 
 def _same_or_refuse(out: Path, recorded: dict[str, Any], inputs: dict[str, tuple[InputRecord, ...]]) -> Meta:

@@ -34,9 +34,10 @@ from deepspeed_nmt.data.tokenizer import (
     SampledSegmentations,
     Tokenizer,
     TokenLists,
+    VocabularyInfo,
 )
 from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.files import parse_json
+from deepspeed_nmt.files import read_regular
 from deepspeed_nmt.text import segmented_words
 
 _CACHED_WORDS = 1 << 18
@@ -393,27 +394,17 @@ class SentencePieceTokenizer(Tokenizer):
             self.vocabulary = replace(self.vocabulary, own_source=own)
 
     @classmethod
-    def read(cls, path: Path) -> SentencePieceTokenizer:
+    def read(cls, path: Path, info: VocabularyInfo) -> SentencePieceTokenizer:
         """Read the vocabulary of a directory.
 
         Raises:
-            DataError: if it is missing or cannot be read.
+            DataError: if a model is damaged.
+            OSError: if one cannot be read.
         """
         separate = [path / name for name in SIDE_MODEL_FILES.values()]
-        models = separate if any(file.is_file() for file in separate) else [path / MODEL_FILE]
-        missing = [file.name for file in (*models, path / INFO_FILE) if not file.is_file()]
-        if missing:
-            raise DataError(
-                f"no vocabulary in {path}, which lacks {' and '.join(missing)}; give a directory that `prepare` "
-                "has made"
-            )
-        try:
-            info = parse_json((path / INFO_FILE).read_text(encoding="utf-8"))
-            segmented, symbols = bool(info["segmented"]), tuple(map(str, info.get("symbols", ())))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{path / INFO_FILE} is no JSON with the key 'segmented' ({error})") from error
-        source, target = models[0].read_bytes(), models[-1].read_bytes()
-        return cls(target, segmented, source, symbols)
+        models = separate if any(file.exists() for file in separate) else [path / MODEL_FILE]
+        source, target = read_regular(models[0]), read_regular(models[-1])
+        return cls(target, info.segmented, source, info.symbols)
 
     def files(self) -> dict[str, bytes]:
         """Serialise the models and their settings; see :meth:`Tokenizer.files`."""

@@ -11,13 +11,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
+from pydantic import Field, model_validator
 from typing_extensions import override
 
 from deepspeed_nmt.core.vocabulary import SIDES, Side, Vocabulary
 from deepspeed_nmt.errors import DataError, did_you_mean, shown
 from deepspeed_nmt.files import atomic_write_bytes
 from deepspeed_nmt.randomness import Purpose, keys
+from deepspeed_nmt.registry import Config
 from deepspeed_nmt.text import one_line
 
 ALPHA = {"bpe": 0.1, "unigram": 0.2}
@@ -69,6 +72,39 @@ def split_name(number: int) -> str:
 
 INFO_FILE = "vocabulary.json"
 """Description of a vocabulary: SentencePiece's ``segmented``, or ``kind`` and special tokens of BERTs."""
+
+Count = Annotated[int, Field(ge=0, lt=1 << 53, strict=True)]
+"""A count in a JSON file."""
+
+
+class VocabularyInfo(Config):
+    """The content of :data:`INFO_FILE`.
+
+    Attributes:
+        kind: of the vocabulary.
+        segmented: see :class:`Tokenizer`.
+        size: tokens of the target's side; ``source_size`` of the source's, if it has a vocabulary of its own.
+        symbols: see :class:`Tokenizer`.
+        special: numbers of special tokens of a MarianMT model, by name.
+        source: numbers of special tokens of the source's BERT, by name, and ``target`` of the target's.
+    """
+
+    kind: Literal["sentencepiece", "bert", "marian", "fairseq"] = "sentencepiece"
+    segmented: bool = False
+    size: Count = 0
+    source_size: Count = 0
+    symbols: tuple[str, ...] = ()
+    special: dict[str, Count] = Field(default_factory=dict)
+    source: dict[str, Count] = Field(default_factory=dict)
+    target: dict[str, Count] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> VocabularyInfo:
+        keys = {"marian": {"special"}, "bert": {"source", "target"}}.get(self.kind, {"segmented"})
+        if lacking := sorted(keys - self.model_fields_set):
+            raise ValueError(f"the key {shown(lacking[0])} is missing")
+        return self
+
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 """Special tokens of vocabularies that `prepare` trains; the defaults of :class:`Vocabulary`."""

@@ -22,6 +22,7 @@ import sentencepiece
 from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
 from deepspeed_nmt.data.tokenizer import BOS, EOS, PAD, SPACE, UNK, UNKNOWN_TEXT
 from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.files import read_regular
 from deepspeed_nmt.text import segmented_words
 
 Normalization = Literal["nfkc", "nfc", "none"]
@@ -285,7 +286,7 @@ def _adopted(path: Path, symbols: Sequence[str]) -> bytes:
     import sentencepiece.sentencepiece_model_pb2 as sentencepiece_model  # needs protobuf, which the rest does not
 
     try:
-        content = sentencepiece_model.ModelProto.FromString(path.read_bytes())
+        content = sentencepiece_model.ModelProto.FromString(read_regular(path))
     except OSError as error:
         raise DataError(
             f"--sentencepiece {path} cannot be read ({error.strerror or error}); check the path"

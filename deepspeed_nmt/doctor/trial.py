@@ -117,9 +117,9 @@ def trial_on_this_host(backend: str, ranks: int, limit_s: float) -> list[Outcome
         ranks: number of ranks; with "nccl" each has the GPU of its number.
         limit_s: time limit in seconds.
     """
-    import torch.distributed as dist
+    from deepspeed_nmt.parallel.workers import local_store
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = local_store()
     failed = Event()
 
     def run(rank: int) -> Outcome:

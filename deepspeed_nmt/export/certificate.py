@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,8 +22,8 @@ from pydantic import Field, ValidationError
 from deepspeed_nmt.console import cell, logger, table
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.export.ctranslate2_search import ExportBeamSettings
-from deepspeed_nmt.files import atomic_write_text, exclusive, hidden, parse_json, sha256_of
-from deepspeed_nmt.manifest import MANIFEST_FILE, DamagedRecordError, FileRecord, read_record, write_record
+from deepspeed_nmt.files import atomic_write_text, exclusive, hidden, parse_json, read_regular, sha256_of
+from deepspeed_nmt.manifest import MANIFEST_FILE, DamagedRecordError, FileRecord, check_own, read_record, write_record
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
 
@@ -97,7 +98,7 @@ class ExportInfo(Config):
             DataError: if it is missing or damaged.
         """
         try:
-            return cls.model_validate_json((directory / INFO_FILE).read_bytes())
+            return cls.model_validate_json(read_regular(directory / INFO_FILE))
         except (OSError, ValidationError) as error:
             raise DataError(f"{directory / INFO_FILE} cannot be read; export again") from error
 
@@ -285,6 +286,19 @@ class Certificate(Config):
                 raise DataError(f"{directory / name} {problem}; export again")
         return certificate
 
+    @classmethod
+    def check_own(cls, directory: Path) -> None:
+        """Check that nothing but an export is replaced; see :func:`deepspeed_nmt.manifest.check_own`.
+
+        Raises:
+            DataError: if there is something else.
+        """
+        beside = {}
+        with suppress(DamagedRecordError, ValidationError):
+            certificate = cls.model_validate_json(read_record(directory / CERTIFICATE_FILE))
+            beside[TABLE_FILE] = f"{certificate.table()}\n".encode()
+        check_own(directory, CERTIFICATE_FILE, "--out", beside=beside)
+
     def table(self) -> str:
         """Return the certificate as text."""
         exit = f" at exit {self.exit}" if self.exit else ""
@@ -411,7 +425,10 @@ class KeptExport:
             certificate = _trusted(self.place)
         except DataError as error:
             if warn:
-                logger.warning("%s; the run is exported again", str(error).rpartition("; ")[0])
+                aside = self.place.with_name(f"{self.place.name}.{uuid.uuid4().hex[:8]}.aside")
+                self.place.rename(aside)
+                reason = str(error).rpartition("; ")[0]
+                logger.warning("%s; the run is exported again, and the old export kept as %s", reason, aside.name)
             return None
         if self._recorded_stamp() == stamp:
             return certificate
@@ -429,7 +446,7 @@ class KeptExport:
     def _recorded_stamp(self) -> object:
         """Return the stamp of the export; None if it cannot be read."""
         try:
-            return parse_json(self._stamp_file.read_bytes())
+            return parse_json(read_regular(self._stamp_file))
         except (OSError, ValueError):
             return None
 

@@ -10,6 +10,7 @@ import atexit
 import os
 import shutil
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -118,7 +119,7 @@ def isolate_extension_builds() -> None:
     process id of their common parent. The rank that makes it removes it when it ends.
 
     Raises:
-        ConfigError: if the directory exists and another user owns it.
+        ConfigError: if something else has its name: a link, or a directory that other users can enter.
     """
     if "TORCH_EXTENSIONS_DIR" in os.environ:
         return
@@ -128,8 +129,12 @@ def isolate_extension_builds() -> None:
     with suppress(FileExistsError):
         directory.mkdir(mode=0o700)
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    if directory.stat().st_uid != os.getuid():
-        raise ConfigError(f"{directory} belongs to another user; set TORCH_EXTENSIONS_DIR to another directory")
+    status = directory.lstat()  # of a link itself, which another user may have put there
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"{directory} is no directory that only this user can enter; remove it, or set TORCH_EXTENSIONS_DIR to "
+            "another directory"
+        )
     os.environ["TORCH_EXTENSIONS_DIR"] = str(directory)
 
 

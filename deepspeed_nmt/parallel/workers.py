@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -34,10 +35,7 @@ def run_workers(target: Callable[[T], int], argument: T, workers: int) -> int:
         argument: its argument.
         workers: number of ranks.
     """
-    import torch.distributed as dist
-
-    # This process hosts the store, as an agent of torchrun does: no other program can take its port.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = local_store()  # of this process, as of an agent of torchrun: no other program can take its port
     environment = {
         "WORLD_SIZE": str(workers),
         "MASTER_ADDR": "127.0.0.1",
@@ -62,6 +60,20 @@ def run_workers(target: Callable[[T], int], argument: T, workers: int) -> int:
         raise
     finally:
         _stop(processes)
+
+
+def local_store() -> Any:
+    """Make a TCP store for processes of this host. torch's own would listen on all interfaces."""
+    import torch.distributed as dist
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1",
+        listening.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
 
 
 def _work(environment: dict[str, str], target: Callable[[T], int], argument: T) -> None:

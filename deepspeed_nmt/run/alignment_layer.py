@@ -25,7 +25,7 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.errors import ConfigError, DataError, option
-from deepspeed_nmt.files import atomic_write_text
+from deepspeed_nmt.files import atomic_write_text, read_regular
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.run.directory import ALIGNMENT_FILE, DataRecord, Run
 from deepspeed_nmt.search.alignment import AttentionWatch
@@ -124,7 +124,7 @@ def _read(run: Path) -> tuple[AlignmentLayer, ...]:
     if not file.is_file():
         return ()
     try:
-        return _AlignmentFile.model_validate_json(file.read_bytes()).layers
+        return _AlignmentFile.model_validate_json(read_regular(file)).layers
     except (OSError, ValidationError):
         logger.warning("%s cannot be read; the layer is chosen again", file)
         return ()

@@ -29,7 +29,7 @@ from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.data.training import CorpusRecord, TrainingData
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError, UserError
 from deepspeed_nmt.evaluate.metrics import Scorer
-from deepspeed_nmt.files import atomic_write_bytes, check_utf8_name
+from deepspeed_nmt.files import atomic_write_bytes, check_utf8_name, read_regular
 from deepspeed_nmt.manifest import (
     MANIFEST_FILE,
     DamagedRecordError,
@@ -263,7 +263,7 @@ class DataRecord(Config):
             DataError: if it is missing or cannot be read.
         """
         try:
-            return cls.model_validate_json((run / DATA_FILE).read_bytes())
+            return cls.model_validate_json(read_regular(run / DATA_FILE))
         except (OSError, ValidationError) as error:
             raise DataError(
                 f"{run / DATA_FILE} must be what `train` wrote when the run began, but cannot be read; "
@@ -388,7 +388,7 @@ def _adopt(path: Path, error: Exception, data: Path | None) -> dict[str, FileRec
         logger.warning(
             "%s has no %s, because an older version wrote it; its files are checked from now on", path, MANIFEST_FILE
         )
-    contents = {name: (path / name).read_bytes() for name in names - problems.keys()}
+    contents = {name: read_regular(path / name) for name in names - problems.keys()}
     restored = _restored(path, expected, problems, data)
     contents |= restored
     try:
@@ -451,7 +451,7 @@ def _restored(
             )
             restored[name] = found.content()
         elif (file := _in_data(path, record, name, files.get(name), data)) is not None:
-            restored[name], source = file.read_bytes(), str(file.parent)
+            restored[name], source = read_regular(file), str(file.parent)
         else:
             remedy = _remedy(path, name, record)
             raise DataError(f"{path / name} must be as `train` wrote it, but it {problem}; {remedy}")

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def export_run(request: ExportRequest, out: Path, overwrite: bool) -> Certificat
     cut = _cut(run, run.model(request.checkpoint), request.exit).eval()
 
     subject = Subject(cut, run.tokenizer, longest, request.precision, run.tags)
-    with replacing(out, is_export), staged(out) as new:
+    with replacing(out, is_export), staged(out, partial(Certificate.check_own, out)) as new:
         try:
             format.write(new, subject)
         except NotStandardError as error:
@@ -286,14 +287,12 @@ def _check_out(out: Path, overwrite: bool) -> None:
     """Check that nothing but an older export is replaced.
 
     Raises:
-        ConfigError: if there is something else, or an export that must not be replaced.
+        ConfigError: if there is an export that must not be replaced.
+        DataError: if there is something else.
     """
-    if out.is_dir() and not any(out.iterdir()):
-        return
-    if out.exists() and not is_export(out):
-        raise ConfigError(f"{out} is neither new nor an export; give another --out")
-    if out.exists() and not overwrite:
+    if is_export(out) and not overwrite:
         raise ConfigError(f"{out} has an export; add --overwrite to replace it")
+    Certificate.check_own(out)
 
 
 def _cut(run: Run, model: TranslationModel, exit: str | None) -> TranslationModel:

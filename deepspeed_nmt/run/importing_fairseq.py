@@ -29,6 +29,7 @@ from deepspeed_nmt.data.fairseq import BinarisedText, FairseqTokenizer, read_dic
 from deepspeed_nmt.engine.contract import ParameterState
 from deepspeed_nmt.errors import ConfigError, DataError, shown
 from deepspeed_nmt.export.huggingface_weights import layer_names
+from deepspeed_nmt.files import read_regular
 from deepspeed_nmt.methods import MODELS
 from deepspeed_nmt.run.importing import check_new, write_run
 from deepspeed_nmt.text import TextForm
@@ -155,7 +156,7 @@ def open_dictionaries(directory: Path, languages: Languages, models: Sequence[Pa
     if len(models) > 2:
         raise ConfigError(f"--sentencepiece has {len(models)} models; give one, or two for source and target")
     try:
-        contents = [path.read_bytes() for path in models]
+        contents = [read_regular(path) for path in models]
     except OSError as error:
         raise DataError(f"a model of --sentencepiece cannot be read ({error}); check the path") from error
     return FairseqTokenizer((source, target), (contents[0], contents[-1]) if contents else None)

@@ -17,7 +17,7 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import MetricError, counted
 from deepspeed_nmt.evaluate.command_metrics import CommandMetric, ending
 from deepspeed_nmt.evaluate.metrics import validation_tag
-from deepspeed_nmt.files import atomic_write_text, parse_json
+from deepspeed_nmt.files import atomic_write_text, parse_json, read_regular
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.run.validation_sets import ValidationTexts
 from deepspeed_nmt.train.checkpoint import Chosen
@@ -49,7 +49,7 @@ class ValidationRecord:
     def read(cls, path: Path) -> ValidationRecord | None:
         """Read a record; None if it is lost or damaged."""
         try:
-            content = parse_json(path.read_bytes())
+            content = parse_json(read_regular(path))
             record = cls(**{**content, "late": tuple(content["late"]), "choice": Choice.read(content["choice"])})
             record.choice.validation(record.values)
             return record

@@ -27,7 +27,7 @@ from deepspeed_nmt.engine.contract import checkpoint_bytes
 from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine
 from deepspeed_nmt.errors import ConfigError, DataError, counted, shown_bytes
 from deepspeed_nmt.evaluate.metrics import Scorer
-from deepspeed_nmt.files import atomic_write_text, made, parse_json
+from deepspeed_nmt.files import atomic_write_text, made, parse_json, read_regular
 from deepspeed_nmt.kernels.choice import OPERATIONS, Kernels, obstacle
 from deepspeed_nmt.kernels.precision import DTYPES, capability_of
 from deepspeed_nmt.parallel.collectives import fail_together, from_main, sum_over_ranks
@@ -105,7 +105,7 @@ class Resolved:
 def recorded_products(run: Path) -> object:
     """Return the library for matrix products that a run recorded at its last start; None if it recorded none."""
     with suppress(OSError, ValueError):
-        content = parse_json((run / RESOLVED_FILE).read_bytes())
+        content = parse_json(read_regular(run / RESOLVED_FILE))
         return content.get("products") if isinstance(content, dict) else None
     return None
 

@@ -27,14 +27,7 @@ from deepspeed_nmt.core.parts import ModelConfig
 from deepspeed_nmt.data.data_directory import VOCABULARY_FILES, DataDirectory
 from deepspeed_nmt.data.training import DataOption, TrainingData
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
-from deepspeed_nmt.files import (
-    atomic_write_text,
-    exclusive,
-    made,
-    parse_json,
-    remove_orphans,
-    resolved,
-)
+from deepspeed_nmt.files import atomic_write_text, exclusive, made, parse_json, read_regular, remove_orphans, resolved
 from deepspeed_nmt.manifest import MANIFEST_FILE, DamagedRecordError
 from deepspeed_nmt.methods import MODELS
 from deepspeed_nmt.registry import Config
@@ -108,7 +101,7 @@ def begin(path: Path, config: RunConfig, data: TrainingData) -> None:
             logger.warning("%s has no checkpoint: training starts from the beginning, and its metrics with it", path)
         for name in (ORIGIN_FILE, MANIFEST_FILE, SCORES_FILE, ALIGNMENT_FILE):
             (path / name).unlink(missing_ok=True)
-        files |= {name: (data.main.path / name).read_bytes() for name in data.main.vocabulary}
+        files |= {name: read_regular(data.main.path / name) for name in data.main.vocabulary}
     for directory in (path, path / CHECKPOINTS, *(path / CHECKPOINTS).glob("update-*/")):
         remove_orphans(directory)
     replace_files(path, files)
@@ -192,7 +185,7 @@ def _warn_of_micro_batches(path: Path, before: Mapping[str, object], now: Mappin
         if key.startswith("batch.") and before.get(key) != now[key]
     ]
     with suppress(OSError, ValueError, KeyError, TypeError):  # of an older version, or damaged
-        ranks = int(parse_json((path / ENVIRONMENT_FILE).read_bytes())["ranks"])
+        ranks = int(parse_json(read_regular(path / ENVIRONMENT_FILE))["ranks"])
         sizes = [(ranks, before), (int(environment()["ranks"]), now)]
         old, new = (count // int(str(settings["engine.tensor_parallel"])) for count, settings in sizes)
         if old != new:
@@ -432,7 +425,7 @@ def _read_origin(file: Path) -> dict[str, Any]:
         DataError: if it cannot be read, or lacks a key.
     """
     try:
-        content = parse_json(file.read_text(encoding="utf-8"))
+        content = parse_json(read_regular(file))
         return {**content, **{key: content[key] for key in ("run", "checkpoint", "frozen")}}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(

@@ -43,6 +43,7 @@ from deepspeed_nmt.files import (
     open_text,
     parse_json,
     raw_lines,
+    read_regular,
     remove_orphans,
     replaces,
     resolved,
@@ -546,7 +547,7 @@ class Pieces:
     def read(self, number: int) -> Piece | None:
         """Return a piece; None if it is damaged or of another translation."""
         with suppress(*_DAMAGED):
-            header, _, content = self.file(number).read_bytes().partition(b"\n")
+            header, _, content = read_regular(self.file(number)).partition(b"\n")
             values = parse_json(header)
             if (values["job"], values["sha256"]) == (self.digest, hashlib.sha256(content).hexdigest()):
                 size = values["text"]
@@ -576,7 +577,7 @@ class Pieces:
     def _check_job(self, file: Path) -> None:
         """Compare the job with the one that is recorded."""
         try:
-            before = dict(parse_json(file.read_bytes()))
+            before = dict(parse_json(read_regular(file)))
         except _DAMAGED:
             logger.warning("%s is damaged; pieces of this translation are used, others translated again", file)
             return

@@ -28,7 +28,7 @@ from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.errors import ConfigError, DataError, shown
 from deepspeed_nmt.evaluate.command_metrics import ScoredFiles, check_programs
 from deepspeed_nmt.evaluate.metrics import Metric
-from deepspeed_nmt.files import atomic_write_text, check_utf8_name
+from deepspeed_nmt.files import atomic_write_text, check_utf8_name, read_regular
 from deepspeed_nmt.parallel.collectives import fail_together, from_main
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.text import Kind, TextForm, detokenise
@@ -210,7 +210,7 @@ class ValidationTexts:
 
     def _differs(self, name: str, text: str) -> bool:
         with suppress(FileNotFoundError):
-            return (self.directory / name).read_bytes() != text.encode()
+            return read_regular(self.directory / name) != text.encode()
         return True
 
     def forget(self, update: int) -> None:
@@ -240,7 +240,7 @@ class ValidationTexts:
     def read(self, update: int) -> list[str] | None:
         """Read the translations after an update; None if they are not there, or not those of these sentences."""
         try:
-            lines = self.path(update).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+            lines = read_regular(self.path(update)).decode().removesuffix("\n").split("\n")
         except (OSError, ValueError):
             return None
         return lines if len(lines) == len(self.references) else None

@@ -19,7 +19,7 @@ from deepspeed_nmt.data.loader import ValidationSet
 from deepspeed_nmt.errors import MetricError
 from deepspeed_nmt.evaluate.command_metrics import CommandMetric, read_sentence_scores
 from deepspeed_nmt.evaluate.metrics import Metric, Scorer, TextMetric, validation_tag
-from deepspeed_nmt.files import text_lines
+from deepspeed_nmt.files import open_regular, text_lines
 from deepspeed_nmt.parallel.collectives import from_main, gather_lists, sum_over_ranks
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
@@ -254,9 +254,9 @@ class _MeasuredSet:
                 f"{longest:,}",
                 f"{self._longest_line:,}",
             )
-        with data.text(SPLIT, "source").open("rb") as stream:
+        with open_regular(data.text(SPLIT, "source")) as stream:
             self._sources = list(text_lines(stream))
-        with data.text(SPLIT, "target").open("rb") as stream:
+        with open_regular(data.text(SPLIT, "target")) as stream:
             references = [self._tokenizer.reference(line) for line in text_lines(stream)]
         self._count = min(len(self._sources), config.max_sentences or len(self._sources))
         self._references = references[: self._count]

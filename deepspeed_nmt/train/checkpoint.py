@@ -35,7 +35,14 @@ from deepspeed_nmt.data.training import CorpusRecord
 from deepspeed_nmt.engine.contract import SHARD_BYTES, EngineScalars, ParameterState
 from deepspeed_nmt.errors import CheckpointError, DataError
 from deepspeed_nmt.errors import option as option_named
-from deepspeed_nmt.files import atomic_write_text, exclusive, remove_directory, restore_directories, staged
+from deepspeed_nmt.files import (
+    atomic_write_text,
+    exclusive,
+    read_regular,
+    remove_directory,
+    restore_directories,
+    staged,
+)
 from deepspeed_nmt.manifest import (
     MANIFEST_FILE,
     DamagedRecordError,
@@ -146,7 +153,7 @@ class Checkpoint:
             for name, record in self._manifest.files.items():
                 if problem := record.problem(path / name, verify or name.endswith(".json")):
                     raise CheckpointError(f"{path / name} {problem}: the checkpoint is damaged")
-            state = State.model_validate_json((path / self._manifest.state).read_bytes())
+            state = State.model_validate_json(read_regular(path / self._manifest.state))
             self.progress, self.scalars, self.log = state.progress, state.engine, state.log
             self._where = {
                 "weights": self._locate(self._manifest.weights),
@@ -176,7 +183,7 @@ class Checkpoint:
         if self._manifest.run is None:
             return None
         try:
-            return RunRecord.model_validate_json((self.path / self._manifest.run).read_bytes())
+            return RunRecord.model_validate_json(read_regular(self.path / self._manifest.run))
         except (OSError, ValidationError) as error:
             raise CheckpointError(f"{self.path} must record its run, but {_reason(error)}") from error
 
@@ -380,7 +387,7 @@ class CheckpointStore:
     def chosen(self) -> Chosen | None:
         """Return the best checkpoint by late scores; None if `choose-best` has chosen none."""
         try:
-            return Chosen.model_validate_json((self.directory / _CHOSEN).read_bytes())
+            return Chosen.model_validate_json(read_regular(self.directory / _CHOSEN))
         except (OSError, ValidationError):
             return None
 

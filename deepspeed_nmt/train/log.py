@@ -29,7 +29,7 @@ from deepspeed_nmt.core.batch import CORPUS_SUM
 from deepspeed_nmt.data.loader import Update
 from deepspeed_nmt.engine.contract import UpdateResult, add_sums
 from deepspeed_nmt.engine.norms import Squares
-from deepspeed_nmt.files import atomic_write_bytes, parse_json
+from deepspeed_nmt.files import atomic_write_bytes, parse_json, read_regular
 from deepspeed_nmt.parallel.collectives import sum_over_ranks
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.events import finite
@@ -79,8 +79,9 @@ class Metrics:
         if not active:
             return
         path = run / METRICS_FILE
-        if update is not None and path.is_file():
-            kept = [line for line in path.read_bytes().split(b"\n") if _before(line, update)]
+        old = read_regular(path) if path.exists() else b""
+        if update is not None and old:
+            kept = [line for line in old.split(b"\n") if _before(line, update)]
             atomic_write_bytes(path, b"".join(line + b"\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
         self._run = run

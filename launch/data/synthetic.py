@@ -2,12 +2,13 @@
 
     python launch/data/synthetic.py check --data DATA --run RUN --corpus DIR[=WEIGHT][@TAG] [--score-run RUN]
         [--distill] [--tag S] [--filters F]
+    python launch/data/synthetic.py text --output F TEXT...
     python launch/data/synthetic.py score --run RUN --source F --target F --parts DIR [--workers N]
 
 `check` finds mistakes before hours of translation. It prints, one a line, digests of the model, of the model that
 scores and of the data directory, the tag if the models could translate to it, and then the options by which `prepare`
-makes a directory like DATA. `score` is for all ranks that a launcher or --workers starts: each writes the scores of
-its share of the text to files in DIR.
+makes a directory like DATA. `text` joins texts, which may be compressed. `score` is for all ranks that a launcher or
+--workers starts: each writes the scores of its share of the text to files in DIR.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.filters import PairFilters, read_filters
+from deepspeed_nmt.data.inputs import copy_text
 from deepspeed_nmt.data.training import DataOption
 from deepspeed_nmt.errors import ConfigError, DataError, UserError, options_as_typed
 from deepspeed_nmt.files import atomic_write_bytes
@@ -44,8 +46,7 @@ def check(arguments: argparse.Namespace) -> None:
     form = data.text_form
     if data.meta.segmented:
         raise DataError(
-            f"--data must be of text that is not segmented, because translations are not, but {data.path} is "
-            "segmented; prepare it from plain text"
+            f"--data {data.path} is of segmented text, and translations are not segmented; prepare it from raw text"
         )
     DataOption.parse(arguments.corpus)
     PairFilters(read_filters(arguments.filters), form)
@@ -73,8 +74,8 @@ def _opened(path: Path, form: TextForm, name: str, data: DataDirectory) -> Run:
     run = Run.open(path, name)
     if run.text_form.contradicts(form):
         raise ConfigError(
-            f"{name} must be a run on text of the form and in the languages of --data, which for it are {form}, but "
-            f"{path} was trained on {run.text_form}; give another run, or prepare {data.path} from such text"
+            f"{name} {path} was trained on {run.text_form}, but --data {data.path} needs {form}; give another run, "
+            "or prepare the data from such text"
         )
     return run
 
@@ -82,6 +83,20 @@ def _opened(path: Path, form: TextForm, name: str, data: DataDirectory) -> Run:
 def _digest(run: Run, checkpoint: str = "best") -> str:
     """Return the digest of a model and its vocabulary."""
     return f"{run.checkpoint(checkpoint).weights_digest}{run.tokenizer.digest}"
+
+
+def join(arguments: argparse.Namespace) -> None:
+    """Join texts, and end their last line.
+
+    Raises:
+        DataError: if one cannot be read.
+    """
+    copy_text(arguments.texts, arguments.output)
+    with arguments.output.open("rb+") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                file.write(b"\n")
 
 
 def score(arguments: argparse.Namespace) -> int:
@@ -135,6 +150,9 @@ def main() -> int:
     checks.add_argument("--tag")
     checks.add_argument("--filters", default="")
     checks.add_argument("--corpus", required=True)
+    texts = commands.add_parser("text")
+    texts.add_argument("--output", type=Path, required=True)
+    texts.add_argument("texts", type=Path, nargs="+")
     scores = commands.add_parser("score")
     for name in ("run", "source", "target", "parts"):
         scores.add_argument(f"--{name}", type=Path, required=True)
@@ -145,7 +163,7 @@ def main() -> int:
         with options_as_typed():
             if arguments.command == "score":
                 return score(arguments)
-            check(arguments)
+            (join if arguments.command == "text" else check)(arguments)
     except UserError as error:
         for problem in getattr(error, "problems", [str(error)]):
             sys.stderr.write(f"error: {problem}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from pathlib import Path
@@ -100,7 +101,7 @@ def files_of(directory: Path) -> list[Path]:
 def damage(directory: Path, rng: random.Random) -> str:
     """Damage one file below a directory, or swap two, and describe it."""
     file = rng.choice(files_of(directory))
-    kind = rng.choice([flip, flip, truncate, remove, swap, overwrite, extend])
+    kind = rng.choice([flip, flip, truncate, remove, swap, overwrite, extend, pipe])
     what = kind(file, directory, rng)
     return f"{kind.__name__} {file.relative_to(directory)} {what}"
 
@@ -130,6 +131,13 @@ def remove(file: Path, directory: Path, rng: random.Random) -> str:
         shutil.rmtree(file.parent)
         return "and its directory"
     file.unlink()
+    return ""
+
+
+def pipe(file: Path, directory: Path, rng: random.Random) -> str:
+    """Put a pipe in the place of a file, to which nobody writes."""
+    file.unlink()
+    os.mkfifo(file)
     return ""
 
 

@@ -46,12 +46,12 @@ def tagged(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def texts(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Monolingual text in two files: compressed, and without an end of the last line."""
+    """Monolingual text in two files: compressed without a suffix, and without a last line end."""
     place = tmp_path_factory.mktemp("texts")
     lines = (data.parent / "text/train.de").read_bytes().split(b"\n")[:LINES]
-    (place / "a.gz").write_bytes(gzip.compress(b"\n".join([*lines[:50], b""])))
+    (place / "a").write_bytes(gzip.compress(b"\n".join([*lines[:50], b""])))
     (place / "b").write_bytes(b"\n".join(lines[50:]))
-    return [place / "a.gz", place / "b"]
+    return [place / "a", place / "b"]
 
 
 def interrupted(words: list[str], log: Path, ready: Callable[[], bool], signal_number: signal.Signals) -> int:
@@ -95,12 +95,22 @@ def test_it_resumes_in_each_step_and_skips_what_is_finished(
     assert empty < 5 and meta.removed["score"] == pytest.approx(sum(each < bound for each in scores), abs=empty)
     assert meta.pairs_read == LINES and len(meta.removed_examples["score"]) == 3 and "removed: a score below" in said
     assert before == (whole / "translations").stat().st_mtime_ns
+    for name, change in (("scores", "0\n"), ("data/notes", "mine\n")):
+        kept = (whole / name).read_bytes() if (whole / name).exists() else None
+        (whole / name).write_text(change)
+        said = run(*words, "--workers", "1", "--out", whole, "--filters", "html", *sampling, status=2)
+        assert name.rpartition("/")[2] in said and (whole / name).read_text() == change, said
+        (whole / name).unlink() if kept is None else (whole / name).write_bytes(kept)
 
     # Stopped, then killed, by two processes, and completed by one: the same files.
     command = script(*words, "--workers", "2", "--out", out, *sampling)
     pieces = lambda: len(list(out.glob("translations.pieces/piece-*"))) >= 2  # noqa: E731
     assert interrupted(command, log, pieces, signal.SIGINT) == EXIT_STOPPED, log.read_text()
     assert "start the same command again to resume" in log.read_text() and not (out / "translations").exists()
+    pieces_of = lambda: {file.name: file.read_bytes() for file in out.glob("translations.pieces/piece-*")}  # noqa: E731
+    finished = pieces_of()
+    said = run(*words, "--workers", "2", "--out", out, "--", "--beam", "2", status=2)
+    assert "translations.pieces is of another translation" in said and pieces_of() == finished, said
     assert interrupted(command, log, lambda: any(out.glob("scores.parts/0*")), signal.SIGKILL) == -signal.SIGKILL
     assert "resumes: " in log.read_text() and not (out / "scores").exists()
     assert "translate: finished before" in run(*words, "--workers", "1", "--out", out, *sampling)

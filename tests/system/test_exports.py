@@ -379,7 +379,7 @@ def test_bad_exports_are_refused(
     source = str(data.parent / "text" / "test.en")
     cases = [
         (run, exported, [], "has an export; add --overwrite to replace it"),
-        (run, tmp_path / "mine", ["--overwrite"], "is neither new nor an export"),
+        (run, tmp_path / "mine", ["--overwrite"], "mine has file, which this program did not write"),
         (tmp_path / "mine", tmp_path / "out", [], str(tmp_path / "mine")),
         (run, tmp_path / "out", ["--exit", "3-1"], "the exit is '3-1'; use n-m with n from 1 to 2"),
         (run, tmp_path / "out", ["--reference", source], "--reference is given without --source"),

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from deepspeed_nmt import files
 from deepspeed_nmt.errors import DataError
@@ -29,8 +31,10 @@ from deepspeed_nmt.files import (
     hidden,
     open_text,
     parse_json,
+    read_regular,
     remove_directory,
     remove_orphans,
+    sha256_of,
     staged,
     text_lines,
 )
@@ -78,10 +82,54 @@ def test_an_owner_that_cannot_be_kept_leaves_group_and_mode(tmp_path: Path, monk
     assert owners == [(own.st_uid, own.st_gid), (-1, own.st_gid)] and stat.S_IMODE(own.st_mode) == 0o640
 
 
-def test_a_new_file_follows_the_umask(tmp_path: Path) -> None:
-    with umask(0o027):
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_new_files_follow_the_umask(mask: int, mode: int, tmp_path: Path) -> None:
+    with umask(mask), staged(tmp_path / "new") as new:
         atomic_write_text(tmp_path / "file", "new")
-    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
+        save_file({"weight": torch.zeros(1)}, new / "weights")  # makes a file of mode 0600, whatever the umask is
+    for path in (tmp_path / "file", tmp_path / "new/weights"):
+        assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o777 & ~mask
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory", "link to a pipe"])
+def test_what_is_no_regular_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        os.mkfifo(tmp_path / "pipe")
+        path.symlink_to(tmp_path / "pipe")
+        path = tmp_path / "pipe" if kind == "pipe" else path
+    for read in (read_regular, sha256_of):
+        with pytest.raises(OSError, match=path.name) as error:
+            read(path)
+    assert error.value.strerror == ("Is a directory" if kind == "directory" else error.value.strerror)
+
+
+CLOSED = """
+import os, sys
+from pathlib import Path
+from deepspeed_nmt.files import staged
+if os.geteuid() == 0:
+    os.seteuid(65534)
+os.umask(0o777)
+try:
+    with staged(Path(sys.argv[1])) as new:
+        (new / "file").write_text("new")
+        (new / "file").read_text()
+except PermissionError:
+    pass
+"""
+
+
+def test_nothing_is_left_under_a_umask_that_forbids_everything(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    command = [sys.executable, "-c", CLOSED, str(tmp_path / "out")]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60, check=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_target_of_a_link_is_replaced(tmp_path: Path) -> None:

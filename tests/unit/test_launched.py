@@ -8,6 +8,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from deepspeed_nmt.parallel import launched, world
 from deepspeed_nmt.parallel.hardware import driver_problem, lock_for, prepare_gpu, runs_on
 from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, place, pointing_to_doctor
 from deepspeed_nmt.parallel.shared_work import SharedWork
+from deepspeed_nmt.parallel.workers import local_store
 
 _STEP = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
 _SHELL = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
@@ -94,6 +96,37 @@ def test_extensions_are_built_in_a_new_directory(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/chosen")
     isolate_extension_builds()
     assert os.environ["TORCH_EXTENSIONS_DIR"] == "/chosen"
+
+
+@pytest.mark.parametrize("kind", ["link", "open to others", "file", "of another user"])
+def test_a_directory_of_extensions_that_others_can_change_is_refused(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    (tmp_path / "mine").mkdir(mode=0o700)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    name = tmp_path / f"torch_extensions-{os.getuid()}-{os.getpid()}-0"
+    if kind == "link":
+        name.symlink_to(tmp_path / "mine")
+    elif kind == "file":
+        name.touch(mode=0o600)
+    else:
+        name.mkdir()
+        name.chmod(0o770 if kind == "open to others" else 0o700)
+    if kind == "of another user":
+        monkeypatch.setattr(Path, "lstat", lambda path: os.stat_result((0o40700, 1, 1, 1, os.getuid() + 1, *[0] * 5)))
+    with pytest.raises(ConfigError, match=rf"{name.name}.*TORCH_EXTENSIONS_DIR"):
+        isolate_extension_builds()
+    assert "TORCH_EXTENSIONS_DIR" not in os.environ
+
+
+def test_the_store_of_workers_listens_on_this_host_only() -> None:
+    store = local_store()
+    listening = [each.laddr for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    assert [address.ip for address in listening if address.port == store.port] == ["127.0.0.1"]
+    other = torch.distributed.TCPStore("127.0.0.1", store.port, is_master=False)
+    other.set("key", "value")
+    assert store.get("key") == b"value"
 
 
 def test_the_directory_of_extensions_goes_with_its_maker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

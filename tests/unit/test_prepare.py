@@ -7,8 +7,10 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,12 @@ from deepspeed_nmt.commands.prepare import difference, report
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.data import preparation as prepare_module
 from deepspeed_nmt.data.clean import CleaningConfig
-from deepspeed_nmt.data.data_directory import DataDirectory
+from deepspeed_nmt.data.data_directory import DataDirectory, open_tokenizer
 from deepspeed_nmt.data.inputs import InputRecord, InputText
 from deepspeed_nmt.data.options import PrepareOptions
 from deepspeed_nmt.data.preparation import prepare
 from deepspeed_nmt.errors import EXIT_USER_ERROR, DataError
-from deepspeed_nmt.manifest import write_record
+from deepspeed_nmt.manifest import FileRecord, write_record
 from deepspeed_nmt.text import TextForm
 from tests.commands import prepare_with as _prepare
 
@@ -63,6 +65,10 @@ def _arguments(options: dict[str, Any], *more: str) -> list[str]:
     for name in ("train_source", "train_target", "valid_source", "valid_target"):
         words += [f"--{name.replace('_', '-')}", *map(str, options[name])]
     return [*words, *more]
+
+
+def recorded(files: Mapping[str, FileRecord]) -> dict[str, Any]:
+    return {name: record.model_dump() for name, record in files.items()}
 
 
 def _left_behind(tmp_path: Path) -> list[str]:
@@ -355,12 +361,22 @@ def test_a_directory_with_other_files_is_never_replaced(texts: dict[str, Any]) -
     texts["out"].mkdir()
     _prepare(texts)  # an empty directory is accepted
     (texts["out"] / "thesis.tex").write_text("years of work")
-    with pytest.raises(DataError, match=r"has thesis.tex, which `prepare` did not make"):
+    with pytest.raises(DataError, match=r"--out .* has thesis.tex, which this program did not write"):
         _prepare(texts, overwrite=True)
     (texts["out"] / "meta.json").unlink()
-    with pytest.raises(DataError, match="which `prepare` did not make"):
+    with pytest.raises(DataError, match=r"thesis.tex, train.*which this program did not write"):
         _prepare(texts, overwrite=True)
     assert (texts["out"] / "thesis.tex").read_text() == "years of work"
+    foreign = texts["out"].parent / "foreign"
+    foreign.mkdir()
+    (foreign / "diary").write_text("mine")
+    (foreign / "meta.json").write_text(json.dumps({"files": {"diary": FileRecord.of(b"mine").model_dump()}}))
+    with pytest.raises(DataError, match=r"diary, meta.json.*the hash of .* is missing"):
+        _prepare({**texts, "out": foreign}, overwrite=True)
+    write_record(foreign / "meta.json", b'{"files": {"../diary": {"bytes": 4, "sha256": "' + b"0" * 64 + b'"}}}')
+    with pytest.raises(DataError, match=r"diary, .*lists no files"):
+        _prepare({**texts, "out": foreign}, overwrite=True)
+    assert (foreign / "diary").read_text() == "mine"
 
 
 def test_a_directory_that_holds_the_text_is_not_replaced(texts: dict[str, Any], tmp_path: Path) -> None:
@@ -536,20 +552,51 @@ def test_damaged_data_is_not_called_prepared(texts: dict[str, Any]) -> None:
     with pytest.raises(
         DataError,
         match=r"train\.target\.uint16\.bin has other content than was written; valid\.target has other content than "
-        "was written; restore it, or run `prepare` again with --overwrite",
+        "was written; .* and run `prepare` again",
     ):
         _prepare(texts)
-    meta = _prepare(texts, overwrite=True)
+    with pytest.raises(DataError, match=r"has train\.target\.uint16\.bin, valid\.target, which .* was changed"):
+        _prepare(texts, overwrite=True)
+    shutil.rmtree(texts["out"])
+    meta = _prepare(texts)
     assert _prepare(texts) == meta
     for damage in ("{ half", json.dumps({"format": 99})):
         (texts["out"] / "meta.json").write_text(damage)
-        with pytest.raises(DataError, match="again with --overwrite"):
+        with pytest.raises(DataError, match="run `prepare` again"):
             _prepare(texts)
-        assert _prepare(texts, overwrite=True) == meta
-    (texts["out"] / "meta.json").write_text("{ half")
-    (texts["out"] / "my notes").write_text("mine")
-    with pytest.raises(DataError, match=r"has my notes, which `prepare` did not make"):
-        _prepare(texts, overwrite=True)
+        with pytest.raises(DataError, match="does not match its hash"):
+            _prepare(texts, overwrite=True)
+    write_record(texts["out"] / "meta.json", json.dumps({"format": 99, "files": recorded(meta.files)}).encode())
+    with pytest.raises(DataError, match=r"format .*99.*run `prepare` again"):
+        _prepare(texts)
+    assert _prepare(texts, overwrite=True) == meta, "its files are those of its record"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("pairs_read", 10**400), ("pairs_read", "120"), ("pairs_read", -1), ("vocabulary_size", None),
+        ("removed", {"empty": 10**400}), ("splits", []), ("files", {"../x": {"bytes": 1, "sha256": "0" * 64}}),
+        ("files", {"/etc/passwd": {"bytes": 1, "sha256": "0" * 64}}), ("files", {"a": {"bytes": 10**400}}),
+        ("round_trips", {"train.source": {"lines": 1e400}}), ("text", [[]]), ("inputs", {"train.source": 5}),
+    ],
+)  # fmt: skip
+def test_a_record_of_wrong_content_is_named(texts: dict[str, Any], key: str, value: object) -> None:
+    texts["out"].mkdir()
+    meta = {"format": 1, "version": "1", "options": {}, "inputs": {}, "segmented": False, "text": {}, "tags": {}}
+    meta |= {
+        "vocabulary_size": 9,
+        "source_vocabulary_size": 9,
+        "pairs_read": 9,
+        "removed": {},
+        "removed_examples": {},
+    }
+    meta |= {"repaired": {}, "splits": {}, "round_trips": {}, "files": {}}
+    write_record(texts["out"] / "meta.json", json.dumps(meta).encode())
+    assert DataDirectory.open(texts["out"]).meta.pairs_read == 9
+    write_record(texts["out"] / "meta.json", json.dumps(meta | {key: value}).encode())
+    with pytest.raises(DataError, match=rf"meta.json.* {key}"):
+        DataDirectory.open(texts["out"])
 
 
 def test_changed_data_is_detected(texts: dict[str, Any]) -> None:
@@ -575,7 +622,9 @@ def test_changed_data_is_detected(texts: dict[str, Any]) -> None:
 
     meta = json.loads((out / "meta.json").read_text())
     (out / "meta.json").write_text(json.dumps({**meta, "format": 99}))
-    with pytest.raises(DataError, match=r"meta.json does not match its hash in meta.json.sha256; restore it, or run"):
+    with pytest.raises(
+        DataError, match=r"meta.json does not match its hash in meta.json.sha256; restore .* run `prepare`"
+    ):
         DataDirectory.open(out)
     write_record(out / "meta.json", json.dumps({**meta, "format": 99}).encode())
     with pytest.raises(DataError, match=r"not what this version's `prepare` writes: format .* 1"):
@@ -583,6 +632,30 @@ def test_changed_data_is_detected(texts: dict[str, Any]) -> None:
     write_record(out / "meta.json", b"{ half")
     with pytest.raises(DataError, match=r"the file .* JSON"):
         DataDirectory.open(out)
+
+
+def test_a_pipe_in_place_of_a_file_is_refused(texts: dict[str, Any]) -> None:
+    """At once: nobody will ever write to it."""
+    _prepare(texts)
+    for path in sorted(texts["out"].iterdir()):
+        path.rename(aside := texts["out"].parent / "aside")
+        os.mkfifo(path)
+        with pytest.raises(DataError, match=re.escape(path.name)):
+            DataDirectory.open(texts["out"]).verify_hashes()
+        with pytest.raises(DataError, match=re.escape(path.name)):
+            _prepare(texts, overwrite=True)
+        path.unlink()
+        if path.name.startswith("vocabulary."):
+            os.mkfifo(path)
+            for name in ("meta.json", "meta.json.sha256"):
+                (texts["out"] / name).rename(texts["out"].parent / name)
+            with pytest.raises(DataError, match=re.escape(path.name)):
+                open_tokenizer(texts["out"])
+            path.unlink()
+            for name in ("meta.json", "meta.json.sha256"):
+                (texts["out"].parent / name).rename(texts["out"] / name)
+        aside.rename(path)
+    DataDirectory.open(texts["out"]).verify_hashes()
 
 
 def test_fingerprint_is_of_vocabulary_and_corpus(texts: dict[str, Any], tmp_path: Path) -> None:

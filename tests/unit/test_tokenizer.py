@@ -114,11 +114,11 @@ def test_sentencepiece_output_is_not_segmented_text() -> None:
 
 
 def test_directory_without_vocabulary(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"lacks vocabulary.model and vocabulary.json"):
+    with pytest.raises(DataError, match=r"no vocabulary in .*vocabulary.json"):
         open_tokenizer(tmp_path)
     train_subwords(RAW, 80).save(tmp_path)
     (tmp_path / INFO_FILE).write_text("{}")
-    with pytest.raises(DataError, match="no JSON with the key 'segmented'"):
+    with pytest.raises(DataError, match="'segmented'"):
         open_tokenizer(tmp_path)
     (tmp_path / INFO_FILE).write_text(json.dumps({"segmented": False}))
     (tmp_path / MODEL_FILE).write_bytes(b"not a model")
