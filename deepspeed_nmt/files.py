@@ -137,18 +137,19 @@ def check_plain(stream: BufferedReader[Any], name: Path | str) -> None:
             raise DataError(f"{shown_name(name)} is {kind}; run `{command}` first")
 
 
-def skip_byte_order_mark(stream: BufferedReader[Any], name: Path | str | None = None) -> None:
-    """Skip a byte order mark at the beginning of a stream: it is not text.
+def skip_byte_order_mark(stream: BufferedReader[Any], name: Path | str | None = None) -> bool:
+    """Skip a byte order mark at the beginning of a stream, which is not text, and return True if it has one.
 
     Args:
         stream: at its beginning.
         name: of the stream, to log that it has one; None to log nothing.
     """
     if not stream.peek(len(BOM_UTF8)).startswith(BOM_UTF8):
-        return
+        return False
     stream.read(len(BOM_UTF8))
     if name is not None:
         logger.info("%s: the byte order mark at its beginning is not read as text", shown_name(name))
+    return True
 
 
 def shown_name(name: Path | str) -> str:

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from deepspeed_nmt.cli import execute
-    from deepspeed_nmt.parallel.workers import run_workers
+    from deepspeed_nmt.parallel.shared_work import run_workers
 
     isolate_extension_builds()
     gpus = torch.cuda.device_count() if on_gpu else 0

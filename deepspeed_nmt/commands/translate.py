@@ -148,7 +148,7 @@ def _warned_once() -> Iterator[None]:
 def _translate_by_workers(arguments: argparse.Namespace, pieces: int) -> int:
     """Translate a file with workers on this host's CPU, and return their exit status."""
     from deepspeed_nmt.cli import execute
-    from deepspeed_nmt.parallel.workers import run_workers
+    from deepspeed_nmt.parallel.shared_work import run_workers
 
     one = argparse.Namespace(**{**vars(arguments), "workers": 1, "device": "cpu"})
     return run_workers(execute, one, min(arguments.workers, max(1, pieces)))

@@ -168,9 +168,12 @@ class Filter(Config):
         """
         return {next(iter(cls.model_fields)): value}
 
-    @abstractmethod
+    description: ClassVar[str] = ""
+    """The pairs that are removed, with fields in braces."""
+
     def describe(self) -> str:
         """Describe the pairs that are removed, for the report."""
+        return self.description.format(**dict(self))
 
     @abstractmethod
     def build(self, text: TextForm) -> Callable[..., Any]:
@@ -237,12 +240,10 @@ class HtmlFilter(Filter):
 class UrlFilter(SideFilter):
     """Addresses. The default keeps sentences that cite an address, and removes bare addresses."""
 
+    description: ClassVar[str] = "over {max_share:g} of a side is addresses (URLs, mail)"
+
     max_share: float = Field(default=0.5, ge=0, lt=1)
     """Largest share of a side's characters in addresses of the web or of mail."""
-
-    @override
-    def describe(self) -> str:
-        return f"over {self.max_share:g} of a side is addresses (URLs, mail)"
 
     @override
     def is_faulty(self, side: str) -> bool:
@@ -255,14 +256,12 @@ class UrlFilter(SideFilter):
 class LongWordsFilter(SideFilter):
     """Endless words, with the default of OpusFilter's `LongWordFilter`."""
 
+    description: ClassVar[str] = "a word of {length} characters or more"
+
     length: int = Field(default=40, ge=2)
     """Characters of a word that is too long. Scripts without spaces between words have no words here."""
 
     _WORDS: ClassVar[Any] = regex.compile(rf"(?V1)[\S--[{_UNSPACED}]]+")
-
-    @override
-    def describe(self) -> str:
-        return f"a word of {self.length} characters or more"
 
     @override
     def is_faulty(self, side: str) -> bool:
@@ -274,14 +273,12 @@ class LongWordsFilter(SideFilter):
 class LettersFilter(SideFilter):
     """Tables and the like, with the default of Bicleaner's rule that most characters are letters."""
 
+    description: ClassVar[str] = "less than {min_share:g} of a side is letters"
+
     min_share: float = Field(default=0.5, gt=0, le=1)
     """Smallest share of letters, with vowel signs and other marks, among a side's characters but white space."""
 
     _LETTERS: ClassVar[Any] = regex.compile(r"[\p{L}\p{M}]+")
-
-    @override
-    def describe(self) -> str:
-        return f"less than {self.min_share:g} of a side is letters"
 
     @override
     def is_faulty(self, side: str) -> bool:
@@ -292,15 +289,13 @@ class LettersFilter(SideFilter):
 class CopyFilter(Filter):
     """Copies, with the bound of Ott et al. (2018), "Analyzing Uncertainty in NMT"."""
 
+    description: ClassVar[str] = "a copy: {overlap:g} of the words or more are on both sides"
+
     overlap: float = Field(default=0.5, gt=0, le=1)
     """Share of common words, among the different words of both sides, from which on a pair is a copy."""
 
     _WORD: ClassVar[re.Pattern[str]] = re.compile(r"[^\W\d_]+")
     """Numbers and punctuation are no words."""
-
-    @override
-    def describe(self) -> str:
-        return f"a copy: {self.overlap:g} of the words or more are on both sides"
 
     @override
     def build(self, text: TextForm) -> Callable[[str, str], bool]:
@@ -318,14 +313,12 @@ class DigitsFilter(Filter):
     the other side's numbers of three digits and more. Digits may be of any script.
     """
 
+    description: ClassVar[str] = "digits differ (similarity below {min_similarity:g})"
+
     min_similarity: float = Field(default=0.5, gt=0, le=1)
     """Smallest similarity of the two sides' digits other than 0: twice the common ones, by their number in all."""
 
     _NUMBER: ClassVar[re.Pattern[str]] = re.compile(r"\d+")
-
-    @override
-    def describe(self) -> str:
-        return f"digits differ (similarity below {self.min_similarity:g})"
 
     @override
     def build(self, text: TextForm) -> Callable[[str, str], bool]:
@@ -357,12 +350,10 @@ class PunctuationFilter(Filter):
     sentence with one full stop. Unlike its measure, this one does not remove lines of many sentences.
     """
 
+    description: ClassVar[str] = "ends of sentences differ by more than {max_difference}"
+
     max_difference: int = Field(default=3, ge=0)
     """Largest difference of the two sides' numbers of words that end as sentences do."""
-
-    @override
-    def describe(self) -> str:
-        return f"ends of sentences differ by more than {self.max_difference}"
 
     @override
     def build(self, text: TextForm) -> Callable[[str, str], bool]:
@@ -379,6 +370,8 @@ class RepetitionFilter(SideFilter):
     OpusFilter's `RepetitionFilter` has the same default, for strings of characters.
     """
 
+    description: ClassVar[str] = "the same words {times} times in a row"
+
     times: int = Field(default=3, ge=2)
     """Number of times that the same words in succession are too many."""
 
@@ -388,10 +381,6 @@ class RepetitionFilter(SideFilter):
     """Words of an n-gram, which bound the time."""
     _SHORTEST: ClassVar[int] = 3
     """Characters of what is repeated: "no, no, no" is language. OpusFilter's value."""
-
-    @override
-    def describe(self) -> str:
-        return f"the same words {self.times} times in a row"
 
     @override
     def is_faulty(self, side: str) -> bool:
@@ -451,6 +440,8 @@ class ScriptFilter(Filter):
     1 as default, which removes each line with a name in another script.
     """
 
+    description: ClassVar[str] = "less than {min_share:g} of a side's letters in its script"
+
     min_share: float = Field(default=0.5, gt=0, le=1)
     """Smallest share of a side's letters that belong to its script."""
     source: str = ""
@@ -466,10 +457,6 @@ class ScriptFilter(Filter):
         if len(parts) not in (0, 2):
             raise ValueError(f"{shown(value)} is none of SHARE, SOURCE/TARGET and SHARE/SOURCE/TARGET")
         return fields | dict(zip(("source", "target"), parts, strict=False))
-
-    @override
-    def describe(self) -> str:
-        return f"less than {self.min_share:g} of a side's letters in its script"
 
     @override
     def build(self, text: TextForm) -> Callable[[str, str], bool]:
@@ -518,15 +505,13 @@ class LanguageFilter(Filter):
     language.
     """
 
+    description: ClassVar[str] = "a side is of another language (probability below {min_probability:g})"
+
     min_probability: float = Field(default=0.05, gt=0, lt=1)
     """Smallest probability of a side's language among those that py3langid knows."""
 
     _IDENTIFIED: ClassVar[int] = 1000
     """Characters of a line by which its language is identified; more take time, and a line of marks takes hours."""
-
-    @override
-    def describe(self) -> str:
-        return f"a side is of another language (probability below {self.min_probability:g})"
 
     @override
     def build(self, text: TextForm) -> Callable[[str, str], bool]:
@@ -571,6 +556,8 @@ class ScoreFilter(Filter):
     It has no default: likelihoods depend on the model, the text and the vocabulary.
     """
 
+    description: ClassVar[str] = "a score below {min_score:g}"
+
     reads_scores: ClassVar[bool] = True
 
     min_score: float = Field(allow_inf_nan=False)
@@ -582,10 +569,6 @@ class ScoreFilter(Filter):
         if settings == {}:
             raise ValueError("no smallest score of a pair to keep; give it, for example score=-3")
         return settings
-
-    @override
-    def describe(self) -> str:
-        return f"a score below {self.min_score:g}"
 
     @override
     def build(self, text: TextForm) -> Callable[[float], bool]:

@@ -10,8 +10,9 @@ import re
 import stat
 import sys
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -57,75 +58,6 @@ class _Decompressor(Protocol):
     def unused_data(self) -> bytes: ...
 
     def decompress(self, data: bytes, /) -> bytes: ...
-
-
-def compression_of(start: bytes) -> str | None:
-    """Return the name of a format by the first bytes of a file; None for one that is not compressed."""
-    return next((kind for magic, kind in MAGIC.items() if start.startswith(magic)), None)
-
-
-class Decompressed(io.RawIOBase):
-    """Text of a compressed stream, of one or several members end to end.
-
-    Args:
-        stream: compressed bytes, at their beginning.
-        kind: name of the format in :data:`MAGIC`.
-        name: of the stream, for messages.
-
-    Attributes:
-        taken: number of compressed bytes read so far.
-
-    Raises:
-        ConfigError: if the format needs a package that is not installed.
-    """
-
-    def __init__(self, stream: io.BufferedReader[Any], kind: str, name: str) -> None:
-        self._stream, self._kind, self._name = stream, kind, name
-        self._new, self._failures = _library(kind, name)
-        self._decompressor: _Decompressor | None = None
-        self._rest = b""  # compressed bytes that belong to the next member
-        self._text = memoryview(b"")
-        self.taken = 0
-
-    @override
-    def readable(self) -> bool:
-        return True
-
-    @override
-    def readinto(self, buffer: Buffer) -> int:
-        """Read text; see `io.RawIOBase`.
-
-        Raises:
-            DataError: if the stream is damaged, or ends before its last member does.
-        """
-        while not self._text:
-            data, self._rest = self._rest or self._stream.read1(_COMPRESSED_BYTES), b""
-            if not data:
-                if self._decompressor is not None:
-                    raise DataError(f"the {self._kind} data of {self._name} ends early; copy it again")
-                return 0
-            self.taken += len(data)
-            self._text = memoryview(self._decompress(data))
-        view = memoryview(buffer)
-        count = min(len(view), len(self._text))
-        view[:count] = self._text[:count]
-        self._text = self._text[count:]
-        return count
-
-    def _decompress(self, data: bytes) -> bytes:
-        if self._decompressor is None:
-            if not data.strip(b"\0"):  # padding between members and after the last
-                return b""
-            self._decompressor = self._new()
-        try:
-            text = self._decompressor.decompress(data)
-        except self._failures as error:
-            raise DataError(f"the {self._kind} data of {self._name} is damaged ({error}); copy it again") from error
-        if self._decompressor.eof:
-            self._rest = self._decompressor.unused_data.lstrip(b"\0")
-            self.taken -= len(self._rest)
-            self._decompressor = None
-        return text
 
 
 def _library(kind: str, name: str) -> tuple[Callable[[], _Decompressor], tuple[type[Exception], ...]]:
@@ -193,7 +125,7 @@ def inspect_inputs(files: Mapping[str, Paths]) -> dict[str, tuple[InputRecord, .
     work = [(name, path) for name, paths in files.items() for path in paths]
     records: dict[str, list[InputRecord]] = {name: [] for name in files}
     for name, path in progress(work, "checking", "files", total=len(work)):
-        with open_input(path) as text:
+        with InputText(path) as text:
             text.skip_rest()
             records[name].append(text.record())
     return {name: tuple(found) for name, found in records.items()}
@@ -214,7 +146,7 @@ def copy_text(paths: Sequence[Path], destination: Path) -> tuple[InputRecord, ..
         for path in paths:
             if last not in (b"", b"\n"):
                 file.write(last := b"\n")
-            with open_input(path) as text:
+            with InputText(path) as text:
                 while block := text.stream.read(_BLOCK_BYTES):
                     file.write(block)
                     last = block[-1:]
@@ -253,26 +185,48 @@ def unaligned_error(descriptions: Sequence[str], what: str = "source and target"
     )
 
 
-class InputText:
-    """The text of an opened input file.
+class InputText(io.RawIOBase):
+    """The text of an input file, which is hashed, decompressed and counted while it is read.
+
+    Args:
+        path: of the file, or of a pipe; ``-`` is standard input.
+        quiet: True to log nothing about it.
 
     Attributes:
         name: name of the file for messages.
         stream: the text, without a byte order mark.
+
+    Raises:
+        DataError: if it cannot be read, is of a compression that is not known, or is UTF-16.
+        ConfigError: if its compression needs a package that is not installed.
     """
 
-    def __init__(self, path: Path, file: _HashedFile, quiet: bool = False) -> None:
+    def __init__(self, path: Path, quiet: bool = False) -> None:
         self.name = shown_name(path)
-        self._path, self._file = path, file
-        stream: io.BufferedReader[Any] = io.BufferedReader(file, _BLOCK_BYTES)
-        self._decompressed: Decompressed | None = None
-        if kind := compression_of(stream.peek(8)):
-            self._decompressed = Decompressed(stream, kind, self.name)
-            stream = io.BufferedReader(self._decompressed, _BLOCK_BYTES)
-        check_plain(stream, path)
-        skip_byte_order_mark(stream, None if quiet else path)
-        self._counted = _CountedText(stream, self.name)
-        self.stream: io.BufferedReader[Any] = io.BufferedReader(self._counted, _BLOCK_BYTES)
+        self._path = path
+        self._digest = hashlib.sha256()
+        self._file_bytes = self._text_bytes = 0  # read so far
+        self._ends = self._open_bytes = 0  # line ends, and bytes after the last of them
+        self._file: Any = sys.stdin.buffer
+        self._before: tuple[int, int] | None = None
+        if path != STANDARD_INPUT:
+            try:
+                self._file = path.open("rb", buffering=0)
+                self._before = _state(self._file)
+            except OSError as error:
+                raise self._unreadable(error) from error
+        self._waiting = b""  # bytes of the file that are not decompressed yet
+        while len(self._waiting) < max(map(len, MAGIC)) and (more := self._read(_COMPRESSED_BYTES)):
+            self._waiting += more
+        self._kind = next((kind for magic, kind in MAGIC.items() if self._waiting.startswith(magic)), None)
+        if self._kind is not None:
+            self._new, self._failures = _library(self._kind, self.name)
+        self._decompressor: _Decompressor | None = None
+        self._text = memoryview(b"")
+        self.stream: io.BufferedReader[Any] = io.BufferedReader(self, _BLOCK_BYTES)
+        check_plain(self.stream, path)
+        if skip_byte_order_mark(self.stream, None if quiet else path) and not self._ends:
+            self._open_bytes -= len(BOM_UTF8)
 
     def skip_rest(self) -> None:
         """Read the text to its end."""
@@ -282,15 +236,14 @@ class InputText:
     @property
     def lines(self) -> int:
         """Lines of the text; a last one without an end counts. All text must have been read."""
-        return self._counted.lines
+        return self._ends + (self._open_bytes > 0)
 
     @property
     def expected_bytes(self) -> float | None:
         """Estimate of the bytes of text, from what was read so far; None of a pipe."""
-        size = self._file.size_on_disk
-        if size is None or self._decompressed is None:
-            return size
-        return size * self._counted.size / max(1, self._decompressed.taken)
+        if self._before is None or self._kind is None:
+            return None if self._before is None else self._before[0]
+        return self._before[0] * self._text_bytes / max(1, self._file_bytes - len(self._waiting))
 
     def record(self) -> InputRecord:
         """Return the record of the file, whose text must have been read to its end.
@@ -298,73 +251,12 @@ class InputText:
         Raises:
             DataError: if the file has changed since it was opened.
         """
-        self._file.check_unchanged()
-        return InputRecord(path=str(self._path), bytes=self._file.size, lines=self.lines, sha256=self._file.sha256)
-
-
-@contextmanager
-def open_input(path: Path, quiet: bool = False) -> Iterator[InputText]:
-    """Open the text of an input file, of a pipe, or of standard input (``-``); compressed text is decompressed.
-
-    Args:
-        path: of the file.
-        quiet: True to log nothing about it.
-
-    Raises:
-        DataError: if it cannot be read, is of a compression that is not known, is UTF-16, or has a line of more than
-            :data:`~deepspeed_nmt.files.MAX_LINE_BYTES`.
-    """
-    with _HashedFile(path) as file:
-        yield InputText(path, file, quiet)
-
-
-class _HashedFile(io.RawIOBase):
-    """A file that is hashed while it is read.
-
-    Args:
-        path: of the file; ``-`` is standard input.
-
-    Attributes:
-        size: number of bytes read so far.
-
-    Raises:
-        DataError: if it cannot be opened or read.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._digest = hashlib.sha256()
-        self.size = 0
-        self._file: Any = sys.stdin.buffer
-        if path == STANDARD_INPUT:
-            self._before = None
-            return
-        try:
-            self._file = path.open("rb", buffering=0)
-            self._before = _state(self._file)
-        except OSError as error:
-            raise self._unreadable(error) from error
-
-    @property
-    def size_on_disk(self) -> int | None:
-        """Size of a regular file in bytes; None of a pipe or a device."""
-        return None if self._before is None else self._before[0]
-
-    @property
-    def sha256(self) -> str:
-        """SHA-256 of the bytes read so far, in hexadecimal."""
-        return self._digest.hexdigest()
-
-    def check_unchanged(self) -> None:
-        """Check that the file is as it was when it was opened.
-
-        Raises:
-            DataError: if it is not.
-        """
         if self._before is not None and _state(self._file) != self._before:
             raise DataError(
                 f"{self._path} changed while `prepare` read it; wait until it is complete, and run `prepare` again"
             )
+        digest = self._digest.hexdigest()
+        return InputRecord(path=str(self._path), bytes=self._file_bytes, lines=self.lines, sha256=digest)
 
     @override
     def readable(self) -> bool:
@@ -372,60 +264,21 @@ class _HashedFile(io.RawIOBase):
 
     @override
     def readinto(self, buffer: Buffer) -> int:
+        """Read text; see `io.RawIOBase`.
+
+        Raises:
+            DataError: if the file cannot be read, is damaged, ends before its last compressed member does, or has a
+                line of more than :data:`~deepspeed_nmt.files.MAX_LINE_BYTES`.
+        """
         view = memoryview(buffer)
-        try:
-            count = int(self._file.readinto(view) or 0)
-        except OSError as error:
-            raise self._unreadable(error) from error
-        self._digest.update(view[:count])
-        self.size += count
-        return count
-
-    @override
-    def close(self) -> None:
-        if not self.closed and self._file is not sys.stdin.buffer:
-            self._file.close()
-        super().close()
-
-    def _unreadable(self, error: OSError) -> DataError:
-        return DataError(f"{shown_name(self._path)} cannot be read ({error.strerror or error})")
-
-
-def _state(file: BinaryIO) -> tuple[int, int] | None:
-    """Return size and time of the last change of a regular file; None for a pipe or a device."""
-    state = os.fstat(file.fileno())
-    return (state.st_size, state.st_mtime_ns) if stat.S_ISREG(state.st_mode) else None
-
-
-class _CountedText(io.RawIOBase):
-    """Text whose lines are counted while it is read.
-
-    Args:
-        stream: the text, at its first line.
-        name: of the text, for messages.
-
-    Attributes:
-        size: number of bytes read so far.
-    """
-
-    def __init__(self, stream: io.BufferedReader[Any], name: str) -> None:
-        self._stream, self._name = stream, name
-        self._ends = self._open_bytes = 0  # line ends, and bytes after the last of them
-        self.size = 0
-
-    @property
-    def lines(self) -> int:
-        """Lines read so far."""
-        return self._ends + (self._open_bytes > 0)
-
-    @override
-    def readable(self) -> bool:
-        return True
-
-    @override
-    def readinto(self, buffer: Buffer) -> int:
-        view = memoryview(buffer)
-        block = self._stream.read1(len(view))
+        while not self._text:
+            data, self._waiting = self._waiting or self._read(_COMPRESSED_BYTES if self._kind else len(view)), b""
+            if not data:
+                if self._decompressor is not None:
+                    raise DataError(f"the {self._kind} data of {self.name} ends early; copy it again")
+                return 0
+            self._text = memoryview(self._decompress(data) if self._kind else data)
+        block, self._text = bytes(self._text[: len(view)]), self._text[len(view) :]
         if ends := block.count(b"\n"):
             self._ends += ends
             self._open_bytes = len(block) - block.rindex(b"\n") - 1
@@ -433,12 +286,50 @@ class _CountedText(io.RawIOBase):
             self._open_bytes += len(block)
         if self._open_bytes > MAX_LINE_BYTES:  # before it fills the memory
             raise DataError(
-                f"line {self._ends + 1:,} of {self._name} has more than {MAX_LINE_BYTES >> 20} MiB; check the "
+                f"line {self._ends + 1:,} of {self.name} has more than {MAX_LINE_BYTES >> 20} MiB; check the "
                 "path: text has one sentence a line"
             )
         view[: len(block)] = block
-        self.size += len(block)
+        self._text_bytes += len(block)
         return len(block)
+
+    @override
+    def close(self) -> None:
+        if not self.closed and self._file is not sys.stdin.buffer:
+            self._file.close()
+        super().close()
+
+    def _read(self, count: int) -> bytes:
+        try:
+            data: bytes = self._file.read1(count) if self._path == STANDARD_INPUT else self._file.read(count)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        self._digest.update(data)
+        self._file_bytes += len(data)
+        return data
+
+    def _decompress(self, data: bytes) -> bytes:
+        if self._decompressor is None:
+            if not data.strip(b"\0"):  # padding between members and after the last
+                return b""
+            self._decompressor = self._new()
+        try:
+            text = self._decompressor.decompress(data)
+        except self._failures as error:
+            raise DataError(f"the {self._kind} data of {self.name} is damaged ({error}); copy it again") from error
+        if self._decompressor.eof:
+            self._waiting = self._decompressor.unused_data.lstrip(b"\0")
+            self._decompressor = None
+        return text
+
+    def _unreadable(self, error: OSError) -> DataError:
+        return DataError(f"{self.name} cannot be read ({error.strerror or error})")
+
+
+def _state(file: BinaryIO) -> tuple[int, int] | None:
+    """Return size and time of the last change of a regular file; None for a pipe or a device."""
+    state = os.fstat(file.fileno())
+    return (state.st_size, state.st_mtime_ns) if stat.S_ISREG(state.st_mode) else None
 
 
 PIECE_BYTES = 1 << 19
@@ -478,7 +369,7 @@ def read_pieces(sets: Sequence[FileSet], records: dict[str, list[InputRecord]]) 
     """
     for files in sets:
         with ExitStack() as stack:
-            texts = [stack.enter_context(open_input(path)) for path in files.values()]
+            texts = [stack.enter_context(InputText(path)) for path in files.values()]
             names = tuple(text.name for text in texts)
             first = 1
             while True:

@@ -49,6 +49,7 @@ from deepspeed_nmt.data.inputs import (
     PIECE_BYTES,
     STANDARD_INPUT,
     InputRecord,
+    InputText,
     Paths,
     Piece,
     TextLayout,
@@ -56,7 +57,6 @@ from deepspeed_nmt.data.inputs import (
     copy_text,
     inspect_inputs,
     lines_of,
-    open_input,
     read_pieces,
     unaligned,
     unaligned_error,
@@ -251,7 +251,7 @@ def _check_room(directory: Path, options: PrepareOptions, tokenizer: Tokenizer |
                     "sizes: not known before the text is read, because it comes from a pipe or standard input"
                 )
                 return None
-            with open_input(path, quiet=True) as opened:
+            with InputText(path, quiet=True) as opened:
                 sample = opened.stream.read(_ESTIMATE_BYTES)
                 expected = opened.expected_bytes or 0
             text += expected

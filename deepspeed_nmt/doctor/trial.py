@@ -117,7 +117,7 @@ def trial_on_this_host(backend: str, ranks: int, limit_s: float) -> list[Outcome
         ranks: number of ranks; with "nccl" each has the GPU of its number.
         limit_s: time limit in seconds.
     """
-    from deepspeed_nmt.parallel.workers import local_store
+    from deepspeed_nmt.parallel.shared_work import local_store
 
     store = local_store()
     failed = Event()

@@ -102,7 +102,7 @@ def join(arguments: argparse.Namespace) -> None:
 def score(arguments: argparse.Namespace) -> int:
     """Score this rank's share of the pairs, and return the exit status."""
     if arguments.workers > 1:
-        from deepspeed_nmt.parallel.workers import run_workers
+        from deepspeed_nmt.parallel.shared_work import run_workers
 
         arguments.device = "cpu"
         return run_workers(score, argparse.Namespace(**{**vars(arguments), "workers": 1}), arguments.workers)

@@ -17,8 +17,7 @@ from deepspeed_nmt.errors import ConfigError, ReportedError, TrainingError
 from deepspeed_nmt.parallel import launched, world
 from deepspeed_nmt.parallel.hardware import driver_problem, lock_for, prepare_gpu, runs_on
 from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, place, pointing_to_doctor
-from deepspeed_nmt.parallel.shared_work import SharedWork
-from deepspeed_nmt.parallel.workers import local_store
+from deepspeed_nmt.parallel.shared_work import SharedWork, local_store
 
 _STEP = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
 _SHELL = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
