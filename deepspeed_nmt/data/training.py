@@ -21,7 +21,7 @@ from deepspeed_nmt.errors import ConfigError, DataError, shown
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.text import NO_TAGS, Tags
 
-_WEIGHT = re.compile(r"([^:]+)(?::(\d+)-(\d*))?")
+_WEIGHT = re.compile(r"([+-]?(?:[0-9.]+(?:e[+-]?[0-9]+)?|inf|nan))(?::([0-9]+)-([0-9]*))?", re.IGNORECASE)
 _FORM = "DIR, DIR=WEIGHT, DIR=WEIGHT:FIRST-LAST,WEIGHT:FIRST-LAST, each with @TAG or without"
 
 

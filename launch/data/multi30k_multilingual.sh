@@ -29,10 +29,10 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-[ -n "$from" ] || die "--from must be the directory with the text, but is missing; see --help"
+[ -n "$from" ] || die "no --from, the directory with the text; see --help"
 for part in train val test_2016_flickr; do
     for language in en de fr; do
-        [ -f "$from/$part.$language" ] || die "--from must have the file $part.$language, but $from has not; see --help"
+        [ -f "$from/$part.$language" ] || die "--from $from lacks the file $part.$language; see --help"
     done
 done
 use_venv

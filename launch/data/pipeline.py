@@ -261,7 +261,7 @@ def _check(
         words: arguments of `prepare`.
     """
     if "" in sys.argv:
-        parser.error("arguments must not be empty, but one is; is a variable of the shell unset?")
+        parser.error("an argument is empty; is a variable of the shell unset?")
     for word in more:
         name = word.partition("=")[0]
         if name in _OWNED:
@@ -330,10 +330,10 @@ def _get_archives(task: Task, out: Path, given: Path | None) -> dict[str, Path]:
     directory = given or out / "archives"
     if given is not None:
         if not given.is_dir():
-            raise ValueError(f"--from must be a directory with {', '.join(names)}, but {given} is not a directory")
+            raise ValueError(f"--from {given} is no directory; give one with {', '.join(names)}")
         missing = [name for name in names if not (given / name).is_file()]
         if missing:
-            raise ValueError(f"--from must contain {', '.join(names)}, but {given} lacks {', '.join(missing)}")
+            raise ValueError(f"--from {given} lacks {', '.join(missing)}; give a directory with {', '.join(names)}")
     directory.mkdir(parents=True, exist_ok=True)
     for name in names:
         if not (directory / name).is_file():
@@ -393,7 +393,7 @@ def _verify(path: Path, published: str, given: bool, checksums: Path) -> None:
     found = sha256_of(path)
     expected = _read_checksums(checksums).get(path.name) or ("" if given else published)
     if expected and found != expected:
-        raise ValueError(f"{path} must have the SHA-256 {expected}, but has {found}; remove it and get it again")
+        raise ValueError(f"{path} has the SHA-256 {found} instead of {expected}; remove it and get it again")
     if given and published and found != published:
         logger.info(f"{path.name} is not the published archive (SHA-256 {found}); it is used as it is")
 
@@ -451,9 +451,9 @@ def _read_test_set(name: str, pair: str, side: int, *, fetches: bool) -> Iterato
     missing = [file for file in files if not file.is_file()]
     if missing and not fetches:
         raise ValueError(
-            f"the test set {name} must be in sacreBLEU's cache, because --from fetches nothing, but there is no "
-            f"{missing[0]}; run `sacrebleu -t {name} -l {pair} --echo src ref` where there is a network, copy its "
-            "cache here, and set SACREBLEU to the copy"
+            f"no {missing[0]} in sacreBLEU's cache for the test set {name}, and --from fetches nothing; run "
+            f"`sacrebleu -t {name} -l {pair} --echo src ref` where there is a network, copy its cache here, and set "
+            "SACREBLEU to the copy"
         )
     try:
         path = Path(get_source_file(name, pair) if side == 0 else get_reference_files(name, pair)[0])
@@ -470,7 +470,7 @@ def _read_lines(archive: Path, member: str) -> Iterator[str]:
     with tarfile.open(archive) as content:
         entry = next((entry for entry in content if entry.name.removeprefix("./") == member), None)
         if entry is None:
-            raise ValueError(f"{archive} must contain {member}, but does not; get the published archive")
+            raise ValueError(f"{archive} lacks {member}; get the published archive")
         stream = content.extractfile(entry)
         assert stream is not None
         binary = gzip.GzipFile(fileobj=stream) if member.endswith(".gz") else stream

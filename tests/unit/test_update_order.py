@@ -242,6 +242,9 @@ def test_an_existing_directory_is_taken_as_it_is(tmp_path: Path) -> None:
     [
         ("a=0", "is no weight above 0"),
         ("a=-1", "is no weight above 0"),
+        ("a=1_0", "which is none of"),
+        ("a=٣", "which is none of"),
+        ("a=1:٣-", "which is none of"),
         ("a=nan", "is no weight above 0"),
         ("a=x", "--data is "),
         ("a@", "--data is "),
