@@ -68,6 +68,21 @@ def by_length(source: Lengths, target: Lengths) -> Indices:
     return order
 
 
+def lengths_of(indices: Indices, source: Lengths, target: Lengths, config: BatchConfig) -> Indices:
+    """Return source and target lengths of sentences that all fit into a micro-batch. Shape: -> (sentences, 2).
+
+    Raises:
+        ConfigError: if one does not fit.
+    """
+    lengths: Indices = np.stack([source[indices], target[indices]], axis=1).astype(np.int64)
+    if (longest := int(lengths.max())) > config.micro_tokens:
+        raise ConfigError(
+            f"a sentence has {longest} tokens, but batch.micro_tokens is {config.micro_tokens}; raise it, or "
+            f"prepare the data with --max-length {config.micro_tokens - 1}"
+        )
+    return lengths
+
+
 def divide_update(
     indices: Indices, source: Lengths, target: Lengths, ranks: int, config: BatchConfig
 ) -> list[list[Indices]]:
@@ -87,13 +102,7 @@ def divide_update(
         ConfigError: if a single sentence is larger than ``micro_tokens``.
     """
     indices = indices[by_length(source[indices], target[indices])]
-    s, t = source[indices].astype(np.int64), target[indices].astype(np.int64)
-    longest = int(max(s.max(), t.max()))
-    if longest > config.micro_tokens:
-        raise ConfigError(
-            f"a sentence has {longest} tokens, but batch.micro_tokens is {config.micro_tokens}; raise it, or "
-            f"prepare the data with --max-length {config.micro_tokens - 1}"
-        )
+    s, t = np.ascontiguousarray(lengths_of(indices, source, target, config).T)
     count = max(1, -(-int(np.maximum(s, t).sum()) // (ranks * config.micro_tokens)))
     while True:
         bounds = _balanced_cut(s, t, ranks * count)

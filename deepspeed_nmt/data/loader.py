@@ -299,7 +299,7 @@ class TrainLoader:
         cls, corpus: Corpus, config: BatchConfig, seed: int, rank: int, ranks: int, vocabulary: Vocabulary
     ) -> TrainLoader:
         """Return a loader of the epochs of one corpus; arguments as of the class."""
-        return cls(epoch_order(Corpora.of(corpus), config, seed), config, rank, ranks, vocabulary)
+        return cls(EpochOrder(Corpora.of(corpus), seed, config.update_tokens), config, rank, ranks, vocabulary)
 
     def of_rank(self, rank: int) -> TrainLoader:
         """Return the loader of another data-parallel rank."""
@@ -376,11 +376,6 @@ class TrainLoader:
             return [partial(collate_packed, self.corpora, part, self.vocabulary) for part in parts]
         divided = divide_update(positions, source, target, self.ranks, self.config)
         return [partial(collate, self.corpora, rows[group], self.vocabulary) for group in divided[self.rank]]
-
-
-def epoch_order(corpora: Corpora, config: BatchConfig, seed: int) -> UpdateOrder:
-    """Return the order of a run on one corpus."""
-    return EpochOrder(corpora, seed, config.update_tokens)
 
 
 class Prefetcher(Generic[T]):

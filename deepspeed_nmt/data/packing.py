@@ -25,10 +25,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_nmt.data.batching import BatchConfig, by_length
+from deepspeed_nmt.data.batching import BatchConfig, by_length, lengths_of
 from deepspeed_nmt.data.corpus import Indices, Lengths
 from deepspeed_nmt.data.update_order import Window
-from deepspeed_nmt.errors import ConfigError
 
 Sizes = NDArray[np.int64]
 
@@ -214,7 +213,7 @@ def row_sizes(updates: Window, longest: int, ranks: int, config: BatchConfig) ->
     two = _two_shapes(totals[0, full], totals, longest, ranks, config)
     taken = failed = 0
     for update in sample.tolist():
-        lengths = _checked(updates[update], updates.source, updates.target, config)
+        lengths = lengths_of(updates[update], updates.source, updates.target, config)
         if (found := _divide_into_two_shapes(lengths, ranks, config.micro_tokens, two)) is not None:
             taken += int(found[1].sum())
         elif (failed := failed + 1) >= _FAILED:
@@ -259,7 +258,7 @@ def _even_divisions(updates: Window, sample: list[int], ranks: int, config: Batc
     """
     found = []
     for update in sample:
-        lengths = _checked(updates[update], updates.source, updates.target, config)
+        lengths = lengths_of(updates[update], updates.source, updates.target, config)
         row_of, count = _divide_evenly(lengths, ranks, config.micro_tokens)
         found.append(_loads(lengths, row_of, count))
     return np.concatenate(found)
@@ -350,7 +349,7 @@ def pack_update(
         ConfigError: if a single sentence does not fit.
     """
     indices = indices[by_length(source[indices], target[indices])]
-    lengths = _checked(indices, source, target, config)
+    lengths = lengths_of(indices, source, target, config)
     found = None
     if isinstance(sizes, RowSizes):
         found = _divide_into_two_shapes(lengths, ranks, config.micro_tokens, sizes)
@@ -408,17 +407,6 @@ def _loads(lengths: Sizes, row_of: Indices, count: int) -> Sizes:
     """Return the source and target tokens in each of some rows. Shape: -> (count, 2)."""
     sides = (np.bincount(row_of, weights=side, minlength=count) for side in lengths.T)
     return np.stack(list(sides), axis=1).astype(np.int64)
-
-
-def _checked(indices: Indices, source: Lengths, target: Lengths, config: BatchConfig) -> Sizes:
-    """Return source and target lengths of sentences, all of which must fit into a micro-batch."""
-    lengths = np.stack([source[indices], target[indices]], axis=1).astype(np.int64)
-    if (longest := int(lengths.max())) > config.micro_tokens:
-        raise ConfigError(
-            f"a sentence has {longest} tokens, but batch.micro_tokens is {config.micro_tokens}; raise it, or "
-            f"prepare the data with --max-length {config.micro_tokens - 1}"
-        )
-    return lengths
 
 
 def _rounded(size: float) -> int:

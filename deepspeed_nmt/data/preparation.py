@@ -390,19 +390,12 @@ class _Checked(NamedTuple):
         return source, target
 
 
-@dataclass(frozen=True)
-class _Checking:
-    """The checks of a piece, which a worker makes."""
-
-    checker: PairChecker
-    layout: TextLayout
-
-    def __call__(self, piece: Piece) -> _Checked:
-        pairs, weights, scores = self.layout.pairs(piece)
-        checked = self.checker.check(pairs, scores)
-        source, target = ("".join(f"{text[side]}\n" for text in checked.texts).encode() for side in (0, 1))
-        weights = None if weights is None else weights[checked.places]
-        return _Checked(checked._replace(texts=[]), (source, target), weights)
+def _check(checker: PairChecker, layout: TextLayout, piece: Piece) -> _Checked:
+    pairs, weights, scores = layout.pairs(piece)
+    checked = checker.check(pairs, scores)
+    source, target = ("".join(f"{text[side]}\n" for text in checked.texts).encode() for side in (0, 1))
+    weights = None if weights is None else weights[checked.places]
+    return _Checked(checked._replace(texts=[]), (source, target), weights)
 
 
 def clean_text(
@@ -429,7 +422,7 @@ def clean_text(
     Raises:
         DataError: if the text cannot be read.
     """
-    work = _Checking(cleaner.checker, layout)
+    work = partial(_check, cleaner.checker, layout)
     weights: list[Weights] = []
     with (
         files[0].open("wb") as source,

@@ -9,10 +9,10 @@ from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpora
-from deepspeed_nmt.data.loader import check_lengths, epoch_order
+from deepspeed_nmt.data.loader import check_lengths
 from deepspeed_nmt.data.mixture import MixtureOrder, next_phase, taken
 from deepspeed_nmt.data.training import TrainingData
-from deepspeed_nmt.data.update_order import Cursor, UpdateOrder
+from deepspeed_nmt.data.update_order import Cursor, EpochOrder, UpdateOrder
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.precision import Capability, Precision, capability_of, has_flash_attention
 from deepspeed_nmt.parallel.world import World
@@ -39,7 +39,7 @@ def update_order_of(
     """
     phases = () if progress is None else progress.phases
     if not phases and not data.is_mixture:
-        return epoch_order(corpora, config.batch, config.training.seed)
+        return EpochOrder(corpora, config.training.seed, config.batch.update_tokens)
     phase = phases[-1] if phases else data.phase(corpora, config.mixture, 1)
     training = config.training
     return MixtureOrder(corpora, training.seed, config.batch.update_tokens, phase, training.max_updates)
@@ -127,7 +127,7 @@ def with_mixture(progress: Progress, corpora: Corpora, config: RunConfig, data: 
         before = taken(progress.phases[-1], first, config.batch.update_tokens)
     elif progress.update:  # the run began with the first corpus alone
         alone = Corpora(corpora.parts[:1])
-        order = epoch_order(alone, config.batch, config.training.seed)
+        order = EpochOrder(alone, config.training.seed, config.batch.update_tokens)
         epochs = order.epochs(Cursor(progress.epoch, progress.epoch_update), first)[0]
         before = {data.parts[0].identity: round(epochs * len(alone))}
     phases = next_phase(progress.phases, data.phase(corpora, config.mixture, first), before)

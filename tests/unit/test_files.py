@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from deepspeed_nmt import files
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.evaluate.scoring import read_sentences
+from deepspeed_nmt.export.certificate import Certificate
 from deepspeed_nmt.files import (
     atomic_write_text,
     atomic_writer,
@@ -38,6 +39,7 @@ from deepspeed_nmt.files import (
     staged,
     text_lines,
 )
+from deepspeed_nmt.manifest import FileRecord
 from tests.support import ROOT
 
 
@@ -402,3 +404,30 @@ def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         list(text_lines(stream, "/dev/zero"))
     (tmp_path / "text").write_text("a\nb")
     assert read_sentences(str(tmp_path / "text")) == ["a", "b"]
+
+
+@pytest.mark.parametrize("change", ["notes", "sub/notes", "certificate.txt", "model.bin", "certificate.json"])
+def test_only_an_export_as_it_was_written_is_replaced(change: str, tmp_path: Path) -> None:
+    export = tmp_path / "export"
+    Certificate.check_own(export)
+    export.mkdir()
+    Certificate.check_own(export)
+    (export / "model.bin").write_bytes(b"weights")
+    Certificate(
+        **dict.fromkeys(("exporter", "precision", "run", "checkpoint", "exit", "text", "metric", "signature"), ""),
+        update=3,
+        hashes={},
+        versions={},
+        comparisons=(),
+        weights_bytes=7,
+        export_bytes=7,
+        length_penalty="mean",
+        logit_difference=1 / 3,
+        files={"model.bin": FileRecord.of(b"weights")},
+    ).write(export)
+    Certificate.check_own(export)
+    (export / change).parent.mkdir(exist_ok=True)
+    (export / change).write_text("mine")
+    with pytest.raises(DataError, match=f"--out .* has .*{change.split('/')[0]}.*; move"):
+        Certificate.check_own(export)
+    assert (export / change).read_text() == "mine"
