@@ -261,7 +261,7 @@ def test_missing_and_damaged_archives_are_named(pipeline: ModuleType, tmp_path: 
         done = go(task, *words, cache=cache)
         assert done.returncode == 2 and all(name in done.stderr for name in names), done.stderr
 
-    refused("wmt16_ende", "--from", f"{archives} is not a directory")
+    refused("wmt16_ende", "--from", f"{archives} is no directory")
     archives.mkdir()
     refused("wmt16_ende", "--from", "training-parallel-europarl-v7.tgz")
     archives.rmdir()
@@ -323,7 +323,7 @@ def test_downloads_are_resumed(pipeline: ModuleType, address: str, tmp_path: Pat
     assert path.read_bytes() == Half.body
     digest = hashlib.sha256(Half.body).hexdigest()
     pipeline._verify(path, published=digest, given=False, checksums=tmp_path / "SHA256SUMS")
-    with pytest.raises(ValueError, match="SHA-256 00"):
+    with pytest.raises(ValueError, match=r"has the SHA-256 .* instead of 00"):
         pipeline._verify(path, published="00", given=False, checksums=tmp_path / "others")
     path.unlink()
     part.write_bytes(Half.body)

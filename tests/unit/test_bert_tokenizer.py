@@ -74,7 +74,7 @@ def test_a_saved_tokenizer_is_restored(both: BertTokenizer, tmp_path: Path) -> N
     with pytest.raises(DataError, match=r"no vocabulary in .*vocabulary.source.json"):
         open_tokenizer(tmp_path)
     (tmp_path / INFO_FILE).write_text("[]")
-    with pytest.raises(DataError, match=r"vocabulary's JSON in"):
+    with pytest.raises(DataError, match=r"JSON file of the vocabulary in"):
         open_tokenizer(tmp_path)
 
 

@@ -94,7 +94,7 @@ def test_a_vocabulary_of_each_side(tmp_path: Path) -> None:
     assert (again.vocabulary, again.symbols, again.digest) == (both.vocabulary, SYMBOLS, both.digest)
     assert SentencePieceTokenizer(target.model, source_model=target.model).vocabulary.own_source is None
     (tmp_path / "vocabulary.source.model").unlink()
-    with pytest.raises(DataError, match=r"lacks vocabulary.source.model"):
+    with pytest.raises(DataError, match=r"no vocabulary in .*vocabulary.source.model"):
         open_tokenizer(tmp_path)
 
 
