@@ -322,7 +322,6 @@ class DeepSpeedEngine(Engine):
         return scaler if getattr(scaler, "dynamic", False) else None
 
     def _loss_scale(self) -> float:
-        """Return the current factor on the loss."""
         return float(getattr(self._zero, "loss_scale", 1.0))  # neither torch's nor DeepSpeed's bf16 optimizer has one
 
     @override

@@ -27,14 +27,12 @@ from deepspeed_nmt.registry import Config
 
 
 def _recompute(value: object) -> object:
-    """Check a recomputation setting."""
     if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
         raise ValueError(f"is {shown(value)}; use auto, or a whole number from 0 up")
     return value
 
 
 def _kernels(value: object) -> object:
-    """Check the names of operations and backends."""
     if isinstance(value, str):
         parse_setting(value, "it")
     return value

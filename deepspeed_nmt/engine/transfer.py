@@ -65,13 +65,11 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def _values_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield names and values of a dataclass's fields."""
     yield from ((field.name, getattr(value, field.name)) for field in fields(value))
 
 
 @cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of copies to a GPU."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -176,6 +174,5 @@ def _copy_into(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _wait_for(device: torch.device) -> None:
-    """Wait for the copies from a device."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -604,7 +604,6 @@ class Kernels:
 
 
 def _refuse(operation: str, name: str, reason: str | None) -> None:
-    """Raise a ConfigError if there is a reason."""
     if reason is not None:
         raise ConfigError(
             f"{reason}, which engine.kernels or {ENVIRONMENT} asks for by {operation}={name}; use {operation}=torch"

@@ -127,7 +127,6 @@ def bias_gelu_dropout(x: Tensor, bias: Tensor | None, p: float) -> Tensor:
 
 
 def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Add the bias, if there is one."""
     return x if bias is None else x + bias
 
 

@@ -283,7 +283,6 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any)
 
 
 def _sizes(x: Tensor) -> tuple[int, int]:
-    """Return the width and the number of rows."""
     return x.shape[-1], x.numel() // max(1, x.shape[-1])
 
 

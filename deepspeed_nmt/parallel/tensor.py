@@ -150,7 +150,6 @@ def _slice_rows_of(module: Any, ranks: TensorRanks) -> None:
 
 
 def _slice_attention(attention: Any, ranks: TensorRanks) -> None:
-    """Slice an attention sub-layer by heads."""
     heads = attention.q_proj.out_features // attention.head_dim
     _check_divides(ranks, heads, f"{heads} heads")
     for layer in (attention.q_proj, attention.k_proj, attention.v_proj):
@@ -159,7 +158,6 @@ def _slice_attention(attention: Any, ranks: TensorRanks) -> None:
 
 
 def _slice_feed_forward(network: Any, ranks: TensorRanks) -> None:
-    """Slice a feed-forward sub-layer along its inner dimension."""
     _check_divides(ranks, network.up_proj.out_features, f"ffn_dim {network.up_proj.out_features}")
     _slice_rows_of(network.up_proj, ranks)
     network.down_proj = RowParallelLinear(network.down_proj, ranks)
