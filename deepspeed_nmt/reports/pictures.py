@@ -10,9 +10,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepspeed_nmt.data.data_directory import META_FILE
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.files import atomic_write_bytes, resolved
 from deepspeed_nmt.reports.run_log import RunLog, Series
+from deepspeed_nmt.run.directory import CONFIG_FILE
+from deepspeed_nmt.train.log import METRICS_FILE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,6 +49,8 @@ def check_out(out: Path, inputs: Iterable[Path | None], suffixes: Collection[str
         known = " or ".join(suffixes) or ".png, .svg, .pdf or another suffix that matplotlib writes"
         raise ConfigError(f"--out {out} does not end in {known}")
     for path in filter(None, inputs):
+        if path.is_dir() and not any((path / name).exists() for name in (CONFIG_FILE, METRICS_FILE, META_FILE)):
+            continue  # neither a run nor data, which its reader says
         if resolved(out).is_relative_to(resolved(path)):
             raise ConfigError(f"--out {out} is {path}, or lies in it, which the report reads; choose another place")
 
