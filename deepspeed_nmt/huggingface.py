@@ -7,11 +7,17 @@ optional package; this one imports it when a function is called.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from deepspeed_nmt.core.parts import MAX_HYPOTHESES, MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH
+from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.registry import problem_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,9 +26,73 @@ EXTRA = "pip install 'transformers>=5,<6'"
 """Command that installs `transformers`, for messages."""
 SPECIAL = ("pad", "cls", "sep", "unk", "mask")
 """Names of a BERT's special tokens."""
-
-
 _HUB_TIMEOUT_S = 5.0
+_MAX_POSITIONS = 1 << 16
+
+Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
+InnerWidth = Annotated[int, Field(ge=1, le=MAX_INNER_WIDTH)]
+Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
+Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
+Token = Annotated[int, Field(ge=0, lt=MAX_VOCABULARY)]
+_NUMBERS = TypeAdapter(Annotated[dict[str, Token], Field(max_length=MAX_VOCABULARY)], config=ConfigDict(strict=True))
+
+
+class _ModelConfig(BaseModel):
+    """A ``config.json``, of which keys that are not read are left out."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
+    model_type: str
+    vocab_size: int = Field(ge=1, le=MAX_VOCABULARY)
+    max_position_embeddings: int = Field(ge=1, le=_MAX_POSITIONS)
+
+
+class _BertConfig(_ModelConfig):
+    hidden_size: Width
+    num_hidden_layers: Layers
+    num_attention_heads: Width
+    intermediate_size: InnerWidth
+    layer_norm_eps: float = Field(gt=0.0, lt=1.0)
+    hidden_act: str
+    tie_word_embeddings: bool = True
+
+    @property
+    def least_weights(self) -> int:
+        """Numbers in the matrices of the layers."""
+        return self.num_hidden_layers * self.hidden_size * (4 * self.hidden_size + 2 * self.intermediate_size)
+
+
+class MarianConfig(_ModelConfig):
+    """The ``config.json`` of a MarianMT model; names and meanings are those of `transformers`."""
+
+    d_model: Width
+    encoder_layers: Layers
+    decoder_layers: Layers
+    encoder_ffn_dim: InnerWidth
+    decoder_ffn_dim: InnerWidth
+    encoder_attention_heads: Width
+    decoder_attention_heads: Width
+    activation_function: str
+    scale_embedding: bool = False
+    share_encoder_decoder_embeddings: bool = True
+    tie_word_embeddings: bool = True
+    decoder_vocab_size: int | None = Field(default=None, ge=1, le=MAX_VOCABULARY)
+    eos_token_id: Token
+    pad_token_id: Token
+    decoder_start_token_id: Token
+    dropout: Rate = 0.1
+    attention_dropout: Rate = 0.0
+    activation_dropout: Rate = 0.0
+    num_beams: int | None = Field(default=None, ge=0, le=MAX_HYPOTHESES)
+
+    @property
+    def least_weights(self) -> int:
+        """Numbers in the matrices of the layers."""
+        encoder = self.encoder_layers * (4 * self.d_model + 2 * self.encoder_ffn_dim)
+        decoder = self.decoder_layers * (8 * self.d_model + 2 * self.decoder_ffn_dim)
+        return self.d_model * (encoder + decoder)
+
+
+AnyConfig = TypeVar("AnyConfig", _BertConfig, MarianConfig)
 
 
 class TokenizerFile(NamedTuple):
@@ -52,9 +122,7 @@ def load_shape(name: str, option: str) -> dict[str, Any]:
     Raises:
         ConfigError: if the model cannot be loaded, is not a BERT, or is of a kind that is not supported.
     """
-    config = _load("AutoConfig", name, option, "config.json of a BERT")
-    if config.model_type != "bert":
-        raise ConfigError(f"{option}: {name} has model_type={config.model_type}; name a BERT")
+    config = _load_config(_BertConfig, "bert", name, option, "a BERT", "name a BERT")
     if config.hidden_act not in ("gelu", "relu"):
         raise ConfigError(f"{option}: {name} has hidden_act={config.hidden_act}; name a BERT with gelu or relu")
     if not config.tie_word_embeddings:
@@ -82,16 +150,11 @@ def load_weights(name: str, option: str) -> dict[str, Tensor]:
         saved without it.
 
     Raises:
-        ConfigError: if the weights cannot be loaded, or some are missing.
+        ConfigError: if the weights cannot be loaded, some are missing, unexpected, or not finite.
     """
     load_shape(name, option)
-    model, info = _load("BertForMaskedLM", name, option, "weights of a BERT", output_loading_info=True)
-    missing = {key for key in info["missing_keys"] if not key.startswith("cls.")}
-    if missing or info["mismatched_keys"]:
-        first = sorted(missing)[0] if missing else str(sorted(info["mismatched_keys"])[0])
-        raise ConfigError(f"{option}: {name} lacks the weight {first} of a BERT; name another")
-    weights: dict[str, Tensor] = model.float().state_dict()
-    return {key: weight for key, weight in weights.items() if not (info["missing_keys"] and key.startswith("cls."))}
+    weights, missing = _load_weights("BertForMaskedLM", name, option, "a BERT", ("cls.",), r"bert\.(?!pooler\.)")
+    return {key: weight for key, weight in weights.items() if not (missing and key.startswith("cls."))}
 
 
 def load_vocabulary(name: str, option: str) -> TokenizerFile:
@@ -120,19 +183,17 @@ class MarianFiles(NamedTuple):
 
     Attributes:
         config: its configuration.
-        weights: fp32, by their names there, shared ones under each name.
+        weights: fp32, finite, by their names there, shared ones under each name.
         numbers: number of each token; of the source's tokens if the target has its own.
         target_numbers: number of each token of the target.
         models: SentencePiece models of source and target.
-        special: tokens <unk>, </s> and <pad>.
     """
 
-    config: dict[str, Any]
+    config: MarianConfig
     weights: dict[str, Tensor]
     numbers: dict[str, int]
     target_numbers: dict[str, int]
     models: tuple[bytes, bytes]
-    special: dict[str, int]
 
 
 def load_marian(name: str, option: str) -> MarianFiles:
@@ -145,27 +206,22 @@ def load_marian(name: str, option: str) -> MarianFiles:
     Raises:
         ConfigError: if it cannot be loaded, or is no MarianMT model.
     """
-    config = _load("AutoConfig", name, option, "config.json of a MarianMT model")
-    if config.model_type != "marian":
-        raise ConfigError(
-            f"{name} has model_type={config.model_type}; name a MarianMT model, or use the run of which it is an "
-            "export (that of a pre-norm run is Pegasus, which is not imported)"
-        )
-    model, info = _load("MarianMTModel", name, option, "weights of a MarianMT model", output_loading_info=True)
+    remedy = (
+        "name a MarianMT model, or use the run of which it is an export (that of a pre-norm run is Pegasus, which is "
+        "not imported)"
+    )
+    config = _load_config(MarianConfig, "marian", name, option, "a MarianMT model", remedy)
     # Positions are not saved by most programs, and then computed.
-    if missing := sorted(key for key in info["missing_keys"] if "embed_positions" not in key):
-        raise ConfigError(f"{name} lacks the weight {missing[0]} of a MarianMT model")
+    positions = ("model.encoder.embed_positions.", "model.decoder.embed_positions.")
+    weights, _ = _load_weights("MarianMTModel", name, option, "a MarianMT model", positions, "")
     tokenizer = _load("MarianTokenizer", name, option, "tokenizer of a MarianMT model")
     source, target = (Path(file).read_bytes() for file in tokenizer.spm_files)
-    numbers = dict(tokenizer.encoder)
-    return MarianFiles(
-        config=config.to_dict(),
-        weights={key: weight.detach().float() for key, weight in model.state_dict().items()},
-        numbers=numbers,
-        target_numbers=dict(tokenizer.target_encoder) if tokenizer.separate_vocabs else numbers,
-        models=(source, target),
-        special={key: int(getattr(config, f"{key}_token_id")) for key in ("eos", "pad", "decoder_start")},
-    )
+    try:
+        numbers = _NUMBERS.validate_python(dict(tokenizer.encoder))
+        own = _NUMBERS.validate_python(dict(tokenizer.target_encoder)) if tokenizer.separate_vocabs else numbers
+    except (ValidationError, TypeError, ValueError) as error:
+        raise ConfigError(f"{name} has a vocab.json that is no table of tokens and their numbers") from error
+    return MarianFiles(config, weights, numbers, own, (source, target))
 
 
 def load_translation_model(directory: Path) -> Any:
@@ -175,6 +231,71 @@ def load_translation_model(directory: Path) -> Any:
         ConfigError: if it cannot be loaded.
     """
     return _load("AutoModelForSeq2SeqLM", str(directory), "--out", "weights of a translation model").eval()
+
+
+def _load_config(kind: type[AnyConfig], model_type: str, name: str, option: str, what: str, remedy: str) -> AnyConfig:
+    """Load the configuration of a model, and compare it with the size of the weights of a folder.
+
+    Raises:
+        ConfigError: if it cannot be loaded, is of another kind of model, has a wrong value, or describes a model that
+            is larger than the weights.
+    """
+    loaded = _load("AutoConfig", name, option, f"config.json of {what}")
+    if loaded.model_type != model_type:
+        raise ConfigError(f"{option}: {name} has model_type={loaded.model_type}; {remedy}")
+    try:
+        config = kind.model_validate(loaded.to_dict())
+    except ValidationError as error:
+        problems = [problem_of(one, ".".join(map(str, one["loc"]))) for one in error.errors()]
+        raise ConfigError([f"{option}: the config.json of {name}: {problem}" for problem in problems]) from error
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        size = sum(file.stat().st_size for ending in ("safetensors", "bin") for file in folder.glob(f"*.{ending}"))
+        if size and size < config.least_weights:  # one byte is the smallest number
+            raise ConfigError(
+                f"{option}: the config.json of {name} describes at least {config.least_weights:,} numbers, but its "
+                f"weights have {size:,} bytes; restore its files"
+            )
+    return config
+
+
+def _load_weights(
+    kind: str, name: str, option: str, what: str, optional: tuple[str, ...], own: str
+) -> tuple[dict[str, Tensor], bool]:
+    """Load the weights of a model.
+
+    Args:
+        kind: name of the class.
+        name: a folder, or a name on the hub.
+        option: setting or option that contains the name, for messages.
+        what: kind of the model, for messages.
+        optional: beginnings of the names of weights that may be missing.
+        own: pattern of the beginnings of the names of weights that the model must have a place for.
+
+    Returns:
+        The weights in fp32, and True if optional ones are missing.
+
+    Raises:
+        ConfigError: if they cannot be loaded, or some are missing, unexpected, of another shape, or not finite.
+    """
+    import torch
+
+    model, info = _load(kind, name, option, f"weights of {what}", output_loading_info=True)
+    if missing := sorted(key for key in info["missing_keys"] if not key.startswith(optional)):
+        raise ConfigError(f"{option}: {name} lacks the weight {missing[0]} of {what}; name another")
+    if mismatched := sorted(map(str, info["mismatched_keys"])):
+        raise ConfigError(f"{option}: {name} has the weight {mismatched[0]} in another shape than its config.json")
+    if unexpected := sorted(key for key in info["unexpected_keys"] if re.match(own, key)):
+        raise ConfigError(
+            f"{option}: {name} has {len(unexpected):,} weights that its config.json has no place for, among them "
+            f"{unexpected[0]}; name another, or restore its config.json"
+        )
+    weights: dict[str, Tensor] = {key: weight.detach().float() for key, weight in model.state_dict().items()}
+    if wrong := next((key for key, weight in weights.items() if not torch.isfinite(weight).all()), None):
+        raise ConfigError(
+            f"{option}: the weight {wrong} of {name} has numbers that are NaN or infinite; name another"
+        )
+    return weights, bool(info["missing_keys"])
 
 
 def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:
@@ -201,9 +322,16 @@ def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:
     looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1 or ("/" in name and local.parent.is_dir())
     if not local.is_dir() and (looks_local or local.exists()):
         raise ConfigError(f"{option}: there is no folder {name}; give a folder or a name on the Hugging Face hub")
+    if (
+        irregular := []
+        if not local.is_dir()
+        else [file for file in local.iterdir() if not (file.is_file() or file.is_dir())]
+    ):
+        raise ConfigError(f"{option}: {irregular[0]} is not a regular file; remove it, or give another folder")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    load: Callable[..., Any] = getattr(transformers, kind).from_pretrained
+    # The code of a model's folder is never run, and nobody is asked whether it may.
+    load: Callable[..., Any] = functools.partial(getattr(transformers, kind).from_pretrained, trust_remote_code=False)
     unreachable = "" if local.is_dir() else _hub_problem(name)
     try:
         if local.is_dir():

@@ -21,13 +21,14 @@ HASH_SUFFIX = ".sha256"
 
 PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 """Name of a file in the directory of its record: no path, no hidden file."""
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class FileRecord(Config):
     """Size and hash of a file."""
 
     bytes: int = Field(ge=0, lt=1 << 63)
-    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    sha256: Sha256
 
     @classmethod
     def of(cls, content: Path | builtins.bytes) -> FileRecord:

@@ -59,6 +59,11 @@ class MarianTokenizer(ListedPieces):
                 self._processors[side] = sentencepiece.SentencePieceProcessor(model_proto=model)
             except RuntimeError as error:
                 raise DataError(f"a SentencePiece model of the vocabulary could not be read: {error}") from error
+            for name, number in special.items():
+                if not 0 <= number < len(pieces):
+                    raise DataError(
+                        f"the number of the token {name} is {number}, but the {side} has {len(pieces):,} tokens"
+                    )
         self._shared = self._numbers["source"] == self._numbers["target"]
         source, target = (
             Vocabulary(

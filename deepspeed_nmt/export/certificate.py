@@ -15,16 +15,25 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
 from deepspeed_nmt.console import cell, logger, table
 from deepspeed_nmt.errors import ConfigError, DataError
-from deepspeed_nmt.export.ctranslate2_search import ExportBeamSettings
+from deepspeed_nmt.export.ctranslate2_search import RULES, ExportBeamSettings
 from deepspeed_nmt.files import atomic_write_text, exclusive, hidden, parse_json, read_regular, sha256_of
-from deepspeed_nmt.manifest import MANIFEST_FILE, DamagedRecordError, FileRecord, check_own, read_record, write_record
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.manifest import (
+    MANIFEST_FILE,
+    DamagedRecordError,
+    FileRecord,
+    PlainName,
+    Sha256,
+    check_own,
+    read_record,
+    write_record,
+)
+from deepspeed_nmt.registry import Config, problem_of
 from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
 
 INFO_FILE = "deepspeed_nmt.json"
@@ -49,6 +58,12 @@ EXPORTER = "ctranslate2"
 """Format of the exports that are translated with."""
 _PATIENCE_S = 86_400.0
 """Seconds to wait for another process that exports the same run."""
+_READ_FILES = ("config.json", "model.bin")
+"""Files that CTranslate2 reads besides the vocabularies, whose hash is recorded."""
+MAX_POSITIONS = 1 << 30
+Precision = Annotated[str, Field(pattern="^(fp32|int8)$")]
+Hashed = Annotated[str, Field(pattern=r"^(config\.yaml|vocabulary|weights|text)$")]
+RuleName = Annotated[str, Field(pattern=f"^({'|'.join(RULES)})$")]
 
 
 class ExportInfo(Config):
@@ -68,22 +83,17 @@ class ExportInfo(Config):
         model: shape of the model, for readers.
     """
 
-    format: int = 1
+    format: Literal[1] = 1
     exporter: str
-    precision: str
-    longest: int
-    longest_line: int
+    precision: Precision
+    longest: int = Field(ge=1, le=MAX_POSITIONS)
+    longest_line: int = Field(ge=1, le=MAX_POSITIONS)
     search_name: str
     search: ExportBeamSettings
-    rules: Mapping[str, Any]
-    text: dict[str, Any]
+    rules: Mapping[RuleName, Any]
+    text: TextForm
     tags: Tags = NO_TAGS
     model: Mapping[str, Any]
-
-    @property
-    def text_form(self) -> TextForm:
-        """Form of the text that the run was trained on."""
-        return TextForm(**self.text)
 
     def write(self, directory: Path) -> None:
         """Write the file into an export."""
@@ -98,9 +108,10 @@ class ExportInfo(Config):
             DataError: if it is missing or damaged.
         """
         try:
-            return cls.model_validate_json(read_regular(directory / INFO_FILE))
+            return cls.model_validate_json(read_regular(directory / INFO_FILE), strict=True)
         except (OSError, ValidationError) as error:
-            raise DataError(f"{directory / INFO_FILE} cannot be read; export again") from error
+            why = problem_of(error.errors()[0], "its content") if isinstance(error, ValidationError) else error
+            raise DataError(f"{directory / INFO_FILE} cannot be read ({why}); export again") from error
 
 
 class Difference(Config):
@@ -219,7 +230,7 @@ class Certificate(Config):
         checkpoint: name of the checkpoint.
         exit: exit of the model; "" for the top.
         update: number of the checkpoint's update.
-        hashes: SHA-256 of the run's config, of its vocabulary, of the weights, and of the text.
+        hashes: SHA-256 of the run's config, of its vocabulary, of the weights, and of the text; all of them.
         text: description of the text.
         metric: name of the metric; "" without references.
         signature: of the metric.
@@ -233,15 +244,15 @@ class Certificate(Config):
         problems: reasons why it is not passed; empty if it is.
     """
 
-    format: int = 1
+    format: Literal[1] = 1
     exporter: str
-    precision: str
+    precision: Precision
     versions: dict[str, str]
     run: str
     checkpoint: str
     exit: str
     update: int
-    hashes: dict[str, str]
+    hashes: dict[Hashed, Sha256] = Field(min_length=4)
     text: str
     metric: str
     signature: str
@@ -250,7 +261,7 @@ class Certificate(Config):
     comparisons: tuple[Comparison, ...]
     weights_bytes: int
     export_bytes: int
-    files: dict[str, FileRecord]
+    files: dict[PlainName, FileRecord]
     problems: tuple[str, ...] = Field(default=())
 
     @property
@@ -276,14 +287,21 @@ class Certificate(Config):
         """
         path = directory / CERTIFICATE_FILE
         try:
-            certificate = cls.model_validate_json(read_record(path))
+            certificate = cls.model_validate_json(read_record(path), strict=True)
         except DamagedRecordError as error:
             raise DataError(f"{directory} is no trusted export: {error}; export again") from error
         except ValidationError as error:
-            raise DataError(f"{path} has wrong content; export again") from error
+            problem = problem_of(error.errors()[0], ".".join(map(str, error.errors()[0]["loc"])))
+            raise DataError(f"{path} has wrong content ({problem}); export again") from error
+        for name in (INFO_FILE, *(_READ_FILES if certificate.exporter == EXPORTER else ())):
+            if name not in certificate.files:
+                raise DataError(f"{path} has no record of {name}; export again")
         for name, record in certificate.files.items():
-            if problem := record.problem(directory / name):
-                raise DataError(f"{directory / name} {problem}; export again")
+            file = directory / name
+            if file.is_symlink() and not file.resolve().is_relative_to(directory.resolve()):
+                raise DataError(f"{file} is a link out of the export; export again")
+            if problem := record.problem(file):
+                raise DataError(f"{file} {problem}; export again")
         return certificate
 
     @classmethod
@@ -334,7 +352,7 @@ def given_export(place: Path, precision: str) -> Certificate:
     """
     if not place.is_dir():
         raise ConfigError(f"no directory {place}; give --export one that `export` has made")
-    certificate = _trusted(place)
+    certificate = Certificate.read(place)
     if certificate.exporter != EXPORTER:
         raise ConfigError(f"{place} is an export for {certificate.exporter}; export with --format {EXPORTER}")
     if precision not in ("auto", certificate.precision):
@@ -344,13 +362,6 @@ def given_export(place: Path, precision: str) -> Certificate:
         )
     if not certificate.passed:
         raise ConfigError(f"the certificate of {place} is not passed: {'; '.join(certificate.problems)}")
-    return certificate
-
-
-def _trusted(place: Path) -> Certificate:
-    """Read the certificate of an export and its description, and compare its files."""
-    certificate = Certificate.read(place)
-    ExportInfo.read(place)
     return certificate
 
 
@@ -422,7 +433,8 @@ class KeptExport:
             return None
         stamp = self._manifests()
         try:
-            certificate = _trusted(self.place)
+            certificate = Certificate.read(self.place)
+            ExportInfo.read(self.place)
         except DataError as error:
             if warn:
                 aside = self.place.with_name(f"{self.place.name}.{uuid.uuid4().hex[:8]}.aside")

@@ -295,13 +295,6 @@ def layer_names(name: str) -> str:
     return name
 
 
-def shared_embeddings(config: Mapping[str, Any]) -> str:
-    """Return the value of ``model.share_embeddings`` for a configuration of MarianMT."""
-    if not config.get("share_encoder_decoder_embeddings", True):
-        return "decoder" if config.get("tie_word_embeddings", True) else "none"
-    return "all" if config.get("tie_word_embeddings", True) else "none"
-
-
 def write_marian_tokenizer(directory: Path, tokenizer: Tokenizer, longest: int) -> None:
     """Write files from which ``transformers`` makes a tokenizer, as far as it has one for the vocabulary.
 

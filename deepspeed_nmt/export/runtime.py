@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from deepspeed_nmt.data.data_directory import open_tokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
-from deepspeed_nmt.errors import ConfigError, check_installed, option
+from deepspeed_nmt.errors import ConfigError, DataError, check_installed, option
 from deepspeed_nmt.export.certificate import Certificate, ExportInfo
 from deepspeed_nmt.export.ctranslate2_search import EXTRA, RULES, CTranslate2Search, ExportBeamSettings, check_device
 from deepspeed_nmt.registry import problem_of
@@ -161,15 +161,17 @@ class ExportedTranslator:
 
     Raises:
         ConfigError: if an option is wrong, or CTranslate2 is not installed.
-        DataError: if the tag is no symbol of the vocabulary.
+        DataError: if the vocabulary is not that of the certificate, or the tag is no symbol of it.
     """
 
     def __init__(self, place: Path, certificate: Certificate, options: DecodeOptions) -> None:
         info = ExportInfo.read(place)
-        run = Owner(place, info.search_name, info.search, info.rules, info.text_form, info.tags)
+        run = Owner(place, info.search_name, info.search, info.rules, info.text, info.tags)
         self.tokenizer: Tokenizer = open_tokenizer(place)
+        if self.tokenizer.digest != certificate.hashes["vocabulary"]:
+            raise DataError(f"{place} has another vocabulary than its certificate records; export again")
         self.search = settings_with(options, run)
-        self.text = info.text_form
+        self.text = info.text
         self.digests = (certificate.hashes["weights"], *(each.sha256 for each in certificate.files.values()))
         self.precision = info.precision
         self.longest_line, self._longest_source = info.longest_line, info.longest

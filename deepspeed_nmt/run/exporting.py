@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -161,7 +161,7 @@ def export_run(request: ExportRequest, out: Path, overwrite: bool) -> Certificat
             search_name=search_name(run, request.exit),
             search=settings,
             rules=rules_of(run),
-            text=asdict(run.text_form),
+            text=run.text_form,
             tags=run.tags,
             model={**config.model.model_dump(mode="json"), "exit": request.exit or TOP},
         ).write(new)

@@ -19,7 +19,7 @@ from deepspeed_nmt.data.marian_tokenizer import MarianTokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.engine.contract import EngineScalars, ParameterState
 from deepspeed_nmt.errors import ConfigError, DataError
-from deepspeed_nmt.export.huggingface_weights import names_there, shared_embeddings
+from deepspeed_nmt.export.huggingface_weights import names_there
 from deepspeed_nmt.files import atomic_write_text, check_utf8_name
 from deepspeed_nmt.huggingface import MarianFiles, load_marian
 from deepspeed_nmt.manifest import FileRecord
@@ -115,7 +115,12 @@ def import_marian(name: str, out: Path) -> RunConfig:
     """
     check_new(out)
     files = load_marian(name, "--from")
-    config = validate({"model": _model_settings(files, name), "search": _search_settings(files)})
+    config = validate(
+        {
+            "model": _model_settings(files, name),
+            "search": {"name": "beam", "beam": files.config.num_beams or 5, "length_penalty": "power:1"},
+        }
+    )
     tokenizer = _tokenizer(files, name)
     model = build_meta_model(config, tokenizer.vocabulary)
     states = list(_states(model, files, name))
@@ -131,35 +136,38 @@ def _model_settings(files: MarianFiles, name: str) -> dict[str, Any]:
     """
     config = files.config
     problems = []
-    for setting, there in (("ffn_dim", "ffn_dim"), ("heads", "attention_heads")):
-        sides = [config[f"{side}_{there}"] for side in ("encoder", "decoder")]
+    for setting, sides in (
+        ("ffn_dim", (config.encoder_ffn_dim, config.decoder_ffn_dim)),
+        ("heads", (config.encoder_attention_heads, config.decoder_attention_heads)),
+    ):
         if sides[0] != sides[1]:
             problems.append(f"{name} has {setting} {sides[0]} in its encoder and {sides[1]} in its decoder")
-    if not config.get("scale_embedding", False):
+    if not config.scale_embedding:
         problems.append(f"{name} does not scale its embeddings (scale_embedding)")
-    if config["activation_function"] not in _ACTIVATIONS:
+    if config.activation_function not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
-        problems.append(f"{name} has the activation_function {config['activation_function']}, none of {known}")
+        problems.append(f"{name} has the activation_function {config.activation_function}, none of {known}")
     positions = _positions(files)
     if positions is None:
         problems.append(f"{name} has positions that are not sinusoidal")
     if problems:
         raise ConfigError(problems)
+    shared = "all" if config.share_encoder_decoder_embeddings else "decoder"
     return {
         "name": MODELS.default,
-        "dim": config["d_model"],
-        "ffn_dim": config["encoder_ffn_dim"],
-        "heads": config["encoder_attention_heads"],
-        "encoder_layers": config["encoder_layers"],
-        "decoder_layers": config["decoder_layers"],
+        "dim": config.d_model,
+        "ffn_dim": config.encoder_ffn_dim,
+        "heads": config.encoder_attention_heads,
+        "encoder_layers": config.encoder_layers,
+        "decoder_layers": config.decoder_layers,
         "norm": "post",
-        "share_embeddings": shared_embeddings(config),
-        "activation": _ACTIVATIONS[config["activation_function"]],
+        "share_embeddings": shared if config.tie_word_embeddings else "none",
+        "activation": _ACTIVATIONS[config.activation_function],
         "positions": positions,
         "output_bias": True,
-        "dropout": config.get("dropout", 0.1),
-        "attention_dropout": config.get("attention_dropout", 0.0),
-        "activation_dropout": config.get("activation_dropout", 0.0),
+        "dropout": config.dropout,
+        "attention_dropout": config.attention_dropout,
+        "activation_dropout": config.activation_dropout,
     }
 
 
@@ -177,12 +185,6 @@ def _close(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).abs().max() <= _TOLERANCE * max(1.0, len(one) / 100))
 
 
-def _search_settings(files: MarianFiles) -> dict[str, Any]:
-    """Return the settings of the search: those that `generate` has, with a limit for each sentence."""
-    beams = files.config.get("num_beams")
-    return {"name": "beam", "beam": int(beams) if beams else 5, "length_penalty": "power:1"}
-
-
 def _tokenizer(files: MarianFiles, name: str) -> MarianTokenizer:
     """Return the tokenizer.
 
@@ -191,19 +193,23 @@ def _tokenizer(files: MarianFiles, name: str) -> MarianTokenizer:
     """
     config = files.config
     numbers = (files.numbers, files.target_numbers)
-    shared = config.get("share_encoder_decoder_embeddings", True)
-    sizes = (config["vocab_size"], config["vocab_size"] if shared else config["decoder_vocab_size"])
+    own_target = None if config.share_encoder_decoder_embeddings else config.decoder_vocab_size
+    sizes = (config.vocab_size, own_target or config.vocab_size)
     if (have := tuple(map(len, numbers))) != sizes:
         raise ConfigError(
             f"{name} has {have[0]:,} and {have[1]:,} tokens for {sizes[0]:,} and {sizes[1]:,} rows of its "
             "embeddings; use a model whose vocabulary fits"
         )
+    if "<unk>" not in files.numbers:
+        raise ConfigError(f"{name} has no token <unk>; use another model")
     special = {
-        "pad": files.special["pad"],
-        "bos": files.special["decoder_start"],
-        "eos": files.special["eos"],
+        "pad": config.pad_token_id,
+        "bos": config.decoder_start_token_id,
+        "eos": config.eos_token_id,
         "unk": files.numbers["<unk>"],
     }
+    if special["pad"] == special["eos"]:
+        raise ConfigError(f"{name} has {special['pad']} as pad_token_id and as eos_token_id; use another model")
     try:
         return MarianTokenizer(files.models, numbers, special)
     except DataError as error:
@@ -211,17 +217,34 @@ def _tokenizer(files: MarianFiles, name: str) -> MarianTokenizer:
 
 
 def _states(model: TranslationModel, files: MarianFiles, name: str) -> Iterator[ParameterState]:
-    """Yield the parameters.
-
-    Raises:
-        ConfigError: if one is missing, or has another shape.
-    """
     parameters = dict(model.named_parameters())
     for own, there in names_there(list(parameters)).items():
         weight = files.weights.get(there)
         if own == "projection.bias" and weight is not None:
             weight = weight.reshape(-1)
-        if weight is None or weight.shape != parameters[own].shape:
-            what = f"lacks {there}" if weight is None else f"has {there} as {tuple(weight.shape)}"
-            raise ConfigError(f"{name} {what}, not as {tuple(parameters[own].shape)}; use another model")
-        yield ParameterState(own, weight.to(torch.float32).contiguous(), {})
+        yield imported_state(own, parameters[own], there, weight, name)
+
+
+def imported_state(
+    own: str, parameter: Tensor, there: str, weight: Tensor | None, origin: str, remedy: str = "use another model"
+) -> ParameterState:
+    """Return a parameter with the weight that another program's model has for it.
+
+    Args:
+        own: name of the parameter.
+        parameter: the parameter, whose values are not read.
+        there: name of the weight.
+        weight: the weight; None if the model has none.
+        origin: name of the model, for messages.
+        remedy: for a message on a missing weight or another shape.
+
+    Raises:
+        ConfigError: if it is missing, has another shape, or numbers that are not finite.
+    """
+    if weight is None or weight.shape != parameter.shape:
+        what = f"lacks {there}" if weight is None else f"has {there} as {tuple(weight.shape)}"
+        raise ConfigError(f"{origin} {what}, not as {tuple(parameter.shape)}; {remedy}")
+    weight = weight.to(torch.float32).contiguous()
+    if not torch.isfinite(weight).all():
+        raise ConfigError(f"{origin} has numbers in {there} that are NaN or infinite; use another model")
+    return ParameterState(own, weight, {})

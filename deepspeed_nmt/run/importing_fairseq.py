@@ -14,16 +14,18 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+from unittest.mock import patch
 
-import numpy as np
 import torch
-from torch import Tensor
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor, _weights_only_unpickler
 
 from deepspeed_nmt.build import build_meta_model
 from deepspeed_nmt.config import RunConfig, validate
 from deepspeed_nmt.console import logger, progress
 from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS
 from deepspeed_nmt.core.vocabulary import SIDES, Side
 from deepspeed_nmt.data.fairseq import BinarisedText, FairseqTokenizer, read_dictionary
 from deepspeed_nmt.engine.contract import ParameterState
@@ -31,25 +33,43 @@ from deepspeed_nmt.errors import ConfigError, DataError, shown
 from deepspeed_nmt.export.huggingface_weights import layer_names
 from deepspeed_nmt.files import read_regular
 from deepspeed_nmt.methods import MODELS
-from deepspeed_nmt.run.importing import check_new, write_run
+from deepspeed_nmt.registry import problem_of
+from deepspeed_nmt.run.importing import check_new, imported_state, write_run
 from deepspeed_nmt.text import TextForm
 
 _INDEX = re.compile(r"\w+\.([^.-]+)-([^.-]+)\.([^.-]+)\.idx")
 SEARCH = {"name": "beam", "beam": 5, "length_penalty": "power:1", "max_length_ratio": 0.0, "max_length_extra": 201}
 """Defaults of `fairseq-generate`, which does not count EOS."""
 
-_RECONSTRUCT, _SCALAR = np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]
-"""Functions that numpy's pickles call."""
-ALLOWED: tuple[Any, ...] = (
-    argparse.Namespace,
-    *(np.ndarray, np.dtype, np.dtypes.Float64DType, np.dtypes.Float32DType, np.dtypes.Int64DType),
-    # These functions only make arrays and numbers. The second name is that of numpy 1.
-    *((_RECONSTRUCT, f"numpy.{core}.multiarray._reconstruct") for core in ("_core", "core")),
-    *((_SCALAR, f"numpy.{core}.multiarray.scalar") for core in ("_core", "core")),
-)
-"""Classes and functions that a checkpoint may name besides those of tensors and containers.
 
-None of them runs code of the file. fairseq saves its arguments as a Namespace, and counts of BLEU as arrays.
+class _Unread:
+    """Stand-in for the arrays, numbers and bytes of numpy, which describe no model: it holds nothing of the file."""
+
+    def __init__(self, *arguments: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None: ...
+
+
+_NUMPY = (
+    "ndarray",
+    "dtype",
+    *(f"{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
+)
+_STAND_INS: dict[str, Any] = {
+    "argparse.Namespace": argparse.Namespace,
+    "_codecs.encode": _Unread,
+    **{f"numpy.{name}": _Unread for name in _NUMPY},
+    **{f"numpy.dtypes.{name}DType": _Unread for name in ("Float64", "Float32", "Int64")},
+}
+"""Classes that are created besides those of tensors, by their names there; fairseq's arguments are a Namespace."""
+_OF_TENSORS = re.compile(
+    r"collections\.OrderedDict|builtins\.set|torch\.Size|torch\.nn\.parameter\.Parameter|"
+    r"torch\._utils\._rebuild_(tensor|tensor_v2|parameter)|torch\.(bool|bfloat16|u?int\d+|float(16|32|64))|"
+    r"torch\.(cuda\.)?(Bool|Byte|Char|Short|Int|Long|Half|BFloat16|Float|Double)Storage"
+)
+"""Names of those that `torch.load(weights_only=True)` allows which are created here.
+
+The others make tensors of other kinds (sparse, quantized, nested, without storage) or memory of any size.
 """
 _GLOBAL = re.compile(r"\b(?:GLOBAL|class) ([\w.]+)")
 _CONVERT = (
@@ -82,6 +102,8 @@ _REQUIRED: Mapping[str, tuple[Any, ...]] = {
     "moe_freq": (0,),
 }
 """Options that must have one of these values, in an older checkpoint also None or none at all."""
+_COMPARED = (bool, int, float, str, list, tuple)
+_STACKS = ("encoder", "decoder")
 _BOTH_SIDES = ("embed_dim", "ffn_embed_dim", "attention_heads", "normalize_before")
 _ARCHITECTURES = re.compile(r"transformer(_(iwslt|wmt|vaswani|tiny|align|wmt_en_de)\w*)?")
 """Architectures of fairseq's own that are plain Transformers."""
@@ -183,8 +205,7 @@ def import_model(
     """
     check_new(out)
     settings: dict[str, Any] = {"model": model_settings(checkpoint, str(path)), "search": SEARCH}
-    smoothing = checkpoint.options.get("label_smoothing")
-    if isinstance(smoothing, float):
+    if (smoothing := checkpoint.options.get("label_smoothing")) is not None:
         settings["objective"] = {"label_smoothed": {"smoothing": smoothing}}
     config = validate(settings)
     shared = tokenizer.vocabulary.own_source is None
@@ -196,6 +217,41 @@ def import_model(
     model = build_meta_model(config, tokenizer.vocabulary)
     write_run(out, config, tokenizer, list(states(model, checkpoint, str(path))), str(path.resolve()), text)
     return config
+
+
+_Layers = Annotated[int | None, Field(ge=1, le=MAX_LAYERS)]
+_Width = Annotated[int | None, Field(ge=1, le=MAX_INNER_WIDTH)]
+_Rate = Annotated[float | None, Field(ge=0.0, lt=1.0)]
+_Language = Annotated[str | None, Field(max_length=64, pattern=r"^[^/\x00]*$")]  # a part of file names
+
+
+class FairseqOptions(BaseModel):
+    """Options of a checkpoint that decide on its model, of any of which older versions know nothing."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
+    arch: str | None = None
+    source_lang: _Language = None
+    target_lang: _Language = None
+    encoder_layers: _Layers = None
+    decoder_layers: _Layers = None
+    encoder_embed_dim: _Width = None
+    decoder_embed_dim: _Width = None
+    encoder_ffn_embed_dim: _Width = None
+    decoder_ffn_embed_dim: _Width = None
+    encoder_attention_heads: _Width = None
+    decoder_attention_heads: _Width = None
+    decoder_input_dim: _Width = None
+    decoder_output_dim: _Width = None
+    encoder_normalize_before: bool | None = None
+    decoder_normalize_before: bool | None = None
+    share_all_embeddings: bool | None = None
+    share_decoder_input_output_embed: bool | None = None
+    activation_fn: str | None = None
+    dropout: _Rate = None
+    attention_dropout: _Rate = None
+    activation_dropout: _Rate = None
+    relu_dropout: _Rate = None
+    label_smoothing: _Rate = None
 
 
 class FairseqCheckpoint(NamedTuple):
@@ -211,26 +267,40 @@ class FairseqCheckpoint(NamedTuple):
 
 
 def read_checkpoint(path: Path) -> FairseqCheckpoint:
-    """Read a checkpoint. Only :data:`ALLOWED` and what `torch.load(weights_only=True)` allows are created.
+    """Read a checkpoint. Only tensors, containers and Namespaces are created.
 
     Raises:
         ConfigError: if it cannot be read, holds anything else, or is no checkpoint of fairseq.
     """
     state = _load(path)
     weights = state.get("model") if isinstance(state, Mapping) else None
-    if not isinstance(weights, Mapping) or not all(isinstance(weight, Tensor) for weight in weights.values()):
+    if not isinstance(weights, Mapping) or not all(
+        type(name) is str and isinstance(weight, Tensor) for name, weight in weights.items()
+    ):
         raise ConfigError(f"{path} has no weights ('model'); give a checkpoint that fairseq-train wrote")
     assert isinstance(state, Mapping)
+    for name, weight in weights.items():
+        # A view can claim more numbers than there are bytes.
+        if not weight.is_floating_point() or weight.nbytes > weight.untyped_storage().nbytes():
+            raise ConfigError(
+                f"{path} has {name} as {weight.dtype} of shape {tuple(weight.shape)}; use another model"
+            )
     cfg, args = state.get("cfg"), state.get("args")
     if isinstance(args, argparse.Namespace) and cfg is None:
-        options = vars(args)
-    elif isinstance(cfg, Mapping) and _plain(cfg.get("model")) is not None:
-        task = _plain(cfg.get("task")) or {}
-        options = {**task, **_flat(_plain(cfg["model"]) or {})}
-        options |= {key: task[key] for key in ("source_lang", "target_lang") if task.get(key)}
-        options.setdefault("arch", options.get("_name"))
+        options = _plain(args)
     else:
+        model, task = (_plain(cfg.get(name)) if isinstance(cfg, Mapping) else None for name in ("model", "task"))
+        options = None if model is None else {**(task or {}), **_flat(model)}
+        if options is not None:
+            options |= {key: task[key] for key in ("source_lang", "target_lang") if task and task.get(key)}
+            options.setdefault("arch", options.get("_name"))
+    if options is None:
         raise ConfigError(f"{path} has no options ('args' or 'cfg'); give a checkpoint that fairseq-train wrote")
+    try:
+        FairseqOptions.model_validate(options)
+    except ValidationError as error:
+        problems = [problem_of(one, f"the option {one['loc'][0]} of {path}") for one in error.errors()]
+        raise ConfigError(problems) from error
     return FairseqCheckpoint(options, dict(weights))
 
 
@@ -240,8 +310,14 @@ def _load(path: Path) -> Any:
     Raises:
         ConfigError: if it cannot be read, or holds other objects than those that are allowed.
     """
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is not a regular file; check the path")
+    of_torch = _weights_only_unpickler._get_allowed_globals()
+    allowed = {name: made for name, made in of_torch.items() if _OF_TENSORS.fullmatch(name)} | _STAND_INS
+    # torch has no option for a shorter list.
+    tables: dict[str, Any] = {"_get_allowed_globals": lambda: allowed, "_get_user_allowed_globals": dict}
     try:
-        with torch.serialization.safe_globals(list(ALLOWED)), warnings.catch_warnings():
+        with patch.multiple(_weights_only_unpickler, **tables), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the pickle's version, before the error that follows
             # A checkpoint also has the optimizer's state, which need not be in memory.
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -266,10 +342,9 @@ def _unreadable(path: Path, why: str) -> ConfigError:
 
 
 def _plain(section: Any) -> dict[str, Any] | None:
-    """Return a section of the settings as a dictionary; None if it is none."""
-    if isinstance(section, argparse.Namespace):
-        return dict(vars(section))
-    return dict(section) if isinstance(section, Mapping) else None
+    """Return a section of the settings as a dictionary; None if it is none, or has names that are no text."""
+    content = vars(section) if isinstance(section, argparse.Namespace) else section
+    return dict(content) if isinstance(content, Mapping) and all(type(name) is str for name in content) else None
 
 
 def _flat(model: dict[str, Any]) -> dict[str, Any]:
@@ -294,22 +369,36 @@ def model_settings(checkpoint: FairseqCheckpoint, origin: str) -> dict[str, Any]
         ConfigError: if it has what this program has not; all such properties at once.
     """
     options = checkpoint.options
-    if missing := [name for name in ("encoder_layers", "decoder_layers") if not isinstance(options.get(name), int)]:
-        raise ConfigError(f"{origin} has no option {missing[0]}, as a Transformer has; use another model")
+    for name in (
+        "encoder_layers",
+        "decoder_layers",
+        "encoder_embed_dim",
+        "encoder_ffn_embed_dim",
+        "encoder_attention_heads",
+    ):
+        if options.get(name) is None:
+            raise ConfigError(f"{origin} has no option {name}, as a Transformer has; use another model")
+    for side in _STACKS:
+        layers = {match[1] for name in checkpoint.weights if (match := re.match(rf"{side}\.layers\.(\d+)\.", name))}
+        if len(layers) != options[f"{side}_layers"]:
+            raise ConfigError(
+                f"{origin} has {side}_layers={options[f'{side}_layers']}, but weights of {len(layers)} layers; use "
+                "another model"
+            )
     problems = [
         f"{origin} has {name}={shown(value)}, which this program lacks"
         for name, allowed in _REQUIRED.items()
-        if (value := options.get(name)) not in allowed and value is not None
+        if (value := options.get(name)) is not None and (not isinstance(value, _COMPARED) or value not in allowed)
     ]
     for name in _BOTH_SIDES:
-        one, other = (options.get(f"{side}_{name}") for side in ("encoder", "decoder"))
+        one, other = (options.get(f"{side}_{name}") for side in _STACKS)
         if (one or False) != (other or False):
             problems.append(f"{origin} has encoder_{name}={one} and decoder_{name}={other}, which must be equal")
     for name in ("decoder_input_dim", "decoder_output_dim"):
         if options.get(name) not in (None, options.get("decoder_embed_dim")):
             width = options.get("decoder_embed_dim")
             problems.append(f"{origin} has {name}={options[name]}, other than decoder_embed_dim={width}")
-    versions = [checkpoint.weights.get(f"{side}.version", torch.zeros(1)) for side in ("encoder", "decoder")]
+    versions = [checkpoint.weights.get(f"{side}.version", torch.zeros(1)) for side in _STACKS]
     if options.get("encoder_normalize_before") and any(
         version.numel() != 1 or float(version) < 3 for version in versions
     ):
@@ -362,7 +451,7 @@ def states(model: TranslationModel, checkpoint: FairseqCheckpoint, origin: str) 
     Raises:
         ConfigError: if a weight is missing, has another shape, or has no place in the model.
     """
-    weights = dict(_current(checkpoint.weights))
+    weights = dict(_current(checkpoint.weights, origin))
     names = {own: _name(own) for own, _ in model.named_parameters()}
     tied = _tied(weights, names.values())
     unknown = sorted(name for name in weights.keys() - set(names.values()) - tied if not _UNUSED.fullmatch(name))
@@ -372,12 +461,9 @@ def states(model: TranslationModel, checkpoint: FairseqCheckpoint, origin: str) 
             "another model"
         )
     for own, parameter in model.named_parameters():
-        weight = weights.get(names[own])
-        if weight is None or weight.shape != parameter.shape:
-            what = f"lacks {names[own]}" if weight is None else f"has {names[own]} as {tuple(weight.shape)}"
-            remedy = "give the dictionaries of the model" if "embed_tokens" in names[own] else "use another model"
-            raise ConfigError(f"{origin} {what}, not as {tuple(parameter.shape)}; {remedy}")
-        yield ParameterState(own, weight.to(torch.float32).contiguous(), {})
+        there = names[own]
+        remedy = "give the dictionaries of the model" if "embed_tokens" in there else "use another model"
+        yield imported_state(own, parameter, there, weights.get(there), origin, remedy)
 
 
 def _name(own: str) -> str:
@@ -401,12 +487,16 @@ def _tied(weights: Mapping[str, Tensor], used: Sequence[str] | Any) -> set[str]:
     }
 
 
-def _current(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _current(weights: Mapping[str, Tensor], origin: str) -> Iterator[tuple[str, Tensor]]:
     """Yield weights by the names that versions 0.10 and 0.12 give them; those of older ones are renamed."""
     for name, weight in weights.items():
         if name == _OLD_OUTPUT:
             yield _OUTPUT, weight
         elif match := re.fullmatch(r"(.*_attn\.)in_proj_(weight|bias)", name):
+            if weight.ndim == 0 or len(weight) == 0 or len(weight) % 3:
+                raise ConfigError(
+                    f"{origin} has {name} as {tuple(weight.shape)}, not three matrices; use another model"
+                )
             for part, third in zip("qkv", weight.chunk(3), strict=True):
                 yield f"{match[1]}{part}_proj.{match[2]}", third
         else:

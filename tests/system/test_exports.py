@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -24,6 +25,7 @@ from deepspeed_nmt.export import ctranslate2_weights, formats
 from deepspeed_nmt.export.certificate import AT_LIMIT, LEFT_OUT, Certificate, KeptExport
 from deepspeed_nmt.export.ctranslate2_search import RULES, ExportBeamSettings
 from deepspeed_nmt.interruption import Interrupted
+from deepspeed_nmt.manifest import FileRecord, write_record
 from deepspeed_nmt.parallel.shared_work import SharedWork
 from deepspeed_nmt.run import exporting
 from deepspeed_nmt.run.directory import Run
@@ -303,6 +305,63 @@ def test_an_export_is_translated_with_in_place_of_a_run(
     assert here.read_text() == there.read_text()
     assert main([*words[:1], *words[3:], "--output", "-"]) == 2
     assert "neither --run nor --export is given" in capsys.readouterr().err
+
+
+HOSTILE: list[tuple[str, dict[str, Any]]] = [
+    *(("deepspeed_nmt.json", {"longest": value}) for value in (0, -1, 10**12, "64", None, 1.5)),
+    *(("deepspeed_nmt.json", {"longest_line": value}) for value in (0, -7, [])),
+    *(("deepspeed_nmt.json", {"text": value}) for value in ({"form": "raw", "more": 1}, {"form": "x"}, [], None)),
+    ("deepspeed_nmt.json", {"format": 99}),
+    ("deepspeed_nmt.json", {"more": 1}),
+    ("deepspeed_nmt.json", {"rules": {"more": 1}}),
+    ("deepspeed_nmt.json", {"tags": {"more": 1}}),
+    ("deepspeed_nmt.json", {"precision": "fp7"}),
+    ("deepspeed_nmt.json", {"search": {"name": "beam", "beam": 0}}),
+    *(("certificate.json", {"format": value}) for value in (99, "1", None)),
+    *(("certificate.json", {"hashes": value}) for value in ({}, {"weights": "x"}, [], {"more": "0" * 64})),
+    *(("certificate.json", {"files": value}) for value in ({}, [], {"../a": {"bytes": 0, "sha256": "0" * 64}})),
+    ("certificate.json", {"more": 1}),
+    ("certificate.json", {"problems": "x"}),
+]
+
+
+def test_each_hostile_export_is_refused_in_one_sentence(
+    exported: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its certificate fits, and its hash."""
+    words = ["translate", "--device", "cpu", "--input", str(data.parent / "text" / "test.en")]
+    words += ["--output", str(tmp_path / "output"), "--export", str(tmp_path / "copy")]
+
+    def refusal() -> str:
+        assert main(words) == 2
+        said = capsys.readouterr().err.strip()
+        assert 0 < len(said) < 2000 and said.count("\n") == 0
+        return said
+
+    def copied() -> Path:
+        shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+        return shutil.copytree(exported, tmp_path / "copy")
+
+    for name, changes in HOSTILE:
+        copy = copied()
+        certificate = json.loads((copy / "certificate.json").read_text())
+        if name == "certificate.json":
+            certificate |= changes
+        else:
+            (copy / name).write_text(json.dumps(json.loads((copy / name).read_text()) | changes))
+            certificate["files"][name] = FileRecord.of(copy / name).model_dump()
+        write_record(copy / "certificate.json", json.dumps(certificate).encode())
+        assert "export again" in refusal(), (name, changes)
+    for name in ("model.bin", "vocabulary.model"):
+        copy = copied()
+        (copy / name).rename(tmp_path / name)
+        (copy / name).symlink_to(tmp_path / name)
+        assert f"{name} is a link out of the export" in refusal()
+    copy = copied()
+    (copy / "deepspeed_nmt.json").unlink()
+    os.mkfifo(copy / "deepspeed_nmt.json")
+    assert "deepspeed_nmt.json" in refusal()
+    assert not (tmp_path / "output").exists()
 
 
 def test_a_translation_by_ctranslate2_is_resumed_at_its_pieces(

@@ -364,6 +364,82 @@ def test_other_spellings_of_a_model_are_the_same_model(tmp_path: Path, runs: dic
         assert difference < (1e-5 if change is not half else 0.1), change
 
 
+class Pointers:
+    """An array of objects whose pickle has their addresses."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return np.ndarray, ((1,), np.dtype("O"), b"A" * 8)
+
+
+def weight(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda state: state["model"].update({name: value})
+
+
+UP, IN = "encoder.layers.0.fc1.weight", "encoder.layers.0.self_attn.in_proj_weight"
+HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
+    f"{name}={value!r:.20}": option(name, value)
+    for name in ("encoder_layers", "encoder_embed_dim", "encoder_attention_heads", "dropout", "activation_fn", "arch")
+    for value in ([1], {"a": 1}, torch.ones(2), np.ones(2), Pointers(), -1, 10**400, math.nan, 100_000, None, b"x")
+    if not (value is None and name in ("arch", "dropout", "activation_fn"))
+} | {
+    "languages": option("source_lang", "../de"),
+    "an array among the options": option("encoder_learned_pos", Pointers()),
+    "a tensor among the options": option("moe_freq", torch.zeros(2)),
+    "options without text": lambda state: vars(state["cfg"]["model"]).update({3: 4}),
+    "no options": lambda state: state["cfg"].update(model=[1]),
+    "a weight that is a list": weight(UP, [1.0]),
+    "a weight that is an array": weight(UP, np.ones(2)),
+    "a sparse weight": weight(UP, torch.eye(12).to_sparse()),
+    "a quantized weight": weight(UP, torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)),
+    "a weight without storage": weight(UP, torch.ones(4, device="meta")),
+    "a nested weight": weight(UP, torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+    "integers": weight(UP, torch.ones(16, 12, dtype=torch.int64)),
+    "one number as a matrix": weight(UP, torch.ones(1).expand(10**6, 10**6)),
+    "a name that is no text": lambda state: state["model"].update({7: torch.ones(1)}),
+    "NaN": lambda state: state["model"][UP].view(-1)[3:4].fill_(math.nan),
+    "infinity": lambda state: state["model"][UP].view(-1)[3:4].fill_(-math.inf),
+    "joined matrices without rows": weight(IN, torch.tensor(1.0)),
+    "joined matrices of other rows": weight(IN, torch.ones(4, 12)),
+    "a layer more": weight("decoder.layers.7.fc1.bias", torch.ones(16)),
+}
+
+
+def test_each_hostile_checkpoint_is_refused_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, change in HOSTILE.items():
+        path = changed(tmp_path / "model.pt", change)
+        assert main(words("post", "--run", str(tmp_path / "run"), origin=path)) == 2, name
+        said = capsys.readouterr().err.strip()
+        assert said and len(said) < 2000 and not (tmp_path / "run").exists(), name
+    os.mkfifo(tmp_path / "pipe")
+    assert main(words("post", "--run", str(tmp_path / "run"), origin=tmp_path / "pipe")) == 2
+    assert "is not a regular file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_damaged_checkpoint_is_refused_or_the_same(
+    zipped: bool, tmp_path: Path, runs: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One byte of the pickle is another one."""
+    state = torch.load(FIXTURES / "post" / "checkpoint.pt", weights_only=False)
+    state["extra_state"] = [Pointers(), np.arange(3)]
+    path = saved(state, tmp_path / "model.pt", _use_new_zipfile_serialization=zipped)
+    content, random, given = path.read_bytes(), np.random.default_rng(3), read_checkpoint(path)
+    assert not any(isinstance(value, np.ndarray) for value in given.options.values())
+    refused = 0
+    for place in random.integers(0, min(len(content), 8000), 100):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << random.integers(0, 8)
+        path.write_bytes(damaged)
+        try:
+            read_checkpoint(path)
+        except ConfigError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert refused > 10
+
+
 def test_an_architecture_of_the_users_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     imported("post", tmp_path / "run", origin=changed(tmp_path / "model.pt", option("arch", "my_transformer")))
     assert "the architecture my_transformer is not one of fairseq's own" in capsys.readouterr().err

@@ -6,13 +6,18 @@ Legend: B sentences, S source length, T target length, V vocabulary.
 from __future__ import annotations
 
 import json
+import math
+import os
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from deepspeed_nmt import huggingface
 from deepspeed_nmt.api import Translator
 from deepspeed_nmt.config import validate
 from deepspeed_nmt.core.description import NotStandardError
@@ -251,6 +256,96 @@ def test_a_model_that_does_not_fit_is_refused(
     with pytest.raises(ConfigError, match=message):
         import_marian(str(tmp_path / "there"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def there(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A MarianMT model in a folder."""
+    folder = tmp_path_factory.mktemp("marian")
+    marian(folder, tokenizer)
+    return folder
+
+
+SPECIAL_TOKENS = ("eos_token_id", "pad_token_id", "decoder_start_token_id")
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    *(("config.json", {name: value}) for name in SPECIAL_TOKENS for value in (None, [2], 99_999, -1, "2", 1.5, {})),
+    *(
+        ("config.json", {name: value})
+        for name in ("encoder_layers", "decoder_layers", "d_model", "encoder_ffn_dim", "vocab_size", "num_beams")
+        for value in (100_000, 1, -1, [3], "x", 10**400)
+        if (name, value) != ("num_beams", 1)
+    ),
+    ("config.json", {"eos_token_id": 0}),
+    ("config.json", {"max_position_embeddings": 10**9}),
+    ("config.json", {"dropout": 7.0}),
+    ("config.json", {"model_type": ["marian"]}),
+    ("vocab.json", {"<unk>": "3"}),
+    ("vocab.json", {"<unk>": [3]}),
+    ("vocab.json", {"another": 10**6}),
+]
+
+
+def test_each_wrong_folder_is_refused_in_one_sentence(there: Path, tmp_path: Path) -> None:
+    for name, changes in WRONG:
+        folder = shutil.copytree(there, tmp_path / "there", dirs_exist_ok=True)
+        (folder / name).write_text(json.dumps(json.loads((there / name).read_text()) | changes))
+        with pytest.raises(ConfigError) as caught:
+            import_marian(str(folder), tmp_path / "run")
+        assert len(str(caught.value)) < 2000 and not (tmp_path / "run").exists(), (name, changes)
+    os.mkfifo(folder / "generation_config2.json")
+    with pytest.raises(ConfigError, match=r"generation_config2\.json is not a regular file"):
+        import_marian(str(folder), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "message"),
+    [
+        ("model.decoder.layers.1.fc2.weight", math.nan, r"decoder\.layers\.1\.fc2\.weight .*NaN"),
+        ("model.decoder.layers.1.fc2.weight", -math.inf, r"decoder\.layers\.1\.fc2\.weight .*infinite"),
+        ("model.encoder.layers.9.fc2.weight", 1.0, r"no place for, among them .*encoder\.layers\.9\.fc2\.weight"),
+        ("model.gate", 1.0, r"no place for, among them .*gate"),
+    ],
+)
+def test_weights_that_are_not_finite_or_have_no_place_are_refused(
+    name: str, number: float, message: str, there: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(there, tmp_path / "there")
+    weights = load_file(folder / "model.safetensors")
+    weights.setdefault(name, torch.ones(3)).view(-1)[-1] = number
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=message):
+        import_marian(str(folder), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_fewer_layers_than_the_weights_have_are_refused(there: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(there, tmp_path / "there")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"decoder_layers": 2}))
+    with pytest.raises(ConfigError, match=r"no place for, among them model.decoder.layers.2"):
+        import_marian(str(folder), tmp_path / "run")
+
+
+def test_python_in_a_folder_is_not_run(there: Path, tmp_path: Path) -> None:
+    folder, code = shutil.copytree(there, tmp_path / "there"), f"import os\nos.mkdir({str(tmp_path / 'made')!r})\n"
+    (folder / "evil.py").write_text(code + "class Evil: ...\n")
+    kinds = ("AutoConfig", "AutoModel", "AutoModelForSeq2SeqLM", "AutoTokenizer")
+    for name in ("config.json", "tokenizer_config.json"):
+        content = json.loads((folder / name).read_text())
+        content["auto_map"] = {kind: ["evil.Evil", None] if "Token" in kind else "evil.Evil" for kind in kinds}
+        (folder / name).write_text(json.dumps(content))
+    import_marian(str(folder), tmp_path / "run")
+    assert (tmp_path / "run" / "config.yaml").exists()
+    huggingface.load_translation_model(folder)
+    config = json.loads((folder / "config.json").read_text())
+    for model_type in ("evil", "bert"):
+        (folder / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+        for load in (huggingface.load_shape, huggingface.load_vocabulary, huggingface.load_marian):
+            with pytest.raises(ConfigError):
+                load(str(folder), "--from")
+        with pytest.raises(ConfigError):
+            huggingface.load_translation_model(folder)
+    assert not (tmp_path / "made").exists()
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
