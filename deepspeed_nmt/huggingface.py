@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from deepspeed_nmt.core.parts import MAX_HYPOTHESES, MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH
+from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH
 from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.registry import problem_of
@@ -57,8 +57,9 @@ class _BertConfig(_ModelConfig):
 
     @property
     def least_weights(self) -> int:
-        """Numbers in the matrices of the layers."""
-        return self.num_hidden_layers * self.hidden_size * (4 * self.hidden_size + 2 * self.intermediate_size)
+        """Numbers in the embeddings and the matrices of the layers."""
+        layers = self.num_hidden_layers * (4 * self.hidden_size + 2 * self.intermediate_size)
+        return self.hidden_size * (self.vocab_size + layers)
 
 
 class MarianConfig(_ModelConfig):
@@ -82,14 +83,13 @@ class MarianConfig(_ModelConfig):
     dropout: Rate = 0.1
     attention_dropout: Rate = 0.0
     activation_dropout: Rate = 0.0
-    num_beams: int | None = Field(default=None, ge=0, le=MAX_HYPOTHESES)
 
     @property
     def least_weights(self) -> int:
-        """Numbers in the matrices of the layers."""
+        """Numbers in one matrix of embeddings and the matrices of the layers."""
         encoder = self.encoder_layers * (4 * self.d_model + 2 * self.encoder_ffn_dim)
         decoder = self.decoder_layers * (8 * self.d_model + 2 * self.decoder_ffn_dim)
-        return self.d_model * (encoder + decoder)
+        return self.d_model * (self.vocab_size + encoder + decoder)
 
 
 AnyConfig = TypeVar("AnyConfig", _BertConfig, MarianConfig)
@@ -280,11 +280,13 @@ def _load_weights(
     """
     import torch
 
-    model, info = _load(kind, name, option, f"weights of {what}", output_loading_info=True)
+    # Shapes are compared here: otherwise transformers raises an error without the name of the weight.
+    options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, info = _load(kind, name, option, f"weights of {what}", **options)
     if missing := sorted(key for key in info["missing_keys"] if not key.startswith(optional)):
         raise ConfigError(f"{option}: {name} lacks the weight {missing[0]} of {what}; name another")
-    if mismatched := sorted(map(str, info["mismatched_keys"])):
-        raise ConfigError(f"{option}: {name} has the weight {mismatched[0]} in another shape than its config.json")
+    for weight, there, here in sorted(info["mismatched_keys"]):
+        raise ConfigError(f"{option}: {name} has {weight} as {tuple(there)}, not as {tuple(here)}; name another")
     if unexpected := sorted(key for key in info["unexpected_keys"] if re.match(own, key)):
         raise ConfigError(
             f"{option}: {name} has {len(unexpected):,} weights that its config.json has no place for, among them "

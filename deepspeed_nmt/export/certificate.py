@@ -291,8 +291,9 @@ class Certificate(Config):
         except DamagedRecordError as error:
             raise DataError(f"{directory} is no trusted export: {error}; export again") from error
         except ValidationError as error:
-            problem = problem_of(error.errors()[0], ".".join(map(str, error.errors()[0]["loc"])))
-            raise DataError(f"{path} has wrong content ({problem}); export again") from error
+            first = error.errors()[0]
+            why = problem_of(first, ".".join(map(str, first["loc"])))
+            raise DataError(f"{path} has wrong content ({why}); export again") from error
         for name in (INFO_FILE, *(_READ_FILES if certificate.exporter == EXPORTER else ())):
             if name not in certificate.files:
                 raise DataError(f"{path} has no record of {name}; export again")

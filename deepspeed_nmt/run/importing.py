@@ -115,12 +115,8 @@ def import_marian(name: str, out: Path) -> RunConfig:
     """
     check_new(out)
     files = load_marian(name, "--from")
-    config = validate(
-        {
-            "model": _model_settings(files, name),
-            "search": {"name": "beam", "beam": files.config.num_beams or 5, "length_penalty": "power:1"},
-        }
-    )
+    search = {"name": "beam", "beam": 5, "length_penalty": "power:1"}  # as `generate`
+    config = validate({"model": _model_settings(files, name), "search": search})
     tokenizer = _tokenizer(files, name)
     model = build_meta_model(config, tokenizer.vocabulary)
     states = list(_states(model, files, name))

@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, _weights_only_unpickler
 
 from deepspeed_nmt.build import build_meta_model
@@ -48,6 +48,9 @@ class _Unread:
     def __init__(self, *arguments: object) -> None: ...
 
     def __setstate__(self, state: object) -> None: ...
+
+    def __repr__(self) -> str:
+        return "an object of numpy"
 
 
 _NUMPY = (
@@ -219,10 +222,16 @@ def import_model(
     return config
 
 
+def _check_file_name(language: str | None) -> str | None:
+    if language is not None and ("/" in language or "\0" in language or len(language) > 64):
+        raise ValueError(f"is {shown(language)}, which cannot be a part of the name of a dictionary")
+    return language
+
+
 _Layers = Annotated[int | None, Field(ge=1, le=MAX_LAYERS)]
 _Width = Annotated[int | None, Field(ge=1, le=MAX_INNER_WIDTH)]
 _Rate = Annotated[float | None, Field(ge=0.0, lt=1.0)]
-_Language = Annotated[str | None, Field(max_length=64, pattern=r"^[^/\x00]*$")]  # a part of file names
+_Language = Annotated[str | None, AfterValidator(_check_file_name)]
 
 
 class FairseqOptions(BaseModel):
