@@ -36,12 +36,12 @@ def run(arguments: argparse.Namespace) -> int:
     names = opened.checkpoints.names()
     if not 1 <= arguments.last <= len(names):
         raise CheckpointError(
-            f"--last must be between 1 and the {len(names)} checkpoints that {arguments.run} keeps, but is "
-            f"{arguments.last}; keep more with training.keep_last"
+            f"--last is {arguments.last}, and {arguments.run} keeps {len(names)} checkpoints; give a number "
+            "from 1 to that, or keep more with training.keep_last"
         )
     chosen = names[-arguments.last :]
     store = opened.checkpoints
-    refusal = f"--run must have one average at a time, but {{holder}} is making one of {arguments.run}; wait for it"
+    refusal = f"{{holder}} is making an average of {arguments.run}; wait for it"
     with exclusive(store.directory / ".average.lock", refusal):
         path = store.save_average([opened.checkpoint(name) for name in chosen])
     output(f"{path}: average of {', '.join(chosen)}")

@@ -115,10 +115,10 @@ def _open_exported(options: DecodeOptions) -> ExportedTranslator:
     kept = KeptExport(run, checkpoint, exit, precision)
 
     def make(out: Path) -> Certificate:
-        from deepspeed_nmt.run.exporting import ExportRequest, export_run, owner_of  # imports torch
+        from deepspeed_nmt.run.exporting import ExportRequest, described_run, export_run  # imports torch
 
-        owner = owner_of(run, exit)  # options that the run excludes are refused before it is exported
-        settings_with(options, owner), tags_with(options, owner), form_with(options, owner)
+        described = described_run(run, exit)  # options that the run excludes are refused before it is exported
+        settings_with(options, described), tags_with(options, described), form_with(options, described)
         kept.check_writable()
         logger.info("%s is exported for CTranslate2, once; later translations use %s", run, out)
         return export_run(ExportRequest(run, EXPORTER, precision, checkpoint, exit), out, overwrite=True)

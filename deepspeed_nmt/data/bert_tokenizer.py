@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from typing_extensions import override
+
 from deepspeed_nmt import huggingface
 from deepspeed_nmt.core.vocabulary import SIDES, Side, Vocabulary
 from deepspeed_nmt.data.tokenizer import INFO_FILE, UNKNOWN_TEXT, Tokenizer, VocabularyInfo
@@ -95,15 +97,15 @@ class BertTokenizer(Tokenizer):
             raise DataError(f"{path / INFO_FILE} lacks the special token {lacking[0]}; restore it from a copy")
         return cls({side: read_regular(path / side_file(side)).decode() for side in SIDES}, special)
 
+    @override
     def matches_bert(self, tokenizer_json: str, special: Mapping[str, int], side: Side) -> bool:
-        """Compare vocabulary and special tokens; see :meth:`Tokenizer.matches_bert`."""
         import tokenizers
 
         theirs = tokenizers.Tokenizer.from_str(tokenizer_json)
         return self._special[side] == special and self._sides[side].get_vocab() == theirs.get_vocab()
 
+    @override
     def files(self) -> dict[str, bytes]:
-        """Serialise both tokenizers; see :meth:`Tokenizer.files`."""
         info = {"kind": "bert", "source": self._special["source"], "target": self._special["target"]}
         texts = {side_file(side): content for side, content in self._contents.items()}
         texts[INFO_FILE] = json.dumps(info, indent=2) + "\n"
@@ -114,11 +116,9 @@ class BertTokenizer(Tokenizer):
         """SHA-256 of all files."""
         return hashlib.sha256(b"".join(content for _, content in sorted(self.files().items()))).hexdigest()
 
+    @override
     def encode_batch(self, texts: Sequence[str], side: Side, threads: int = 1) -> list[list[int]]:
-        """Encode lines; see :meth:`Tokenizer.encode_batch`.
-
-        A source begins with [CLS]. The library decides on threads.
-        """
+        # A source begins with [CLS]. The library decides on threads.
         encodings = self._sides[side].encode_batch(list(texts), add_special_tokens=False)
         tokens = [list(encoding.ids) for encoding in encodings]
         if side == "target":
@@ -126,17 +126,17 @@ class BertTokenizer(Tokenizer):
         begin = self.vocabulary.source.bos
         return [[begin, *each] if each else [] for each in tokens]
 
+    @override
     def pieces(self, tokens: Iterable[int], side: Side = "target") -> list[str]:
-        """Return tokens as the vocabulary spells them; see :meth:`Tokenizer.pieces`."""
         return [self._sides[side].id_to_token(int(token)) or UNKNOWN_TEXT for token in tokens]
 
+    @override
     def number(self, piece: str, side: Side = "target") -> int | None:
-        """Return the number of a token; see :meth:`Tokenizer.number`."""
         number: int | None = self._sides[side].token_to_id(piece)
         return number
 
+    @override
     def _decoded(self, tokens: Iterable[int], side: Side) -> str:
-        """Decode tokens; see :meth:`Tokenizer.decode`."""
         vocabulary = self.vocabulary.source if side == "source" else self.vocabulary
         silent = {vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.mask}
         numbers = [int(token) for token in tokens if int(token) not in silent]
@@ -144,8 +144,8 @@ class BertTokenizer(Tokenizer):
         pieces = [UNKNOWN_TEXT if each == vocabulary.unk else str(token_of(each)) for each in numbers]
         return self._joined(pieces, side)
 
+    @override
     def all_pieces(self, side: Side) -> list[str]:
-        """Return the text of each token; see :meth:`Tokenizer.all_pieces`."""
         each = self._sides[side]
         return [str(each.id_to_token(number)) for number in range(each.get_vocab_size())]
 

@@ -35,8 +35,8 @@ PRECISIONS = ("fp32", "int8")
 
 
 @dataclass(frozen=True)
-class Owner:
-    """The run of an export, as far as a translation depends on it.
+class RunDescription:
+    """What a translation by CTranslate2 depends on in a run.
 
     Attributes:
         path: directory of the run or the export, for messages.
@@ -92,7 +92,7 @@ def check_options(options: DecodeOptions) -> None:
     check_device(options.device)
 
 
-def settings_with(options: DecodeOptions, run: Owner) -> ExportBeamSettings:
+def settings_with(options: DecodeOptions, run: RunDescription) -> ExportBeamSettings:
     """Return the settings of the search, which is as that of the run.
 
     Raises:
@@ -117,7 +117,7 @@ def settings_with(options: DecodeOptions, run: Owner) -> ExportBeamSettings:
     return settings
 
 
-def tags_with(options: DecodeOptions, run: Owner) -> Tags:
+def tags_with(options: DecodeOptions, run: RunDescription) -> Tags:
     """Return the symbols in front of source lines.
 
     Raises:
@@ -134,7 +134,7 @@ def tags_with(options: DecodeOptions, run: Owner) -> Tags:
     return tags
 
 
-def form_with(options: DecodeOptions, run: Owner) -> TextForm | None:
+def form_with(options: DecodeOptions, run: RunDescription) -> TextForm | None:
     """Return the form of the text that is made plain; None if it stays as it is.
 
     Raises:
@@ -166,7 +166,7 @@ class ExportedTranslator:
 
     def __init__(self, place: Path, certificate: Certificate, options: DecodeOptions) -> None:
         info = ExportInfo.read(place)
-        run = Owner(place, info.search_name, info.search, info.rules, info.text, info.tags)
+        run = RunDescription(place, info.search_name, info.search, info.rules, info.text, info.tags)
         self.tokenizer: Tokenizer = open_tokenizer(place)
         if self.tokenizer.digest != certificate.hashes["vocabulary"]:
             raise DataError(f"{place} has another vocabulary than its certificate records; export again")

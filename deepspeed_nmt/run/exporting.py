@@ -44,7 +44,7 @@ from deepspeed_nmt.export.ctranslate2_search import RULES, ExportBeamSettings
 from deepspeed_nmt.export.ctranslate2_weights import CTranslate2Format, longest_positions
 from deepspeed_nmt.export.formats import Format, OwnProgram, Program, SafetensorsFormat, Sentences, Subject
 from deepspeed_nmt.export.huggingface_weights import HuggingFaceFormat
-from deepspeed_nmt.export.runtime import Owner
+from deepspeed_nmt.export.runtime import RunDescription
 from deepspeed_nmt.files import check_utf8_name, replacing, staged
 from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.run.directory import Run
@@ -329,7 +329,7 @@ def search_name(run: Run, exit: str | None) -> str:
     return SEARCHES.default if exit is not None and search.needs_exits else search.name
 
 
-def owner_of(path: Path, exit: str | None) -> Owner:
+def described_run(path: Path, exit: str | None) -> RunDescription:
     """Return the description of a run at an exit to translate with an export.
 
     Args:
@@ -340,7 +340,7 @@ def owner_of(path: Path, exit: str | None) -> Owner:
         UserError: if it cannot be opened.
     """
     run = Run.open(path)
-    return Owner(path, search_name(run, exit), settings_of(run), rules_of(run), run.text_form, run.tags)
+    return RunDescription(path, search_name(run, exit), settings_of(run), rules_of(run), run.text_form, run.tags)
 
 
 def _longest(run: Run, model: TranslationModel, settings: ExportBeamSettings) -> int:
