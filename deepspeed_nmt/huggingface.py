@@ -153,7 +153,7 @@ def load_weights(name: str, option: str) -> dict[str, Tensor]:
         ConfigError: if the weights cannot be loaded, some are missing, unexpected, or not finite.
     """
     load_shape(name, option)
-    weights, missing = _load_weights("BertForMaskedLM", name, option, "a BERT", ("cls.",), r"bert\.(?!pooler\.)")
+    weights, missing = _load_weights("BertForMaskedLM", name, option, "a BERT", ("cls.",), r"bert\.encoder\.")
     return {key: weight for key, weight in weights.items() if not (missing and key.startswith("cls."))}
 
 
@@ -213,7 +213,9 @@ def load_marian(name: str, option: str) -> MarianFiles:
     config = _load_config(MarianConfig, "marian", name, option, "a MarianMT model", remedy)
     # Positions are not saved by most programs, and then computed.
     positions = ("model.encoder.embed_positions.", "model.decoder.embed_positions.")
-    weights, _ = _load_weights("MarianMTModel", name, option, "a MarianMT model", positions, "")
+    # Our exports have a shared matrix also where it is not used; a model with one has it by other names, too.
+    own = r"(?!model\.shared\.weight$)"
+    weights, _ = _load_weights("MarianMTModel", name, option, "a MarianMT model", positions, own)
     tokenizer = _load("MarianTokenizer", name, option, "tokenizer of a MarianMT model")
     source, target = (Path(file).read_bytes() for file in tokenizer.spm_files)
     try:

@@ -227,6 +227,19 @@ def test_an_imported_model_has_the_same_logits(changes: Any, tokenizer: Tokenize
     assert wanted_BTV.std() > 0.3, "equal logits of a constant model would show nothing"
 
 
+@pytest.mark.parametrize("share", ["all", "decoder", "none"])
+def test_an_export_is_imported_with_the_same_weights(share: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    model = build({"norm": "post", "positions": "marian", "share_embeddings": share, "output_bias": True})
+    FORMATS["huggingface"].write(tmp_path / "there", Subject(model, tokenizer, 64, "fp32"))
+    import_marian(str(tmp_path / "there"), tmp_path / "run")
+    imported = Translator.open(tmp_path / "run", device="cpu").model
+    assert isinstance(imported, TranslationModel)
+    weights = dict(imported.named_parameters())
+    for name, weight in model.named_parameters():
+        assert torch.equal(weights[name], weight), name
+
+
 def test_an_imported_tokenizer_reads_as_the_original(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     marian(tmp_path / "there", tokenizer)
