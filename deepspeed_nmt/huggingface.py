@@ -214,8 +214,8 @@ def load_marian(name: str, option: str) -> MarianFiles:
     # Positions are not saved by most programs, and then computed.
     positions = ("model.encoder.embed_positions.", "model.decoder.embed_positions.")
     # Our exports have a shared matrix also where it is not used; a model with one has it by other names, too.
-    own = r"(?!model\.shared\.weight$)"
-    weights, _ = _load_weights("MarianMTModel", name, option, "a MarianMT model", positions, own)
+    used = r"(?!model\.shared\.weight$)"
+    weights, _ = _load_weights("MarianMTModel", name, option, "a MarianMT model", positions, used)
     tokenizer = _load("MarianTokenizer", name, option, "tokenizer of a MarianMT model")
     source, target = (Path(file).read_bytes() for file in tokenizer.spm_files)
     try:
