@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH
-from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.registry import problem_of
 
@@ -28,13 +26,14 @@ SPECIAL = ("pad", "cls", "sep", "unk", "mask")
 """Names of a BERT's special tokens."""
 _HUB_TIMEOUT_S = 5.0
 _MAX_POSITIONS = 1 << 16
+_MAX_VOCABULARY = 10_000_000
 
-Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
-InnerWidth = Annotated[int, Field(ge=1, le=MAX_INNER_WIDTH)]
-Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
+Width = Annotated[int, Field(ge=1, le=1 << 16)]
+InnerWidth = Annotated[int, Field(ge=1, le=1 << 20)]
+Layers = Annotated[int, Field(ge=1, le=1_000)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
-Token = Annotated[int, Field(ge=0, lt=MAX_VOCABULARY)]
-_NUMBERS = TypeAdapter(Annotated[dict[str, Token], Field(max_length=MAX_VOCABULARY)], config=ConfigDict(strict=True))
+Token = Annotated[int, Field(ge=0, lt=_MAX_VOCABULARY)]
+_NUMBERS = TypeAdapter(Annotated[dict[str, Token], Field(max_length=_MAX_VOCABULARY)], config=ConfigDict(strict=True))
 
 
 class _ModelConfig(BaseModel):
@@ -42,7 +41,7 @@ class _ModelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
     model_type: str
-    vocab_size: int = Field(ge=1, le=MAX_VOCABULARY)
+    vocab_size: int = Field(ge=1, le=_MAX_VOCABULARY)
     max_position_embeddings: int = Field(ge=1, le=_MAX_POSITIONS)
 
 
@@ -76,7 +75,7 @@ class MarianConfig(_ModelConfig):
     scale_embedding: bool = False
     share_encoder_decoder_embeddings: bool = True
     tie_word_embeddings: bool = True
-    decoder_vocab_size: int | None = Field(default=None, ge=1, le=MAX_VOCABULARY)
+    decoder_vocab_size: int | None = Field(default=None, ge=1, le=_MAX_VOCABULARY)
     eos_token_id: Token
     pad_token_id: Token
     decoder_start_token_id: Token
