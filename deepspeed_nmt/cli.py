@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from keyword import iskeyword
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from typing_extensions import override
 
@@ -26,7 +26,9 @@ from deepspeed_nmt.errors import (
     ReportedError,
     TrainingError,
     UserError,
+    finite_number,
     options_as_typed,
+    whole_number,
 )
 from deepspeed_nmt.interruption import Interrupted, interruptible
 from deepspeed_nmt.parallel.launched import place
@@ -45,8 +47,8 @@ _SETTING = re.compile(r"[\w.]+=")
 _SENTENCES = [
     (re.compile(pattern), sentence)
     for pattern, sentence in (
-        (r"argument (\S+): invalid int value: (.*)", r"\1 must be a whole number, but is \2"),
-        (r"argument (\S+): invalid float value: (.*)", r"\1 must be a number, but is \2"),
+        (r"argument (\S+): invalid int value: (.*)", r"\1 is \2, which is no whole number"),
+        (r"argument (\S+): invalid float value: (.*)", r"\1 is \2, which is no finite number"),
         (
             r"argument (\S+): expected (?:one|at least one) argument",
             r"\1 must have a value, but has none; one that begins with - is given as \1=VALUE",
@@ -65,6 +67,11 @@ def module_of(command: str) -> ModuleType:
 
 class _Parser(argparse.ArgumentParser):
     """Parser that reports a mistake in a sentence, as the commands do; ``--help`` shows the options."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.register("type", int, whole_number)  # for `type=int` in all commands
+        self.register("type", float, finite_number)
 
     @override
     def error(self, message: str) -> NoReturn:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import math
+import re
 import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -32,6 +34,8 @@ _MAX_PROBLEMS = 20
 """Bound on the problems that a message lists."""
 _MAX_KNOWN = 20
 """Bound on the correct words that a message lists."""
+_WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
 _AS_TYPED = ContextVar("as_typed", default=False)
@@ -135,6 +139,28 @@ def option(name: str, typed: str | None = None) -> str:
 def shown(value: object) -> str:
     """Return the representation of a value for a message, shortened if it is long."""
     return _SHORT.repr(value)
+
+
+def whole_number(text: str) -> int:
+    """Parse a whole number in ASCII digits. Python's int takes ``1_0`` and digits of other scripts as well.
+
+    Raises:
+        ValueError: if it is none, or has more than 18 digits.
+    """
+    if not _WHOLE_NUMBER.fullmatch(text):
+        raise ValueError(f"{shown(text)} is no whole number of at most 18 digits")
+    return int(text)
+
+
+def finite_number(text: str) -> float:
+    """Parse a finite number in ASCII digits, such as 0.5 or 7e-4.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if not _NUMBER.fullmatch(text) or not math.isfinite(value := float(text)):
+        raise ValueError(f"{shown(text)} is no finite number")
+    return value
 
 
 def check_installed(package: str, needed_by: str, install: str) -> None:

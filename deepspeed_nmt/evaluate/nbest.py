@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from deepspeed_nmt.console import table
 from deepspeed_nmt.deep_shallow_score import ALPHA, EXITS, EXPONENT, total_of
-from deepspeed_nmt.errors import DataError, shown
+from deepspeed_nmt.errors import DataError, finite_number, shown, whole_number
 from deepspeed_nmt.evaluate.metrics import METRICS
 from deepspeed_nmt.files import open_text, shown_name, text_lines
 
@@ -84,8 +84,16 @@ class Candidate:
         names, values = words[::2], words[1::2]
         if not all(name.endswith("=") for name in names):
             raise ValueError("features that are not pairs of name= and value")
-        pairs = {name.removesuffix("="): float(value) for name, value in zip(names, values, strict=True)}
-        return cls(int(line), translation, pairs, float(score), tuple(map(float, token_values.split())))
+        pairs = {name.removesuffix("="): finite_number(value) for name, value in zip(names, values, strict=True)}
+        if not all(name != "tokens" or (value >= 0.0 and value.is_integer()) for name, value in pairs.items()):
+            raise ValueError("tokens that are no count")
+        return cls(
+            whole_number(line),
+            translation,
+            pairs,
+            finite_number(score),
+            tuple(map(finite_number, token_values.split())),
+        )
 
 
 def read_nbest(name: str) -> list[list[Candidate]]:

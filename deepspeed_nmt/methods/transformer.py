@@ -236,7 +236,7 @@ class Transformer(TranslationModel):
         if name == TOP:
             return self
         encoder, _, decoder = name.partition("-")
-        n, m = (int(part) if part.isdecimal() else 0 for part in (encoder, decoder))
+        n, m = (int(part) if part.isascii() and part.isdecimal() else 0 for part in (encoder, decoder))
         if not (1 <= n <= self.encoder.stages and 1 <= m <= self.decoder.stages):
             raise ConfigError(
                 f"the exit is '{name}'; use n-m with n from 1 to {self.encoder.stages} stages of the encoder and m "

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.deep_shallow_score import ALPHA, EXPONENT
-from deepspeed_nmt.errors import ConfigError, option, shown
+from deepspeed_nmt.errors import ConfigError, finite_number, option, shown
 from deepspeed_nmt.registry import Config, problem_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -81,7 +81,7 @@ class Flag:
 
 def numbers(text: str) -> list[float]:
     """Parse numbers that are separated by commas."""
-    return [float(word) for word in text.split(",")]
+    return [finite_number(word) for word in text.split(",")]
 
 
 def symbol(text: str) -> str:

@@ -35,9 +35,12 @@ def test_words_that_are_refused(word: str, message: str, capsys: pytest.CaptureF
     [
         (
             ["translate", "--beam", "1e3"],
-            "--beam must be a whole number, but is '1e3' (see `deepspeed-nmt trans",
+            "--beam is '1e3', which is no whole number (see `deepspeed-nmt trans",
         ),
-        (["translate", "--alpha", "x"], "--alpha must be a number, but is 'x' (see"),
+        (["translate", "--beam", "1_0"], "--beam is '1_0'"),
+        (["translate", "--beam", "٣"], "--beam is '٣'"),
+        (["translate", "--alpha", "nan"], "--alpha is 'nan'"),
+        (["translate", "--alpha", "x"], "--alpha is 'x', which is no finite number (see"),
         (["score-pairs", "--all-exits", "--exit", "1-1"], "--exit and --all-exits exclude one another; give one of"),
         (
             ["average", "--last", "2"],

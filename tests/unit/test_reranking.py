@@ -218,3 +218,9 @@ def test_what_cannot_be_tuned_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert "lacks the scores by both exits for line 1" in said
     Path(plain).write_text("", encoding="utf-8")
     assert f"{plain} is empty" in refused("--tune-rerank", plain, "--reference", reference)
+
+
+@pytest.mark.parametrize("fields", ["deep= nan ||| 0", "deep= 1 ||| inf", "tokens= -1 ||| 0", "deep= 1_0 ||| 0"])
+def test_a_candidate_whose_numbers_are_none_is_refused(fields: str) -> None:
+    with pytest.raises(ValueError):
+        Candidate.parse(f"0 ||| text ||| {fields}")
