@@ -30,9 +30,10 @@ from deepspeed_nmt.run.opening import (
     Opened,
     check_ensemble,
     chosen_exit,
-    chosen_search,
     chosen_tags,
     cut_at,
+    search_settings,
+    suppressed,
     warn_of_differences,
 )
 from deepspeed_nmt.search.base import Translation
@@ -144,7 +145,9 @@ class Translator:
         form = runs[0].text_form
         detokenise = None if options.detokenise is None else plain_form(form, options.detokenise, runs[0].path)
         tags = chosen_tags(runs[0], options.tag, options.tag_target)
-        search = chosen_search(runs, changes, options)
+        if options.suppress is not None:
+            changes = {**changes, "suppress_tokens": suppressed(runs[0].tokenizer, options.suppress)}
+        search = search_settings(runs, changes, options.exits)
         warn_of_differences(runs, search, {**changes, **options.given_values("tag", "tag_target", "suppress")})
         models, digests, name = [], [], TOP
         for run in runs:

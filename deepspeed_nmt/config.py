@@ -138,17 +138,25 @@ def load_config(
         take(read_yaml(file), recorded=recipe is None and file == resumed)
     take(options)
     problems: list[str] = []
+    for content in given_settings(settings, problems):
+        take(content)
+    config = validate(merged, problems)
+    return config.model_copy(update={"engine": config.engine.chosen_by(given.get("engine", {}))})
+
+
+def given_settings(settings: Sequence[str], problems: list[str]) -> list[dict[str, Any]]:
+    """Return settings of the form ``section.key=value``, each by its section; messages go to ``problems``."""
+    contents = []
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or not key or key.count(".") > MAX_DEPTH:
-            problems.append(f"settings must look like section.key=value, but one is {shown(setting)}")
+            problems.append(f"{shown(setting)} is no setting; write it as section.key=value")
             continue
         try:
-            take(_nested(key, _parsed(key, value)))
+            contents.append(_nested(key, _parsed(key, value)))
         except ConfigError as error:
             problems.extend(error.problems)
-    config = validate(merged, problems)
-    return config.model_copy(update={"engine": config.engine.chosen_by(given.get("engine", {}))})
+    return contents
 
 
 def load_recorded(file: Path) -> RunConfig:
@@ -205,7 +213,7 @@ def validate(merged: Mapping[str, Any], problems: Sequence[str] = ()) -> RunConf
         if name not in RunConfig.model_fields:
             continue
         if not isinstance(content, dict):
-            problems.append(f"{name} must be a section with keys, but is {shown(content)}")
+            problems.append(f"{name} is {shown(content)}; give a section with keys")
             continue
         try:
             if name == "objective":
@@ -243,7 +251,7 @@ def _objective(content: dict[str, Any]) -> dict[str, PartConfig]:
         if name not in known:
             problems.append(f"objective has no part {shown(name)}{did_you_mean(name, known)}")
         elif settings is not None and not isinstance(settings, dict):
-            problems.append(f"objective.{name} must be a section with keys, or null, but is {shown(settings)}")
+            problems.append(f"objective.{name} is {shown(settings)}; give a section with keys, or null")
         elif settings is not None:
             table: Registry[Any] = LIKELIHOODS if name in LIKELIHOODS else REGULARIZERS
             try:
@@ -255,8 +263,8 @@ def _objective(content: dict[str, Any]) -> dict[str, PartConfig]:
     chosen = [name for name in parts if name in LIKELIHOODS]
     if len(chosen) != 1 and not problems:
         problems.append(
-            f"objective must have one of {', '.join(LIKELIHOODS)}, but has {' and '.join(chosen) or 'none'}; "
-            "set the others to null"
+            f"objective has {' and '.join(chosen) or 'none'} of {', '.join(LIKELIHOODS)}; keep one, and set the "
+            "others to null"
         )
     if problems:
         raise ConfigError(problems)

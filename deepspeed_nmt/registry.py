@@ -23,25 +23,25 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
-_REQUIREMENTS = {
-    "bool": "must be true or false",
-    "dict": "must be a section with keys",
-    "finite": "must be a finite number",
-    "float": "must be a number",
-    "int": "must be a whole number",
-    "list": "must be a list",
-    "mapping": "must be a section with keys",
-    "model": "must be a section with keys",
-    "string": "must be text",
-    "tuple": "must be a list",
+_KINDS = {
+    "bool": "true or false",
+    "dict": "a section with keys",
+    "finite": "a finite number",
+    "float": "a number",
+    "int": "a whole number",
+    "list": "a list",
+    "mapping": "a section with keys",
+    "model": "a section with keys",
+    "string": "text",
+    "tuple": "a list",
 }
-"""Requirements by the first word of pydantic's name of an error about a type."""
+"""Kinds of values by the first word of pydantic's name of an error about a type."""
 _OF_TYPES = ("_type", "_parsing", "_parsing_size", "_from_float", "_number", "_unicode")
 """Ends of pydantic's names of errors about types."""
 
 
 def problem_of(error: Mapping[str, Any], name: str) -> str:
-    """Return the message for an error of pydantic: "`name` must be ..., but is ...".
+    """Return the message for an error of pydantic: "`name` is ...; give ...".
 
     Args:
         error: one of the errors of a ValidationError.
@@ -51,15 +51,18 @@ def problem_of(error: Mapping[str, Any], name: str) -> str:
     if kind == "value_error":  # of a validator of ours, which shows the value itself
         message = str(error["ctx"]["error"])
         return (
-            f"{name} {message}" if message.startswith(("must ", "is ")) else f"{name}: {message}".removeprefix(": ")
+            f"{name} {message}"
+            if message.startswith(("is ", "has ", "must "))
+            else f"{name}: {message}".removeprefix(": ")
         )
     if kind == "json_invalid":
-        return f"{name} must be JSON, but is not ({error['ctx']['error']})"
+        return f"{name} is no JSON ({error['ctx']['error']})"
     if kind == "missing":
-        return f"{name} is required, but missing"
-    required = _REQUIREMENTS.get(kind.split("_")[0]) if kind.endswith(_OF_TYPES) else None
-    required = required or error["msg"].replace("Input should be", "must be")
-    return f"{name} {required}, but is {shown(error['input'])}"
+        return f"{name} is missing; give it"
+    kinds = _KINDS.get(kind.split("_")[0]) if kind.endswith(_OF_TYPES) else None
+    bound = "a number " if kind.startswith(("greater_than", "less_than")) else ""
+    remedy = kinds or error["msg"].replace("Input should be ", bound)
+    return f"{name} is {shown(error['input'])}; give {remedy}"
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ class Registry(Generic[T]):
         """
         if name not in self:
             raise ConfigError(
-                f"{self.kind}.name must be a known {self.kind}, but is {shown(name)}{did_you_mean(str(name), self)}"
+                f"{self.kind}.name is {shown(name)}, which is no known {self.kind}{did_you_mean(str(name), self)}"
             )
         return self._entries[name]
 

@@ -117,7 +117,7 @@ remove_results() {
     rm -f "$OUT"/.done-* "$OUT/test.translation" "$TEXT/parts" "$TEXT"/{train,valid,test}.{en,de,source,target}
     rm -f "$OUT/data"/meta.json{,.sha256} "$OUT/data"/vocabulary.{model,json,*.json} \
         "$OUT/data"/{train,valid,test}.{source,target}{,.*.bin}
-    rm -f "$RUN"/{config.yaml,{data,resolved,environment,origin,manifest}.json,manifest.json.sha256,{metrics,events}.jsonl,.lock} \
+    rm -f "$RUN"/{config.yaml,{data,resolved,environment,origin,manifest}.json,manifest.json.sha256,{metrics,events,goodput}.jsonl,.lock} \
         "$RUN"/vocabulary.{model,json,*.json}
     rm -rf "$RUN"/{checkpoints,logs,tensorboard,validation}
     rmdir "$TEXT" "$OUT/data" "$RUN" 2>/dev/null || true

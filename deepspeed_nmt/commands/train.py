@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deepspeed_nmt.errors import EXIT_STOPPED, ReportedError
 
@@ -55,6 +56,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from-checkpoint", metavar="C", help="checkpoint of RUN: best, last, average, or a path (default: best)"
     )
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="begin anew: what is in the run directory is set aside beside it (a job that SLURM or torchrun starts "
+        "again resumes all the same)",
+    )
+    parser.add_argument(
+        "--trust-run",
+        action="store_true",
+        help="start the programs that somebody else has recorded in the run (training.notify, command: and late: "
+        "metrics)",
+    )
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, which override all others")
 
 
@@ -85,9 +98,10 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, requeued
     from deepspeed_nmt.parallel.watchdog import Watchdog
     from deepspeed_nmt.parallel.world import join_world, leave_world
+    from deepspeed_nmt.parallel.world import restart as restarts
     from deepspeed_nmt.run.directory import LOGS
     from deepspeed_nmt.run.resolve import check_ranks_agree, check_room
-    from deepspeed_nmt.run.start import begin, environment, run_lock, summary
+    from deepspeed_nmt.run.start import begin, check_trusted, environment, run_lock, summary
     from deepspeed_nmt.run.trainer import Trainer
     from deepspeed_nmt.run.validation_sets import SPLIT, check_commands, check_sets_agree, open_sets
     from deepspeed_nmt.train.events import Events, Notifier, check_notify
@@ -95,7 +109,8 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     ledger.begin("data")
     with once_per_host():
         isolate_extension_builds()
-        config, data, origin = _read(arguments)
+        restart = arguments.restart and not requeued() and restarts() == "0"
+        config, data, origin, recorded = _read(arguments, restart)
         sets = open_sets(config.validation, data.main)
     if config.engine.silent_s > 0.0:
         # Otherwise NCCL aborts the process before the watchdog can name the rank at fault.
@@ -115,6 +130,8 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
         check_commands(config, world)
         with fail_together(world):
             if world.is_main:
+                if recorded is not None and not arguments.trust_run:
+                    check_trusted(arguments.run, config, recorded)
                 check_notify(config.training.notify)
                 if engine.ds_config is not None:
                     load_ds_config(engine.ds_config)
@@ -132,7 +149,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
                         each.verify_hashes(SPLIT)
             if world.is_main:
                 check_room(arguments.run, config, data)
-                begin(arguments.run, config, data)
+                begin(arguments.run, config, data, restart=restart)
         with fail_together(world):
             log_to(arguments.run / LOGS / f"rank-{world.rank}.log")
         if world.is_main:
@@ -157,13 +174,22 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
                 ).train()
 
 
-def _read(arguments: argparse.Namespace) -> tuple[RunConfig, TrainingData, Origin | None]:
+def _read(
+    arguments: argparse.Namespace, restart: bool
+) -> tuple[RunConfig, TrainingData, Origin | None, Sequence[Mapping[str, Any]] | None]:
     """Read configuration, data and origin of a run. Nothing is written, but lost files of the run are restored.
+
+    Args:
+        arguments: of the command line.
+        restart: True if a run that is there does not count.
+
+    Returns:
+        These, and the settings that override those of a resumed run, by section; None if its own do not count.
 
     Raises:
         UserError: if options contradict each other, or a file cannot be read.
     """
-    from deepspeed_nmt.config import load_config, load_recorded
+    from deepspeed_nmt.config import given_settings, load_config, load_recorded
     from deepspeed_nmt.data.training import DataOption, TrainingData
     from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.files import check_utf8_name
@@ -183,7 +209,7 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, TrainingData, Origi
     which = arguments.from_checkpoint or "best"
     origin = None if source is None else Origin(source, which, grow=arguments.grow_from is not None)
     CheckpointStore(arguments.run / CHECKPOINTS).restore()
-    base, begun = arguments.config, has_begun(arguments.run)
+    base, begun = arguments.config, not restart and has_begun(arguments.run)
     recorded = arguments.run / CONFIG_FILE
     if begun:
         verify_run(arguments.run, options[0].path if options else None)
@@ -205,4 +231,5 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, TrainingData, Origi
     corpora = data.corpora(config.mixture)
     if not begun:
         update_order_of(corpora, config, data)  # so that a mistake in the weights is found before anything is written
-    return config.resolved(before), data, origin
+    overriding = given_settings(arguments.settings, []) if base is recorded else None
+    return config.resolved(before), data, origin, overriding

@@ -62,8 +62,7 @@ def layout_on(config: RunConfig, precision: Precision, capability: Capability | 
     model, layout = config.model, config.batch.layout
     if layout == "packed" and not model.packed:
         raise ConfigError(
-            f"batch.layout must be padded for model.name={model.name}, which has one sentence in a row, but is "
-            "packed; set batch.layout=auto"
+            f"batch.layout is packed, but model.name={model.name} has one sentence in a row; set batch.layout=auto"
         )
     if layout == "auto":
         fast = has_packed_kernel(precision, capability)

@@ -11,6 +11,7 @@ where that is possible: the vocabulary from the data directory, settings and ``d
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,13 +25,14 @@ from deepspeed_nmt.config import RunConfig, load_recorded, validate
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.parts import LikelihoodConfig
-from deepspeed_nmt.data.data_directory import VOCABULARY_FILES, DataDirectory, open_tokenizer
+from deepspeed_nmt.data.data_directory import VOCABULARY_FILES, open_tokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.data.training import CorpusRecord, TrainingData
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError, UserError
 from deepspeed_nmt.evaluate.metrics import Scorer
-from deepspeed_nmt.files import atomic_write_bytes, check_utf8_name, read_regular
+from deepspeed_nmt.files import atomic_write_bytes, check_utf8_name, read_regular, resolved
 from deepspeed_nmt.manifest import (
+    HASH_SUFFIX,
     MANIFEST_FILE,
     DamagedRecordError,
     FileRecord,
@@ -53,6 +55,16 @@ ORIGIN_FILE = "origin.json"
 """File that records the run of a warm start."""
 SCORES_FILE = "test_scores.json"
 """File with the scores of test sets that reports have measured."""
+
+VALIDATION = "validation"
+LOCK_FILE = ".lock"
+"""File that names the process that trains in a run directory."""
+_FILES_READ = {
+    *(ALIGNMENT_FILE, "config.yaml", "data.json", ENVIRONMENT_FILE, LOCK_FILE, MANIFEST_FILE),
+    *(MANIFEST_FILE + HASH_SUFFIX, ORIGIN_FILE, SCORES_FILE, "resolved.json", *VOCABULARY_FILES),
+    *("metrics.jsonl", "events.jsonl", "goodput.jsonl"),
+}
+"""Names of a run's files that are read, or appended to."""
 
 _FIXED = (
     "model.",
@@ -95,12 +107,11 @@ class Run:
         """
         if (path / "state.json").is_file():
             raise ConfigError(
-                f"{option} must be a directory made by `train`, but {path} is one of its checkpoints; give "
-                f"{path.parent.parent} and the checkpoint {path.name}"
+                f"{path} is a checkpoint of a run; give {option} {path.parent.parent} and the checkpoint {path.name}"
             )
         if not any((path / name).exists() for name in (CONFIG_FILE, MANIFEST_FILE, CHECKPOINTS)):
             what = "has no config.yaml" if path.is_dir() else "does not exist"
-            raise ConfigError(f"{option} must be a directory made by `train`, but {path} {what}")
+            raise ConfigError(f"{path} {what}; give {option} a directory made by `train`")
         check_utf8_name(path, option)
         files = verify_run(path)
         return cls(path, load_recorded(path / CONFIG_FILE), open_tokenizer(path), files)
@@ -191,7 +202,7 @@ def check_record(checkpoint: Checkpoint, config: RunConfig, files: Mapping[str, 
     """Check that a checkpoint is of a run with the same fixed settings and the same vocabulary.
 
     Args:
-        checkpoint: to check. Those of older versions have no record, and pass.
+        checkpoint: to check. One without a record passes.
         config: settings of the run.
         files: records of files of the run, those of its vocabulary among them.
 
@@ -210,8 +221,8 @@ def check_record(checkpoint: Checkpoint, config: RunConfig, files: Mapping[str, 
         differences.append("its vocabulary is another one")
     if differences:
         raise CheckpointError(
-            f"{checkpoint.path} must be a checkpoint of this run, but {differences[0]} ({len(differences)} "
-            "differences); open it with its own run, or move it away, and the one before it is used"
+            f"{checkpoint.path} is a checkpoint of another run: {differences[0]} ({len(differences)} differences); "
+            "open it with its own run, or move it away, and the one before it is used"
         )
 
 
@@ -224,14 +235,40 @@ def changed_fixed_settings(before: Mapping[str, object], now: Mapping[str, objec
 CONFIG_FILE, DATA_FILE, CHECKPOINTS = "config.yaml", "data.json", "checkpoints"
 
 
+def check_contents(run: Path) -> None:
+    """Check that what is read of a run are files of its own, since a run may come from somebody else.
+
+    Reading a pipe may never end, and a link may lead to any file of this user. Only the directories of checkpoints
+    may be links, to another disk: they have hashes, and none of their text is shown.
+
+    Raises:
+        DataError: if a file of the run is a pipe or a device, or a link that leads out of the run.
+    """
+    places = [run / name for name in (*_FILES_READ, LOGS, VALIDATION, CHECKPOINTS)]
+    inside, store = resolved(run), run / CHECKPOINTS
+    while places:
+        path = places.pop()
+        try:
+            is_link, on_other_disk = path.is_symlink(), store in (path, path.parent) and path.is_dir()
+            if is_link and not on_other_disk and not resolved(path).is_relative_to(inside):
+                raise DataError(f"{path} is a link to {path.readlink()}, out of the run; put a copy in its place")
+            mode = path.stat().st_mode
+            if stat.S_ISDIR(mode):
+                places += path.iterdir() if on_other_disk or not is_link else ()  # other links may lead in circles
+            elif not stat.S_ISREG(mode):
+                raise DataError(f"{path} is a pipe or a device; remove it, or restore the file from a copy")
+        except OSError:  # a file that is missing, or removed by a training meanwhile
+            continue
+
+
 class DataRecord(Config):
     """The content of ``data.json``.
 
     Attributes:
         path: data directory that the run was last trained on.
         fingerprint: fingerprint of the data.
-        longest_source: tokens of its longest source sentence, without EOS; 0 in older runs.
-        text: form of its text; None in older runs.
+        longest_source: tokens of its longest source sentence, without EOS; 0 if it is not known.
+        text: form of its text; None if it is not known.
         tags: symbols in front of all its sentences.
         corpora: corpora of a mixture, of which that directory is the first; none if there is one corpus.
     """
@@ -266,8 +303,7 @@ class DataRecord(Config):
             return cls.model_validate_json(read_regular(run / DATA_FILE))
         except (OSError, ValidationError) as error:
             raise DataError(
-                f"{run / DATA_FILE} must be what `train` wrote when the run began, but cannot be read; "
-                f"{_remedy(run, DATA_FILE, None)}"
+                f"{run / DATA_FILE} is not what `train` wrote when the run began; {_remedy(run, DATA_FILE, None)}"
             ) from error
 
     def content(self) -> bytes:
@@ -282,11 +318,13 @@ class RunManifest(Config):
         format: version of the format.
         files: the run's files.
         before: records of files that were being replaced when the manifest was written: a file may match either.
+        seal: by which the user who started the run knows its commands again, see :mod:`deepspeed_nmt.run.start`.
     """
 
     format: Literal[1] = 1
     files: dict[PlainName, FileRecord]
     before: dict[PlainName, FileRecord] = Field(default={})
+    seal: str = ""
 
     @classmethod
     def read(cls, path: Path) -> RunManifest:
@@ -312,12 +350,14 @@ class RunManifest(Config):
         write_record(path / MANIFEST_FILE, self.model_dump_json(indent=1).encode())
 
 
-def replace_files(path: Path, contents: Mapping[str, bytes]) -> None:
+def replace_files(path: Path, contents: Mapping[str, bytes], seal: str | None = None, *, keep: bool = True) -> None:
     """Replace files of a run; after a crash at any moment they match the manifest.
 
     Args:
         path: run directory.
-        contents: new contents by name. Other files of the manifest stay.
+        contents: new contents by name.
+        seal: of the commands; None for the one that the manifest has.
+        keep: True for files of the manifest without new content to stay; False to remove them.
 
     Raises:
         OSError: if a file cannot be written.
@@ -326,21 +366,26 @@ def replace_files(path: Path, contents: Mapping[str, bytes]) -> None:
         old = RunManifest.read(path)
     except (DamagedRecordError, ValidationError):
         old = RunManifest(files={})
-    new = {**old.files, **{name: FileRecord.of(content) for name, content in contents.items()}}
-    changed = [name for name in contents if old.files.get(name) != new[name] or new[name].problem(path / name)]
-    if not changed and not old.before:
+    records = {name: FileRecord.of(content) for name, content in contents.items()}
+    new = RunManifest(files={**(old.files if keep else {}), **records}, seal=old.seal if seal is None else seal)
+    changed = [
+        name for name in contents if old.files.get(name) != records[name] or records[name].problem(path / name)
+    ]
+    if not changed and old == new:
         return
     damaged = old.problems(path)
     before = {name: FileRecord.of(path / name) for name in changed if name in old.files and name not in damaged}
-    RunManifest(files=new, before=before).write(path)
+    new.model_copy(update={"before": before}).write(path)
     for name in changed:
         atomic_write_bytes(path / name, contents[name])
     if before:
-        RunManifest(files=new).write(path)
+        new.write(path)
+    for name in old.files.keys() - new.files.keys():
+        (path / name).unlink(missing_ok=True)
 
 
 def verify_run(path: Path, data: Path | None = None) -> dict[str, FileRecord]:
-    """Compare a run's files with its manifest, and restore what is lost. A run of an older version is adopted.
+    """Compare a run's files with its manifest, and restore what is lost.
 
     Args:
         path: run directory.
@@ -350,8 +395,9 @@ def verify_run(path: Path, data: Path | None = None) -> dict[str, FileRecord]:
         Records of its files by name.
 
     Raises:
-        DataError: if a file is lost or damaged and cannot be restored.
+        DataError: if a file is lost or damaged and cannot be restored; or as :func:`check_contents`.
     """
+    check_contents(path)
     problems: dict[str, str] = {}
     for _ in range(2):  # a start of `train` may replace the files between the two readings
         try:
@@ -369,27 +415,39 @@ def verify_run(path: Path, data: Path | None = None) -> dict[str, FileRecord]:
 
 
 def _adopt(path: Path, error: Exception, data: Path | None) -> dict[str, FileRecord]:
-    """Write the manifest of a run that has none, or whose manifest is damaged, and return the records of its files.
+    """Write the manifest of a run again, whose files are compared with the newest checkpoint's record.
 
-    They are compared with the newest checkpoint's record. Without one, the vocabulary is compared with the data.
+    Returns:
+        Records of the files.
 
     Raises:
-        DataError: if a file is lost or damaged and cannot be restored.
+        DataError: if no checkpoint has a record, or a file is lost or damaged and cannot be restored.
     """
     record = CheckpointStore(path / CHECKPOINTS).record()
-    expected = record.vocabulary if record is not None else _vocabulary_of_data(path)
-    names = {CONFIG_FILE, DATA_FILE, *expected, *(name for name in VOCABULARY_FILES if (path / name).is_file())}
-    problems = {name: "is missing" for name in names if not (path / name).is_file()}
-    problems |= {name: found for name, each in expected.items() if (found := each.problem(path / name))}
-    problems = {**_differences(path, record), **problems}
-    if record is not None:
-        logger.warning("%s; %s is compared with its newest checkpoint instead", _clause(error), path)
-    else:
-        logger.warning(
-            "%s has no %s, because an older version wrote it; its files are checked from now on", path, MANIFEST_FILE
+    clause = str(error) if isinstance(error, DamagedRecordError) else f"{MANIFEST_FILE} is not what `train` writes"
+    if record is None:
+        raise DataError(
+            f"{clause}, and {path} has no good checkpoint in {CHECKPOINTS} that records its files; restore them from "
+            "a copy"
         )
-    contents = {name: read_regular(path / name) for name in names - problems.keys()}
-    restored = _restored(path, expected, problems, data)
+    logger.warning("%s; %s is compared with its newest checkpoint instead", clause, path)
+    problems = {name: problem for name, each in record.vocabulary.items() if (problem := each.problem(path / name))}
+    problems[CONFIG_FILE] = "is missing"
+    if (path / CONFIG_FILE).is_file():
+        problems[CONFIG_FILE] = "differs from the settings in the newest checkpoint"
+        with suppress(UserError):
+            if load_recorded(path / CONFIG_FILE) == validate(record.config):
+                del problems[CONFIG_FILE]
+    problems[DATA_FILE] = "is missing or damaged, or records other data than the newest checkpoint"
+    with suppress(UserError):
+        if DataRecord.read(path).fingerprint == record.fingerprint:
+            del problems[DATA_FILE]
+    contents = {
+        name: read_regular(path / name)
+        for name in (CONFIG_FILE, DATA_FILE, *record.vocabulary)
+        if name not in problems
+    }
+    restored = _restored(path, record.vocabulary, problems, data)
     contents |= restored
     try:
         replace_files(path, contents)
@@ -398,24 +456,6 @@ def _adopt(path: Path, error: Exception, data: Path | None) -> dict[str, FileRec
             raise _not_writable(path, restored, problem) from problem
         logger.warning("%s could not be written (%s)", path / MANIFEST_FILE, problem.strerror or problem)
     return {name: FileRecord.of(content) for name, content in contents.items()}
-
-
-def _differences(path: Path, record: RunRecord | None) -> dict[str, str]:
-    """Return the predicate of a message for settings and DATA_FILE if they differ from a record or are unreadable."""
-    problems = {}
-    with suppress(UserError):
-        problems[DATA_FILE] = "cannot be read"
-        found = DataRecord.read(path)
-        if record is None or found.fingerprint == record.fingerprint:
-            del problems[DATA_FILE]
-        else:
-            problems[DATA_FILE] = "records other data than the newest checkpoint"
-    if record is not None and (path / CONFIG_FILE).is_file():
-        with suppress(UserError):
-            problems[CONFIG_FILE] = "differs from the settings in the newest checkpoint"
-            if load_recorded(path / CONFIG_FILE) == validate(record.config):
-                del problems[CONFIG_FILE]
-    return problems
 
 
 def _restored(
@@ -441,20 +481,13 @@ def _restored(
         if name == CONFIG_FILE and record is not None and not (path / name).exists():
             restored[name] = validate(record.config).to_yaml().encode()
         elif name == DATA_FILE and record is not None:
-            found = DataRecord(
-                path=record.data,
-                fingerprint=record.fingerprint,
-                longest_source=record.longest_source,
-                text=record.text,
-                tags=record.tags,
-                corpora=record.corpora,
-            )
-            restored[name] = found.content()
+            own = {field: getattr(record, field) for field in DataRecord.model_fields if field != "path"}
+            restored[name] = DataRecord(path=record.data, **own).content()
         elif (file := _in_data(path, record, name, files.get(name), data)) is not None:
             restored[name], source = read_regular(file), str(file.parent)
         else:
             remedy = _remedy(path, name, record)
-            raise DataError(f"{path / name} must be as `train` wrote it, but it {problem}; {remedy}")
+            raise DataError(f"{path / name} {problem}; {remedy}")
         logger.warning("%s %s; it is restored from %s", path / name, problem, source)
     return restored
 
@@ -478,23 +511,9 @@ def _remedy(path: Path, name: str, record: RunRecord | None) -> str:
 
 def _not_writable(path: Path, restored: Mapping[str, bytes], error: OSError) -> DataError:
     return DataError(
-        f"{path} must be writable, because {' and '.join(restored)} must be restored, but is not "
-        f"({error.strerror or error}); make it writable, or work with a copy of it"
+        f"{' and '.join(restored)} cannot be restored in {path} ({error.strerror or error}); make it writable, or "
+        "work with a copy of it"
     )
-
-
-def _clause(error: Exception) -> str:
-    return str(error) if isinstance(error, DamagedRecordError) else f"{MANIFEST_FILE} is not what `train` writes"
-
-
-def _vocabulary_of_data(path: Path) -> dict[str, FileRecord]:
-    """Return the records of the vocabulary in the data directory of a run, if that is unchanged."""
-    try:
-        recorded = DataRecord.read(path)
-        data = DataDirectory.open(Path(recorded.path))
-    except UserError:
-        return {}
-    return data.vocabulary if data.fingerprint == recorded.fingerprint else {}
 
 
 def _in_data(

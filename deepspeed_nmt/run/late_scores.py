@@ -13,17 +13,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import MetricError, counted
 from deepspeed_nmt.evaluate.command_metrics import CommandMetric, ending
 from deepspeed_nmt.evaluate.metrics import validation_tag
-from deepspeed_nmt.files import atomic_write_text, parse_json, read_regular
+from deepspeed_nmt.files import atomic_write_text, read_regular
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.run.validation_sets import ValidationTexts
 from deepspeed_nmt.train.checkpoint import Chosen
 from deepspeed_nmt.train.configuration import MAIN, ValidationConfig
 from deepspeed_nmt.train.events import Events
 from deepspeed_nmt.train.log import Metrics
+from deepspeed_nmt.train.progress import Count
 from deepspeed_nmt.train.validation import Choice, Validation, record_best
 
 
@@ -39,8 +42,8 @@ class ValidationRecord:
         choice: how the best checkpoint is chosen.
     """
 
-    update: int
-    target_tokens: int
+    update: Count
+    target_tokens: Count
     values: dict[str, float]
     late: tuple[str, ...]
     choice: Choice
@@ -49,12 +52,12 @@ class ValidationRecord:
     def read(cls, path: Path) -> ValidationRecord | None:
         """Read a record; None if it is lost or damaged."""
         try:
-            content = parse_json(read_regular(path))
-            record = cls(**{**content, "late": tuple(content["late"]), "choice": Choice.read(content["choice"])})
+            record = TypeAdapter(cls).validate_json(read_regular(path))
             record.choice.validation(record.values)
-            return record
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, ArithmeticError):
+            logger.warning("%s is not a record that validation writes; its late scores do not count", path)
             return None
+        return record
 
     @property
     def awaits_score(self) -> bool:

@@ -24,7 +24,7 @@ from deepspeed_nmt.data.corpus import Corpora
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.training import TrainingData
 from deepspeed_nmt.engine.contract import checkpoint_bytes
-from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine
+from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine, validation_dtype
 from deepspeed_nmt.errors import ConfigError, DataError, counted, shown_bytes
 from deepspeed_nmt.evaluate.metrics import Scorer
 from deepspeed_nmt.files import atomic_write_text, made, parse_json, read_regular
@@ -86,6 +86,10 @@ class Resolved:
             parts.append("recompute_encoder={}, recompute_decoder={}".format(*self.recompute))
         return "; ".join(parts)
 
+    def validation_dtype(self, device: torch.device) -> torch.dtype:
+        """Return the dtype of weights that are validated on a device."""
+        return validation_dtype(self.engine.precision, device)
+
     def save(self, run: Path) -> None:
         """Write RESOLVED_FILE."""
         content = {
@@ -102,8 +106,7 @@ class Resolved:
         atomic_write_text(run / RESOLVED_FILE, json.dumps(content, indent=1))
 
 
-def recorded_products(run: Path) -> object:
-    """Return the library for matrix products that a run recorded at its last start; None if it recorded none."""
+def _recorded_products(run: Path) -> object:
     with suppress(OSError, ValueError):
         content = parse_json(read_regular(run / RESOLVED_FILE))
         return content.get("products") if isinstance(content, dict) else None
@@ -115,9 +118,7 @@ def resolve(
     data: TrainingData,
     sets: Mapping[str, DataDirectory],
     world: World,
-    *,
-    resumed: bool,
-    products: object = None,
+    resumed: Path | None,
 ) -> Resolved:
     """Resolve a run's settings on these ranks, and check them against the data. All ranks call it together.
 
@@ -126,8 +127,8 @@ def resolve(
         data: data to train on.
         sets: data directories of all validation sets by name.
         world: the ranks.
-        resumed: True if the run has a checkpoint, so that no pretrained weights are loaded.
-        products: library for matrix products that the resumed run has recorded; None for a new run.
+        resumed: run directory, if the run has a checkpoint: no pretrained weights are loaded, and matrices are
+            multiplied by the library that it has recorded.
 
     Raises:
         ConfigError: if a setting cannot be respected on this machine, or a metric not with this text.
@@ -137,7 +138,7 @@ def resolve(
         vocabulary = data.main.tokenizer().vocabulary
         engine = resolve_engine(config.engine, config.optimizer, world)
         batch = batch_on(config, data, engine.precision, world)
-        if not resumed:
+        if resumed is None:
             config.model.check_data(data.main.tokenizer())
         model = build_meta_model(config, vocabulary)
         check_size(model, engine, world)
@@ -146,7 +147,7 @@ def resolve(
             metrics, _ = config.validation.chosen(each.text_form, name)
             Scorer(metrics, each.text_form, [])  # imports what it needs
         kernels = build_kernels(config)
-    kernels = keep_products(kernels, products, world)
+    kernels = keep_products(kernels, None if resumed is None else _recorded_products(resumed), world)
     # Validation on a CPU runs in fp32, too.
     kernels = agree_on_kernels(kernels, world, {DTYPES[engine.precision], torch.float32})
     with fail_together(world):
@@ -177,8 +178,8 @@ def _check_lengths(
                 if bound is not None and int(found.max()) > bound:
                     remedy = f"prepare the data with --max-length {bound - 1}" if split == "train" else "shorten it"
                     raise DataError(
-                        f"sentences must have {bound} {side} tokens at most, which is what the model reads, but pair "
-                        f"{first + int(found.argmax()) + 1} of {split} has {int(found.max())}; {remedy}"
+                        f"pair {first + int(found.argmax()) + 1} of {split} has {int(found.max())} {side} tokens, "
+                        f"and the model reads {bound} at most; {remedy}"
                     )
 
 
@@ -205,9 +206,9 @@ def check_size(model: TranslationModel, engine: EngineSettings, world: World) ->
     what = f"{sizes.total():,} parameters take {shown_bytes(needed)} in {counted(local, 'ranks')}"
     if needed > found.total:
         raise ConfigError(
-            f"the model must fit into this host's memory of {shown_bytes(found.total)}"
-            f"{' (limit of the job or container)' if found.is_limited else ''}, but its {what}; lower the model.* "
-            "settings, start fewer ranks on a host, or ask for more memory (SLURM: --mem)"
+            f"the model's {what}, more than this host's memory of {shown_bytes(found.total)}"
+            f"{' (limit of the job or container)' if found.is_limited else ''}; lower the model.* settings, start "
+            "fewer ranks on a host, or ask for more memory (SLURM: --mem)"
         )
     if needed > found.available:
         logger.warning(
@@ -273,13 +274,11 @@ def check_ranks_agree(config: RunConfig, data: TrainingData, world: World) -> No
     with fail_together(world):
         if differing := [name for name, value in own["settings"].items() if value != main["settings"][name]]:
             raise ConfigError(
-                f"all ranks must have the same settings, but this one differs from rank 0 in {', '.join(differing)}; "
-                "start all of them with the same command and files"
+                f"this rank differs from rank 0 in the settings of {', '.join(differing)}; start all of them with "
+                "the same command and files"
             )
         if own["data"] != main["data"]:
-            raise DataError(
-                f"all ranks must have the same data, but {data} is not that of rank 0 here; copy that to this host"
-            )
+            raise DataError(f"{data} is not the data of rank 0 here; copy that to this host")
 
 
 def keep_products(kernels: Kernels, recorded: object, world: World) -> Kernels:
@@ -347,7 +346,7 @@ def check_room(run: Path, config: RunConfig, data: TrainingData) -> None:
     if not names:
         config.model.check_data(tokenizer)
     model = build_meta_model(config, tokenizer.vocabulary)
-    size = checkpoint_bytes(*sizes(model), len(config.optimizer.states))
+    size = checkpoint_size(model, config)
     rotation = Rotation(training.keep_last, training.keep_best)
     check_can_save(store.directory, size, rotation, len(names))
     with made(store.directory):
@@ -358,6 +357,11 @@ def sizes(model: TranslationModel) -> tuple[int, int]:
     """Return the numbers of trained and of frozen parameters."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return trained, sum(p.numel() for p in model.parameters()) - trained
+
+
+def checkpoint_size(model: TranslationModel, config: RunConfig) -> int:
+    """Return the bytes of the tensors in a checkpoint."""
+    return checkpoint_bytes(*sizes(model), len(config.optimizer.states))
 
 
 def workload_of(config: RunConfig, resolved: Resolved, objective: Objective, world: World) -> Workload | None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hmac
+import itertools
 import json
 import os
 import platform
 import re
+import secrets
+import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -16,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from deepspeed_nmt import __version__
@@ -24,11 +28,19 @@ from deepspeed_nmt.config import RunConfig, load_recorded
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.parts import ModelConfig
-from deepspeed_nmt.data.data_directory import VOCABULARY_FILES, DataDirectory
+from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.training import DataOption, TrainingData
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
-from deepspeed_nmt.files import atomic_write_text, exclusive, made, parse_json, read_regular, remove_orphans, resolved
-from deepspeed_nmt.manifest import MANIFEST_FILE, DamagedRecordError
+from deepspeed_nmt.files import (
+    atomic_write_text,
+    atomic_writer,
+    exclusive,
+    made,
+    read_regular,
+    remove_orphans,
+    resolved,
+)
+from deepspeed_nmt.manifest import HASH_SUFFIX, MANIFEST_FILE, DamagedRecordError
 from deepspeed_nmt.methods import MODELS
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.run.directory import (
@@ -37,18 +49,22 @@ from deepspeed_nmt.run.directory import (
     CONFIG_FILE,
     DATA_FILE,
     ENVIRONMENT_FILE,
+    LOCK_FILE,
     ORIGIN_FILE,
     SCORES_FILE,
     DataRecord,
     Run,
     RunManifest,
     changed_fixed_settings,
+    check_contents,
     check_record,
     replace_files,
     verify_run,
 )
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore, RunRecord
+from deepspeed_nmt.train.events import EVENTS_FILE, read_lines
 from deepspeed_nmt.train.log import METRICS_FILE
+from deepspeed_nmt.train.progress import Count
 
 _LEARNING = ("optimizer.", "schedule.")
 """Settings whose change in a resumed run is logged, because a recipe may have changed them."""
@@ -61,32 +77,32 @@ def has_begun(path: Path) -> bool:
 
 def record_of(config: RunConfig, data: TrainingData) -> RunRecord:
     """Return the record of a run, for its checkpoints."""
+    of_data = {name: value for name, value in DataRecord.of(data) if name != "path"}
     return RunRecord(
         config=config.model_dump(mode="json"),
         data=str(data.main.path.resolve()),
-        fingerprint=data.main.fingerprint,
-        longest_source=data.longest_source,
-        text=data.main.text_form,
-        tags=data.tags,
-        corpora=data.records,
         vocabulary=data.main.vocabulary,
+        **of_data,
     )
 
 
-def begin(path: Path, config: RunConfig, data: TrainingData) -> None:
+def begin(path: Path, config: RunConfig, data: TrainingData, *, restart: bool = False) -> None:
     """Write the files of a new run, or check that a resumed one has the same fixed settings and the same data.
 
     Args:
         path: run directory.
         config: settings of the run.
         data: data to train on.
+        restart: True to begin anew; what is in the directory is moved into a new one beside it.
 
     Raises:
-        ConfigError: if a setting has changed that cannot change, all of them at once; or if files are in the way that
+        ConfigError: if a setting has changed that cannot change, all of them at once; or if there are files that
             `train` did not write.
-        CheckpointError: if the newest checkpoint is of another run.
-        DataError: if the data has changed.
+        CheckpointError: if the newest checkpoint is of another run, or the checkpoints are gone.
+        DataError: if the data has changed, or as :func:`deepspeed_nmt.run.directory.check_contents`.
     """
+    if restart:
+        _set_aside(path)
     files = {
         CONFIG_FILE: config.to_yaml().encode(),
         DATA_FILE: DataRecord.of(data).content(),
@@ -97,14 +113,21 @@ def begin(path: Path, config: RunConfig, data: TrainingData) -> None:
     else:
         path.mkdir(parents=True, exist_ok=True)
         _check_own(path)
+        check_contents(path)
+        if update := last_saved(path):
+            raise CheckpointError(
+                f"{path} had a checkpoint and was trained to update {update} or further, but its checkpoints are "
+                f"gone; bring {path / CHECKPOINTS} back, or give --restart, which sets aside what is left and begins "
+                "anew"
+            )
         if (path / METRICS_FILE).exists():
             logger.warning("%s has no checkpoint: training starts from the beginning, and its metrics with it", path)
-        for name in (ORIGIN_FILE, MANIFEST_FILE, SCORES_FILE, ALIGNMENT_FILE):
+        for name in (ORIGIN_FILE, SCORES_FILE, ALIGNMENT_FILE):
             (path / name).unlink(missing_ok=True)
         files |= {name: read_regular(data.main.path / name) for name in data.main.vocabulary}
     for directory in (path, path / CHECKPOINTS, *(path / CHECKPOINTS).glob("update-*/")):
         remove_orphans(directory)
-    replace_files(path, files)
+    replace_files(path, files, seal_of(commands_of(config)), keep=has_begun(path))
     atomic_write_text(path / ENVIRONMENT_FILE, json.dumps(environment(), indent=1))
 
 
@@ -134,32 +157,31 @@ def _check_same(path: Path, config: RunConfig, data: TrainingData) -> None:
     if recorded.fingerprint != main.fingerprint:
         if recorded.fingerprint in (part.directory.fingerprint for part in data.parts):
             raise ConfigError(
-                f"the first --data must be that of {recorded.path}, which gives {path} its vocabulary and validation "
-                f"set, but is {main.path}; give that one first"
+                f"the first --data is {main.path}, but {recorded.path} gives {path} its vocabulary and validation "
+                "set; give that one first"
             )
         raise DataError(
-            f"{main.path} must hold the data that {path} began with (from {recorded.path}), but it has changed; "
-            "restore it, or start a new run with another --run directory"
+            f"{main.path} has changed since {path} began with it (as {recorded.path}); restore it, or start a new "
+            "run with another --run directory"
         )
     before_at = {each.path: each.fingerprint for each in recorded.corpora}
     for part in data.parts:
         where = str(part.directory.path.resolve())
         if before_at.get(where, part.directory.fingerprint) != part.directory.fingerprint:
             raise DataError(
-                f"{where} must hold the data that {path} was trained on, but it has changed; restore it, or give the "
-                "new data another directory"
+                f"{where} has changed since {path} was trained on it; restore it, or give the new data another "
+                "directory"
             )
     before = load_recorded(path / CONFIG_FILE).flat()
     now = config.flat()
     problems = [
-        f"{key} must stay {before.get(key, 'unset')} once {path} has a checkpoint, but is {now.get(key, 'unset')}; "
-        "without --recipe, --config and this setting the run keeps its own; for another one, start a new run"
+        f"{key} is {now.get(key, 'unset')}, but {path} has a checkpoint and stays at {before.get(key, 'unset')}; "
+        "leave out --recipe, --config and this setting to keep the run's own, or start a new run"
         for key in changed_fixed_settings(before, now)
     ]
     if problems:
         raise ConfigError(problems)
-    if learning := [key for key in sorted(now) if key.startswith(_LEARNING) and before.get(key) != now[key]]:
-        changes = [f"{key} was {before.get(key, 'unset')} and is {now[key]}" for key in learning]
+    if changes := _changes(before, now, _LEARNING):
         logger.warning("%s continues with other settings: %s", path, ", ".join(changes))
     if config.layer.depends_on_micro_batches:
         _warn_of_micro_batches(path, before, now)
@@ -171,21 +193,23 @@ def _check_same(path: Path, config: RunConfig, data: TrainingData) -> None:
         check_record(newest, config, main.vocabulary)
 
 
-def _warn_of_micro_batches(path: Path, before: Mapping[str, object], now: Mapping[str, object]) -> None:
-    """Warn if updates are divided into other micro-batches than at the last start, on which random choices depend.
-
-    Args:
-        path: run directory.
-        before: settings of the last start.
-        now: settings of this one.
-    """
-    changes = [
+def _changes(before: Mapping[str, object], now: Mapping[str, object], sections: str | tuple[str, ...]) -> list[str]:
+    return [
         f"{key} was {before.get(key, 'unset')} and is {now[key]}"
         for key in sorted(now)
-        if key.startswith("batch.") and before.get(key) != now[key]
+        if key.startswith(sections) and before.get(key) != now[key]
     ]
-    with suppress(OSError, ValueError, KeyError, TypeError):  # of an older version, or damaged
-        ranks = int(parse_json(read_regular(path / ENVIRONMENT_FILE))["ranks"])
+
+
+class _Environment(BaseModel):
+    ranks: Count
+
+
+def _warn_of_micro_batches(path: Path, before: Mapping[str, object], now: Mapping[str, object]) -> None:
+    """Warn if updates are divided into other micro-batches than at the last start, on which random choices depend."""
+    changes = _changes(before, now, "batch.")
+    with suppress(OSError, ValidationError):  # lost or damaged
+        ranks = _Environment.model_validate_json(read_regular(path / ENVIRONMENT_FILE)).ranks
         sizes = [(ranks, before), (int(environment()["ranks"]), now)]
         old, new = (count // int(str(settings["engine.tensor_parallel"])) for count, settings in sizes)
         if old != new:
@@ -199,27 +223,123 @@ def _warn_of_micro_batches(path: Path, before: Mapping[str, object], now: Mappin
         )
 
 
+def last_saved(path: Path) -> int:
+    """Return an update after which, by its history, a run had a checkpoint; 0 if it had none.
+
+    A run that was killed before its first checkpoint had none: it starts again without being asked. Of one that has
+    lost its history, the metrics decide.
+    """
+    events = list(read_lines(path / EVENTS_FILE))
+    saved = [line.update for line in events if line.event in ("saved", "resume", "rollback", "stop", "end")]
+    return max(saved if events else (line.update for line in read_lines(path / METRICS_FILE)), default=0)
+
+
 def _check_own(path: Path) -> None:
-    """Check that a new run replaces only files of a run that has no checkpoint yet.
+    """Check that a directory that is no run with a checkpoint has nothing in it that `train` did not write.
+
+    Logs of batch jobs may be there, and the hash of a manifest, which is written before it.
 
     Raises:
-        ConfigError: if there are other files of these names.
+        ConfigError: if it has.
     """
     with suppress(DamagedRecordError, ValidationError):
-        RunManifest.read(path)
+        if CONFIG_FILE in RunManifest.read(path).files:
+            return
+    others = [
+        file.name
+        for file in path.iterdir()
+        if not file.name.startswith(".")
+        and file.name != MANIFEST_FILE + HASH_SUFFIX
+        and not (file.suffix in (".log", ".out", ".err") and file.is_file())
+        and not (file.is_dir() and not any(file.iterdir()))
+    ]
+    if others:
+        shown = " and ".join(sorted(others)[:3])
+        raise ConfigError(f"{path} has {shown}, which `train` did not write; give --run a new directory")
+
+
+def _set_aside(path: Path) -> None:
+    """Move what is in a run directory into a new one beside it. Checkpoints go first, so that none is left of a half.
+
+    Raises:
+        ConfigError: if it is no run, or cannot be moved.
+    """
+    if CheckpointStore(path / CHECKPOINTS).record() is None:
+        _check_own(path)
+    files = sorted(path.iterdir(), key=lambda file: file.name != CHECKPOINTS)
+    if not any(file.name != LOCK_FILE for file in files):
         return
-    if all((path / name).is_file() for name in (CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE)):
-        return  # of an older version
-    names = (CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE, ORIGIN_FILE, MANIFEST_FILE, METRICS_FILE, *VOCABULARY_FILES)
-    if found := [name for name in names if (path / name).exists()]:
+    here = resolved(path)
+    beside = (here.with_name(f"{here.name}.before-{number}") for number in itertools.count(1))
+    aside = next(place for place in beside if not place.exists())
+    try:
+        aside.mkdir()
+        for file in files:
+            if file.name != LOCK_FILE:
+                file.rename(aside / file.name)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be set aside as {aside} ({error.strerror}); give another --run") from error
+    logger.warning("%s begins anew; what was in it is in %s", path, aside)
+
+
+def commands_of(config: RunConfig) -> list[str]:
+    """Return the settings by which training starts programs, as they are given on the command line."""
+    notify = config.training.notify
+    metrics = map(str, config.validation.commands.values())
+    return [f"training.notify={notify}"] * bool(notify) + [f"validation.metrics=[{metric}]" for metric in metrics]
+
+
+def seal_of(commands: Sequence[str]) -> str:
+    """Return the seal of commands, which nobody makes who cannot read this user's home; "" without commands.
+
+    Names of users and hosts, numbers of users, and owners of files would not do. Whoever makes a run for others can
+    write any of them into it, and files of an archive belong to the user who unpacks it. They also differ where the
+    run is the same: on the nodes of a cluster, and in containers. A home is shared between these, and where it is
+    not, the command line that started the run, as SLURM repeats it, names its commands itself. The secret is a file
+    in the home directory that only this user can read.
+    """
+    if not commands:
+        return ""
+    try:
+        file = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "deepspeed_nmt" / "key"
+        if not file.exists():
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with atomic_writer(file) as stream:
+                os.fchmod(stream.fileno(), 0o600)
+                stream.write(secrets.token_hex(32).encode())
+        status = file.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            return ""
+        return hmac.new(file.read_bytes(), json.dumps(commands).encode(), "sha256").hexdigest()
+    except (OSError, RuntimeError):  # no home, or none that can be written to
+        return ""
+
+
+def check_trusted(path: Path, config: RunConfig, given: Sequence[Mapping[str, Any]]) -> None:
+    """Check that the commands of a run were given by this user: now, or when the run was last started.
+
+    Args:
+        path: directory of a run that has a checkpoint.
+        config: settings with which it is resumed.
+        given: settings that the user gives now, each by its section.
+
+    Raises:
+        ConfigError: if a command was recorded by somebody else.
+    """
+    recorded = commands_of(load_recorded(path / CONFIG_FILE))
+    own = {f"{section}.{key}" for content in given for section, keys in content.items() for key in keys or ()}
+    foreign = [name for name in commands_of(config) if name in recorded and name.partition("=")[0] not in own]
+    if not foreign:
+        return
+    seal = recorded_seal = ""
+    with suppress(DamagedRecordError, ValidationError):
+        seal, recorded_seal = seal_of(recorded), RunManifest.read(path).seal
+    if not (seal and hmac.compare_digest(seal, recorded_seal)):
         raise ConfigError(
-            f"--run must be a new directory or one made by `train`, but {path} has {' and '.join(found[:3])} that "
-            "`train` did not write; give another directory"
+            f"{path} starts programs that another user, or this one with another home, has recorded: "
+            f"{' and '.join(foreign)}; they would run as you, so read them, then give --trust-run, or settings of "
+            "your own"
         )
-
-
-LOCK_FILE = ".lock"
-"""File that names the process that trains in a run directory."""
 
 
 @contextmanager
@@ -236,10 +356,10 @@ def run_lock(path: Path, patience_s: float = 0.0) -> Iterator[None]:
         DataError: if another process holds the lock.
     """
     if path.exists() and not path.is_dir():
-        raise ConfigError(f"--run must be a directory, but {path} is a file; give another name")
+        raise ConfigError(f"{path} is a file; give --run another name")
     refusal = (
-        f"--run must not be in use, but {{holder}} is training in {path}; wait for it, or stop it (`kill -USR1` to "
-        "that process lets all its ranks save and stop)"
+        f"{{holder}} is training in {path}; wait for it, or stop it (`kill -USR1` to that process lets all its ranks "
+        "save and stop)"
     )
     with made(path), exclusive(path / LOCK_FILE, refusal, patience_s) as locked:
         if not locked:
@@ -321,7 +441,55 @@ class Origin:
         return _option(self.grow)
 
 
-def warm_start(model: TranslationModel, config: RunConfig, origin: Origin, data: DataDirectory) -> dict[str, object]:
+class OriginRecord(Config):
+    """The content of ORIGIN_FILE.
+
+    Attributes:
+        run: path of the other run.
+        which: checkpoint as the user named it.
+        checkpoint: its path.
+        update: its update.
+        frozen: True if its model became the frozen bottom of this one.
+        differences: phrases for what computes differently with the weights here.
+    """
+
+    run: str
+    which: str
+    checkpoint: str
+    update: Count
+    frozen: bool
+    differences: tuple[str, ...] = ()
+
+    def write(self, run: Path) -> None:
+        """Write ORIGIN_FILE, and warn if the weights fit but were trained in a different network."""
+        if self.differences:
+            logger.warning(
+                "--init-from %s: %s; the weights fit, but were trained in a different network",
+                self.run,
+                " and ".join(self.differences),
+            )
+        atomic_write_text(run / ORIGIN_FILE, self.model_dump_json(indent=1))
+
+
+def load_first_weights(
+    model: TranslationModel, config: RunConfig, origin: Origin | None, data: DataDirectory
+) -> OriginRecord | None:
+    """Give a new run's model the weights of another run, if it has an origin, or else pretrained ones, if it has any.
+
+    Raises:
+        ConfigError: if frozen parts would keep random weights; or as :func:`warm_start`.
+        CheckpointError: as :func:`warm_start`.
+    """
+    if origin is not None:
+        return warm_start(model, config, origin, data)
+    if not model.load_pretrained() and not all(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            "this model has frozen parts, which need trained weights; give their run with --grow-from RUN"
+        )
+    return None
+
+
+def warm_start(model: TranslationModel, config: RunConfig, origin: Origin, data: DataDirectory) -> OriginRecord:
     """Copy the weights of a checkpoint of another run into a new model.
 
     With ``origin.grow`` they become the model's frozen bottom (depth growing). Otherwise they are the model's own,
@@ -334,7 +502,7 @@ def warm_start(model: TranslationModel, config: RunConfig, origin: Origin, data:
         data: data of the new run; both runs must have the same vocabulary.
 
     Returns:
-        Content of ORIGIN_FILE of the new run.
+        Record for the new run.
 
     Raises:
         ConfigError: if vocabularies, shapes, or the computations with the weights differ.
@@ -343,8 +511,8 @@ def warm_start(model: TranslationModel, config: RunConfig, origin: Origin, data:
     source = Run.open(origin.run, origin.option)
     if source.tokenizer.digest != data.tokenizer().digest:
         raise ConfigError(
-            f"{origin.option} must have the vocabulary of {data.path}, but {origin.run} has another; "
-            f"prepare the data with --vocab-from {origin.run}"
+            f"{origin.option}: {origin.run} has another vocabulary than {data.path}; prepare the data with "
+            f"--vocab-from {origin.run}"
         )
     differences: list[str] = []
     prefix = ""
@@ -356,14 +524,14 @@ def warm_start(model: TranslationModel, config: RunConfig, origin: Origin, data:
         differences = config.model.composition_differences(source.config.model)
     checkpoint = source.checkpoint(origin.checkpoint, "--from-checkpoint")
     _copy(model, checkpoint, source, prefix)
-    return {
-        "run": str(origin.run.resolve()),
-        "which": origin.checkpoint,
-        "checkpoint": str(checkpoint.path.resolve()),
-        "update": checkpoint.progress.update,
-        "frozen": origin.grow,
-        "differences": differences,
-    }
+    return OriginRecord(
+        run=str(origin.run.resolve()),
+        which=origin.checkpoint,
+        checkpoint=str(checkpoint.path.resolve()),
+        update=checkpoint.progress.update,
+        frozen=origin.grow,
+        differences=tuple(differences),
+    )
 
 
 def _grown_prefix(config: RunConfig) -> str:
@@ -378,17 +546,6 @@ def _grown_prefix(config: RunConfig) -> str:
 
 def _grows(model: type[Config]) -> bool:
     return issubclass(model, ModelConfig) and model.grown_prefix is not None
-
-
-def write_origin(run: Path, origin: dict[str, Any]) -> None:
-    """Write ORIGIN_FILE, and warn if the weights fit but were trained in a different network."""
-    if origin["differences"]:
-        logger.warning(
-            "--init-from %s: %s; the weights fit, but were trained in a different network",
-            origin["run"],
-            " and ".join(origin["differences"]),
-        )
-    atomic_write_text(run / ORIGIN_FILE, json.dumps(origin, indent=1))
 
 
 def check_origin(run: Path, origin: Origin) -> None:
@@ -406,32 +563,21 @@ def check_origin(run: Path, origin: Origin) -> None:
     remedy = f"leave {origin.option} out to resume, or start a new run with another --run directory"
     if not file.exists():
         raise ConfigError(f"{origin.option} applies to the start of a run, but {run} has begun without it; {remedy}")
-    record = _read_origin(file)
-    asked = record.get("which", origin.checkpoint)  # older versions did not record it
-    same_run = _same_path(origin.run, record["run"]) and origin.grow == record["frozen"]
-    same_checkpoint = origin.checkpoint == asked or _same_path(Path(origin.checkpoint), record["checkpoint"])
+    try:
+        record = OriginRecord.model_validate_json(read_regular(file))
+    except (OSError, ValidationError) as error:
+        raise DataError(
+            f"{file} is not what `train` wrote when the run began; restore it from a copy, or leave out --init-from "
+            "and --grow-from to resume the run"
+        ) from error
+    same_run = _same_path(origin.run, record.run) and origin.grow == record.frozen
+    same_checkpoint = origin.checkpoint == record.which or _same_path(Path(origin.checkpoint), record.checkpoint)
     if not (same_run and same_checkpoint):
-        began = f"{_option(record['frozen'])} {record['run']} --from-checkpoint {asked}"
+        began = f"{_option(record.frozen)} {record.run} --from-checkpoint {record.which}"
         raise ConfigError(
             f"{run} began with {began}, but now {origin.option} is {origin.run} and --from-checkpoint "
             f"{origin.checkpoint}; {remedy}"
         )
-
-
-def _read_origin(file: Path) -> dict[str, Any]:
-    """Read ORIGIN_FILE.
-
-    Raises:
-        DataError: if it cannot be read, or lacks a key.
-    """
-    try:
-        content = parse_json(read_regular(file))
-        return {**content, **{key: content[key] for key in ("run", "checkpoint", "frozen")}}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{file} must be what `train` wrote when the run began, but is not; restore it from a copy, or leave out "
-            "--init-from and --grow-from to resume the run"
-        ) from error
 
 
 def _copy(model: TranslationModel, checkpoint: Checkpoint, source: Run, prefix: str) -> None:
@@ -452,16 +598,16 @@ def _copy(model: TranslationModel, checkpoint: Checkpoint, source: Run, prefix: 
         *(f"{name.removeprefix(prefix)} is missing" for name in sorted(missing)),
     ]  # fmt: skip
     if differences:
-        part = "bottom must have the shape" if grow else "model must have the shape"
         raise ConfigError(
-            f"the {part} of {source.path}, but {differences[0].removeprefix(prefix)} (one of {len(differences)} "
-            f"differences); make the model.* and layer.* settings those of {source.path / 'config.yaml'}"
+            f"the {'bottom' if grow else 'model'} has another shape than {source.path}: "
+            f"{differences[0].removeprefix(prefix)} (one of {len(differences)} differences); make the model.* and "
+            f"layer.* settings those of {source.path / 'config.yaml'}"
         )
     fresh = sorted(name for name in expected - set(weights) if not own[name].requires_grad)
     if fresh and not grow:
         raise ConfigError(
-            f"{source.path} must have all layers that are frozen here, but lacks {fresh[0]}; use BERTs of its depth, "
-            "or start without --init-from"
+            f"{source.path} lacks {fresh[0]}, which is frozen here; use BERTs of its depth, or start without "
+            "--init-from"
         )
     with torch.no_grad():
         for name in expected & set(weights):

@@ -17,34 +17,28 @@ import torch
 from deepspeed_nmt.build import build_model, build_objective
 from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.console import logger
-from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.data.data_directory import DataDirectory
-from deepspeed_nmt.data.loader import TrainLoader, ValidationSet, collate
+from deepspeed_nmt.data.loader import TrainLoader, collate
 from deepspeed_nmt.data.training import TrainingData
 from deepspeed_nmt.data.update_order import UpdateOrder
 from deepspeed_nmt.engine import build_engine
-from deepspeed_nmt.engine.contract import Engine, checkpoint_bytes
-from deepspeed_nmt.engine.settings import validation_dtype
-from deepspeed_nmt.errors import EXIT_STOPPED, ConfigError, counted
+from deepspeed_nmt.errors import EXIT_STOPPED, counted
 from deepspeed_nmt.methods import collapse_remedies
 from deepspeed_nmt.parallel.collectives import fail_together, from_main
 from deepspeed_nmt.parallel.launched import once_per_host
 from deepspeed_nmt.parallel.tensor import parallelize
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.run.attention_images import AttentionImages
 from deepspeed_nmt.run.batches import update_order_of, with_mixture
 from deepspeed_nmt.run.directory import CHECKPOINTS, check_record
 from deepspeed_nmt.run.late_scores import LateScores
-from deepspeed_nmt.run.resolve import recorded_products, resolve, sizes, workload_of
-from deepspeed_nmt.run.start import Origin, record_of, warm_start, write_origin
-from deepspeed_nmt.run.validation_sets import SPLIT
+from deepspeed_nmt.run.resolve import checkpoint_size, resolve, sizes, workload_of
+from deepspeed_nmt.run.start import Origin, load_first_weights, record_of
 from deepspeed_nmt.run.validator import ModelValidator
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
 from deepspeed_nmt.train.collapse import CollapseMonitor
-from deepspeed_nmt.train.configuration import MAIN, Event
-from deepspeed_nmt.train.events import NO_EVENTS, Events, check_progress
+from deepspeed_nmt.train.events import NO_EVENTS, Detail, Events, check_progress
 from deepspeed_nmt.train.goodput import Ledger
 from deepspeed_nmt.train.log import Metrics
 from deepspeed_nmt.train.loop import TrainingLoop
@@ -98,8 +92,7 @@ class Trainer:
         """
         self.ledger.begin("model")
         world, is_resumed = self.world, bool(self.store.names())
-        products = recorded_products(self.path) if is_resumed else None
-        self.resolved = resolve(self.config, self.data, self.sets, world, resumed=is_resumed, products=products)
+        self.resolved = resolve(self.config, self.data, self.sets, world, self.path if is_resumed else None)
         logger.info("%s", self.resolved)
         if world.is_main:
             self.resolved.save(self.path)
@@ -133,20 +126,33 @@ class Trainer:
             progress = with_mixture(progress, corpora, self.config, self.data)
             order = update_order_of(corpora, self.config, self.data, progress)
         with ExitStack() as stack:
-            loop, engine = self._loop(checkpoint, progress, order, stack)
+            loop = self._loop(checkpoint, progress, order, stack)
             progress_or_none = loop.run(progress)
-        engine.close()
+        loop.engine.close()
         return progress_or_none
 
     def _loop(
         self, checkpoint: Checkpoint | None, progress: Progress, order: UpdateOrder, stack: ExitStack
-    ) -> tuple[TrainingLoop, Engine]:
+    ) -> TrainingLoop:
         """Build the loop with its parts; ``stack`` closes the files that it writes."""
         resolved, config, world, vocabulary = self.resolved, self.config, self.world, self.resolved.vocabulary
         objective = build_objective(config, vocabulary)
         with fail_together(world):
             loader = TrainLoader(order, resolved.batch, world.data_rank, world.data_ranks, vocabulary)
-            module = TrainModule(self._initial_model(checkpoint), objective)
+            model = build_model(config, vocabulary, resolved.kernels)
+            model.recompute(*resolved.recompute)
+            if config.engine.compile == "layers":
+                model.compile_layers()
+                if world.is_main:
+                    logger.info("layers are compiled as they first run, which takes minutes before the first update")
+            if checkpoint is not None:
+                checkpoint.load_into(model)
+            else:
+                origin = load_first_weights(model, config, self.origin, self.data.main)
+                if world.is_main and origin is not None:
+                    origin.write(self.path)
+            parallelize(model, world)
+            module = TrainModule(model, objective)
         # The engine moves the model to the device, after it has rounded or partitioned it.
         with once_per_host():
             dummy = collate(order.corpora, np.empty(0, dtype=np.int64), vocabulary)
@@ -164,7 +170,7 @@ class Trainer:
             world.device.type,
             type(engine).__name__,
         )
-        replica = Replica(copy, engine, validation_dtype(resolved.engine.precision, world.device))
+        replica = Replica(copy, engine, resolved.validation_dtype(world.device))
         probe(config.training.probe, engine, loader)
         if checkpoint is not None:
             self.ledger.begin("restore")
@@ -172,25 +178,16 @@ class Trainer:
             self.ledger.begin("model")
             logger.info("resuming after update %d (%s)", progress.update, checkpoint.path)
         with fail_together(world):
-            valid = {
-                name: ValidationSet(data.corpus(SPLIT), vocabulary, config.batch, world.rank, world.ranks)
-                for name, data in self.sets.items()
-            }
-            # Attention to a source belongs to a token that is predicted next.
-            count = config.validation.attention_images if config.search.left_to_right else 0
             validator = ModelValidator(
                 replica=replica,
                 objective=objective,
                 data=self.sets,
-                validation=valid,
-                config=config.validation,
-                search=config.search,
+                config=config,
                 world=world,
                 watchdog=self.watchdog,
                 run=self.path,
                 update=progress.update,
                 interrupted=lambda: bool(self.stop),
-                attention=AttentionImages(valid[MAIN].corpus, self.sets[MAIN].tokenizer(), count) if count else None,
             )
             self.data.check_same()  # files that are open now stay those whose hashes were verified
             for data in self.sets.values():
@@ -198,7 +195,7 @@ class Trainer:
         monitor = CollapseMonitor(
             config=config.collapse,
             grace=2 * config.schedule.warmup_updates,
-            validation=valid[MAIN],
+            validation=validator.main,
             replica=replica,
             objective=objective,
             world=world,
@@ -213,12 +210,12 @@ class Trainer:
                 world=world,
                 watchdog=self.watchdog,
                 config=config.training,
-                size=checkpoint_bytes(trained, frozen, len(config.optimizer.states)),
+                size=checkpoint_size(copy, config),
                 saved_at=progress.update,
                 events=self.events,
             )
         )
-        loop = TrainingLoop(
+        return TrainingLoop(
             config=config.training,
             peak_lr=config.optimizer.lr,
             schedule=config.schedule,
@@ -237,7 +234,6 @@ class Trainer:
             workload=workload_of(config, resolved, objective, world),
             log=() if checkpoint is None else checkpoint.log,
         )
-        return loop, engine
 
     def _newest_checkpoint(self) -> Checkpoint | None:
         """Return the newest good checkpoint. Rank 0 verifies its hashes; other ranks open the same one."""
@@ -253,39 +249,14 @@ class Trainer:
         with fail_together(world):
             return Checkpoint(store.directory / name, verify=False) if name and newest is None else newest
 
-    def _initial_model(self, checkpoint: Checkpoint | None) -> TranslationModel:
-        """Build the model with the weights that the run resumes or starts with, sliced over ranks that share it.
-
-        Raises:
-            ConfigError: if frozen parts would keep random weights.
-        """
-        model = build_model(self.config, self.resolved.vocabulary, self.resolved.kernels)
-        model.recompute(*self.resolved.recompute)
-        if self.config.engine.compile == "layers":
-            model.compile_layers()
-            if self.world.is_main:
-                logger.info("layers are compiled as they first run, which takes minutes before the first update")
-        if checkpoint is not None:
-            checkpoint.load_into(model)
-        elif self.origin is not None:
-            origin = warm_start(model, self.config, self.origin, self.data.main)
-            if self.world.is_main:
-                write_origin(self.path, origin)
-        elif not model.load_pretrained() and not all(parameter.requires_grad for parameter in model.parameters()):
-            raise ConfigError(
-                "this model has frozen parts, which need trained weights; give their run with --grow-from RUN"
-            )
-        parallelize(model, self.world)
-        return model
-
     def _record_start(self, checkpoint: Checkpoint | None) -> None:
         world, host = self.world, socket.gethostname()
         on = f"on {counted(world.ranks, 'ranks')} ({world.device.type}), rank 0 on {host}"
-        event: Event = "start" if checkpoint is None else "resume"
         update = 0 if checkpoint is None else checkpoint.progress.update
         text = f"started {on}" if checkpoint is None else f"resumed after update {update} {on}"
         job = os.environ.get("SLURM_JOB_ID")
-        self.events.record(event, update, text, ranks=world.ranks, device=world.device.type, host=host, job=job)
+        details: dict[str, Detail] = {"ranks": world.ranks, "device": world.device.type, "host": host, "job": job}
+        self.events.record("start" if checkpoint is None else "resume", update, text, **details)
 
     def _finish(self, progress: Progress) -> int:
         """Log and record the end of training, and return the exit status."""

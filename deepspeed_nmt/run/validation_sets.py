@@ -47,15 +47,13 @@ def given_sets(values: Sequence[str]) -> dict[str, str]:
     for value in values:
         name, _, directory = value.partition("=")
         if not name or not directory:
-            raise ConfigError(
-                f"--valid must be NAME=DIR, but is {shown(value)}; give a name and a directory made by `prepare`"
-            )
+            raise ConfigError(f"--valid is {shown(value)}; give NAME=DIR with a directory made by `prepare`")
         try:
             check_set_name(name)
         except ValueError as error:
             raise ConfigError(f"--valid {error}") from error
         if name in sets:
-            raise ConfigError(f"--valid must have each name once, but has {name} twice; remove one")
+            raise ConfigError(f"--valid has the name {name} twice; remove one")
         path = Path(directory).absolute()
         check_utf8_name(path, "--valid")
         sets[name] = str(path)
@@ -84,8 +82,8 @@ def open_sets(config: ValidationConfig, data: DataDirectory) -> dict[str, DataDi
             continue
         if sets[name].vocabulary != data.vocabulary:
             problems.append(
-                f"validation.sets.{name} must have the vocabulary of {data.path}, but {directory} has another one; "
-                f"prepare its text with --vocab-from {data.path}"
+                f"validation.sets.{name}: {directory} has another vocabulary than {data.path}; prepare its text with "
+                f"--vocab-from {data.path}"
             )
     if problems:
         raise ConfigError(problems)
@@ -122,8 +120,8 @@ def check_sets_agree(sets: Mapping[str, DataDirectory], world: World) -> None:
     with fail_together(world):
         if differing := [name for name, value in own.items() if value != main.get(name)]:
             raise DataError(
-                f"all ranks must have the same validation sets, but {title(differing[0])} in "
-                f"{sets[differing[0]].path} is not that of rank 0 here; copy that to this host"
+                f"{title(differing[0])} in {sets[differing[0]].path} is not that of rank 0 here; copy that to this "
+                "host"
             )
 
 

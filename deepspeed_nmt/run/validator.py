@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective
@@ -26,13 +27,12 @@ from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run.attention_images import AttentionImages, Images
 from deepspeed_nmt.run.late_scores import LateScores
 from deepspeed_nmt.run.validation_sets import SPLIT, ValidationTexts, digest, plain_kind, plain_sources, title
-from deepspeed_nmt.search import SearchConfig
 from deepspeed_nmt.search.decode_options import MAX_SOURCE_TOKENS, DecodeOptions
 from deepspeed_nmt.search.lines import LineInputs
 from deepspeed_nmt.search.models import packed_weights
 from deepspeed_nmt.search.streams import translate_lines
 from deepspeed_nmt.text import TextForm, join_segments, tokenise
-from deepspeed_nmt.train.configuration import MAIN, MEAN, ValidationConfig
+from deepspeed_nmt.train.configuration import MAIN, MEAN
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.validation import Choice, Replica, Validation
 
@@ -46,15 +46,15 @@ class ModelValidator:
         replica: unsharded copy of the model.
         objective: objective of the run.
         data: data directories with the raw validation text, by name of the set, first that of the training data.
-        validation: validation sets in batches, by the same names.
-        config: settings of validation.
-        search: the search and its settings.
+        config: settings of the run.
         world: the ranks.
         watchdog: records the set that is validated, if there are several.
         run: run directory, for translations and what programs say of them.
         update: number of updates made so far; what is there of later ones is removed.
         interrupted: function that returns True if the run is to stop, so that programs are not waited for.
-        attention: draws the cross-attention of some sentences; None for no images.
+
+    Attributes:
+        main: validation set of the training data, in batches.
 
     Raises:
         ConfigError: if the text of a set cannot be brought into the form that a metric requires.
@@ -65,30 +65,27 @@ class ModelValidator:
         replica: Replica,
         objective: Objective,
         data: Mapping[str, DataDirectory],
-        validation: Mapping[str, ValidationSet],
-        config: ValidationConfig,
-        search: SearchConfig,
+        config: RunConfig,
         world: World,
         watchdog: Watchdog,
         run: Path,
         update: int,
         interrupted: Callable[[], bool],
-        attention: AttentionImages | None = None,
     ) -> None:
-        self._attention = attention if world.is_main else None
         self._replica = replica
         self._world = world
         self._watchdog = watchdog
-        self._config = config
+        self._config = config.validation
         self._interrupted = interrupted
         main = data[MAIN]
-        self._sets = {
-            name: _MeasuredSet(name, main, each, validation[name], objective, config, search, world)
-            for name, each in data.items()
-        }
-        chooses = config.chooses
+        self._sets = {name: _MeasuredSet(name, main, each, objective, config, world) for name, each in data.items()}
+        self.main = self._sets[MAIN].batched
+        # Attention to a source belongs to a token that is predicted next.
+        count = config.validation.attention_images if config.search.left_to_right and world.is_main else 0
+        self._attention = AttentionImages(self.main.corpus, main.tokenizer(), count) if count else None
+        chooses = config.validation.chooses
         first = MAIN if chooses == MEAN else chooses
-        self._best = config.chosen(data[first].text_form, first)[1]
+        self._best = config.validation.chosen(data[first].text_form, first)[1]
         chosen_by = data if chooses == MEAN else {chooses: data[chooses]}
         # Scores of other text are not compared. The main set is always the same one.
         self._choice = choice_by(self._best, chooses, data, "" if chooses == MAIN else f" of {digest(chosen_by)}")
@@ -96,7 +93,7 @@ class ModelValidator:
         if world.is_main:
             for each in self._sets.values():
                 each.open_texts(run, update)
-            self._late = LateScores(run, config)
+            self._late = LateScores(run, config.validation)
 
     def __call__(self, progress: Progress) -> Validation:
         """Validate the weights after the newest update. All ranks call it together."""
@@ -214,12 +211,13 @@ class _MeasuredSet:
     Args:
         name: name of the set, MAIN for that of the training data.
         main: data that is trained on.
-        data: data directory with the set's raw text.
-        validation: the set in batches.
+        data: data directory with the set's text.
         objective: objective of the run.
-        config: settings of validation.
-        search: the search and its settings.
+        config: settings of the run.
         world: the ranks.
+
+    Attributes:
+        batched: the set in batches.
     """
 
     def __init__(
@@ -227,24 +225,22 @@ class _MeasuredSet:
         name: str,
         main: DataDirectory,
         data: DataDirectory,
-        validation: ValidationSet,
         objective: Objective,
-        config: ValidationConfig,
-        search: SearchConfig,
+        config: RunConfig,
         world: World,
     ) -> None:
         self.name = name
         self.form = data.text_form
-        self._keep = config.keep_translations
         self._objective = objective
-        self._validation = validation
         self._tokenizer, self._tags = main.tokenizer(), data.tags
-        self._config = config
-        self._search = search
+        vocabulary = self._tokenizer.vocabulary
+        self.batched = ValidationSet(data.corpus(SPLIT), vocabulary, config.batch, world.rank, world.ranks)
+        self._config = config.validation
+        self._search = config.search
         self._world = world
         self._longest_line = max(MAX_SOURCE_TOKENS, main.longest_source)
         longest = data.meta.splits[SPLIT].source.longest
-        self._metrics, _ = config.chosen(data.text_form, name)
+        self._metrics, _ = self._config.chosen(data.text_form, name)
         self.commands = [each for each in self._metrics if isinstance(each, CommandMetric) and not each.late]
         if self._metrics and longest > self._longest_line and world.is_main:
             logger.warning(
@@ -258,7 +254,7 @@ class _MeasuredSet:
             self._sources = list(text_lines(stream))
         with open_regular(data.text(SPLIT, "target")) as stream:
             references = [self._tokenizer.reference(line) for line in text_lines(stream)]
-        self._count = min(len(self._sources), config.max_sentences or len(self._sources))
+        self._count = min(len(self._sources), self._config.max_sentences or len(self._sources))
         self._references = references[: self._count]
         self._scorer = Scorer(self._metrics, data.text_form, self._references)
         self._translations: list[str] = []
@@ -279,7 +275,7 @@ class _MeasuredSet:
             run: run directory.
             update: number of updates made so far.
         """
-        self.texts = ValidationTexts(run, self.name, self._keep)
+        self.texts = ValidationTexts(run, self.name, self._config.keep_translations)
         try:
             if not self.is_translated:
                 self.texts.forget(update)
@@ -312,7 +308,7 @@ class _MeasuredSet:
     def losses(self, model: TranslationModel) -> dict[str, float]:
         """Return loss, NLL and perplexity by tag."""
         sums = {"loss": 0.0, "nll": 0.0, "tokens": 0.0}
-        for batch in self._validation.batches():
+        for batch in self.batched.batches():
             with torch.no_grad():
                 output = self._objective(model, batch.to(self._world.device))
             sums["loss"] += float(output.loss)

@@ -53,7 +53,7 @@ from deepspeed_nmt.manifest import (
 )
 from deepspeed_nmt.registry import Config, problem_of
 from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
-from deepspeed_nmt.train.progress import LogState, Progress
+from deepspeed_nmt.train.progress import Count, LogState, Progress
 
 RUN_FILE = "run.json"
 _UNREADABLE = (OSError, SafetensorError, RuntimeError)
@@ -67,8 +67,8 @@ class RunRecord(Config):
         config: all settings, by section.
         data: path of the data directory.
         fingerprint: fingerprint of the data.
-        longest_source: tokens of the longest source sentence of the data; 0 in older checkpoints.
-        text: form of the data's text; None in older checkpoints.
+        longest_source: tokens of the longest source sentence of the data; 0 if it is not known.
+        text: form of the data's text; None if it is not known.
         tags: symbols in front of all sentences of the data.
         corpora: corpora of a mixture; none if there is one corpus.
         vocabulary: files of the vocabulary.
@@ -160,7 +160,7 @@ class Checkpoint:
                 "optimizer": self._locate(self._manifest.optimizer),
             }
         except (ValidationError, DamagedRecordError, *_UNREADABLE) as error:
-            raise CheckpointError(f"{path} must be a checkpoint of this program, but {_reason(error)}") from error
+            raise CheckpointError(f"{path} is no checkpoint of this program: {_reason(error)}") from error
 
     def _read_manifest(self) -> CheckpointManifest:
         return CheckpointManifest.model_validate_json(read_record(self.path / MANIFEST_FILE))
@@ -175,7 +175,7 @@ class Checkpoint:
 
     @property
     def run(self) -> RunRecord | None:
-        """Record of the run; None in a checkpoint of an older version.
+        """Record of the run; None if there is none.
 
         Raises:
             CheckpointError: if it cannot be read.
@@ -185,7 +185,7 @@ class Checkpoint:
         try:
             return RunRecord.model_validate_json(read_regular(self.path / self._manifest.run))
         except (OSError, ValidationError) as error:
-            raise CheckpointError(f"{self.path} must record its run, but {_reason(error)}") from error
+            raise CheckpointError(f"{self.path} does not record its run: {_reason(error)}") from error
 
     def restate(self, progress: Progress) -> None:
         """Replace the recorded progress atomically; weights and optimizer states stay.
@@ -248,8 +248,8 @@ class Checkpoint:
         ]
         if differences:
             raise CheckpointError(
-                f"{self.path} must hold the weights of this model, but {differences[0]} "
-                f"({len(differences)} differences); open it with its own run's config.yaml"
+                f"{self.path} holds the weights of another model: {differences[0]} ({len(differences)} differences); "
+                "open it with its own run's config.yaml"
             )
         with torch.no_grad():
             for name, parameter in own.items():
@@ -269,17 +269,16 @@ class Checkpoint:
     def _read(self, kind: str, name: str, of: Callable[[Any, str], Any]) -> Any:
         """Return what ``of`` reads of a tensor from an open file."""
         if name not in self._where[kind]:
-            raise CheckpointError(f"{self.path} must hold {name}, but does not: it belongs to another model")
+            raise CheckpointError(f"{self.path} has no {name}: it belongs to another model")
         try:
             with safe_open(self._where[kind][name], framework="pt") as file:
                 return of(file, name)
         except _UNREADABLE as error:
             if not self.path.exists():
                 raise CheckpointError(
-                    f"{self.path} must stay while it is read, but was removed, as `train` does with old ones; start "
-                    "again"
+                    f"{self.path} was removed while it was read, as `train` does with old ones; start again"
                 ) from error
-            raise CheckpointError(f"{self.path} must be readable, but is not ({error}); start again") from error
+            raise CheckpointError(f"{self.path} cannot be read ({error}); start again") from error
 
 
 def _reason(error: Exception) -> str:
@@ -307,7 +306,7 @@ class Chosen(Config):
         loss: its validation loss.
     """
 
-    update: int
+    update: Count
     by: str
     score: float
     loss: float
@@ -349,8 +348,8 @@ class CheckpointStore:
         """
         if self.directory.is_symlink() and not self.directory.exists():
             raise CheckpointError(
-                f"{self.directory} must lead to the checkpoints of the run, but it is a link to "
-                f"{self.directory.readlink()}, which does not exist; bring that back, or remove the link"
+                f"{self.directory} is a link to {self.directory.readlink()}, which does not exist; bring that back, "
+                "or remove the link"
             )
         found = (_NAME.fullmatch(path.name) for path in self.directory.glob("update-*") if path.is_dir())
         return [match[0] for match in sorted(filter(None, found), key=lambda match: int(match[1]))]
@@ -386,9 +385,13 @@ class CheckpointStore:
 
     def chosen(self) -> Chosen | None:
         """Return the best checkpoint by late scores; None if `choose-best` has chosen none."""
+        file = self.directory / _CHOSEN
         try:
-            return Chosen.model_validate_json(read_regular(self.directory / _CHOSEN))
+            return Chosen.model_validate_json(read_regular(file))
+        except FileNotFoundError:
+            return None
         except (OSError, ValidationError):
+            logger.warning("%s is damaged and does not count; run `choose-best` again", file)
             return None
 
     def choose(self, chosen: Chosen) -> None:
@@ -423,8 +426,7 @@ class CheckpointStore:
         checkpoint = Checkpoint(self.directory / name, verify)
         if _name(checkpoint.progress.update) != name:
             raise CheckpointError(
-                f"{checkpoint.path} must be of the update in its name, but is of update "
-                f"{checkpoint.progress.update}: it was renamed or copied"
+                f"{checkpoint.path} is of update {checkpoint.progress.update}: it was renamed or copied"
             )
         return checkpoint
 
@@ -493,14 +495,14 @@ class CheckpointStore:
                 )
             average = Checkpoint(self.directory / "average", verify)
             if average.resumable:
-                raise CheckpointError(f"{average.path} must be an average, but is a checkpoint of training")
+                raise CheckpointError(f"{average.path} is a checkpoint of training, and no average")
             return average
         for path in (self.directory / which, Path(which)):
             if path.is_dir():
                 return Checkpoint(path, verify)
         raise CheckpointError(
-            f"{option} must be best, last, average or the path of a checkpoint, but there is no directory '{which}', "
-            f"neither here nor in {self.directory}"
+            f"{option} is {which}, and there is no such directory here or in {self.directory}; give best, last, "
+            "average or the path of a checkpoint"
         )
 
     def _best(self, option: str, verify: bool) -> Checkpoint:
@@ -523,7 +525,7 @@ class CheckpointStore:
         )
 
     def _empty(self) -> CheckpointError:
-        return CheckpointError(f"{self.directory} must hold a checkpoint, but is empty; train first")
+        return CheckpointError(f"no checkpoint in {self.directory}; train first")
 
     def save(
         self,

@@ -25,7 +25,7 @@ from deepspeed_nmt.text import Kind, TextForm
 from deepspeed_nmt.train.progress import Progress
 
 Event = Literal[
-    "start", "resume", "skip", "spike", "rollback", "collapse", "unsaved", "best", "stop", "end", "failure"
+    "start", "resume", "skip", "spike", "rollback", "collapse", "saved", "unsaved", "best", "stop", "end", "failure"
 ]
 EVENTS: tuple[Event, ...] = get_args(Event)
 
@@ -86,6 +86,11 @@ class TrainingConfig(Config):
         description="events for which training.notify runs",
     )
 
+    @field_validator("notify", mode="before")
+    @classmethod
+    def _is_none(cls, notify: object) -> object:
+        return "" if notify is None else notify  # `training.notify=` on the command line
+
     @field_validator("notify")
     @classmethod
     def _is_split(cls, notify: str) -> str:
@@ -110,7 +115,7 @@ def words_of(command: str) -> list[str]:
     try:
         return shlex.split(command)
     except ValueError as error:
-        raise ValueError(f"must be a command whose quotations are closed, but is {command!r} ({error})") from None
+        raise ValueError(f"is {command!r}, whose quotations are not closed ({error})") from None
 
 
 class CollapseConfig(Config):
@@ -142,13 +147,11 @@ def check_set_name(name: str) -> str:
         ValueError: if it cannot be part of a tag and of a setting, or means something else there.
     """
     if not _SET_NAME.fullmatch(name):
-        raise ValueError(f"must have names of letters, digits, - and _, 50 at most, but has {shown(name)}")
+        raise ValueError(f"has the name {shown(name)}; use letters, digits, - and _, 50 at most")
     if name in (MEAN, "auto", *LOSSES, *METRICS):
-        raise ValueError(f"must have names other than those of measures and {MEAN}, but has {shown(name)}")
+        raise ValueError(f"has the name {shown(name)}, which is that of a measure; give another one")
     if name == MAIN_DIRECTORY:
-        raise ValueError(
-            f"must have names other than {name}, which is the set of the training data; give another one"
-        )
+        raise ValueError(f"has the name {name}, which is that of the training data's set; give another one")
     return name
 
 
@@ -159,7 +162,7 @@ def _named_sets(value: object) -> object:
     sets = {check_set_name(str(name)): directory for name, directory in value.items() if directory is not None}
     for name, directory in sets.items():
         if directory == "":
-            raise ValueError(f"must have a data directory for each name, but {name} has none")
+            raise ValueError(f"has no data directory for {name}; give one")
     return sets
 
 
@@ -167,18 +170,18 @@ def _known(value: object) -> object:
     """Check names of metrics, and programs among them."""
     known = f"{', '.join(METRICS)}, command:PATH, late:PATH"
     if value != "auto" and not isinstance(value, list | tuple):
-        raise ValueError(f"must be auto or a list of {known}, but is {shown(value)}")
+        raise ValueError(f"is {shown(value)}; give auto or a list of {known}")
     programs: dict[str, str] = {}
     for name in () if isinstance(value, str) else value:
         if isinstance(name, str) and (program := CommandMetric.parse(name)) is not None:
             if programs.setdefault(program.name, name) != name:
                 raise ValueError(
-                    f"must have each name once, but {shown(programs[program.name])} and {shown(name)} are both "
-                    f"{program.name}; put NAME= in front of one"
+                    f"has {shown(programs[program.name])} and {shown(name)}, which are both {program.name}; put "
+                    "NAME= in front of one"
                 )
         elif not isinstance(name, str) or name not in METRICS:
             hint = "; give auto alone, without brackets" if name == "auto" else did_you_mean(str(name), METRICS)
-            raise ValueError(f"must be auto or a list of {known}, but has {shown(name)}{hint}")
+            raise ValueError(f"has {shown(name)}, which is none of {known}{hint}")
     return value
 
 
@@ -240,8 +243,8 @@ class ValidationConfig(Config):
         metrics = info.data.get("metrics", "auto")
         if not isinstance(metrics, str) and (same := sorted(sets.keys() & set(_names(metrics)))):
             raise ValueError(
-                f"must have names other than those of measures, but has {shown(same[0])}; put another NAME= in front "
-                "of the program"
+                f"has the name {shown(same[0])}, which is that of a measure; put another NAME= in front of the "
+                "program"
             )
         return sets
 
@@ -259,7 +262,7 @@ class ValidationConfig(Config):
         if slash or best_by not in known:
             places = "".join(f", {each}/ followed by a measure" for each in (*sets, MEAN) if sets)
             raise ValueError(
-                f"must be one of {', '.join(known)}{places}, but is {shown(best_by)}"
+                f"is {shown(best_by)}, which is none of {', '.join(known)}{places}"
                 + ("; add it to validation.metrics" if name in METRICS and name not in measures else "")
                 + ("; name another validation set in validation.sets" if slash and not sets else "")
             )
@@ -271,8 +274,8 @@ class ValidationConfig(Config):
         metrics, best_by = info.data.get("metrics"), info.data.get("best_by", "auto")
         if significant and (best_by.endswith("loss") or (best_by == "auto" and metrics == ())):
             raise ValueError(
-                f"must be 0 if a loss chooses the best checkpoint, since it compares translations, but is "
-                f"{significant}; set validation.best_by to a metric"
+                f"is {significant}, but a loss chooses the best checkpoint, and only translations are compared; use "
+                "0, or set validation.best_by to a metric"
             )
         return significant
 

@@ -21,11 +21,13 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import ConfigError, NoProgressError, ReportedError, TrainingError, UserError, shown
-from deepspeed_nmt.files import append_line, parse_json
+from deepspeed_nmt.files import append_line
 from deepspeed_nmt.train.configuration import Event, words_of
 
 EVENTS_FILE = "events.jsonl"
@@ -109,6 +111,31 @@ class Events:
             self._notifier.close()
 
 
+class Line(BaseModel):
+    """What is read of a line of ``events.jsonl`` or ``metrics.jsonl`` when a run starts."""
+
+    model_config = ConfigDict(strict=True)
+
+    update: Annotated[int, Field(ge=0, lt=1 << 53)]
+    event: str = ""
+    text: str = ""
+    job: str | None = None
+
+    @classmethod
+    def read(cls, text: bytes) -> Line | None:
+        """Read a line; None if it is damaged, such as the last one of a process that was killed."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError:
+            return None
+
+
+def read_lines(file: Path) -> Iterator[Line]:
+    """Yield the lines of a file of a run, as far as it can be read; damaged ones are left out."""
+    with suppress(OSError), file.open("rb") as stream:
+        yield from filter(None, map(Line.read, stream))
+
+
 NO_EVENTS = Events()
 """Writer that writes nothing."""
 
@@ -142,33 +169,22 @@ def check_progress(run: Path, update: int, job: str | None) -> None:
     if job is None:
         return
     causes: list[str] = []
-    for event in _events(run):
-        kind = event["event"]
-        if kind in ("start", "resume"):
-            if event.get("job") != job or event.get("update") != update:
+    for line in read_lines(run / EVENTS_FILE):
+        if line.event in ("start", "resume"):
+            if line.job != job or line.update != update:
                 causes.clear()
             else:
                 causes.append("it was killed, or its host was lost")
-        elif kind in ("stop", "end"):
+        elif line.event in ("stop", "end"):
             causes.clear()
-        elif kind == "failure" and causes:
-            causes[-1] = str(event.get("text"))
+        elif line.event == "failure" and causes:
+            causes[-1] = line.text
     if len(causes) >= MAX_FRUITLESS:
         reasons = "; ".join(f"{number}. {cause}" for number, cause in enumerate(causes, 1))
         raise NoProgressError(
             f"job {job} was started {len(causes)} times in a row after update {update}, and no start reached a new "
             f"checkpoint: {reasons}. Mend the cause, or save more often (training.save_every), and submit it anew"
         )
-
-
-def _events(run: Path) -> Iterator[dict[str, Any]]:
-    """Read the events of a run directory, as far as its file can be read. Damaged lines are left out."""
-    with suppress(OSError), (run / EVENTS_FILE).open("rb") as stream:
-        for line in stream:
-            with suppress(ValueError):
-                content = parse_json(line)
-                if isinstance(content, dict) and isinstance(content.get("event"), str):
-                    yield content
 
 
 def finite(values: Mapping[str, Detail]) -> dict[str, Detail]:
@@ -203,8 +219,7 @@ def check_notify(command: str) -> None:
     words = words_of(command)
     if words and shutil.which(words[0]) is None:
         raise ConfigError(
-            f"training.notify must begin with a program that exists, but {shown(words[0])} does not; check its path "
-            "and permissions"
+            f"training.notify begins with {shown(words[0])}, which is no program here; check its path and permissions"
         )
 
 

@@ -29,10 +29,10 @@ from deepspeed_nmt.core.batch import CORPUS_SUM
 from deepspeed_nmt.data.loader import Update
 from deepspeed_nmt.engine.contract import UpdateResult, add_sums
 from deepspeed_nmt.engine.norms import Squares
-from deepspeed_nmt.files import atomic_write_bytes, parse_json, read_regular
+from deepspeed_nmt.files import atomic_write_bytes, read_regular
 from deepspeed_nmt.parallel.collectives import sum_over_ranks
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.train.events import finite
+from deepspeed_nmt.train.events import Line, finite
 from deepspeed_nmt.train.out_of_memory import peak_memory_gib
 from deepspeed_nmt.train.progress import LogState, Progress
 
@@ -81,7 +81,8 @@ class Metrics:
         path = run / METRICS_FILE
         old = read_regular(path) if path.exists() else b""
         if update is not None and old:
-            kept = [line for line in old.split(b"\n") if _before(line, update)]
+            lines = [(text, Line.read(text)) for text in old.split(b"\n")]
+            kept = [text for text, line in lines if line is not None and line.update <= update]
             atomic_write_bytes(path, b"".join(line + b"\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
         self._run = run
@@ -205,13 +206,6 @@ class Metrics:
                     self._report(failed)
             if self._bar is not None:
                 self._bar.close()
-
-
-def _before(line: bytes, update: int) -> bool:
-    try:
-        return int(parse_json(line)["update"]) <= update
-    except (ValueError, KeyError, TypeError):
-        return False  # the last line of a run that died while writing it, or a damaged one
 
 
 def _shown(values: Mapping[str, float]) -> str:

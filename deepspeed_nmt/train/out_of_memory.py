@@ -85,7 +85,7 @@ def explained(what: str, micro_batches: Sequence[Batch], device: torch.device, h
         if device.type == "cuda":
             name = f"{torch.cuda.get_device_name(device)}, which has {_capacity_gib(device):.1f} GiB"
         raise TrainingError(
-            f"{what} must fit into {name}, but memory ran out with {largest.rows} rows x {largest.longest} tokens, "
+            f"{what} ran out of the memory of {name} with {largest.rows} rows x {largest.longest} tokens, "
             f"{largest.padded_tokens} of batch.micro_tokens ({_first_line(error)}). Lower batch.micro_tokens (the "
             "updates stay the same), recompute layers (engine.recompute_decoder=1 engine.recompute_encoder=1), or "
             "with several GPUs divide the model's state (engine.ds_config=zero2 or zero3) or its matrices "

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
 from deepspeed_nmt.data.mixture import Phase
 from deepspeed_nmt.registry import Config
+
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+"""Number that is read from a file."""
 
 
 @dataclass(frozen=True)
@@ -36,22 +40,22 @@ class Progress:
         phases: mixtures of corpora that the run was trained on, the last one in force; none for a single corpus.
     """
 
-    update: int = 0
-    epoch: int = 0
-    epoch_update: int = 0
-    target_tokens: int = 0
+    update: Count = 0
+    epoch: Count = 0
+    epoch_update: Count = 0
+    target_tokens: Count = 0
     train_seconds: float = 0.0
     best_score: float | None = None
     best_loss: float | None = None
     best_by: str | None = None
-    best_update: int = 0
-    validations_since_best: int = 0
-    patience_update: int = 0
-    skipped: int = 0
-    rollbacks: int = 0
-    retries: int = 0
-    failed_at: int = 0
-    bad_measurements: int = 0
+    best_update: Count = 0
+    validations_since_best: Count = 0
+    patience_update: Count = 0
+    skipped: Count = 0
+    rollbacks: Count = 0
+    retries: Count = 0
+    failed_at: Count = 0
+    bad_measurements: Count = 0
     phases: tuple[Phase, ...] = ()
 
 
@@ -74,16 +78,16 @@ class LogState(Config):
     """
 
     sums: dict[str, float] = Field(default={})
-    tokens_of: dict[str, int] = Field(default={})
-    corpus_tokens: dict[str, int] = Field(default={})
-    tokens: int = 0
-    worked: int = 0
-    padded: int = 0
-    real: int = 0
+    tokens_of: dict[str, Count] = Field(default={})
+    corpus_tokens: dict[str, Count] = Field(default={})
+    tokens: Count = 0
+    worked: Count = 0
+    padded: Count = 0
+    real: Count = 0
     waited: float = 0.0
     elapsed: float = 0.0
-    skipped: int = 0
-    spikes: int = 0
+    skipped: Count = 0
+    spikes: Count = 0
     losses: tuple[float, ...] = ()
 
     model_config = ConfigDict(allow_inf_nan=True)

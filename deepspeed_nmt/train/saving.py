@@ -189,6 +189,9 @@ class Saver:
             self._error = error
             return
         self._reported = False
+        if self._is_first and not self.saved_at:
+            text = f"the first checkpoint is that of update {progress.update}"
+            self._events.record("saved", progress.update, text)
         took = time.monotonic() - since
         with suppress(OSError):
             self._disk(self._size, len(self._store.names()))
@@ -288,15 +291,15 @@ def check_can_save(directory: Path, size: int, rotation: Rotation, present: int)
                         os.fsync(file.fileno())
     except OSError as error:
         raise ConfigError(
-            f"{directory} must be writable to save the run, but is not ({error.strerror or error}); correct that, or "
-            "give another --run"
+            f"{directory} cannot be written to ({error.strerror or error}), so the run could not be saved; correct "
+            "that, or give another --run"
         ) from error
     if free < count * size or not within_quota:
         remedies = "give another --run, or lower training.keep_last" if present else "or give another --run"
         quota = "" if within_quota else ", of which a quota leaves less"
         raise ConfigError(
-            f"{directory} must have room for {count} more checkpoint{'s' * (count > 1)} of {shown_bytes(size)}, but "
-            f"its disk has {shown_bytes(free)} free{quota}; free some space, {remedies}"
+            f"the disk of {directory} has {shown_bytes(free)} free{quota}, and {count} more "
+            f"checkpoint{'s' * (count > 1)} of {shown_bytes(size)} are to come; free some space, {remedies}"
         )
 
 

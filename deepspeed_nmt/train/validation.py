@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.engine.contract import Engine
@@ -40,19 +41,9 @@ class Choice:
     tags: tuple[str, ...] = ()
     losses: tuple[str, ...] = ()
     mean: tuple[str, str] = ("", "")
-    sign: int = 1
+    sign: Literal[-1, 1] = 1
     least: float = -math.inf
-    decimals: int = 2
-
-    @classmethod
-    def read(cls, content: Mapping[str, Any]) -> Choice:
-        """Read a choice from JSON.
-
-        Raises:
-            KeyError: if a key is missing.
-            TypeError: if there are other keys, or values of another type.
-        """
-        return cls(**{**content, **{name: tuple(content[name]) for name in ("tags", "losses", "mean")}})
+    decimals: Annotated[int, Field(ge=0, le=15)] = 2
 
     def validation(self, values: Mapping[str, float]) -> Validation:
         """Return the validation with these values, the means that choose among them.

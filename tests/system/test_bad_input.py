@@ -181,11 +181,11 @@ def test_a_run_in_use_is_refused(
 ) -> None:
     run = tmp_path / "run"
     with run_lock(run):
-        refused(train_words(data, run, *small), capsys, "--run", "in use", "process ")
+        refused(train_words(data, run, *small), capsys, str(run), "is training in", "process ")
         assert not (run / "config.yaml").exists()
     assert not run.exists()
     run.write_text("")
-    refused(train_words(data, run), capsys, "--run", str(run), "directory")
+    refused(train_words(data, run), capsys, "--run", str(run), "is a file")
 
 
 def test_a_requeued_slurm_job_waits_for_the_lock_of_a_lost_host(

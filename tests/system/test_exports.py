@@ -230,8 +230,8 @@ REFUSED = [
     (["--runtime", "ctranslate2", "--encoder-layers", "1"], "needs both --encoder-layers and --decoder-layers"),
     (["--runtime", "ctranslate2", "--nbest", "9"], "--nbest is 9"),
     (["--runtime", "ctranslate2", "--nbest", "9", "--beam", "3"], "--nbest is 9, more than --beam, which is 3"),
-    (["--runtime", "ctranslate2", "--beam", "1001"], "--beam must be less than or equal to 1000, but is 1001"),
-    (["--runtime", "ctranslate2", "--beam", "0"], "--beam must be greater than or equal to 1, but is 0"),
+    (["--runtime", "ctranslate2", "--beam", "1001"], "--beam is 1001; give a number less than or equal to 1000"),
+    (["--runtime", "ctranslate2", "--beam", "0"], "--beam is 0; give a number greater than or equal to 1"),
     (["--runtime", "ctranslate2", "--length-penalty", "x"], "--length-penalty must be gnmt:A"),
 ]
 

@@ -173,9 +173,155 @@ def test_a_run_does_not_take_over_other_files(run: Path, capsys: pytest.CaptureF
     refused(["translate", "--run", str(checkpoint), "--input", "-", "--output", "-"], capsys, f"{run} ")
     refused(train_words(run.parent / "data", run.parent / "new", "--init-from", "nowhere"), capsys, "nowhere")
     assert not (run.parent / "new").exists()
+
+
+@pytest.mark.parametrize("history", ["whole", "lost", "killed"])
+def test_a_run_that_has_lost_its_checkpoints_begins_anew_only_on_request(
+    run: Path, history: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = run / "events.jsonl"
+    saved = [json.loads(line)["update"] for line in events.read_text().splitlines() if '"saved"' in line]
+    assert saved == [2], "the first checkpoint"
+    if history == "lost":
+        events.unlink()
+    elif history == "killed":  # before the first checkpoint
+        events.write_text(events.read_text().splitlines()[0] + "\n")
     shutil.rmtree(run / "checkpoints")
-    assert train(run, *SETTINGS, "training.max_updates=1") == 0
-    assert "training starts from the beginning" in capsys.readouterr().err
+    shorter = (*SETTINGS, "training.max_updates=1", "model.heads=2")
+    if history == "killed":
+        assert train(run, *shorter) == 0
+        assert "training starts from the beginning" in capsys.readouterr().err
+        return
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    refused(words(run, *shorter), capsys, str(run / "checkpoints"), "--restart", "update 4")
+    assert before == {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    (run.parent / "run.before-1").mkdir()
+    assert main([*words(run, *shorter), "--restart"]) == 0 and run.with_name("run.before-2").name in logs(run)
+    assert before == {path.name: path.read_bytes() for path in run.with_name("run.before-2").glob("*.*")}
+    assert "heads: 2" in (run / "config.yaml").read_text() and (run / "checkpoints" / "update-0000001").is_dir()
+
+
+def logs(run: Path) -> str:
+    return " ".join(path.name for path in run.parent.iterdir())
+
+
+def test_a_job_that_is_started_again_resumes_although_it_was_to_begin_anew(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert main([*words(run, *SETTINGS), "--restart"]) == 0
+    assert (run / "checkpoints" / "update-0000002").is_dir() and not run.with_name("run.before-1").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("notes.txt", "mine"), ("checkpoints/update-0000001/x", ""), ("a.log/x", "")]
+)
+def test_training_makes_no_run_of_a_directory_of_others(
+    run: Path, name: str, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = run.parent / "own"
+    (own / name).parent.mkdir(parents=True)
+    (own / name).write_text(content)
+    for option in ([], ["--restart"]):
+        refused([*train_words(run.parent / "data", own, *SETTINGS), *option], capsys, str(own), name.split("/")[0])
+    assert [path for path in own.rglob("*") if path.is_file()] == [own / name]
+
+
+def test_a_log_of_the_job_may_be_in_the_directory_of_a_new_run(run: Path) -> None:
+    new = run.parent / "new"
+    new.mkdir()
+    (new / "slurm-1.out").write_text("job 1\n")
+    assert main(train_words(run.parent / "data", new, *SETTINGS, "training.max_updates=1")) == 0
+
+
+def test_commands_that_somebody_else_has_recorded_are_named_and_not_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = run.parent / "ran"
+    notify = f"training.notify=touch {ran}"
+    more = ["training.max_updates=5", "training.notify_on=[end]"]
+    assert train(run, *SETTINGS, notify, *more) == 0 and ran.exists()
+
+    def resumed(update: int, *options: str) -> list[str]:
+        ran.unlink(missing_ok=True)
+        return ["train", "--run", str(run), f"training.max_updates={update}", *options]
+
+    assert main(resumed(6)) == 0 and ran.exists(), "its own user"
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(run.parent / "elsewhere"))
+    refused(resumed(7), capsys, "touch", str(ran), "--trust-run")
+    refused(resumed(7, "training.notify_on=[best]"), capsys, "touch")
+    assert not ran.exists()
+    assert main(resumed(7, notify)) == 0 and ran.exists(), "given now"
+    assert main(resumed(8)) == 0 and ran.exists(), "as it was given here"
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(run.parent / "third"))
+    assert main(resumed(9, "--trust-run")) == 0 and ran.exists()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(run.parent / "fourth"))
+    assert main(resumed(10, "training.notify=")) == 0 and not ran.exists()
+
+
+FILES = (
+    *("config.yaml", "data.json", "manifest.json", "vocabulary.model", "metrics.jsonl", "events.jsonl"),
+    *("goodput.jsonl", "resolved.json", "environment.json", "alignment.json", "origin.json", "logs/rank-0.log"),
+    *("checkpoints/chosen.json", "checkpoints/update-0000004/state.json", "validation/main/source.txt"),
+)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_pipes_and_links_out_of_a_run_are_refused(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run / name
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    for command in (words(run, *SETTINGS), ["average", "--run", str(run), "--last", "1"]):
+        refused(command, capsys, str(file), "pipe")
+    file.unlink()
+    secret = run.parent / "secret"
+    file.symlink_to(secret)  # where a file would be written
+    refused(words(run, *SETTINGS), capsys, str(file), str(secret))
+    secret.write_text("of this user")
+    assert "of this user" not in refused(
+        ["average", "--run", str(run), "--last", "1"], capsys, str(file), str(secret)
+    )
+
+
+def test_checkpoints_may_be_on_another_disk(run: Path) -> None:
+    (run / "checkpoints").rename(run.parent / "disk")
+    (run.parent / "disk" / "update-0000002").rename(run.parent / "old")
+    (run / "checkpoints").symlink_to(run.parent / "disk")
+    (run / "checkpoints" / "update-0000002").symlink_to(run.parent / "old")
+    for name in "ab":
+        (run / "logs" / name).symlink_to(run)  # in circles, which are not followed
+    assert main(["average", "--run", str(run), "--last", "2"]) == 0
+
+
+WRONG = ("", "[]", "null", '"x"', "1", "{}", '{"update": 1e999}', '{"update": NaN}', '{"update": ' + "9" * 400 + "}")
+
+
+def test_records_of_wrong_types_are_named_and_stop_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    late = run / "validation" / "main"
+    late.mkdir(parents=True, exist_ok=True)
+    known = {"update": 1, "target_tokens": 1, "values": {"valid/loss": 1.0}, "late": ["valid/a"]}
+    known |= {"choice": {"by": "a", "tags": ["valid/a"], "losses": ["valid/loss"], "mean": ["", ""]}}
+    changes: tuple[dict[str, Any], ...] = (
+        {"late": 3},
+        {"values": {}},
+        {"values": {"valid/loss": "x"}},
+        {"update": -1},
+    )
+    records = [late / f"update-{'0' * number}1.json" for number in range(7, 7 + len(WRONG) + len(changes))]
+    texts = [*WRONG, *(json.dumps({**known, **change}) for change in changes)]
+    for record, text in zip(records, texts, strict=True):
+        record.write_text(text)
+    for name in ("metrics.jsonl", "events.jsonl", "goodput.jsonl"):
+        with (run / name).open("a") as stream:
+            stream.writelines(f"{text}\n" for text in (*WRONG, '{"update": 2, "train/loss": ' + "9" * 400 + "}"))
+    for name in ("resolved.json", "environment.json", "alignment.json", "checkpoints/chosen.json"):
+        (run / name).write_text(WRONG[-1])
+    assert train(run, *SETTINGS, "training.max_updates=6") == 0
+    said = capsys.readouterr().err
+    assert "Traceback" not in said and all(str(path) in said for path in (*records, "chosen.json"))
+    assert main(["choose-best", "--run", str(run)]) == 0
+    (run / "origin.json").write_text('{"run": 3, "checkpoint": [], "frozen": 1}')
+    refused([*words(run, *SETTINGS), "--init-from", str(run)], capsys, "origin.json")
 
 
 def test_what_killed_processes_left_goes_with_the_next_start(run: Path, original: tuple[Path, Path]) -> None:
@@ -263,8 +409,8 @@ def test_data_prepared_again_while_a_run_starts(
     data = run.parent / "data"
     begin = run_start.begin
 
-    def replaced(*arguments: Any) -> None:
-        begin(*arguments)
+    def replaced(*arguments: Any, **options: Any) -> None:
+        begin(*arguments, **options)
         meta = json.loads((data / "meta.json").read_bytes())
         write_record(data / "meta.json", json.dumps({**meta, "version": "another"}).encode())
 
@@ -285,15 +431,14 @@ def test_names_that_are_not_utf8_are_refused(run: Path, capsys: pytest.CaptureFi
 
 
 def test_a_job_that_gets_nowhere_ends_with_a_status_of_its_own(
-    data: Path, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     start = {"time": "", "update": 0, "event": "start", "text": "", "job": "7"}
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/events.jsonl").write_text(3 * f"{json.dumps(start)}\n")
-    words = ["train", "--recipe", "transformer_base", "--data", str(data), "--run", str(tmp_path / "run"), *small]
-    assert main(words) == 78
+    shutil.rmtree(run / "checkpoints")
+    (run / "events.jsonl").write_text(3 * f"{json.dumps(start)}\n")
+    assert train(run, *SETTINGS) == 78
     assert "3 times in a row after update 0" in capsys.readouterr().err
-    *_, last = (tmp_path / "run/events.jsonl").read_text().splitlines()
+    *_, last = (run / "events.jsonl").read_text().splitlines()
     assert json.loads(last)["event"] == "failure"
-    assert not list((tmp_path / "run").glob("checkpoints/update-*"))
+    assert not list(run.glob("checkpoints/update-*"))

@@ -174,7 +174,7 @@ def test_alignments(
     def fail(path: Path) -> None:
         raise DataError("the data is gone")
 
-    monkeypatch.setattr("deepspeed_nmt.run.alignment_layer.DataDirectory.open", fail)
+    monkeypatch.setattr("deepspeed_nmt.run.opening.DataDirectory.open", fail)
     assert main([*command, str(links)]) == 2
     said = capsys.readouterr().err
     assert "alignment.json cannot be read; the layer is chosen again" in said

@@ -111,7 +111,7 @@ def test_toys_are_in_the_reference_of_settings() -> None:
 def test_mistakes_in_settings_of_toys_are_explained() -> None:
     with pytest.raises(ConfigError, match=r"search\.length is a setting of search\.name=fixed_length only"):
         load_config(settings=["search.length=3"])
-    with pytest.raises(ConfigError, match=r"model\.dim must be greater than or equal to 2, but is 0"):
+    with pytest.raises(ConfigError, match=r"model\.dim is 0; give a number greater than or equal to 2"):
         load_config("toy", settings=["model.dim=0"])
 
 

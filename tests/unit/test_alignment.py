@@ -14,7 +14,7 @@ from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
 from deepspeed_nmt.data.vocabulary_training import train_subwords
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parity import VOCABULARY, methods, settings_of
-from deepspeed_nmt.run.alignment_layer import held_out_cross_entropy
+from deepspeed_nmt.run.opening import held_out_cross_entropy
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.alignment import AttentionWatch, pharaoh, source_words, target_words, word_links
 from deepspeed_nmt.search.forced import token_log_probs

@@ -371,5 +371,5 @@ def test_a_damaged_vocabulary_of_an_import_is_refused(tokenizer: Tokenizer, tmp_
     marian(tmp_path / "there", tokenizer)
     import_marian(str(tmp_path / "there"), tmp_path / "run")
     (tmp_path / "run" / "vocabulary.numbers.json").write_text('{"a": 0}')
-    with pytest.raises((DataError, CheckpointError), match=r"vocabulary.numbers.json must be as `train` wrote it"):
+    with pytest.raises((DataError, CheckpointError), match=r"vocabulary.numbers.json"):
         Translator.open(tmp_path / "run", device="cpu")

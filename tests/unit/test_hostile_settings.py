@@ -21,7 +21,7 @@ from deepspeed_nmt.train.optimizers.adam import AdamConfig
 
 LONG = "n" * 300
 KNOWN = "bleu, bleu_tokenised, chrf, ter"
-METRICS = f"validation.metrics must be auto or a list of {KNOWN}, command:PATH, late:PATH"
+METRICS = f"{KNOWN}, command:PATH, late:PATH"
 PREPARE = [
     *("prepare", "--train-source", "F", "--train-target", "F", "--valid-source", "F", "--valid-target", "F"),
     *("--out", "D"),
@@ -32,34 +32,33 @@ PLAN = ["plan", "--recipe", "transformer_base"]
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        ("layer.name=-", "layer.name must be a known layer, but is [None]; known: cross_attention_drop, standard"),
-        ("model={name: [1, 2]}", "model.name must be a known model, but is [1, 2]; known: "),
+        ("layer.name=-", "layer.name is [None], which is no known layer; known: cross_attention_drop, standard"),
+        ("model={name: [1, 2]}", "model.name is [1, 2], which is no known model; known: "),
         ("objective={1: {}}", "objective has no part '1'; known: "),
-        ("objective=-", "objective must be a section with keys, but is [None]"),
-        ("training.seed=12345678901234567890", "training.seed must be less than 9223372036854775808, but is 123"),
-        ("training.seed=" + "9" * 5000, "training.seed must be a whole number, but is '9999"),
-        ("training.seed=0x" + "f" * 5000, "training.seed must be a whole number, but is '0xffff"),
-        ("model.dim=2147483647", "model.dim must be less than or equal to 65536, but is 2147483647"),
-        ("model.dim=1e30", "model.dim must be a whole number, but is 1e+30"),
-        ("model.dim=.inf", "model.dim must be a finite number, but is inf"),
-        ("model.encoder_layers=100000000", "model.encoder_layers must be less than or equal to 1000, but is 1000"),
-        ("optimizer.lr=" + "9" * 400, "optimizer.lr must be a finite number, but is '999"),
-        ("model.name=2001-99-99", "model.name must be a known model, but is '2001-99-99'; known: "),
-        ("a" + ".a" * 5000 + "=1", "settings must look like section.key=value, but one is 'a.a."),
-        ("engine.timeout_s=1e300", "engine.timeout_s must be less than or equal to 100000000, but is 1e+300"),
-        ("batch.update_tokens=" + "9" * 30, "batch.update_tokens must be less than or equal to 1073741824, but is"),
-        ("validation.best_by=x", f"validation.best_by must be one of auto, loss, {KNOWN}, but is 'x'"),
-        ("validation.metrics=bleu", f"{METRICS}, but is 'bleu'"),
-        ("validation.metrics=[blue]", f"{METRICS}, but has 'blue'; did "
-         "you mean 'bleu'?"),
-        ("validation.metrics=[[bleu]]", f"{METRICS}, but has ['bleu']"),
-        ("model.dim=\udcff", "model.dim must be text, but is '\\udcff'"),
-        ("model.dropout=[0.1]", "model.dropout must be a number, but is [0.1]"),
-        ("model.name=" + LONG, "model.name must be a known model, but is 'nnnn"),
+        ("objective=-", "objective is [None]; give a section with keys"),
+        ("training.seed=12345678901234567890", "training.seed is 123"),
+        ("training.seed=" + "9" * 5000, "training.seed is '9999"),
+        ("training.seed=0x" + "f" * 5000, "training.seed is '0xffff"),
+        ("model.dim=2147483647", "model.dim is 2147483647"),
+        ("model.dim=1e30", "model.dim is 1e+30"),
+        ("model.dim=.inf", "model.dim is inf"),
+        ("model.encoder_layers=100000000", "model.encoder_layers is 1000"),
+        ("optimizer.lr=" + "9" * 400, "optimizer.lr is '999"),
+        ("model.name=2001-99-99", "model.name is '2001-99-99', which is no known model; known: "),
+        ("a" + ".a" * 5000 + "=1", "'a.a."),
+        ("engine.timeout_s=1e300", "engine.timeout_s is 1e+300"),
+        ("batch.update_tokens=" + "9" * 30, "batch.update_tokens is "),
+        ("validation.best_by=x", f"validation.best_by is 'x', which is none of auto, loss, {KNOWN}"),
+        ("validation.metrics=bleu", f"validation.metrics is 'bleu'; give auto or a list of {METRICS}"),
+        ("validation.metrics=[blue]", f"validation.metrics has 'blue', which is none of {METRICS}; did"),
+        ("validation.metrics=[[bleu]]", "validation.metrics has ['bleu'], which is none of "),
+        ("model.dim=\udcff", "model.dim is '\\udcff'"),
+        ("model.dropout=[0.1]", "model.dropout is [0.1]"),
+        ("model.name=" + LONG, "model.name is 'nnnn"),
         ("engine.kernels=" + LONG, "engine.kernels: it is 'nnnn"),
-        ("search.beam=1001", "search.beam must be less than or equal to 1000, but is 1001"),
-        ("search={name: diverse_beam, groups: 1001}", "search.groups must be less than or equal to 1000, but is"),
-        ("search={name: sampling, samples: 1001}", "search.samples must be less than or equal to 1000, but is 1001"),
+        ("search.beam=1001", "search.beam is 1001"),
+        ("search={name: diverse_beam, groups: 1001}", "search.groups is "),
+        ("search={name: sampling, samples: 1001}", "search.samples is 1001"),
         ("search.length_penalty=x", "search.length_penalty must be gnmt:A or power:A with A from 0 to 10, mean, or "
          "none, but is 'x'; the usual one is gnmt:0.6"),
     ],
@@ -93,7 +92,7 @@ def test_a_gpu_that_is_missing_is_not_replaced_by_the_cpu(
         ("A", {"checkpoint": 5}, "`checkpoint`"),
         ("A", {"exit": 5}, "`exit` .* 5"),
         ("A", {"decoder_layers": "6"}, "`decoder_layers` .* '6'"),
-        ("A", {}, "`run` .* A "),
+        ("A", {}, "^A .* `run` "),
     ],
 )
 def test_arguments_of_another_type_are_refused(run: Any, options: dict[str, Any], problem: str) -> None:
@@ -111,7 +110,7 @@ def test_a_model_beyond_this_hosts_memory_is_refused_before_it_is_built() -> Non
     widest = ["model.dim=65536", "model.ffn_dim=1048576", "model.encoder_layers=100"]
     model = build_meta_model(load_config(settings=widest), Vocabulary(1000))
     engine, world = EngineSettings("fp32", AdamConfig()), World(0, 1, 0, torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"the model must fit into this host's memory of .* lower the model"):
+    with pytest.raises(ConfigError, match=r"more than this host's memory of .* lower the model"):
         check_size(model, engine, world)
     check_size(build_meta_model(load_config(), Vocabulary(1000)), engine, world)
 
@@ -155,10 +154,10 @@ def test_of_many_problems_the_first_are_listed() -> None:
         ([*PLAN, "--vocab-size", "9" * 5000], "--vocab-size is "),
         ([*PLAN, "--num-gpus", "8", "--mfu", "0.5"], "--num-gpus and --mfu without --gpu"),
         ([*PLAN, "--num-gpus", str(10**400)], "--num-gpus is 1000"),
-        ([*PREPARE, "--seed", "-1"], "--seed must be greater than or equal to 0, but is -1"),
-        ([*PREPARE, "--vocab-size", str(10**12)], "--vocab-size must be less than or equal to 10000000, but is 1000"),
-        ([*PREPARE, "--threads", str(10**9)], "--workers must be less than or equal to 1024, but is 1000"),
-        ([*PREPARE, "--max-ratio", "nan"], "--max-ratio must be a finite number, but is nan"),
+        ([*PREPARE, "--seed", "-1"], "--seed is -1"),
+        ([*PREPARE, "--vocab-size", str(10**12)], "--vocab-size is 1000"),
+        ([*PREPARE, "--threads", str(10**9)], "--workers is 1000"),
+        ([*PREPARE, "--max-ratio", "nan"], "--max-ratio is nan"),
         ([*PREPARE, "--tokenizer", "x"], "error: --tokenizer is 'x', not hf:BERT or hf:BERT,BERT"),
         ([*PREPARE[:-1], LONG], "File name too long ('"),
         (["sample-data", "--out", LONG], "cannot be written"),

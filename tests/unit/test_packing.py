@@ -263,7 +263,7 @@ def test_models_of_one_sentence_a_row_are_not_packed() -> None:
 
     config = settings_of("abnet")
     packed = config.model_copy(update={"batch": config.batch.model_copy(update={"layout": "packed"})})
-    with pytest.raises(ConfigError, match=r"batch\.layout must be padded for model\.name=abnet"):
+    with pytest.raises(ConfigError, match=r"batch\.layout is packed, but model\.name=abnet"):
         layout_on(packed, "bf16", None)
 
 

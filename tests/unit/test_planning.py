@@ -380,7 +380,7 @@ def test_layouts_of_a_model_that_is_not_packed(tmp_path: Path) -> None:
     ]
     assert "is padded" in layout_notes(config, found, GPUS["h100-80g"], "bf16")[-1]
     packed = config.model_copy(update={"batch": config.batch.model_copy(update={"layout": "packed"})})
-    with pytest.raises(ConfigError, match=r"batch\.layout must be padded for model\.name=abnet"):
+    with pytest.raises(ConfigError, match=r"batch\.layout is packed, but model\.name=abnet"):
         layout_estimates(packed, data, 1)
 
 

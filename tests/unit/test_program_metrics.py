@@ -74,10 +74,10 @@ def test_names_of_programs_are_those_of_no_other_measure() -> None:
     for text in ("command:/x/bleu.sh", "loss=late:/x/y", "command:/x/mean.py"):
         assert f"{text}', whose name is that of another measure" in problem_of(text)
     assert "'command:/x/ü.sh', whose name 'ü'" in problem_of("command:/x/ü.sh")
-    assert "'command:/x/a' and 'late:/y/a.py' are both a; put" in problem_of("command:/x/a", "late:/y/a.py")
-    assert "but has 'comand:/x/a'" in problem_of("comand:/x/a")
+    assert "'command:/x/a' and 'late:/y/a.py', which are both a; put" in problem_of("command:/x/a", "late:/y/a.py")
+    assert "has 'comand:/x/a'" in problem_of("comand:/x/a")
     assert "'news'" in problem_of("command:/x/news.sh", sets={"news": "x"})
-    assert "but is 'b'" in problem_of("command:/x/a", best_by="b")
+    assert "is 'b'" in problem_of("command:/x/a", best_by="b")
 
 
 def test_a_program_chooses_and_its_path_becomes_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -95,8 +95,8 @@ def test_a_program_chooses_and_its_path_becomes_absolute(monkeypatch: pytest.Mon
 
 
 def test_significance_needs_a_metric_of_translations() -> None:
-    assert "validation.significant must be 0 if a loss chooses" in problem_of("bleu", best_by="loss", significant=0.1)
-    assert "validation.significant must be 0 if a loss chooses" in problem_of(significant=0.1)
+    assert "validation.significant is 0.1, but a loss chooses" in problem_of("bleu", best_by="loss", significant=0.1)
+    assert "validation.significant is 0.1, but a loss chooses" in problem_of(significant=0.1)
     validate({"validation": {"significant": 0.1}})
 
 

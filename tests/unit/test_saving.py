@@ -213,7 +213,7 @@ def test_a_run_that_has_no_room_for_its_checkpoints_is_refused(
     free.free = needed * GIB
     check_can_save(tmp_path / "new", GIB, Rotation(5, True), present)
     free.free -= 1
-    words = rf"must have room for {needed} more checkpoints? of 1.0 GiB, but its disk has .* free; free some space, "
+    words = rf"has .* free, and {needed} more checkpoints? of 1.0 GiB are to come; free some space, "
     with pytest.raises(ConfigError, match=words):
         check_can_save(tmp_path / "new", GIB, Rotation(5, True), present)
     assert not (tmp_path / "new").exists(), "nothing is left that was not there"
@@ -236,7 +236,7 @@ def test_a_quota_is_found_by_reserving(
             return -1
 
     monkeypatch.setattr(saving.ctypes, "CDLL", lambda *_, **__: Library)
-    words = r"its disk has 100.0 GiB free, of which a quota leaves less; free some"
+    words = r"has 100.0 GiB free, of which a quota leaves less, and 2 more .*; free some"
     with pytest.raises(ConfigError, match=words) if refused else nullcontext():
         check_can_save(tmp_path, GIB, Rotation(1, False), 0)
     assert asked == [(0, 0, 2 * GIB)]
@@ -257,7 +257,7 @@ def test_room_is_reserved_for_a_moment(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"must be writable to save the run, but is not .*; correct that, or give"):
+    with pytest.raises(ConfigError, match=r"cannot be written to .*; correct that, or give"):
         check_can_save(tmp_path / "file" / "checkpoints", 1, Rotation(5, True), 0)
 
 
