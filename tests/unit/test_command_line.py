@@ -37,6 +37,7 @@ def test_words_that_are_refused(word: str, message: str, capsys: pytest.CaptureF
             ["translate", "--beam", "1e3"],
             "--beam is '1e3', which is no whole number (see `deepspeed-nmt trans",
         ),
+        (["prepare", "--max-ratio", "nan"], "--max-ratio is 'nan'"),
         (["translate", "--beam", "1_0"], "--beam is '1_0'"),
         (["translate", "--beam", "٣"], "--beam is '٣'"),
         (["translate", "--alpha", "nan"], "--alpha is 'nan'"),

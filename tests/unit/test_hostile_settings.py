@@ -157,7 +157,6 @@ def test_of_many_problems_the_first_are_listed() -> None:
         ([*PREPARE, "--seed", "-1"], "--seed is -1"),
         ([*PREPARE, "--vocab-size", str(10**12)], "--vocab-size is 1000"),
         ([*PREPARE, "--threads", str(10**9)], "--workers is 1000"),
-        ([*PREPARE, "--max-ratio", "nan"], "--max-ratio is nan"),
         ([*PREPARE, "--tokenizer", "x"], "error: --tokenizer is 'x', not hf:BERT or hf:BERT,BERT"),
         ([*PREPARE[:-1], LONG], "File name too long ('"),
         (["sample-data", "--out", LONG], "cannot be written"),
