@@ -48,4 +48,4 @@ ranks="${ranks:-$gpus}"
 where=(--num_gpus "$ranks")
 [ "$gpus" = 0 ] || take_gpus
 say "$ranks ranks on $([ "$gpus" = 0 ] && echo CPU || echo GPU)"
-run_ranks deepspeed "${where[@]}" --master_port "$(free_port)" --module deepspeed_nmt train "$@" ${settings[@]+"${settings[@]}"}
+run_ranks deepspeed "${where[@]}" --log_level error --master_port "$(free_port)" --module deepspeed_nmt train "$@" ${settings[@]+"${settings[@]}"}

@@ -159,6 +159,12 @@ forward() {
 # status_of SIGNAL: print the exit status after SIGNAL.
 status_of() { echo $((128 + $(kill -l "$1"))); }
 
+# pip ends with status 1 at Ctrl-C, which is no error of its own.
+install_lock_of_machine() {
+    trap 'exit 130' INT
+    install "$lock"
+}
+
 exit_on_signals() {
     local name
     for name in $SIGNALS; do
@@ -231,10 +237,14 @@ train() {
     local options=() preset=zero2
     [ "$lock" != cpu ] || options+=(--cpu) preset=cpu
     [ -z "${RANKS:-}" ] || options+=(--ranks "$RANKS")
-    say "watch it with: $VENV/bin/tensorboard --logdir $RUN"
-    exec "$ROOT/launch/local.sh" ${options[@]+"${options[@]}"} -- --recipe "$RECIPE" --data "$OUT/data" --run "$RUN" \
+    say "its curves: $(quoted "$VENV/bin/tensorboard" --logdir "$RUN")"
+    # The seconds in the messages of both scripts count from the start of this one.
+    exec env SECONDS="$SECONDS" "$ROOT/launch/local.sh" ${options[@]+"${options[@]}"} -- --recipe "$RECIPE" --data "$OUT/data" --run "$RUN" \
         engine.name=deepspeed engine.ds_config="$preset"
 }
+
+# quoted WORD...: print words as the shell reads them.
+quoted() { printf '%q ' "$@"; }
 
 translate() {
     exec deepspeed-nmt translate --run "$RUN" --checkpoint best \
@@ -250,6 +260,7 @@ case "$OUT" in /*) ;; *) OUT="$PWD/$OUT" ;; esac # the launcher's processes may 
 TEXT="$OUT/text" RUN="$OUT/run" MARKER="$OUT/.quickstart" SOURCE_SUFFIX=en TARGET_SUFFIX=de
 [ -z "$SOURCE" ] || SOURCE_SUFFIX=source TARGET_SUFFIX=target RECIPE="${RECIPE:-sample_small}"
 RECIPE="${RECIPE:-sample_quick}"
+[ -f "$ROOT/deepspeed_nmt/recipes/$RECIPE.yaml" ] || die "no recipe '$RECIPE'; docs/recipes.md lists the names for RECIPE"
 [ -z "$SOURCE$TARGET" ] || check_text
 claim_out
 
@@ -261,7 +272,7 @@ say "1/6 install (for this machine: requirements/$lock.txt)"
 if [ "$SYSTEM" = yes ]; then
     install "$lock" # in the foreground, because sudo may ask for a password
 else
-    attend_step install "$lock"
+    attend_step install_lock_of_machine
     [ -z "$stopped" ] || exit "$stopped"
 fi
 use_venv
@@ -278,4 +289,6 @@ for number in 1 2 3; do
         "reference    $(sed -n "${number}p" "$TEXT/test.$TARGET_SUFFIX")"
 done
 echo
-say "done; the run is in $RUN; its curves: $VENV/bin/tensorboard --logdir $RUN"
+say "done; the run is in $RUN"
+say "its curves: $(quoted "$VENV/bin/tensorboard" --logdir "$RUN")"
+say "translate other text: $(quoted "$VENV/bin/deepspeed-nmt" translate --run "$RUN")--input FILE --output FILE"

@@ -318,6 +318,11 @@ SLOW = """#!/usr/bin/env bash
 echo preparing >>"$STUB_LOG"
 sleep 30
 """
+PIP = """#!/usr/bin/env bash
+case "$*" in
+*"pip install"*) trap 'echo "Operation cancelled by user"; exit 1' INT; echo installing >>"$STUB_LOG"; sleep 30 ;;
+esac
+"""
 
 
 @pytest.mark.parametrize(
@@ -328,12 +333,18 @@ sleep 30
         (signal.SIGUSR1, "training"),
         (signal.SIGTERM, "preparing"),
         (signal.SIGHUP, "preparing"),
+        (signal.SIGINT, "installing"),
     ],
 )
 def test_quickstart_forwards_a_signal(
     number: signal.Signals, step: str, stubs: dict[str, str], tmp_path: Path
 ) -> None:
-    program, text = ("deepspeed", TRAINING) if step == "training" else ("deepspeed-nmt", SLOW)
+    program, text = {
+        "training": ("deepspeed", TRAINING),
+        "preparing": ("deepspeed-nmt", SLOW),
+        "installing": ("python", PIP),
+    }[step]
+    stubs["SKIP_INSTALL"] = "1" if step != "installing" else ""
     (Path(stubs["VENV"]) / "bin" / program).write_text(text, encoding="utf-8")
     log = Path(stubs["STUB_LOG"])
     process = subprocess.Popen(
@@ -356,7 +367,8 @@ def test_quickstart_forwards_a_signal(
             process.wait()
     assert process.returncode == (75 if step == "training" else 128 + number), said
     assert f"stopped with status {process.returncode}; start the same command again to resume" in said
-    assert step == "preparing" or log.read_text().splitlines()[-1] == "saved"
+    assert step != "training" or log.read_text().splitlines()[-1] == "saved"
+    assert "error" not in said
 
 
 def test_quickstart_splits_off_held_out_text(stubs: dict[str, str], tmp_path: Path) -> None:
@@ -399,6 +411,7 @@ def test_quickstart_refuses_what_it_cannot_use(stubs: dict[str, str], tmp_path: 
         ((), {"SOURCE": long}, "name the other file too"),
         ((), {"OUT": long}, f"{long} is a file"),
         ((), {"OUT": f"{long}/below"}, "below cannot be written"),
+        ((), {"RECIPE": "sample_smal"}, "no recipe 'sample_smal'"),
         ((), {"LOCK": "foo"}, "LOCK is 'foo'"),
         ((), {"RANKS": "two"}, "RANKS is 'two'"),
         ((), {"VOCAB_SIZE": "-3"}, "VOCAB_SIZE is '-3'"),
