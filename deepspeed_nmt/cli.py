@@ -140,7 +140,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _check_words(words, parser)
     arguments, rest = parser.parse_known_args(words)
     if rest and not (hasattr(arguments, "settings") and all(_SETTING.match(word) for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.prog = " ".join([parser.prog, arguments.command, *filter(None, [getattr(arguments, "kind", None)])])
+        settings = "; a setting is given as section.key=value" if hasattr(arguments, "settings") else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{settings}")
     if rest:
         arguments.settings += rest  # argparse accepts settings on one side of the options only
     return execute(arguments)

@@ -224,8 +224,8 @@ def _read(
     before = load_recorded(recorded) if begun else None
     if not options and not begun:
         raise ConfigError(
-            "--data is required to start a run, but missing; give a directory made by `prepare` (a run that has a "
-            "checkpoint remembers its own)"
+            f"{arguments.run} has no checkpoint to resume from, and --data is not given; check --run, or give "
+            "a directory made by `prepare` as --data"
         )
     data = TrainingData(options) if options else recorded_data(arguments.run)
     corpora = data.corpora(config.mixture)

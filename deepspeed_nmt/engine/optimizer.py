@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.registry import Config
 
 Groups = list[dict[str, Any]]
@@ -44,7 +45,19 @@ class OptimizerConfig(Config):
         """
 
     def over(self, module: nn.Module) -> torch.optim.Optimizer:
-        """Build the optimizer over the trained parameters of a module."""
+        """Build the optimizer over the trained parameters of a module.
+
+        Raises:
+            ConfigError: if it does not keep all of :attr:`states`.
+        """
+        weight = nn.Parameter(torch.zeros(1))
+        weight.grad = torch.zeros(1)
+        (probe := self.build([{"params": [weight], "weight_decay": 0.0}])).step()
+        if missing := [name for name in self.states if not isinstance(probe.state[weight].get(name), Tensor)]:
+            raise ConfigError(
+                f"optimizer.name={self.name} keeps no {' and no '.join(missing)} with these settings, so no resumed "
+                "run could restore it; change the settings, or `states` of the optimizer's class"
+            )
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         groups: Groups = [{"params": trained, "weight_decay": 0.0}]
         if self.weight_decay > 0.0:

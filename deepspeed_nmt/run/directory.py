@@ -107,11 +107,12 @@ class Run:
         """
         if (path / "state.json").is_file():
             raise ConfigError(
-                f"{path} is a checkpoint of a run; give {option} {path.parent.parent} and the checkpoint {path.name}"
+                f"{path} is a checkpoint, not a run; give {path.parent.parent} as {option} and the "
+                f"checkpoint {path.name}"
             )
         if not any((path / name).exists() for name in (CONFIG_FILE, MANIFEST_FILE, CHECKPOINTS)):
             what = "has no config.yaml" if path.is_dir() else "does not exist"
-            raise ConfigError(f"{path} {what}; give {option} a directory made by `train`")
+            raise ConfigError(f"{path} {what}; give a directory made by `train` as {option}")
         check_utf8_name(path, option)
         files = verify_run(path)
         return cls(path, load_recorded(path / CONFIG_FILE), open_tokenizer(path), files)

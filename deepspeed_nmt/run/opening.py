@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TOP, TranslationModel, exit_name
@@ -57,12 +58,17 @@ def search_settings(runs: Sequence[Run], changes: Mapping[str, Any], exits: Sequ
             f"{option(unknown[0])} is no option of search.name={settings['name']}, which decodes here; "
             + _remedy(runs, unknown[0], exits)
         )
-    try:
-        search = kind.model_validate({key: value for key, value in settings.items() if key in kind.model_fields})
-    except ValidationError as error:
+    settings = {key: value for key, value in settings.items() if key in kind.model_fields}
+    if type(run.config.search) is not kind:  # which can have other bounds for a setting of the same name
+        for problem in _problems(kind, settings):
+            for key in problem["loc"][:1]:
+                if key != "name" and changes.get(str(key)) is None:
+                    settings.pop(str(key), None)
+    if problems := _problems(kind, settings):
         raise ConfigError(
-            [problem_of(each, option(str(each["loc"][0])) if each["loc"] else "") for each in error.errors()]
-        ) from error
+            [problem_of(problem, option(str(problem["loc"][0])) if problem["loc"] else "") for problem in problems]
+        )
+    search = kind.model_validate(settings)
     assert isinstance(search, SearchConfig)
     if not set(search.needs_exits) <= set(run.config.model.named_exits):
         raise ConfigError(
@@ -73,6 +79,15 @@ def search_settings(runs: Sequence[Run], changes: Mapping[str, Any], exits: Sequ
     if wrong := set(replace(parts, search=search).contradictions()) - set(parts.contradictions()):
         raise ConfigError(sorted(wrong))
     return search
+
+
+def _problems(kind: type[Config], settings: Mapping[str, Any]) -> list[ErrorDetails]:
+    """Return the errors of settings; an empty list if they are valid."""
+    try:
+        kind.model_validate(settings)
+    except ValidationError as error:
+        return error.errors()
+    return []
 
 
 def _remedy(runs: Sequence[Run], setting: str, exits: Sequence[str]) -> str:

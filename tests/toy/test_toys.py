@@ -54,8 +54,8 @@ def test_toys_are_trained_resumed_and_used_to_translate(recipe: str, data: Path,
     entries = [json.loads(line) for line in (tmp_path / "straight/metrics.jsonl").read_text().splitlines()]
     logged = {tag: value for entry in entries for tag, value in entry.items()}
     assert logged["train/state_norm"] > 0.0 and logged["valid/loss"] < entries[0]["train/loss"]
-    found = Translator.open(tmp_path / "straight", checkpoint="last").translate(["The dog sleeps.", ""])
-    assert len(found[0].tokens) == 5 and found[1].text == ""
+    first, empty = Translator.open(tmp_path / "straight", checkpoint="last").translate(["The dog sleeps.", ""])
+    assert len(first.tokens) == 5 and empty.text == ""
 
 
 @pytest.mark.parametrize("engine", ["plain", "zero2"])

@@ -53,14 +53,14 @@ class FixedLength:
         """
         memory, cache = self.model.encode(source_BS, padded), self.model.begin()
         tokens_B = source_BS.new_full((source_BS.shape[0],), self.vocabulary.bos)
-        found: list[Tensor] = []
+        predicted: list[Tensor] = []
         log_prob_B = torch.zeros(source_BS.shape[0], device=source_BS.device)
         for _ in range(self.config.length):
             best = torch.log_softmax(self.model.step(tokens_B, memory, cache).float(), dim=1).max(dim=1)
             tokens_B = best.indices
             log_prob_B += best.values
-            found.append(tokens_B)
-        rows = torch.stack(found, dim=1).tolist()
+            predicted.append(tokens_B)
+        rows = torch.stack(predicted, dim=1).tolist()
         return [[Hypothesis(row, score, score)] for row, score in zip(rows, log_prob_B.tolist(), strict=True)]
 
 

@@ -47,6 +47,11 @@ def test_words_that_are_refused(word: str, message: str, capsys: pytest.CaptureF
             ["average", "--last", "2"],
             "the following arguments are required: --run (see `deepspeed-nmt aver",
         ),
+        (
+            ["train", "--run", "r", "--optimizer.lr=1"],
+            "unrecognized arguments: --optimizer.lr=1; a setting is given as section.key=value (see `deepspeed-nmt t",
+        ),
+        (["report", "run", "r", "--run", "s"], "unrecognized arguments: --run s (see `deepspeed-nmt report run -"),
     ],
 )
 def test_a_mistake_in_an_argument_is_one_sentence(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 
+from deepspeed_nmt.engine.optimizer import Groups, OptimizerConfig
+from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.train.optimizers.adam import AdamConfig, AdamWConfig
 from deepspeed_nmt.train.schedule import ScheduleConfig, learning_rate
 
@@ -41,3 +45,22 @@ def test_weight_decay_excludes_vectors_and_frozen_parameters() -> None:
     groups = AdamWConfig(weight_decay=0.1).over(model).param_groups
     assert [(g["weight_decay"], [p.ndim for p in g["params"]]) for g in groups] == [(0.1, [2]), (0.0, [1, 1, 1, 1])]
     assert isinstance(AdamConfig().over(model), torch.optim.Adam)
+
+
+class MomentumConfig(OptimizerConfig):
+    """SGD, which keeps a state only with momentum."""
+
+    states: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+
+    name: str = "sgd"
+    momentum: float = 0.9
+
+    def build(self, groups: Groups) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum)
+
+
+def test_an_optimizer_without_the_states_that_it_declares_is_refused() -> None:
+    model = torch.nn.Linear(3, 4)
+    assert not MomentumConfig().over(model).state
+    with pytest.raises(ConfigError, match=r"optimizer\.name=sgd keeps no momentum_buffer"):
+        MomentumConfig(momentum=0.0).over(model)
