@@ -32,8 +32,12 @@ def start(words: list[str], log: Path, script: str = "local.sh --ranks 2 --cpu")
 
 def below(process: subprocess.Popen[bytes], word: str) -> list[psutil.Process]:
     """Return the descendants of a process that have an argument beginning with ``word``."""
-    descendants = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in descendants if any(argument.startswith(word) for argument in child.cmdline())]
+    descendants = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends while the script starts
+            if any(argument.startswith(word) for argument in child.cmdline()):
+                descendants.append(child)
+    return descendants
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
