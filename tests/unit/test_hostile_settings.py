@@ -92,7 +92,7 @@ def test_a_gpu_that_is_missing_is_not_replaced_by_the_cpu(
         ("A", {"checkpoint": 5}, "`checkpoint`"),
         ("A", {"exit": 5}, "`exit` .* 5"),
         ("A", {"decoder_layers": "6"}, "`decoder_layers` .* '6'"),
-        ("A", {}, "^A .* `run` "),
+        ("A", {}, "A .* `run`"),
     ],
 )
 def test_arguments_of_another_type_are_refused(run: Any, options: dict[str, Any], problem: str) -> None:
@@ -167,7 +167,7 @@ def test_of_many_problems_the_first_are_listed() -> None:
         (["translate", "--run", "R", "--input", LONG, "--output", "-"], "(File name too long)"),
         (["score", "--hypothesis", LONG, "--reference", "F"], "File name too long"),
         (["average", "--run", LONG, "--last", "1"], "error: File name too long ('nnnn"),
-        (["report", "collapse", LONG], "error: no entry with train/target_tokens in nnnn"),
+        (["report", "collapse", LONG], "error: File name too long ('nnnn"),
         (["selftest", "--ranks", str(10**9)], "--ranks is 1000000000"),
     ],
     ids=lambda words: " ".join(words)[:40] if isinstance(words, list) else "",
