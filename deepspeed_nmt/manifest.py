@@ -12,16 +12,25 @@ from typing import Annotated
 from pydantic import BaseModel, Field, ValidationError
 
 from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.files import atomic_write_bytes, read_regular, sha256_of
+from deepspeed_nmt.files import atomic_write_bytes, read_regular, resolved, sha256_of
 from deepspeed_nmt.registry import Config
 
 MANIFEST_FILE = "manifest.json"
 HASH_SUFFIX = ".sha256"
 """Ending of the file with the hash of a record, in the format of the program ``sha256sum``."""
 
+_RECORDS = (MANIFEST_FILE + HASH_SUFFIX, "meta.json" + HASH_SUFFIX, "deepspeed_nmt.json")
+"""Files of which a run, a checkpoint, a data directory or an export has one."""
+
 PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 """Name of a file in the directory of its record: no path, no hidden file."""
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+def recorded_directory(path: Path) -> Path | None:
+    """Return the run, checkpoint, data or export directory that a path lies in; None outside of them."""
+    parents = resolved(path).parents
+    return next((parent for parent in parents if any((parent / name).is_file() for name in _RECORDS)), None)
 
 
 class FileRecord(Config):

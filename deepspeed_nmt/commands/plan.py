@@ -110,7 +110,7 @@ def _check(arguments: argparse.Namespace) -> None:
         problems.append("--sweep plans recipes, but --config is given; leave out one of them")
     sizes = ("4" if arguments.vocab_size is None else arguments.vocab_size).split(",")
     if len(sizes) > 2 or not all(
-        size.isdecimal() and len(size) < 20 and 4 <= int(size) <= MAX_VOCABULARY for size in sizes
+        size.isascii() and size.isdecimal() and len(size) < 20 and 4 <= int(size) <= MAX_VOCABULARY for size in sizes
     ):
         problems.append(
             f"--vocab-size is {shown(arguments.vocab_size)}; give a number from 4 to {MAX_VOCABULARY:,}, or two"

@@ -8,7 +8,6 @@ itself or by a job that it submits. No shell is involved.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import signal
@@ -23,7 +22,7 @@ from typing import IO, Any
 
 from typing_extensions import override
 
-from deepspeed_nmt.errors import ConfigError, MetricError, shown
+from deepspeed_nmt.errors import ConfigError, MetricError, finite_number, shown
 from deepspeed_nmt.evaluate.metrics import METRICS, Metric
 from deepspeed_nmt.files import sha256_of
 
@@ -176,8 +175,7 @@ class CommandMetric(Metric):
 
     def _number(self, text: str, where: str) -> float:
         with suppress(ValueError):
-            if math.isfinite(number := float(text)):
-                return number
+            return finite_number(text)
         raise MetricError(f"{where}, of the metric {self.name}, is {shown(text)}, and not a finite number")
 
     def _call(
@@ -232,10 +230,11 @@ def check_programs(metrics: Sequence[CommandMetric]) -> None:
 def read_sentence_scores(path: Path, count: int) -> list[float] | None:
     """Read the scores of sentences that a program has written; None if it has not, or not one for each sentence."""
     try:
-        scores = [float(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = map(str.strip, path.read_text(encoding="utf-8").splitlines())
+        scores = [finite_number(line) for line in lines if line]
     except (OSError, ValueError):
         return None
-    return scores if len(scores) == count and all(map(math.isfinite, scores)) else None
+    return scores if len(scores) == count else None
 
 
 def ending(status: int) -> str:

@@ -80,7 +80,7 @@ def requeued() -> bool:
 
 def _number(name: str) -> int:
     text = os.environ.get(name, "0")
-    if not text.isdecimal():
+    if not (text.isascii() and text.isdecimal()):
         raise ConfigError(
             f"{name} is {shown(text)}, which is no number; unset it, or start with `deepspeed`, `torchrun` or "
             "`srun`, which set it"

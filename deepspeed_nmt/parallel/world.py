@@ -400,7 +400,7 @@ class _Wait:
 
 def _port() -> int:
     text = os.environ["MASTER_PORT"]
-    if not text.isdecimal() or not 0 < int(text) < 65536:
+    if not (text.isascii() and text.isdecimal()) or not 0 < int(text) < 65536:
         raise ConfigError(f"MASTER_PORT is {shown(text)}, which is no port; set a number from 1024 to 65535")
     return int(text)
 

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from typing_extensions import override
 
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.errors import ConfigError, finite_number
 
 MAX_DEPTH = 20
 """Bound on nested mappings and lists. Settings have four levels."""
@@ -178,6 +178,6 @@ def _plain(value: Any) -> Any:
 def _number(text: str) -> str | float:
     """Convert text to a number if it is one in a form that YAML 1.1 does not know, such as 7e-4."""
     try:
-        return text if text.isdecimal() or text[:1] not in "+-.0123456789" else float(text)
+        return text if text.isdecimal() or text[:1] not in "+-.0123456789" else finite_number(text)
     except ValueError:
         return text

@@ -140,9 +140,10 @@ def check_ensemble(runs: Sequence[Run], weights: Sequence[float] | None) -> None
             f"{option('weights')} has {counted(len(weights), 'numbers')} for "
             f"{counted(len(runs), 'runs')}; give as many"
         )
-    if not all(0.0 < weight < math.inf for weight in weights):
+    if not all(1e-100 <= weight <= 1e100 for weight in weights):  # their sum and its shares are numbers above 0
         raise ConfigError(
-            f"{option('weights')} are {shown(list(weights))}, and not all above 0; leave out a run of weight 0"
+            f"{option('weights')} are {shown(list(weights))}, and not all from 1e-100 to 1e100; leave out a run of "
+            "weight 0"
         )
 
 

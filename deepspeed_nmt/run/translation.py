@@ -5,7 +5,7 @@ text and on the batch size only, so that the translation is the same for any num
 one by one and writes their translations; rank 0 logs warnings and progress for all, and joins the pieces in order.
 
     OUTPUT.pieces/job.json        what is translated, with what: another translation does not resume this one
-                  piece-0000000   a line of JSON with hash and counts, then the translations, then the alignments
+                  piece-0000000   a hash of the rest; a line of JSON with counts; translations; alignments
 
 Nothing here imports torch for a single rank.
 """
@@ -28,7 +28,9 @@ from io import BufferedReader
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
+
+from pydantic import BaseModel, Field
 
 from deepspeed_nmt import __version__
 from deepspeed_nmt.console import counting, logger
@@ -50,6 +52,7 @@ from deepspeed_nmt.files import (
     text_lines,
 )
 from deepspeed_nmt.interruption import Interrupted
+from deepspeed_nmt.manifest import recorded_directory
 from deepspeed_nmt.parallel.launched import place, requeued
 from deepspeed_nmt.parallel.shared_work import SharedWork
 from deepspeed_nmt.search.base import MisalignedError, Translation
@@ -264,6 +267,8 @@ def output_path(name: str, option: str) -> Path | None:
     target = Path(name)
     problem = "" if target.parent.is_dir() else f"is in {target.parent}, which is no directory"
     problem = "is a directory" if target.is_dir() else problem
+    if not problem and (inside := recorded_directory(target)) is not None:
+        problem = f"lies in {inside}, which other commands read"
     try:
         if not problem and is_replaceable(target):  # permissions do not tell what some file systems refuse
             with TemporaryFile(dir=resolved(target).parent):
@@ -416,6 +421,12 @@ class Piece(NamedTuple):
     counts: SourceCounts
 
 
+class _PieceHeader(BaseModel):
+    job: str
+    text: Annotated[int, Field(ge=0, lt=1 << 53)]
+    counts: SourceCounts
+
+
 class Pieces:
     """The directory of the pieces of a translation.
 
@@ -535,23 +546,18 @@ class Pieces:
         Raises:
             OSError: if the file cannot be written, for example because the disk is full.
         """
-        content = piece.text + piece.alignment
-        header = {
-            "job": self.digest,
-            "text": len(piece.text),
-            "sha256": hashlib.sha256(content).hexdigest(),
-            "counts": asdict(piece.counts),
-        }
-        atomic_write_bytes(self.file(number), json.dumps(header).encode() + b"\n" + content)
+        header = {"job": self.digest, "text": len(piece.text), "counts": asdict(piece.counts)}
+        content = json.dumps(header).encode() + b"\n" + piece.text + piece.alignment
+        atomic_write_bytes(self.file(number), hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
 
     def read(self, number: int) -> Piece | None:
         """Return a piece; None if it is damaged or of another translation."""
         with suppress(*_DAMAGED):
-            header, _, content = read_regular(self.file(number)).partition(b"\n")
-            values = parse_json(header)
-            if (values["job"], values["sha256"]) == (self.digest, hashlib.sha256(content).hexdigest()):
-                size = values["text"]
-                return Piece(content[:size], content[size:], SourceCounts(**values["counts"]))
+            digest, _, content = read_regular(self.file(number)).partition(b"\n")
+            line, _, texts = content.partition(b"\n")
+            header = _PieceHeader.model_validate_json(line)
+            if hashlib.sha256(content).hexdigest().encode() == digest and header.job == self.digest:
+                return Piece(texts[: header.text], texts[header.text :], header.counts)
         return None
 
     def remove(self) -> None:

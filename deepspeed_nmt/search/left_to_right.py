@@ -44,7 +44,7 @@ class LeftToRightSettings(SearchConfig):
         default=0, ge=0, le=1_000_000, description="longest translation in target tokens, EOS included; 0: no bound"
     )
     min_length: int = Field(
-        default=1, ge=1, le=1_000_000, description="shortest translation in target tokens, EOS included"
+        default=1, ge=1, le=4096, description="shortest translation in target tokens, EOS included"
     )
     no_repeat_ngram: int = Field(
         default=0, ge=0, le=1_000, description="n: no n-gram of tokens occurs twice in a translation; 0: allowed"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import errno
+import hashlib
 import logging
+import re
 import signal
 import threading
 import time
@@ -19,7 +21,7 @@ import torch.distributed as dist
 
 from deepspeed_nmt.api import Translator
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.errors import DataError, ReportedError
+from deepspeed_nmt.errors import ConfigError, DataError, ReportedError
 from deepspeed_nmt.files import exclusive
 from deepspeed_nmt.interruption import Interrupted
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
@@ -27,7 +29,14 @@ from deepspeed_nmt.parallel.launched import RankPlace
 from deepspeed_nmt.parallel.shared_work import SharedWork
 from deepspeed_nmt.run import translation
 from deepspeed_nmt.run.opening import Opened
-from deepspeed_nmt.run.translation import Pieces, lines_of_a_piece, open_texts, translate_in_pieces, written
+from deepspeed_nmt.run.translation import (
+    Pieces,
+    lines_of_a_piece,
+    open_texts,
+    output_path,
+    translate_in_pieces,
+    written,
+)
 from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.search.decode_options import DecodeOptions
 
@@ -171,15 +180,51 @@ def test_a_full_disk_loses_nothing_that_was_translated(
     assert translate(translator, source) == 0 and source.with_name("target").read_text() == expected
 
 
+def reseal(content: bytes) -> bytes:
+    """Give the changed content of a piece its hash."""
+    body = content.partition(b"\n")[2]
+    return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda piece: piece[:-3],
+        lambda piece: re.sub(rb'"text": \d+', b'"text": 3', piece),  # other bytes of the texts
+        lambda piece: reseal(re.sub(rb'"text": \d+', b'"text": -3', piece)),
+        lambda piece: reseal(re.sub(rb'"lines": \d+', b'"lines": "many"', piece)),
+        lambda piece: reseal(re.sub(rb'"tokens": \d+', b'"tokens": [1]', piece)),
+        lambda piece: reseal(b"\n[]\n"),
+        lambda piece: b"",
+    ],
+)
 def test_a_piece_damaged_between_two_starts(
-    translator: Translator, source: Path, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    translator: Translator,
+    source: Path,
+    expected: str,
+    damage: Callable[[bytes], bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
 ) -> None:
     with interrupted(monkeypatch, 14, Interrupted(signal.SIGTERM)):
         assert translate(translator, source) == 75
     piece = source.with_name("target.pieces") / "piece-0000001"
-    piece.write_bytes(piece.read_bytes()[:-3])
+    assert reseal(piece.read_bytes()) == piece.read_bytes() != damage(piece.read_bytes())
+    piece.write_bytes(damage(piece.read_bytes()))
     assert translate(translator, source) == 0 and source.with_name("target").read_text() == expected
     assert "piece-0000001 is damaged; it is translated again" in caplog.text
+
+
+@pytest.mark.parametrize("mark", ["manifest.json.sha256", "meta.json.sha256", "deepspeed_nmt.json"])
+def test_no_output_lies_in_a_run_or_in_data(tmp_path: Path, mark: str) -> None:
+    inside = tmp_path / "own/checkpoints"
+    inside.mkdir(parents=True)
+    (tmp_path / "own" / mark).touch()
+    (tmp_path / "link").symlink_to(inside)
+    for place in (inside.parent, inside, tmp_path / "link"):
+        with pytest.raises(ConfigError, match=r"--output: .* lies in .*/own, which other commands read"):
+            output_path(str(place / "hyp"), "--output")
+    assert output_path(str(tmp_path / "hyp"), "--output") == tmp_path / "hyp"
 
 
 def test_warnings_are_those_of_the_whole_text(
