@@ -1,0 +1,166 @@
+"""Flip bits of weights, gradients and batches on one of two ranks: what is detected, and to what is it put down?
+
+    python benchmarks/flips.py [--flips 100] [--seed 1]
+
+Each flip is a bit of one fp32 weight, of one fp32 gradient before it is reduced, or of one token of a batch. Rank 1
+has the fault, in one update of a small model on two CPU ranks under plain torch. A flip is detected if it makes the
+update's gradient infinite or NaN, or the weights of the ranks differ (training.checksum_every=1). It is attributed
+rightly if rank 1 is named, alone or as one of the two that contradict one another; a gradient that is damaged after
+its loss was computed is put down to the way between devices. The row is written to benchmarks/results/flips.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import socket
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from deepspeed_nmt.core.batch import Batch  # noqa: E402
+from deepspeed_nmt.core.objective import Objective, TrainModule  # noqa: E402
+from deepspeed_nmt.core.vocabulary import Vocabulary  # noqa: E402
+from deepspeed_nmt.data.batching import BatchConfig  # noqa: E402
+from deepspeed_nmt.data.loader import TrainLoader  # noqa: E402
+from deepspeed_nmt.data.update_order import Cursor  # noqa: E402
+from deepspeed_nmt.engine.plain import PlainEngine  # noqa: E402
+from deepspeed_nmt.errors import ReportedError  # noqa: E402
+from deepspeed_nmt.methods.label_smoothed import LabelSmoothed  # noqa: E402
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer  # noqa: E402
+from deepspeed_nmt.parallel.world import World  # noqa: E402
+from deepspeed_nmt.train.faults import attribute, check_replicas  # noqa: E402
+from deepspeed_nmt.train.optimizers.adam import AdamConfig  # noqa: E402
+from tests.support import random_corpus  # noqa: E402
+
+RESULTS = ROOT / "benchmarks/results/flips.json"
+V = Vocabulary(60)
+KINDS = ("weight", "gradient", "batch")
+FAULTY = 1
+
+
+def flip(tensor: torch.Tensor, dice: random.Random) -> int:
+    """Flip a random bit of a random element of an fp32 tensor, in place, and return the number of the bit."""
+    bit, place = dice.randrange(32), dice.randrange(tensor.numel())
+    pattern = torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32)
+    tensor.view(-1)[place : place + 1].view(torch.int32).bitwise_xor_(pattern)
+    return bit
+
+
+def flip_token(batch: Batch, dice: random.Random) -> tuple[Batch, int]:
+    """Return a batch with a bit of a source token flipped that leaves it in the vocabulary, and the bit's number."""
+    source = batch.source_BS.clone()
+    while True:
+        bit, row, place = dice.randrange(6), dice.randrange(source.shape[0]), dice.randrange(source.shape[1])
+        changed = int(source[row, place]) ^ (1 << bit)
+        if 4 <= changed < 60 and int(source[row, place]) >= 4:
+            source[row, place] = changed
+            return replace(batch, source_BS=source), bit
+
+
+def outcome(kind: str, seed: int, loader: TrainLoader, module: TrainModule, world: World) -> tuple[str, int]:
+    """Make an update with a flip on the faulty rank; return how it ended, and the number of the bit."""
+    dice, bit = random.Random(seed), -1
+    engine = PlainEngine(deepcopy(module), AdamConfig(), "fp32", world)
+    parameters = list(engine.module.parameters())
+    update = next(loader.updates(Cursor(), 1))
+    batches = list(update.micro_batches)
+    (chosen,) = dice.choices(range(len(parameters)), [parameter.numel() for parameter in parameters])
+    if world.rank == FAULTY and kind == "weight":
+        with torch.no_grad():
+            bit = flip(parameters[chosen].data, dice)
+    elif world.rank == FAULTY and kind == "batch":
+        batches[0], bit = flip_token(batches[0], dice)
+    elif world.rank == FAULTY:
+        inner, before = engine._backward, []
+
+        def damaged(batch: Batch, factor: float) -> Any:
+            nonlocal bit
+            output = inner(batch, factor)
+            gradient = parameters[chosen].grad
+            if not before and gradient is not None:
+                before.append(True)
+                bit = flip(gradient, dice)
+            return output
+
+        engine._backward = damaged  # type: ignore[method-assign]
+    found: Callable[[str], str] = lambda reason: "named" if f"rank {FAULTY} on " in reason else "WRONG"  # noqa: E731
+    try:
+        result = engine.update(batches, update.target_tokens, 1e-3)
+        if result.skipped:
+            again = lambda rank: next(loader.of_rank(rank).updates(Cursor(), 1)).micro_batches  # noqa: E731
+            cause = attribute(engine.module, again, result, world)
+            return ("on its way" if "on its way" in cause else f"WRONG: {cause}"), bit
+        check_replicas(engine.module, world)
+    except ReportedError as error:
+        return found(error.reason), bit
+    return "undetected", bit
+
+
+def work(rank: int, flips: int, seed: int, port: int, directory: str) -> None:
+    """Be a rank."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    world = World(rank, 2, rank, torch.device("cpu"))
+    corpus = random_corpus(Path(directory), 60, 60, 1)
+    loader = TrainLoader.of_corpus(corpus, BatchConfig(update_tokens=400, micro_tokens=100), 1, rank, 2, V)
+    torch.manual_seed(1)
+    config = TransformerConfig(dim=16, ffn_dim=32, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.1)
+    module = TrainModule(build_transformer(config, V), Objective(LabelSmoothed(0.1, V.pad)))
+    rows: dict[str, Counter[str]] = {}
+    bits: dict[str, Counter[int]] = {kind: Counter() for kind in KINDS}
+    for kind in KINDS:
+        rows[kind] = Counter()
+        for number in range(flips):
+            ended, bit = outcome(kind, hash((seed, KINDS.index(kind), number)), loader, module, world)
+            rows[kind][ended] += 1
+            if ended == "undetected":
+                bits[kind][bit] += 1
+    if rank == FAULTY:
+        content = {
+            kind: {"flips": flips, **rows[kind], "undetected by bit": dict(sorted(bits[kind].items()))}
+            for kind in KINDS
+        }
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps({"seed": seed, "torch": torch.__version__, **content}, indent=1) + "\n")
+        sys.stdout.write(RESULTS.read_text())
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Run both ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--flips", type=int, default=100, help="of each kind (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    with socket.socket() as free, tempfile.TemporaryDirectory() as directory:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        for rank in range(2):
+            (Path(directory) / str(rank)).mkdir()
+        processes.spawn(_start, (arguments.flips, arguments.seed, port, directory), nprocs=2)
+    return 0
+
+
+def _start(rank: int, flips: int, seed: int, port: int, directory: str) -> None:
+    work(rank, flips, seed, port, str(Path(directory) / str(rank)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
