@@ -250,10 +250,10 @@ def batch(layout: Layout, fault: str, kills: int, data: list[Path], scratch: Pat
         last = job.updates() + 6
         end = [f"training.max_updates={last}"]
         disks: dict[str, Any] = {"SLOW_DISK_S": "0", "FAULTY_DISK": str(job.faulty)}
-        run_ranks([*job.words, *end], layout.ranks, scratch, _TIMEOUT_S, **disks)
+        run_ranks([*job.words, *end], layout.ranks, scratch, **disks)
         straight = Job(layout, data, scratch, scratch / "straight")
         words = [*straight.words, *end, "training.save=blocking"]
-        run_ranks(words, layout.ranks, scratch, 4 * _TIMEOUT_S, **disks)
+        run_ranks(words, layout.ranks, scratch, **disks)
         assert_same(job.run, straight.run, last)
     return {
         "kills": kills,
