@@ -131,7 +131,7 @@ class PackedWeight:
         elif activation in (None, "relu"):
             product = multiply(x, self._weight, self._bias, "none", [], "")
             # oneDNN's own ReLU turns NaN into 0, which would hide damaged weights, and is no faster.
-            product = product if activation is None else product.relu_()
+            product = product if activation is None else torch.relu(product)
         else:
             product = multiply(x, self._weight, self._bias, activation, [], "none" if activation == "gelu" else "")
         return product

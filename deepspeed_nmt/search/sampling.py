@@ -70,7 +70,6 @@ class Sampling:
         self.vocabulary = vocabulary
         self._never = never_predicted(vocabulary, model)
 
-    @torch.inference_mode()
     def search(
         self, source_BS: Tensor, padded: bool = True, requests: Sequence[Request] | None = None
     ) -> list[list[Hypothesis]]:
@@ -84,6 +83,7 @@ class Sampling:
         """
         return [sorted(each, key=lambda sample: -sample.score) for each in self.samples(source_BS, padded, requests)]
 
+    @torch.inference_mode()
     def samples(self, source_BS: Tensor, padded: bool, requests: Sequence[Request] | None) -> list[list[Hypothesis]]:
         """Return all samples of each sentence, in the order of their numbers; see :meth:`search`."""
         device, config = source_BS.device, self.config

@@ -82,7 +82,7 @@ def test_files_and_metrics_of_a_run(whole: Path) -> None:
     assert {path.name for path in whole.iterdir()} == {
         *("config.yaml", "data.json", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints"),
         *("events.jsonl", "vocabulary.model", "vocabulary.json", "logs", "resolved.json"),
-        *("manifest.json", "manifest.json.sha256", "validation"),
+        *("manifest.json", "manifest.json.sha256", "validation", "goodput.jsonl"),
     }
     lines = log_of(whole)
     assert [line["update"] for line in lines] == [4, 4, 4, 8, 8, 8, 12, 12, 12, 12]
@@ -94,7 +94,7 @@ def test_files_and_metrics_of_a_run(whole: Path) -> None:
         *("train/rollbacks", "train/target_tokens", "collapse/source_reliance", "collapse/nll", "collapse/seconds"),
         *("collapse/cross_share/layer_01", "collapse/cross_share/layer_02"),
         *("valid/loss", "valid/nll", "valid/ppl", "valid/bleu"),
-        *("perf/target_tokens_per_s", "perf/padding", "perf/data_wait", "perf/memory", "perf/hours"),
+        *("perf/target_tokens_per_s", "perf/padding", "perf/data_wait", "perf/memory", "perf/hours", "perf/goodput"),
     }
     board = EventAccumulator(str(whole / "tensorboard"))
     board.Reload()
@@ -122,7 +122,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(data: Path, whole: Path, tmp_
     assert updates == sorted(updates), "one continuous log"
     events = log_of(run, "events")
     history = [(event["event"], event["update"]) for event in events if event["event"] != "best"]
-    assert history == [("start", 0), ("end", 6), ("resume", 6), ("end", 12)]
+    assert history == [("start", 0), ("saved", 4), ("end", 6), ("resume", 6), ("end", 12)]
     assert (events[0]["ranks"], events[0]["host"]) == (1, socket.gethostname())
     best = [event for event in events if event["event"] == "best"]
     # BLEU below 1 is no measure yet.

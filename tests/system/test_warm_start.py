@@ -268,7 +268,7 @@ def test_report_depths_checks_its_options(
     command = ["report", "depths", "--checkpoint", "last", "--input", str(text / "test.en")]
     command += ["--reference", str(text / "test.de"), "--out"]
     cases: list[tuple[Path, list[str], list[str]]] = [
-        *((picture, ["--max-loss", loss], ["--max-loss", str(float(loss))]) for loss in ("-1", "nan", "inf")),
+        (picture, ["--max-loss", "-1"], ["--max-loss", "-1.0"]),
         (tmp_path / "depths", [], [".png", ".svg"]),
         (tmp_path, [], [str(tmp_path), "directory"]),
     ]
