@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,6 +109,11 @@ def ssh(hosts: list[str], tmp_path: Path) -> Iterator[Path]:
         with (tmp_path / f"{host}.sshd.log").open("wb") as log:
             command = [str(found["sshd"]), "-D", "-e", "-f", str(tmp_path / "sshd_config")]
             daemons.append(subprocess.Popen(["ip", "netns", "exec", host, *command], stdout=log, stderr=log))
+    for host, address in zip(hosts, ADDRESSES, strict=True):
+        answers = ["ip", "netns", "exec", host, "bash", "-c", f": </dev/tcp/{address}/22"]
+        while subprocess.run(answers, capture_output=True).returncode:
+            assert all(daemon.poll() is None for daemon in daemons)
+            time.sleep(0.05)
     yield tmp_path / "bin"
     for daemon in daemons:
         daemon.terminate()

@@ -414,9 +414,10 @@ def test_only_an_export_as_it_was_written_is_replaced(change: str, tmp_path: Pat
     Certificate.check_own(export)
     (export / "model.bin").write_bytes(b"weights")
     Certificate(
-        **dict.fromkeys(("exporter", "precision", "run", "checkpoint", "exit", "text", "metric", "signature"), ""),
+        **dict.fromkeys(("exporter", "run", "checkpoint", "exit", "text", "metric", "signature"), ""),
         update=3,
-        hashes={},
+        precision="fp32",
+        hashes=dict.fromkeys(("config.yaml", "vocabulary", "weights", "text"), "0" * 64),
         versions={},
         comparisons=(),
         weights_bytes=7,

@@ -67,7 +67,7 @@ def test_the_ranks_of_a_host_must_hold_their_models(
             if total == needed:
                 resolve.check_size(model, engine, world)
             else:
-                with pytest.raises(ConfigError, match=r"memory of .* \(limit of the job or container\), but its "):
+                with pytest.raises(ConfigError, match=r"memory of .* \(limit of the job or container\)"):
                     resolve.check_size(model, engine, world)
             assert not caplog.text
 

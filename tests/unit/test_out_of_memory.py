@@ -83,7 +83,7 @@ def test_out_of_memory_is_explained(loader: TrainLoader, error: Exception) -> No
     with pytest.raises(TrainingError) as caught:
         probe("always", engine_with(error), loader)
     message, batch = str(caught.value), loader.largest()
-    assert message.startswith("the largest expected micro-batch must fit into RAM, but memory ran out")
+    assert message.startswith("the largest expected micro-batch ran out of the memory of RAM with ")
     assert f"{batch.rows} rows x {batch.longest} tokens, {batch.padded_tokens} of batch.micro_tokens" in message
     assert str(error).split("\n")[0].rstrip(".") in message
     for setting in ("batch.micro_tokens", "engine.recompute_decoder=1", "zero3", "engine.tensor_parallel"):
@@ -94,7 +94,7 @@ def test_out_of_memory_is_explained(loader: TrainLoader, error: Exception) -> No
 def test_an_update_names_its_largest_micro_batch(loader: TrainLoader) -> None:
     batches = next(loader.updates(Cursor(), 7)).micro_batches
     largest = max(batches, key=lambda batch: batch.padded_tokens)
-    message = f"^update 7 must fit.* {largest.rows} rows x {largest.longest} tokens"
+    message = f"^update 7 ran out of .* {largest.rows} rows x {largest.longest} tokens"
     with pytest.raises(TrainingError, match=message), explained("update 7", batches, CPU):
         raise torch.OutOfMemoryError(CUDA_MESSAGE)
 
