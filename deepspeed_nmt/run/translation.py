@@ -267,9 +267,9 @@ def output_path(name: str, option: str) -> Path | None:
     target = Path(name)
     problem = "" if target.parent.is_dir() else f"is in {target.parent}, which is no directory"
     problem = "is a directory" if target.is_dir() else problem
-    if not problem and (inside := recorded_directory(target)) is not None:
-        problem = f"lies in {inside}, which other commands read"
     try:
+        if not problem and (inside := recorded_directory(target)) is not None:
+            problem = f"lies in {inside}, which other commands read"
         if not problem and is_replaceable(target):  # permissions do not tell what some file systems refuse
             with TemporaryFile(dir=resolved(target).parent):
                 return target
