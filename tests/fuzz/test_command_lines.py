@@ -22,7 +22,7 @@ from hypothesis.strategies import SearchStrategy
 from deepspeed_nmt import cli
 from deepspeed_nmt.cli import _parser
 from deepspeed_nmt.commands import doctor
-from deepspeed_nmt.parallel import workers
+from deepspeed_nmt.parallel import shared_work
 from deepspeed_nmt.recipes import recipes, sweeps
 from tests.fuzz.configurations import words
 from tests.fuzz.conftest import Explore
@@ -231,7 +231,7 @@ def _fed(pipe: Path, content: bytes) -> Iterator[None]:
 def _no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """`selftest` and `doctor` check their options, and start nothing."""
     monkeypatch.setattr(doctor, "_examine", lambda arguments: 0)
-    monkeypatch.setattr(workers, "run_workers", lambda *arguments: 0)
+    monkeypatch.setattr(shared_work, "run_workers", lambda *arguments: 0)
 
 
 def test_command_lines(tiny: Path, place: Path, explore: Explore) -> None:
