@@ -51,8 +51,9 @@ from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.run.start import recorded_data
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.base import Hypothesis, LengthPenalty
-from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
+from deepspeed_nmt.search.beam import BeamConfig, BeamSearch, BeamSentence
 from deepspeed_nmt.search.forced import token_log_probs
+from deepspeed_nmt.search.left_to_right import Live, largest
 
 FORMATS: Mapping[str, type[Format]] = {
     format.name: format for format in (CTranslate2Format, HuggingFaceFormat, SafetensorsFormat)
@@ -488,18 +489,18 @@ class _TracedSearch(BeamSearch):
     smallest = math.inf
 
     @override
-    def _extend(self, live, logits_RV, closing, forbid=None):  # type: ignore[no-untyped-def]
-        extensions = super()._extend(live, logits_RV, closing, forbid)
-        if not any(closing):
-            beam = self.config.beam
-            log_probs, ends = extensions.log_prob_BC[0], extensions.is_eos_BC[0]
+    def extended(self, live: Live[BeamSentence], logits_RV: Tensor) -> Tensor:
+        total_RV = super().extended(live, logits_RV)
+        if live.sentences[0].limit > live.length:
+            log_probs, index = (x_BC[0] for x_BC in largest(total_RV.view(1, -1), total_RV.shape[1], 2 * self.beam))
+            ends, beam = index % total_RV.shape[1] == self.vocabulary.eos, self.beam
             opened = log_probs[~ends]
             pairs = [(opened[beam - 1], opened[beam])] if len(opened) > beam else []
             if len(log_probs) > beam and bool(ends[beam - 1]) != bool(ends[beam]):
                 pairs.append((log_probs[beam - 1], log_probs[beam]))
             gaps = [float(better - worse) for better, worse in pairs if bool(worse.isfinite())]
             self.smallest = min([self.smallest, *gaps])
-        return extensions
+        return total_RV
 
 
 @torch.inference_mode()

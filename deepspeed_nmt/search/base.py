@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Protocol, runtime_checkable
 
@@ -75,9 +75,9 @@ class Translation:
         log_prob: log-probability (nats) of its tokens and the EOS; 0 for an empty line.
         features: further scores of the search by name; see :class:`Hypothesis`.
         token_scores: log-probability (nats) of each token, given the tokens before it, and of the EOS after them;
-            none for an empty line. None if they were not asked for.
-        alignment: pairs of a word of the source and a word of the text that are linked, from 0, in ascending order;
-            see :mod:`deepspeed_nmt.search.alignment`. None if it was not asked for.
+            none for an empty line. None if they were not requested.
+        alignment: linked words of the source and the text; see :mod:`deepspeed_nmt.search.alignment`. None if it was
+            not requested.
     """
 
     text: str
@@ -114,20 +114,11 @@ class RequestSearch(Search, Protocol):
         """Translate a batch of sentences; see :meth:`Search.search`.
 
         Args:
-            source_BS: source tokens.
-            padded: False promises that no position is padding.
-            requests: one for each sentence; None for requests without prefixes and constraints, of lines 0, 1 and so
-                on.
+            source_BS: as there.
+            padded: as there.
+            requests: one for each sentence; None for those of lines 0, 1 and so on, without prefixes and constraints.
         """
         ...
-
-
-def or_default(requests: Sequence[Request] | None, sentences: int) -> Sequence[Request]:
-    """Return the requests of a batch, or those of its lines 0, 1 and so on if there are none."""
-    if requests is None:
-        return [Request(line) for line in range(sentences)]
-    assert len(requests) == sentences, "every sentence needs a request"
-    return requests
 
 
 def check_finite(log_prob: float) -> None:
@@ -137,15 +128,10 @@ def check_finite(log_prob: float) -> None:
         CheckpointError: if it is no finite number.
     """
     if not math.isfinite(log_prob):
-        raise not_finite()
-
-
-def not_finite() -> CheckpointError:
-    """Return the error of a model that predicts numbers that are not finite."""
-    return CheckpointError(
-        "the model predicts NaN or infinity for a sentence; its weights are damaged "
-        "or overflow: translate with another checkpoint, or in fp32"
-    )
+        raise CheckpointError(
+            "the model predicts NaN or infinity for a sentence; its weights are damaged "
+            "or overflow: translate with another checkpoint, or in fp32"
+        )
 
 
 @runtime_checkable
@@ -153,25 +139,12 @@ class RanksTexts(Protocol):
     """A search that ranks its hypotheses by their texts."""
 
     def rank(self, hypotheses: Sequence[Hypothesis], texts: Sequence[str]) -> list[tuple[Hypothesis, str]]:
-        """Rank the hypotheses of a sentence.
-
-        Args:
-            hypotheses: found by the search.
-            texts: their texts.
-
-        Returns:
-            Different hypotheses with their texts, best first, at least one.
-        """
+        """Rank the hypotheses of a sentence by their texts. Return different ones, best first, at least one."""
         ...
 
 
 MAX_EXPONENT = 10.0
 """Far above every useful exponent, and far below those that overflow at thousands of tokens."""
-
-_FORMULAS: dict[str, Callable[[int, float], float]] = {
-    "gnmt": lambda length, exponent: ((5.0 + length) / 6.0) ** exponent,
-    "power": lambda length, exponent: float(length) ** exponent,
-}
 
 
 @dataclass(frozen=True)
@@ -182,10 +155,6 @@ class LengthPenalty:
     - ``power:A``: n^A
     - ``mean``:    n, the mean log-probability of a token; the same as power:1
     - ``none``:    1, the bare log-probability; the same as power:0
-
-    Attributes:
-        family: "gnmt" or "power".
-        exponent: the exponent A.
     """
 
     family: str
@@ -210,18 +179,12 @@ class LengthPenalty:
 
     def __call__(self, length: int) -> float:
         """Compute the divisor for the log-probability of ``length`` tokens, the end-of-sentence token included."""
-        return _FORMULAS[self.family](length, self.exponent)
+        base = (5.0 + length) / 6.0 if self.family == "gnmt" else float(length)
+        return float(base**self.exponent)
 
 
 def length_bound(source_tokens: int, ratio: float, extra: int, most: int) -> int:
-    """Return the most tokens that a translation may have, EOS included.
-
-    Args:
-        source_tokens: tokens of the source, EOS included.
-        ratio: target tokens for each source token (``max_length_ratio``).
-        extra: target tokens on top of the ratio (``max_length_extra``).
-        most: bound whatever the source is (``max_length``); 0 for none.
-    """
+    """Return min(ratio source_tokens + extra, most), the most tokens of a translation; ``most`` 0: no such bound."""
     bound = max(1, int(ratio * source_tokens) + extra)
     return min(bound, most or bound)
 

@@ -1,4 +1,4 @@
-"""Beam search.
+"""Beam search, and diverse beam search.
 
 Each step extends the K live hypotheses of every sentence and ranks the extensions by log-probability. An extension by
 EOS that ranks among the first K *finishes*; the best K others live on. (Of 2K extensions at most K end in EOS, one
@@ -11,37 +11,40 @@ penalty, and finished ones by log-probability divided by the length penalty. Sea
 live hypothesis can win until it is very long. With the rule used here, a beam of 1 is exactly greedy decoding, and
 the result of a sentence depends on that sentence alone.
 
-Legend: B sentences still searched, S source length, V vocabulary, K beam, W live hypotheses of a sentence (1 before
-the first step, then K), R rows = B x W, C extensions looked at, T target length so far.
+**Diverse beam search** (Vijayakumar et al., "Diverse Beam Search", 2016) has Hamming diversity. The beam is divided
+into groups of equal size, each of which is a beam search of its own. In each step the groups follow one another, and
+a token costs ``diversity`` for each hypothesis of an earlier group that continues with it in this step. The cost
+decides only which extensions live on or finish in this step: log-probabilities and scores are those of the model. EOS
+costs nothing, because groups that must not end at the same time would differ in length instead of words. A sentence
+is done when every group has finished as many hypotheses as it has places. One group is beam search.
+
+Legend: B sentences still searched, V vocabulary, K beam, W live hypotheses of a sentence (1 before the first step,
+then K), R rows = B x W, N hypotheses of a group (1 before the first step, then K / groups), C = 2N extensions looked
+at, F hypotheses that finish, T target length so far (BOS included).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.parts import MAX_HYPOTHESES
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import option
 from deepspeed_nmt.search.base import PENALTY_NAMES, Hypothesis, LengthPenalty, PenaltyName, Request
 from deepspeed_nmt.search.left_to_right import (
     Extensions,
-    Forbid,
+    LeftToRightSearch,
     LeftToRightSettings,
-    TokenRules,
-    best_extensions,
+    Live,
+    Sentence,
     best_of,
-    bounded_requests,
-    extended,
-    never_predicted,
-    rows_of,
-    survivors,
+    largest,
 )
 
 
@@ -61,120 +64,133 @@ class BeamConfig(BeamSettings):
     name: Literal["beam"] = "beam"
 
 
-@dataclass(frozen=True)
-class _Live:
-    """Unfinished hypotheses; slots without one have a log-probability of -inf.
+class DiverseBeamConfig(BeamSettings):
+    """Settings of diverse beam search."""
+
+    name: Literal["diverse_beam"] = "diverse_beam"
+    groups: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_HYPOTHESES,
+        description="groups of hypotheses (G), a divisor of the beam; 0: the beam",
+    )
+    diversity: float = Field(
+        default=0.5, ge=0.0, le=1e6, description="cost of a token for each earlier group's hypothesis that has it"
+    )
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> DiverseBeamConfig:
+        if self.beam % (self.groups or self.beam):
+            raise ValueError(
+                f"{option('beam')} must be a multiple of {option('groups')}, but is {self.beam} and "
+                f"{option('groups')} is {self.groups}; change one of them"
+            )
+        return self
+
+
+@dataclass
+class BeamSentence(Sentence):
+    """A sentence in progress.
 
     Attributes:
-        tokens_BWT: their tokens, BOS first.
-        log_prob_BW: their log-probabilities, fp32.
+        counts: number of finished hypotheses of each group.
+        finished: those of all groups, by their tokens.
     """
 
-    tokens_BWT: Tensor
-    log_prob_BW: Tensor
+    counts: list[int]
+    finished: dict[tuple[int, ...], Hypothesis]
 
 
-class BeamSearch:
-    """Beam search with one model.
+class BeamSearch(LeftToRightSearch[BeamSentence]):
+    """Beam search with one model, in one group or several; see :class:`LeftToRightSearch` for its arguments.
 
-    Hypotheses are scored by log-probability divided by the length penalty. BOS and padding are never predicted.
-
-    Args:
-        config: settings.
-        model: A model, which must be in eval mode when :meth:`search` is called.
-        vocabulary: special tokens.
+    Hypotheses are scored by log-probability divided by the length penalty. For each sentence there is at least one,
+    and at most ``beam`` different ones.
     """
 
     def __init__(self, config: BeamSettings, model: DecodableModel, vocabulary: Vocabulary) -> None:
-        self.config = config
-        self.model = model
-        self.vocabulary = vocabulary
+        super().__init__(config, model, vocabulary)
+        self.groups, self.diversity = 1, 0.0
+        if isinstance(config, DiverseBeamConfig):
+            self.groups, self.diversity = config.groups or config.beam, config.diversity
+        self.beam, self.size = config.beam, config.beam // self.groups
         self.penalty = LengthPenalty.parse(config.length_penalty)
-        self._never = never_predicted(vocabulary, model)
 
-    @torch.inference_mode()
-    def search(
-        self, source_BS: Tensor, padded: bool = True, requests: Sequence[Request] | None = None
-    ) -> list[list[Hypothesis]]:
-        """Translate a batch of sentences; see :meth:`RequestSearch.search`.
+    def start(self, number: int, limit: int, request: Request) -> BeamSentence:
+        """Return a sentence none of whose groups has finished."""
+        return BeamSentence(number, limit, request, [0] * self.groups, {})
 
-        Returns:
-            For each sentence at least one and at most ``beam`` different hypotheses, best first.
+    def extend(self, live: Live[BeamSentence], logits_RV: Tensor) -> Extensions:
+        """Extend all groups by a token, one group after another; see :meth:`LeftToRightSearch.extend`."""
+        size, sentences = self.size, live.sentences
+        total_BWV = self.extended(live, logits_RV).view(len(sentences), live.width, -1)
+        vocabulary = total_BWV.shape[2]
+        used_BV: Tensor | None = None  # number of hypotheses of earlier groups that continue with a token
+        parts = []
+        for group in range(self.groups):
+            first = 0 if live.length == 1 else group * size  # the groups begin with one hypothesis
+            total_BNV = total_BWV[:, first : first + size]
+            ranked_BNV = total_BNV if used_BV is None else total_BNV - self.diversity * used_BV.unsqueeze(1)
+            rank_BC, index_BC = largest(ranked_BNV.flatten(1), vocabulary, 2 * size)
+            log_prob_BC = rank_BC
+            if used_BV is not None:
+                log_prob_BC = total_BNV.flatten(1).gather(1, index_BC).masked_fill(rank_BC == -torch.inf, -torch.inf)
+            parent_BC = torch.div(index_BC, vocabulary, rounding_mode="floor")
+            token_BC = index_BC - parent_BC * vocabulary
+            parent_BC = parent_BC + first
+            ends_BC = token_BC == self.vocabulary.eos
+            self._record(live, group, ends_BC[:, :size], log_prob_BC, parent_BC)
+            done = [sentence.counts[group] >= size for sentence in sentences]
+            if self.groups > 1 and any(done):
+                ends_BC = ends_BC | torch.tensor(done, device=ends_BC.device).unsqueeze(1)
+            rank_BN, order_BN = rank_BC.masked_fill(ends_BC, -torch.inf).topk(size, dim=1)
+            token_BN, log_prob_BN = token_BC.gather(1, order_BN), rank_BN
+            if self.groups > 1:
+                alive_BN = rank_BN > -torch.inf
+                log_prob_BN = log_prob_BC.gather(1, order_BN).masked_fill(~alive_BN, -torch.inf)
+                used_BV = torch.zeros_like(total_BWV[:, 0]) if used_BV is None else used_BV
+                used_BV.scatter_add_(1, token_BN, alive_BN.to(used_BV.dtype))
+            parts.append((parent_BC.gather(1, order_BN), token_BN, log_prob_BN))
+        parent_BK, token_BK, log_prob_BK = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+        row_BK = torch.arange(len(sentences), device=parent_BK.device).unsqueeze(1) * live.width + parent_BK
+        unfinished = [sentence.limit > live.length and min(sentence.counts) < size for sentence in sentences]
+        return Extensions(unfinished, row_BK, token_BK, log_prob_BK)
 
-        Raises:
-            CheckpointError: if the model predicts NaN.
+    def finish(self, sentence: BeamSentence) -> list[Hypothesis]:
+        """Return the best hypotheses of all groups."""
+        return best_of(sentence.finished.values(), self.beam)
+
+    def extended(self, live: Live[BeamSentence], logits_RV: Tensor) -> Tensor:
+        """Return the log-probability of each hypothesis extended by each token; -inf for what is forbidden.
+
+        Shape: -> (R,V)
         """
-        requests, limits = bounded_requests(self.config, self.model, self.vocabulary, source_BS, requests)
-        if not limits:
-            return []
-        rules = TokenRules.of(self.config, self.vocabulary, requests, source_BS.device)
-        finished: list[list[Hypothesis]] = [[] for _ in limits]
-        numbers = list(range(len(limits)))  # of the sentences still searched, in the order of the rows
-        memory = self.model.encode(source_BS, padded)
-        cache = self.model.begin()
-        live = _Live(
-            tokens_BWT=source_BS.new_full((len(limits), 1, 1), self.vocabulary.bos),
-            log_prob_BW=torch.zeros(len(limits), 1, device=source_BS.device),
-        )
-        for length in count(1):
-            logits_RV = self.model.step(live.tokens_BWT[:, :, -1].flatten(), memory, cache)
-            forbid = None if rules is None else rules.after(live.tokens_BWT.flatten(0, 1), numbers)
-            extensions = self._extend(live, logits_RV, [limits[number] == length for number in numbers], forbid)
-            for row, hypothesis in self._ended(live, extensions, length):
-                finished[numbers[row]].append(hypothesis)
-            kept = [
-                row
-                for row, number in enumerate(numbers)
-                if limits[number] > length and len(finished[number]) < self.config.beam
-            ]
-            if not kept:
-                break
-            kept_B: Tensor | None = None
-            if len(kept) < len(numbers):
-                numbers = [numbers[row] for row in kept]
-                kept_B = torch.tensor(kept, device=source_BS.device)
-                memory = memory.select(kept_B)
-            live, rows_R = self._survivors(live, extensions, kept_B)
-            cache.select(rows_R, kept_B)
-        return [best_of(hypotheses, self.config.beam) for hypotheses in finished]
+        eos, log_prob_R = self.vocabulary.eos, live.log_prob_R
+        closing = [sentence.limit == live.length for sentence in live.sentences]
+        log_prob_RV = torch.log_softmax(logits_RV, dim=1)
+        eos_R = log_prob_RV[:, eos].clone()
+        live.forbid(log_prob_RV)
+        if not any(closing):
+            return log_prob_RV.add_(log_prob_R.unsqueeze(1))
+        # At its length limit a hypothesis may only end, and no rule forbids that; rules still hold for the others.
+        closing_R = torch.tensor(closing, device=log_prob_R.device).repeat_interleave(live.width)
+        log_prob_RV += log_prob_R.masked_fill(closing_R, -torch.inf).unsqueeze(1)
+        log_prob_RV[:, eos] = torch.where(closing_R, eos_R + log_prob_R, log_prob_RV[:, eos])
+        return log_prob_RV
 
-    def _extend(self, live: _Live, logits_RV: Tensor, closing: list[bool], forbid: Forbid | None) -> Extensions:
-        """Find the best 2K extensions of each sentence.
-
-        Args:
-            live: unfinished hypotheses.
-            logits_RV: logits of their next tokens.
-            closing: for each sentence, True if only EOS may follow.
-            forbid: the rules of the next token; None if there are none.
-        """
-        eos, device = self.vocabulary.eos, logits_RV.device
-        sentences, width = live.log_prob_BW.shape
-        closing_R, never = rows_of(closing, width, device), self._never.to(device)
-        log_prob_RV = extended(logits_RV, live.log_prob_BW.flatten(), never, eos, forbid, closing_R)
-        return best_extensions(log_prob_RV, sentences, self.config.beam, eos)
-
-    def _ended(self, live: _Live, extensions: Extensions, length: int) -> Iterator[tuple[int, Hypothesis]]:
-        """Yield the hypotheses that this step finishes, each with the row of its sentence."""
-        log_prob_BK = extensions.log_prob_BC[:, : self.config.beam]
-        ends_BK = extensions.is_eos_BC[:, : self.config.beam] & log_prob_BK.isfinite()
+    def _record(
+        self, live: Live[BeamSentence], group: int, ends_BN: Tensor, log_prob_BC: Tensor, parent_BC: Tensor
+    ) -> None:
+        """Record the hypotheses of a group that finish: the best N extensions, as far as they are by EOS."""
+        ends_BN = ends_BN & log_prob_BC[:, : self.size].isfinite()
         # In most steps, only here the host waits for the device.
-        sentence_N, rank_N = ends_BK.nonzero(as_tuple=True)
-        if sentence_N.shape[0] == 0:
+        row_F, rank_F = ends_BN.nonzero(as_tuple=True)
+        if row_F.shape[0] == 0:
             return
-        tokens_NT = live.tokens_BWT[sentence_N, extensions.parent_BC[sentence_N, rank_N], 1:]
-        log_prob_N = log_prob_BK[sentence_N, rank_N]
-        penalty = self.penalty(length)
-        for row, tokens, log_prob in zip(sentence_N.tolist(), tokens_NT.tolist(), log_prob_N.tolist(), strict=True):
-            yield row, Hypothesis(tokens, log_prob / penalty, log_prob)
-
-    def _survivors(self, live: _Live, extensions: Extensions, kept_B: Tensor | None) -> tuple[_Live, Tensor]:
-        """Select the best K unfinished extensions of sentences ``kept_B`` (None: all) and the rows they extend."""
-        log_prob_BK, token_BK, parent_BK = survivors(extensions, self.config.beam)
-        sentences, width, _ = live.tokens_BWT.shape
-        first_row_B1 = torch.arange(sentences, device=parent_BK.device).unsqueeze(1) * width
-        row_BK = first_row_B1 + parent_BK
-        if kept_B is not None:
-            log_prob_BK, token_BK, row_BK = (x.index_select(0, kept_B) for x in (log_prob_BK, token_BK, row_BK))
-        tokens_BKT = live.tokens_BWT.flatten(0, 1)[row_BK]
-        tokens_BKT = torch.cat([tokens_BKT, token_BK.unsqueeze(2)], dim=2)
-        return _Live(tokens_BKT, log_prob_BK), row_BK.flatten()
+        tokens_FT = live.tokens_RT[row_F * live.width + parent_BC[row_F, rank_F], 1:]
+        penalty = self.penalty(live.length)
+        log_probs = log_prob_BC[row_F, rank_F].tolist()
+        for row, tokens, log_prob in zip(row_F.tolist(), tokens_FT.tolist(), log_probs, strict=True):
+            sentence = live.sentences[row]
+            sentence.counts[group] += 1
+            sentence.finished.setdefault(tuple(tokens), Hypothesis(tokens, log_prob / penalty, log_prob))

@@ -17,8 +17,7 @@ then K), R rows = B x W, T target length so far (BOS included), C extensions loo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
 from math import inf
 from typing import ClassVar, Literal
 
@@ -29,7 +28,7 @@ from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.search.base import Hypothesis, LengthPenalty, Request
 from deepspeed_nmt.search.beam import BeamSettings
-from deepspeed_nmt.search.left_to_right import TokenRules, best_of, bounded_requests, never_predicted
+from deepspeed_nmt.search.left_to_right import Extensions, LeftToRightSearch, Live, Sentence, best_of
 
 Phrases = tuple[tuple[int, ...], ...]
 
@@ -81,7 +80,7 @@ class ConstraintProgress:
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class Candidate:
     """An extension of a hypothesis by a token.
 
     Attributes:
@@ -95,165 +94,116 @@ class _Candidate:
     log_prob: float
     parent: int
     token: int
-    progress: ConstraintProgress
-    met: int
+    progress: ConstraintProgress = ConstraintProgress()
+    met: int = 0
 
 
 @dataclass
-class _Sentence:
+class ConstrainedSentence(Sentence):
     """A sentence in progress.
 
     Attributes:
-        number: of the sentence in the batch.
-        limit: most tokens of its translations, EOS included.
-        phrases: its constraints.
         live: progress of each live hypothesis.
-        tokens: number of tokens of its constraints.
         finished: hypotheses that have finished.
     """
 
-    number: int
-    limit: int
-    phrases: Phrases
-    live: list[ConstraintProgress] = field(default_factory=lambda: [ConstraintProgress()])
-    tokens: int = 0
-    finished: list[Hypothesis] = field(default_factory=list)
+    live: list[ConstraintProgress]
+    finished: list[Hypothesis]
+
+    @property
+    def phrases(self) -> Phrases:
+        """The constraints."""
+        return self.request.constraints
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the constraints."""
+        return sum(map(len, self.phrases))
 
 
-class ConstrainedBeam:
-    """Beam search with lexical constraints, with one model.
+class ConstrainedBeam(LeftToRightSearch[ConstrainedSentence]):
+    """Beam search with lexical constraints, with one model; see :class:`LeftToRightSearch` for its arguments.
 
-    Args:
-        config: settings.
-        model: A model, which must be in eval mode when :meth:`search` is called.
-        vocabulary: special tokens.
+    For each sentence there is at least one, and at most ``beam`` different hypotheses. All contain the constraints,
+    unless the model cannot read as many tokens.
     """
 
     def __init__(self, config: ConstrainedBeamConfig, model: DecodableModel, vocabulary: Vocabulary) -> None:
-        self.config = config
-        self.model = model
-        self.vocabulary = vocabulary
-        self.penalty = LengthPenalty.parse(config.length_penalty)
-        self._never = never_predicted(vocabulary, model)
+        super().__init__(config, model, vocabulary)
+        self.beam, self.penalty = config.beam, LengthPenalty.parse(config.length_penalty)
 
-    @torch.inference_mode()
-    def search(
-        self, source_BS: Tensor, padded: bool = True, requests: Sequence[Request] | None = None
-    ) -> list[list[Hypothesis]]:
-        """Translate a batch of sentences; see :meth:`RequestSearch.search`.
+    def start(self, number: int, limit: int, request: Request) -> ConstrainedSentence:
+        """Return a sentence with one hypothesis, which has met nothing."""
+        return ConstrainedSentence(number, limit, request, [ConstraintProgress()], [])
 
-        Returns:
-            For each sentence at least one and at most ``beam`` different hypotheses, best first. All contain the
-            constraints, unless the model cannot read as many tokens.
+    def finish(self, sentence: ConstrainedSentence) -> list[Hypothesis]:
+        """Return the best hypotheses."""
+        return best_of(sentence.finished, self.beam)
 
-        Raises:
-            CheckpointError: if the model predicts NaN.
-        """
-        requests, limits = bounded_requests(self.config, self.model, self.vocabulary, source_BS, requests)
-        if not limits:
-            return []
-        device, beam = source_BS.device, self.config.beam
-        rules = TokenRules.of(self.config, self.vocabulary, requests, device)
-        everything = [
-            _Sentence(number, limit, request.constraints, tokens=sum(map(len, request.constraints)))
-            for number, (limit, request) in enumerate(zip(limits, requests, strict=True))
-        ]
-        sentences = everything
-        memory, cache = self.model.encode(source_BS, padded), self.model.begin()
-        tokens_RT = source_BS.new_full((len(limits), 1), self.vocabulary.bos)
-        log_prob_R1 = torch.zeros(len(limits), 1, device=device)
-        for length in count(1):
-            logits_RV = self.model.step(tokens_RT[:, -1], memory, cache).float()
-            in_prefix = [length <= len(requests[each.number].prefix) for each in sentences]
-            found = self._candidates(logits_RV, log_prob_R1, tokens_RT, sentences, rules, in_prefix, length)
-            survivors = [
-                self._advance(sentence, candidates, tokens_RT, row * len(sentence.live), length)
-                for row, (sentence, candidates) in enumerate(zip(sentences, found, strict=True))
-            ]
-            kept = [
-                row
-                for row, each in enumerate(sentences)
-                if each.limit > length and len(each.finished) < beam and survivors[row]
-            ]
-            if not kept:
-                break
-            width = tokens_RT.shape[0] // len(sentences)
-            kept_B = None if len(kept) == len(sentences) else torch.tensor(kept, device=device)
-            memory = memory if kept_B is None else memory.select(kept_B)
-            filled = [(row, self._filled(survivors[row])) for row in kept]
-            sentences = [sentences[row] for row in kept]
-            for sentence, (_, chosen) in zip(sentences, filled, strict=True):
-                sentence.live = [each.progress for each in chosen]
-            rows_R = torch.tensor([row * width + each.parent for row, chosen in filled for each in chosen]).to(device)
-            last_R1 = torch.tensor([[each.token] for _, chosen in filled for each in chosen]).to(device)
-            log_prob_R1 = torch.tensor([[each.log_prob] for _, chosen in filled for each in chosen]).to(device)
-            tokens_RT = torch.cat([tokens_RT.index_select(0, rows_R), last_R1], dim=1)
-            cache.select(rows_R, kept_B)
-        return [best_of(each.finished, beam) for each in everything]
+    def extend(self, live: Live[ConstrainedSentence], logits_RV: Tensor) -> Extensions:
+        """Record the candidates that finish, and divide the beams among the others."""
+        unfinished, chosen, width, candidates_B = [], [], live.width, self._candidates(live, logits_RV)
+        for row, sentence in enumerate(live.sentences):
+            candidates = candidates_B[row]
+            at_limit = sentence.limit == live.length
+            ready = [candidate for candidate in candidates if at_limit or candidate.met == sentence.tokens]
+            for candidate in ready[: self.beam]:
+                if candidate.token == self.vocabulary.eos:
+                    tokens = live.tokens_RT[row * width + candidate.parent, 1:].tolist()
+                    score = candidate.log_prob / self.penalty(live.length)
+                    sentence.finished.append(Hypothesis(tokens, score, candidate.log_prob))
+            going_on = [candidate for candidate in candidates if candidate.token != self.vocabulary.eos]
+            beam = allocate(going_on, self.beam, sentence.tokens)
+            unfinished.append(not at_limit and len(sentence.finished) < self.beam and len(beam) > 0)
+            # Places that are left over are filled with hypotheses of probability 0.
+            beam += [Candidate(-inf, beam[0].parent if beam else 0, self.vocabulary.eos)] * (self.beam - len(beam))
+            sentence.live = [candidate.progress for candidate in beam]
+            chosen.append(beam)
+        columns = (
+            (width * row + new.parent, new.token, new.log_prob) for row, beam in enumerate(chosen) for new in beam
+        )
+        row_R, token_R, log_prob_R = (torch.tensor(column) for column in zip(*columns, strict=True))
+        shape, device = (len(chosen), self.beam), logits_RV.device
+        return Extensions(unfinished, *(x_R.view(shape).to(device) for x_R in (row_R, token_R, log_prob_R)))
 
-    def _filled(self, chosen: list[_Candidate]) -> list[_Candidate]:
-        """Fill the beam up with hypotheses that cannot live on."""
-        dead = _Candidate(-inf, chosen[0].parent, self.vocabulary.eos, ConstraintProgress(), 0)
-        return chosen + [dead] * (self.config.beam - len(chosen))
-
-    def _candidates(
-        self,
-        logits_RV: Tensor,
-        log_prob_R1: Tensor,
-        tokens_RT: Tensor,
-        sentences: Sequence[_Sentence],
-        rules: TokenRules | None,
-        in_prefix: Sequence[bool],
-        length: int,
-    ) -> list[list[_Candidate]]:
-        """Return the extensions of each sentence's hypotheses to look at, the most probable first.
-
-        Args:
-            logits_RV: logits of the next tokens.
-            log_prob_R1: log-probabilities of the hypotheses.
-            tokens_RT: tokens of the hypotheses.
-            sentences: in progress.
-            rules: of the next token; None if there are none.
-            in_prefix: for each sentence, True if its prefix determines the next token.
-            length: of the extended hypotheses.
-        """
-        eos, vocabulary = self.vocabulary.eos, logits_RV.shape[1]
-        total_RV = torch.log_softmax(logits_RV, dim=1) + log_prob_R1
+    def _candidates(self, live: Live[ConstrainedSentence], logits_RV: Tensor) -> list[list[Candidate]]:
+        """Return the extensions of each sentence's hypotheses to look at, the most probable first."""
+        eos, sentences, device = self.vocabulary.eos, live.sentences, logits_RV.device
+        width, vocabulary = live.width, logits_RV.shape[1]
+        total_RV = torch.log_softmax(logits_RV, dim=1) + live.log_prob_R.unsqueeze(1)
         states = [(sentence, progress) for sentence in sentences for progress in sentence.live]
-        wanted = [progress.next_tokens(sentence.phrases) for sentence, progress in states]
-        most = max(map(len, wanted))
-        wanted_RN = torch.tensor([each + [eos] * (most - len(each)) for each in wanted], dtype=torch.long)
+        helpful = [progress.next_tokens(sentence.phrases) for sentence, progress in states]
+        most = max(map(len, helpful))
+        helpful_RN = torch.tensor([tokens + [eos] * (most - len(tokens)) for tokens in helpful], dtype=torch.long)
         # Read before the rules apply: constraints have precedence over all rules but the prefix.
-        wanted_totals = total_RV.gather(1, wanted_RN.to(total_RV.device)).tolist()
+        helpful_totals = total_RV.gather(1, helpful_RN.to(device)).tolist()
         ends = total_RV[:, eos].tolist()
         unmet = [progress.tokens(sentence.phrases) < sentence.tokens for sentence, progress in states]
-        total_RV.index_fill_(1, self._never.to(total_RV.device), -torch.inf)
-        total_RV[:, eos].masked_fill_(torch.tensor(unmet, device=total_RV.device), -torch.inf)
-        if rules is not None:
-            rules.apply(total_RV, tokens_RT, [sentence.number for sentence in sentences])
-        best = total_RV.max(dim=1)
-        best_totals, best_tokens = best.values.tolist(), best.indices.tolist()
+        total_RV[:, eos].masked_fill_(torch.tensor(unmet, device=device), -inf)
+        live.forbid(total_RV)
+        best_totals, best_tokens = (x_R.tolist() for x_R in total_RV.max(dim=1))
         total_BN = total_RV.view(len(sentences), -1)
-        top = total_BN.topk(min(2 * self.config.beam, total_BN.shape[1]), dim=1)
-        top_totals, top_indices = top.values.tolist(), top.indices.tolist()
-        width, found = len(states) // len(sentences), []
+        top_totals, top_indices = (x.tolist() for x in total_BN.topk(min(2 * self.beam, total_BN.shape[1]), dim=1))
+        candidates = []
         for row, sentence in enumerate(sentences):
-            places = range(row * width, (row + 1) * width)
-            if sentence.limit == length:
-                closing = [at for at in places if not unmet[at]] or list(places)
-                totals = {(at - places.start, eos): ends[at] for at in closing}
+            rows = range(row * width, (row + 1) * width)
+            if sentence.limit == live.length:
+                closing = [at for at in rows if not unmet[at]] or list(rows)
+                totals = {(at - rows.start, eos): ends[at] for at in closing}
             else:
                 indices = (divmod(index, vocabulary) for index in top_indices[row])
                 totals = dict(zip(indices, top_totals[row], strict=True))
-                for place, at in enumerate(places):
-                    totals[place, best_tokens[at]] = best_totals[at]
-                    if not in_prefix[row]:
-                        pairs = zip(wanted[at], wanted_totals[at], strict=False)  # the row is filled up
-                        totals |= {(place, token): total for token, total in pairs}
-            found.append(self._sorted(sentence, totals, length))
-        return found
+                for parent, at in enumerate(rows):
+                    totals[parent, best_tokens[at]] = best_totals[at]
+                    if live.length > len(sentence.request.prefix):
+                        pairs = zip(helpful[at], helpful_totals[at], strict=False)  # the row is filled up
+                        totals |= {(parent, token): total for token, total in pairs}
+            candidates.append(self._sorted(sentence, totals, live.length))
+        return candidates
 
-    def _sorted(self, sentence: _Sentence, totals: dict[tuple[int, int], float], length: int) -> list[_Candidate]:
+    def _sorted(
+        self, sentence: ConstrainedSentence, totals: dict[tuple[int, int], float], length: int
+    ) -> list[Candidate]:
         """Return the possible extensions of a sentence, the most probable first.
 
         Args:
@@ -266,37 +216,16 @@ class ConstrainedBeam:
             if log_prob > -inf:
                 before = sentence.live[parent]
                 progress = before if token == self.vocabulary.eos else before.after(token, sentence.phrases)
-                candidates.append(_Candidate(log_prob, parent, token, progress, progress.tokens(sentence.phrases)))
+                candidates.append(Candidate(log_prob, parent, token, progress, progress.tokens(sentence.phrases)))
         # Of those that live on, the tokens that are left must suffice for the unmet ones and EOS.
-        left = sentence.limit - length - 1
-        possible = [each for each in candidates if sentence.tokens - each.met <= max(left, 0)]
-        return sorted(possible or candidates, key=lambda each: (-each.log_prob, each.parent, each.token))
-
-    def _advance(
-        self, sentence: _Sentence, candidates: Sequence[_Candidate], tokens_RT: Tensor, first: int, length: int
-    ) -> list[_Candidate]:
-        """Record the hypotheses that finish, and return those that live on.
-
-        Args:
-            sentence: in progress.
-            candidates: the most probable first.
-            tokens_RT: tokens of all hypotheses.
-            first: row of the sentence's first hypothesis.
-            length: of the extended hypotheses.
-        """
-        eos, beam = self.vocabulary.eos, self.config.beam
-        ready = (
-            candidates if sentence.limit == length else [each for each in candidates if each.met == sentence.tokens]
+        left = max(sentence.limit - length - 1, 0)
+        possible = [candidate for candidate in candidates if sentence.tokens - candidate.met <= left]
+        return sorted(
+            possible or candidates, key=lambda candidate: (-candidate.log_prob, candidate.parent, candidate.token)
         )
-        for each in ready[:beam]:
-            if each.token == eos:
-                tokens = tokens_RT[first + each.parent, 1:].tolist()
-                hypothesis = Hypothesis(tokens, each.log_prob / self.penalty(length), each.log_prob)
-                sentence.finished.append(hypothesis)
-        return allocate([each for each in candidates if each.token != eos], beam, sentence.tokens)
 
 
-def allocate(candidates: Sequence[_Candidate], beam: int, tokens: int) -> list[_Candidate]:
+def allocate(candidates: Sequence[Candidate], beam: int, tokens: int) -> list[Candidate]:
     """Divide the places of a beam among banks by the number of met constraint tokens.
 
     Every bank has as many places; those that are left over go to the bank of the most tokens. Places that a bank does
@@ -310,9 +239,9 @@ def allocate(candidates: Sequence[_Candidate], beam: int, tokens: int) -> list[_
     Returns:
         At most ``beam`` candidates, the most probable first.
     """
-    banks: list[list[_Candidate]] = [[] for _ in range(tokens + 1)]
-    for each in candidates:
-        banks[each.met].append(each)
+    banks: list[list[Candidate]] = [[] for _ in range(tokens + 1)]
+    for candidate in candidates:
+        banks[candidate.met].append(candidate)
     places = [beam // len(banks)] * len(banks)
     places[-1] += beam % len(banks)
     chosen = [bank[:size] for bank, size in zip(banks, places, strict=True)]
@@ -321,4 +250,4 @@ def allocate(candidates: Sequence[_Candidate], beam: int, tokens: int) -> list[_
         more = bank[len(taken) :][:free]
         taken += more
         free -= len(more)
-    return sorted((each for bank in chosen for each in bank), key=lambda each: -each.log_prob)
+    return sorted((candidate for bank in chosen for candidate in bank), key=lambda candidate: -candidate.log_prob)

@@ -1,18 +1,20 @@
-"""Steps that searches from left to right share: bounds of a batch, rules of the next token, and best extensions.
+"""The loop of all searches from left to right, their settings, and the rules of the next token.
 
 A rule forbids tokens after the tokens of a hypothesis so far. It does not change the probabilities of the others: the
 log-probability of a translation is that of the model, with or without rules.
 
-Legend: B sentences, W live hypotheses of a sentence, R rows = B x W, S source length, T target length so far (BOS
-included), V vocabulary, K beam, C = 2K extensions.
+Legend: B sentences in progress, W live hypotheses of a sentence (1 before the first step), R rows = B x W, S source
+length, T target length so far (BOS included), V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import ClassVar
+from functools import cache
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +25,7 @@ from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY, Vocabulary
 from deepspeed_nmt.errors import option, shown
-from deepspeed_nmt.search.base import Hypothesis, Request, length_bound, not_finite, or_default
+from deepspeed_nmt.search.base import Hypothesis, Request, check_finite, length_bound
 
 
 class LeftToRightSettings(SearchConfig):
@@ -69,37 +71,27 @@ class LeftToRightSettings(SearchConfig):
             )
         return self
 
+    def limit(self, source_tokens: int, request: Request, most: int | None) -> int:
+        """Return the most tokens that a translation may have, EOS included.
 
-def length_limits(
-    settings: LeftToRightSettings, lengths: Sequence[int], most: int | None, requests: Sequence[Request]
-) -> list[int]:
-    """Return the most tokens that each translation may have, EOS included.
-
-    A bound is raised to the shortest translation that is possible: ``min_length``, or the prefix, the constraints and
-    EOS.
-
-    Args:
-        settings: of the search.
-        lengths: tokens of each source, EOS included.
-        most: most tokens that the model reads; None if unlimited.
-        requests: one for each sentence.
-    """
-    limits = []
-    for length, request in zip(lengths, requests, strict=True):
-        limit = length_bound(length, settings.max_length_ratio, settings.max_length_extra, settings.max_length)
+        The bound is raised to the shortest translation that is possible: ``min_length``, or the prefix, the
+        constraints and EOS. The model reads at most ``most`` tokens (None: any number).
+        """
+        bound = length_bound(source_tokens, self.max_length_ratio, self.max_length_extra, self.max_length)
         needed = len(request.prefix) + sum(map(len, request.constraints)) + 1
-        limit = max(limit, settings.min_length, needed)
-        limits.append(limit if most is None else min(limit, most))
-    return limits
+        limit = max(bound, self.min_length, needed)
+        return limit if most is None else min(limit, most)
 
 
 class TokenRules:
     """Rules of the next token for a batch of sentences.
 
-    The prefix has precedence over all other rules. A hypothesis after which every token is forbidden ends.
+    Padding, BOS and the mask are never predicted. The prefix has precedence over all other rules. A hypothesis after
+    which every token is forbidden ends.
 
     Args:
         settings: of the search.
+        model: whose tokens are predicted.
         vocabulary: special tokens.
         requests: one for each sentence.
         device: of the logits.
@@ -108,6 +100,7 @@ class TokenRules:
     def __init__(
         self,
         settings: LeftToRightSettings,
+        model: DecodableModel,
         vocabulary: Vocabulary,
         requests: Sequence[Request],
         device: torch.device,
@@ -115,28 +108,14 @@ class TokenRules:
         self._eos = vocabulary.eos
         self._least = settings.min_length
         self._ngram = settings.no_repeat_ngram
+        never = {*vocabulary.unpredicted, *(() if model.mask is None else (model.mask,))}
+        self._never = torch.tensor(sorted(never), device=device)
         suppressed = {*settings.suppress_tokens, *([vocabulary.unk] if settings.suppress_unknown else [])}
         suppressed = {token for token in suppressed if token < vocabulary.size} - {vocabulary.eos}
         self._suppressed = torch.tensor(sorted(suppressed), device=device) if suppressed else None
         self._prefixes = [request.prefix for request in requests]
         self._longest_prefix = max(map(len, self._prefixes), default=0)
-
-    @classmethod
-    def of(
-        cls,
-        settings: LeftToRightSettings,
-        vocabulary: Vocabulary,
-        requests: Sequence[Request],
-        device: torch.device,
-    ) -> TokenRules | None:
-        """Return the rules, or None if they forbid nothing, so that they cost nothing."""
-        rules = cls(settings, vocabulary, requests, device)
-        forbids = rules._least > 1 or rules._ngram or rules._longest_prefix or rules._suppressed is not None
-        return rules if forbids else None
-
-    def after(self, tokens_RT: Tensor, numbers: Sequence[int]) -> Callable[[Tensor], None]:
-        """Return :meth:`apply` for given hypotheses, as a function of the logits."""
-        return partial(self.apply, tokens_RT=tokens_RT, numbers=numbers)
+        self._has_settings = self._least > 1 or self._ngram or self._longest_prefix or suppressed
 
     def apply(self, logits_RV: Tensor, tokens_RT: Tensor, numbers: Sequence[int]) -> None:
         """Set the logits of forbidden tokens to -inf.
@@ -146,6 +125,9 @@ class TokenRules:
             tokens_RT: tokens of each hypothesis, BOS first.
             numbers: of the sentences of the rows; each has equally many rows, which are adjacent.
         """
+        logits_RV.index_fill_(1, self._never, -torch.inf)
+        if not self._has_settings:
+            return
         length, size = tokens_RT.shape[1] - 1, self._ngram
         forced_R1 = self._forced(length, numbers, logits_RV.shape[0], logits_RV.device)
         ngrams_RTN, again_RT = None, None
@@ -181,52 +163,145 @@ class TokenRules:
         return torch.tensor(forced, device=device).repeat_interleave(rows // len(numbers)).unsqueeze(1)
 
 
-@dataclass(frozen=True)
-class Extensions:
-    """The best extensions of each sentence's hypotheses by one token, best first.
+@dataclass
+class Sentence:
+    """A sentence in progress.
 
     Attributes:
-        log_prob_BC: log-probability of the extended hypothesis, fp32; -inf where fewer than C exist.
-        parent_BC: number of the hypothesis that is extended, 0..W-1.
-        token_BC: the new token.
-        is_eos_BC: True if the new token is EOS.
+        number: of the sentence in the batch.
+        limit: most tokens of its translations, EOS included.
+        request: its inputs besides the source.
     """
 
-    log_prob_BC: Tensor
-    parent_BC: Tensor
-    token_BC: Tensor
-    is_eos_BC: Tensor
+    number: int
+    limit: int
+    request: Request
 
 
-def best_extensions(log_prob_RV: Tensor, sentences: int, beam: int, eos: int) -> Extensions:
-    """Find the best 2K extensions of each sentence.
+S = TypeVar("S", bound=Sentence)
+
+
+@dataclass(frozen=True)
+class Live(Generic[S]):
+    """The unfinished hypotheses before a step.
+
+    Attributes:
+        sentences: in the order of the rows; each has equally many rows, which are adjacent.
+        tokens_RT: their tokens, BOS first.
+        log_prob_R: their log-probabilities; -inf in rows without a hypothesis.
+        rules: of the next token.
+    """
+
+    sentences: list[S]
+    tokens_RT: Tensor
+    log_prob_R: Tensor
+    rules: TokenRules
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of a hypothesis after the step."""
+        return self.tokens_RT.shape[1]
+
+    @property
+    def width(self) -> int:
+        """Rows of a sentence, W."""
+        return self.tokens_RT.shape[0] // len(self.sentences)
+
+    def forbid(self, logits_RV: Tensor) -> None:
+        """Set the logits, or log-probabilities, of the next tokens that the rules forbid to -inf."""
+        self.rules.apply(logits_RV, self.tokens_RT, [sentence.number for sentence in self.sentences])
+
+
+class Extensions(NamedTuple):
+    """The hypotheses with which a search goes on. Here W is the number of rows of a sentence in the next step.
+
+    Attributes:
+        unfinished: True for each sentence that is searched on; the values of the others do not matter.
+        row_BW: rows of the hypotheses that are extended.
+        token_BW: tokens by which they are extended.
+        log_prob_BW: log-probabilities of the extended hypotheses.
+    """
+
+    unfinished: Sequence[bool]
+    row_BW: Tensor
+    token_BW: Tensor
+    log_prob_BW: Tensor
+
+
+class LeftToRightSearch(ABC, Generic[S]):
+    """A search that extends hypotheses token by token. Finished sentences leave the batch.
 
     Args:
-        log_prob_RV: log-probability of each extended hypothesis.
-        sentences: B.
-        beam: K.
-        eos: token after which a hypothesis is finished.
+        config: settings.
+        model: A model, which must be in eval mode when :meth:`search` is called.
+        vocabulary: special tokens.
     """
-    rows, each = log_prob_RV.shape
-    log_prob_BC, index_BC = largest(log_prob_RV.view(sentences, rows // sentences * each), each, 2 * beam)
-    parent_BC = torch.div(index_BC, each, rounding_mode="floor")
-    token_BC = index_BC - parent_BC * each
-    return Extensions(log_prob_BC, parent_BC, token_BC, token_BC == eos)
 
+    def __init__(self, config: LeftToRightSettings, model: DecodableModel, vocabulary: Vocabulary) -> None:
+        self.config = config
+        self.model = model
+        self.vocabulary = vocabulary
 
-def survivors(extensions: Extensions, beam: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Select the best K unfinished extensions of each sentence.
+    @torch.inference_mode()
+    def search(
+        self, source_BS: Tensor, padded: bool = True, requests: Sequence[Request] | None = None
+    ) -> list[list[Hypothesis]]:
+        """Translate a batch of sentences; see :meth:`RequestSearch.search`.
 
-    Args:
-        extensions: best first.
-        beam: K.
+        Raises:
+            CheckpointError: if the model predicts NaN.
+        """
+        model = self.model
+        assert not model.training, "call model.eval() first: dropout would change the translations"
+        if requests is None:
+            requests = [Request(line) for line in range(source_BS.shape[0])]
+        assert len(requests) == source_BS.shape[0], "every sentence needs a request"
+        if not requests:
+            return []
+        lengths = source_BS.ne(self.vocabulary.pad).sum(dim=1).tolist()
+        sentences = [
+            self.start(number, self.config.limit(length, request, model.longest_target), request)
+            for number, (length, request) in enumerate(zip(lengths, requests, strict=True))
+        ]
+        memory, cache = model.encode(source_BS, padded), model.begin()
+        live = Live(
+            sentences,
+            tokens_RT=source_BS.new_full((len(sentences), 1), self.vocabulary.bos),
+            log_prob_R=torch.zeros(len(sentences), device=source_BS.device),
+            rules=TokenRules(self.config, model, self.vocabulary, requests, source_BS.device),
+        )
+        while True:
+            logits_RV = model.step(live.tokens_RT[:, -1], memory, cache)
+            unfinished, *extensions = self.extend(live, logits_RV.float())
+            kept = [row for row, searched in enumerate(unfinished) if searched]
+            if not kept:
+                return [self.finish(sentence) for sentence in sentences]
+            kept_B: Tensor | None = None
+            if len(kept) < len(unfinished):
+                kept_B = torch.tensor(kept, device=source_BS.device)
+                memory = memory.select(kept_B)
+                extensions = [x_BW.index_select(0, kept_B) for x_BW in extensions]
+            row_R, token_R, log_prob_R = (x_BW.flatten() for x_BW in extensions)
+            tokens_RT = torch.cat([live.tokens_RT.index_select(0, row_R), token_R.unsqueeze(1)], dim=1)
+            live = Live([live.sentences[row] for row in kept], tokens_RT, log_prob_R, live.rules)
+            cache.select(row_R, kept_B)
 
-    Returns:
-        Log-probability, new token and parent of each. Shape: -> three of (B,K)
-    """
-    open_BC = extensions.log_prob_BC.masked_fill(extensions.is_eos_BC, -torch.inf)
-    log_prob_BK, order_BK = open_BC.topk(beam, dim=1)
-    return log_prob_BK, extensions.token_BC.gather(1, order_BK), extensions.parent_BC.gather(1, order_BK)
+    @abstractmethod
+    def start(self, number: int, limit: int, request: Request) -> S:
+        """Return the state of a sentence before the first step."""
+
+    @abstractmethod
+    def extend(self, live: Live[S], logits_RV: Tensor) -> Extensions:
+        """Record the hypotheses that finish with the next token, and return those that live on.
+
+        Args:
+            live: unfinished hypotheses.
+            logits_RV: fp32 logits of their next tokens; may be overwritten.
+        """
+
+    @abstractmethod
+    def finish(self, sentence: S) -> list[Hypothesis]:
+        """Return the hypotheses of a sentence, best first."""
 
 
 def largest(x_BN: Tensor, period: int, k: int) -> tuple[Tensor, Tensor]:
@@ -264,85 +339,12 @@ def _block_size(period: int) -> int:
     return min(divisors, key=lambda size: abs(size - 64), default=1)
 
 
-Forbid = Callable[[Tensor], object]
-"""Sets the log-probabilities of tokens that a rule forbids to -inf. Shape: (R,V)"""
-
-
-def never_predicted(vocabulary: Vocabulary, model: DecodableModel) -> Tensor:
-    """Return the tokens that no translation of the model contains, such as padding, BOS and the mask."""
-    never = {*vocabulary.unpredicted, *(() if model.mask is None else (model.mask,))}
-    return torch.tensor(sorted(never), dtype=torch.long)
-
-
-def bounded_requests(
-    settings: LeftToRightSettings,
-    model: DecodableModel,
-    vocabulary: Vocabulary,
-    source_BS: Tensor,
-    requests: Sequence[Request] | None,
-) -> tuple[Sequence[Request], list[int]]:
-    """Return the requests of a batch, and the most tokens of each translation, EOS included; none without sentences.
-
-    Args:
-        settings: of the search.
-        model: the model, which must be in eval mode.
-        vocabulary: special tokens.
-        source_BS: source tokens.
-        requests: one for each sentence, or None; see :meth:`RequestSearch.search`.
-    """
-    assert not model.training, "call model.eval() first: dropout would change the translations"
-    requests = or_default(requests, source_BS.shape[0])
-    lengths: list[int] = source_BS.ne(vocabulary.pad).sum(dim=1).tolist()
-    return requests, length_limits(settings, lengths, model.longest_target, requests)
-
-
-def rows_of(closing: Sequence[bool], width: int, device: torch.device) -> Tensor | None:
-    """Return flags of sentences as flags of their ``width`` rows each, (R,); None if all are False."""
-    return torch.tensor(closing, device=device).repeat_interleave(width) if any(closing) else None
-
-
-def extended(
-    logits_RV: Tensor,
-    log_prob_R: Tensor,
-    never: Tensor,
-    eos: int,
-    forbid: Forbid | None = None,
-    closing_R: Tensor | None = None,
-) -> Tensor:
-    """Return the log-probability, fp32, of each hypothesis extended by each token; -inf for what is forbidden.
-
-    Args:
-        logits_RV: logits of the next tokens.
-        log_prob_R: log-probability of each hypothesis.
-        never: numbers of the tokens that are never predicted.
-        eos: token after which a hypothesis is finished.
-        forbid: the rules of the next token; None if there are none.
-        closing_R: True for hypotheses at their length limit, after which only EOS may follow; None if there are none.
-            No rule forbids that EOS.
-    """
-    log_prob_RV = torch.log_softmax(logits_RV.float(), dim=1)
-    log_prob_RV.index_fill_(1, never, -torch.inf)
-    if closing_R is None:
-        if forbid is not None:
-            forbid(log_prob_RV)
-        log_prob_RV += log_prob_R.unsqueeze(1)
-        return log_prob_RV
-    eos_R = log_prob_RV[:, eos].clone()
-    if forbid is not None:
-        forbid(log_prob_RV)
-    log_prob_RV += log_prob_R.masked_fill(closing_R, -torch.inf).unsqueeze(1)
-    # Other hypotheses of the batch are not at their limits: their rules may forbid EOS.
-    log_prob_RV[:, eos] = torch.where(closing_R, eos_R + log_prob_R, log_prob_RV[:, eos])
-    return log_prob_RV
-
-
 def best_of(hypotheses: Iterable[Hypothesis], most: int) -> list[Hypothesis]:
     """Return at most ``most`` of a sentence's finished hypotheses, best first.
 
     Raises:
         CheckpointError: if there is none, because the model predicts NaN.
     """
-    found = sorted(hypotheses, key=lambda hypothesis: -hypothesis.score)[:most]
-    if not found:
-        raise not_finite()
-    return found
+    best = sorted(hypotheses, key=lambda hypothesis: -hypothesis.score)[:most]
+    check_finite(best[0].score if best else math.nan)
+    return best

@@ -16,11 +16,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
-from torch import Tensor
 
 from deepspeed_nmt.core.parts import MAX_HYPOTHESES
-from deepspeed_nmt.search.base import Hypothesis, Request
-from deepspeed_nmt.search.sampling import Sampling, SamplingSettings
+from deepspeed_nmt.search.base import Hypothesis
+from deepspeed_nmt.search.sampling import SampledSentence, Sampling, SamplingSettings
 
 UtilityName = Literal["chrf", "bleu"]
 Matrix = NDArray[np.float64]
@@ -116,11 +115,9 @@ class MinimumBayesRisk(Sampling):
 
     config: MinimumBayesRiskConfig
 
-    def search(
-        self, source_BS: Tensor, padded: bool = True, requests: Sequence[Request] | None = None
-    ) -> list[list[Hypothesis]]:
-        """Return all samples of each sentence, in the order in which they were drawn, for :meth:`rank`."""
-        return self.samples(source_BS, padded, requests)
+    def finish(self, sentence: SampledSentence) -> list[Hypothesis]:
+        """Return all samples of a sentence, in the order in which they were drawn, for :meth:`rank`."""
+        return self.in_order(sentence)
 
     def rank(self, hypotheses: Sequence[Hypothesis], texts: Sequence[str]) -> list[tuple[Hypothesis, str]]:
         """Rank different texts by expected utility, their score; see :meth:`RanksTexts.rank`.

@@ -13,8 +13,7 @@ rows = B x W, T target length so far (BOS included).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import count
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -22,11 +21,9 @@ from pydantic import Field
 from torch import Tensor
 
 from deepspeed_nmt import randomness
-from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.parts import MAX_HYPOTHESES
-from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.search.base import Hypothesis, Request, check_finite
-from deepspeed_nmt.search.left_to_right import LeftToRightSettings, TokenRules, bounded_requests, never_predicted
+from deepspeed_nmt.search.left_to_right import Extensions, LeftToRightSearch, LeftToRightSettings, Live, Sentence
 
 
 class SamplingSettings(LeftToRightSettings):
@@ -52,125 +49,80 @@ class SamplingConfig(SamplingSettings):
     name: Literal["sampling"] = "sampling"
 
 
-class Sampling:
-    """Sampling with one model.
+@dataclass
+class SampledSentence(Sentence):
+    """A sentence in progress.
 
-    Temperature, top-k and top-p (Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020) apply in this
-    order. The score of a sample is its log-probability under the model, without them.
-
-    Args:
-        config: settings.
-        model: A model, which must be in eval mode when :meth:`search` is called.
-        vocabulary: special tokens.
+    Attributes:
+        keys: of the random choices of each sample.
+        samples: numbers of the samples of its rows. A sentence with fewer samples in progress than another one
+            repeats its first, so that all have equally many rows.
+        finished: finished samples by number.
     """
 
-    def __init__(self, config: SamplingSettings, model: DecodableModel, vocabulary: Vocabulary) -> None:
-        self.config = config
-        self.model = model
-        self.vocabulary = vocabulary
-        self._never = never_predicted(vocabulary, model)
+    keys: list[int]
+    samples: list[int]
+    finished: dict[int, Hypothesis]
 
-    def search(
-        self, source_BS: Tensor, padded: bool = True, requests: Sequence[Request] | None = None
-    ) -> list[list[Hypothesis]]:
-        """Translate a batch of sentences; see :meth:`RequestSearch.search`.
 
-        Returns:
-            All samples of each sentence, the most probable first. Some can be equal.
+class Sampling(LeftToRightSearch[SampledSentence]):
+    """Sampling with one model; see :class:`LeftToRightSearch` for its arguments.
 
-        Raises:
-            CheckpointError: if the model predicts NaN.
-        """
-        return [sorted(each, key=lambda sample: -sample.score) for each in self.samples(source_BS, padded, requests)]
+    Temperature, top-k and top-p (Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020) apply in this
+    order. The score of a sample is its log-probability under the model, without them. Some samples can be equal.
+    """
 
-    @torch.inference_mode()
-    def samples(self, source_BS: Tensor, padded: bool, requests: Sequence[Request] | None) -> list[list[Hypothesis]]:
-        """Return all samples of each sentence, in the order of their numbers; see :meth:`search`."""
-        device, config = source_BS.device, self.config
-        requests, limits = bounded_requests(config, self.model, self.vocabulary, source_BS, requests)
-        if not limits:
-            return []
-        rules = TokenRules.of(config, self.vocabulary, requests, device)
-        found: list[list[list[int]]] = [[[] for _ in range(config.samples)] for _ in limits]
-        log_probs = [[0.0] * config.samples for _ in limits]
-        # Of each sentence in progress, in the order of the rows: its number, and the samples of its rows. A sentence
-        # with fewer samples in progress than another one repeats its first, so that all have equally many rows.
-        numbers = list(range(len(limits)))
-        alive = [list(range(config.samples)) for _ in limits]
-        memory, cache = self.model.encode(source_BS, padded), self.model.begin()
-        tokens_RT = source_BS.new_full((len(limits), 1), self.vocabulary.bos)
-        rows_R = torch.arange(len(limits), device=device).repeat_interleave(config.samples)
-        keys_R = self._keys(requests, numbers, alive, device)
-        for length in count(1):
-            logits_RV = self.model.step(tokens_RT[:, -1], memory, cache).float()
-            log_sum_R1 = logits_RV.logsumexp(dim=1, keepdim=True)
-            end_R = (logits_RV[:, self.vocabulary.eos : self.vocabulary.eos + 1] - log_sum_R1).squeeze(1)
-            self._forbid(logits_RV, tokens_RT, rules, numbers)
-            if length == 1:  # one row per sentence so far
-                logits_RV, log_sum_R1 = logits_RV.index_select(0, rows_R), log_sum_R1.index_select(0, rows_R)
-                end_R, tokens_RT = end_R.index_select(0, rows_R), tokens_RT.index_select(0, rows_R)
-            token_R = self._draw(logits_RV, randomness.uniform_after(keys_R, length))
-            log_p_R = (logits_RV.gather(1, token_R.unsqueeze(1)) - log_sum_R1).squeeze(1)
-            tokens, log_ps, ends = token_R.tolist(), log_p_R.tolist(), end_R.tolist()
-            width = len(tokens) // len(numbers)
-            kept, places, rest = [], [], []
-            for row, (number, samples) in enumerate(zip(numbers, alive, strict=True)):
-                open_places = []
-                for place, sample in enumerate(samples, row * width):
-                    last = limits[number] == length
-                    token = self.vocabulary.eos if last else tokens[place]
-                    log_prob = ends[place] if last else log_ps[place]
-                    check_finite(log_prob)
-                    log_probs[number][sample] += log_prob
-                    if token != self.vocabulary.eos:
-                        found[number][sample].append(token)
-                        open_places.append((place, sample))
-                if open_places:
-                    kept.append(row)
-                    places.append([place for place, _ in open_places])
-                    rest.append([sample for _, sample in open_places])
-            if not kept:
-                break
-            kept_B = None if len(kept) == len(numbers) else torch.tensor(kept, device=device)
-            if kept_B is not None:
-                numbers = [numbers[row] for row in kept]
-                memory = memory.select(kept_B)
-            alive = rest
-            # One row per sentence would see the cached positions of all samples so far as its own.
-            most = max(2 if config.samples > 1 else 1, *map(len, alive))
-            places_R = torch.tensor([(each + each[:1] * most)[:most] for each in places], device=device).flatten()
-            tokens_RT = torch.cat([tokens_RT, token_R.unsqueeze(1)], dim=1).index_select(0, places_R)
-            keys_R = keys_R.index_select(0, places_R)
-            # Before the second step the cache has one row per sentence.
-            cache.select(rows_R.index_select(0, places_R) if length == 1 else places_R, kept_B)
-        return [
-            [Hypothesis(tokens, total, total) for tokens, total in zip(each, totals, strict=True)]
-            for each, totals in zip(found, log_probs, strict=True)
-        ]
+    config: SamplingSettings
 
-    def _keys(
-        self,
-        requests: Sequence[Request],
-        numbers: Sequence[int],
-        alive: Sequence[Sequence[int]],
-        device: torch.device,
-    ) -> Tensor:
-        """Return the keys of the random choices of each row. Shape: -> int64 (R,)."""
-        seed, purpose = self.config.seed, randomness.Purpose.SAMPLING
-        return randomness.key_tensor(
-            (
-                randomness.key(seed, purpose, requests[number].line, sample)
-                for number, samples in zip(numbers, alive, strict=True)
-                for sample in samples
-            ),
-            device,
-        )
+    def start(self, number: int, limit: int, request: Request) -> SampledSentence:
+        """Return a sentence all of whose samples are in progress."""
+        seed, samples = self.config.seed, list(range(self.config.samples))
+        keys = [randomness.key(seed, randomness.Purpose.SAMPLING, request.line, sample) for sample in samples]
+        return SampledSentence(number, limit, request, keys, samples, {})
 
-    def _forbid(self, logits_RV: Tensor, tokens_RT: Tensor, rules: TokenRules | None, numbers: Sequence[int]) -> None:
-        """Set the logits of tokens that are never drawn to -inf."""
-        logits_RV.index_fill_(1, self._never.to(logits_RV.device), -torch.inf)
-        if rules is not None:
-            rules.apply(logits_RV, tokens_RT, numbers)
+    def finish(self, sentence: SampledSentence) -> list[Hypothesis]:
+        """Return all samples of a sentence, the most probable first."""
+        return sorted(self.in_order(sentence), key=lambda sample: -sample.score)
+
+    def in_order(self, sentence: SampledSentence) -> list[Hypothesis]:
+        """Return all samples of a sentence in the order of their numbers."""
+        return [sentence.finished[sample] for sample in range(self.config.samples)]
+
+    def extend(self, live: Live[SampledSentence], logits_RV: Tensor) -> Extensions:
+        """Draw the next token of each sample; see :meth:`LeftToRightSearch.extend`."""
+        eos, device, sentences = self.vocabulary.eos, logits_RV.device, live.sentences
+        log_sum_R1 = logits_RV.logsumexp(dim=1, keepdim=True)
+        end_R = (logits_RV[:, eos : eos + 1] - log_sum_R1).squeeze(1)
+        live.forbid(logits_RV)
+        row_R, log_prob_R = torch.arange(logits_RV.shape[0], device=device), live.log_prob_R.double()
+        if live.length == 1:  # one row per sentence so far
+            row_R = row_R.repeat_interleave(self.config.samples)
+            logits_RV, log_sum_R1, end_R, log_prob_R = (x[row_R] for x in (logits_RV, log_sum_R1, end_R, log_prob_R))
+        keys = [sentence.keys[sample] for sentence in sentences for sample in sentence.samples]
+        token_R = self._draw(logits_RV, randomness.uniform_after(randomness.key_tensor(keys, device), live.length))
+        total_R = log_prob_R + (logits_RV.gather(1, token_R.unsqueeze(1)) - log_sum_R1).squeeze(1)
+        tokens, totals, ends = token_R.tolist(), total_R.tolist(), (log_prob_R + end_R).tolist()
+        width = len(tokens) // len(sentences)
+        alive: list[dict[int, int]] = [{} for _ in sentences]  # samples of each sentence that live on, and their rows
+        finished = []
+        for number, sentence in enumerate(sentences):
+            at_limit = sentence.limit == live.length
+            for row, sample in enumerate(dict.fromkeys(sentence.samples), number * width):
+                total = ends[row] if at_limit else totals[row]
+                check_finite(total)
+                if at_limit or tokens[row] == eos:
+                    finished.append((sentence, sample, row, total))
+                else:
+                    alive[number][sample] = row
+        rows = row_R[[row for *_, row, _ in finished]]
+        for (sentence, sample, _, total), sampled in zip(finished, live.tokens_RT[rows, 1:].tolist(), strict=True):
+            sentence.finished[sample] = Hypothesis(sampled, total, total)
+        # One row per sentence would see the cached positions of all samples so far as its own.
+        most = max(2 if self.config.samples > 1 else 1, *map(len, alive))
+        for sentence, going_on in zip(sentences, alive, strict=True):
+            sentence.samples = filled(list(going_on), most)
+        row_BW = torch.tensor([filled(list(going_on.values()), most) for going_on in alive], device=device)
+        return Extensions([len(going_on) > 0 for going_on in alive], row_R[row_BW], token_R[row_BW], total_R[row_BW])
 
     def _draw(self, logits_RV: Tensor, uniform_R: Tensor) -> Tensor:
         """Draw a token for each row by its random number. Shape: (R,V), fp64 (R,) -> (R,)."""
@@ -190,3 +142,8 @@ class Sampling:
         # Rounding up to the total would choose no token.
         bound_R1 = torch.minimum(uniform_R.unsqueeze(1) * total_R1, total_R1 * (1.0 - 1e-15))
         return torch.searchsorted(sum_RV, bound_R1, right=True).clamp_(max=p_RV.shape[1] - 1).squeeze(1)
+
+
+def filled(values: list[int], size: int) -> list[int]:
+    """Repeat the first value (0 if there is none) behind the others until there are ``size``."""
+    return values + (values[:1] or [0]) * (size - len(values))

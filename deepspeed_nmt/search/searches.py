@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from deepspeed_nmt.registry import Entry, Registry
 from deepspeed_nmt.search.base import Search
-from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
+from deepspeed_nmt.search.beam import BeamConfig, BeamSearch, DiverseBeamConfig
 from deepspeed_nmt.search.constrained import ConstrainedBeam, ConstrainedBeamConfig
 from deepspeed_nmt.search.deep_shallow import DeepShallow, DeepShallowConfig
-from deepspeed_nmt.search.diverse import DiverseBeam, DiverseBeamConfig
 from deepspeed_nmt.search.mask_predict import MaskPredict, MaskPredictConfig
 from deepspeed_nmt.search.mbr import MinimumBayesRisk, MinimumBayesRiskConfig
 from deepspeed_nmt.search.sampling import Sampling, SamplingConfig
@@ -22,7 +21,7 @@ SEARCHES: Registry[Search] = Registry(
         Entry("beam", BeamConfig, BeamSearch),
         Entry("deep_shallow", DeepShallowConfig, DeepShallow),
         Entry("mask_predict", MaskPredictConfig, MaskPredict),
-        Entry("diverse_beam", DiverseBeamConfig, DiverseBeam),
+        Entry("diverse_beam", DiverseBeamConfig, BeamSearch),
         Entry("constrained_beam", ConstrainedBeamConfig, ConstrainedBeam),
         Entry("sampling", SamplingConfig, Sampling),
         Entry("mbr", MinimumBayesRiskConfig, MinimumBayesRisk),

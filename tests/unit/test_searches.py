@@ -20,7 +20,7 @@ from deepspeed_nmt.errors import CheckpointError
 from deepspeed_nmt.parity import VOCABULARY, methods, settings_of
 from deepspeed_nmt.search import SEARCHES, Hypothesis
 from deepspeed_nmt.search.base import Request, RequestSearch
-from deepspeed_nmt.search.constrained import ConstraintProgress, allocate
+from deepspeed_nmt.search.constrained import Candidate, ConstraintProgress, allocate
 from deepspeed_nmt.search.forced import token_log_probs
 from tests.models import BOS, EOS, PAD, padded, random_sources, sharp_transformer, sharpened
 
@@ -168,10 +168,8 @@ def test_a_phrase_counts_when_its_tokens_follow_one_another() -> None:
 
 
 def test_places_of_a_beam_are_divided_among_banks() -> None:
-    from deepspeed_nmt.search.constrained import _Candidate
-
-    def candidates(*met: int) -> list[_Candidate]:
-        return [_Candidate(-float(rank), 0, 9, ConstraintProgress(), count) for rank, count in enumerate(met)]
+    def candidates(*met: int) -> list[Candidate]:
+        return [Candidate(-float(rank), 0, 9, ConstraintProgress(), count) for rank, count in enumerate(met)]
 
     chosen = allocate(candidates(0, 0, 0, 0, 0, 1, 2, 2, 2), 7, 2)
     assert [each.met for each in chosen] == [0, 0, 0, 1, 2, 2, 2]
