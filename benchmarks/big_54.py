@@ -1,9 +1,9 @@
 """Three real updates of the 54-layer BIG deep decoder on CPU ranks, under ZeRO-3 with recomputation.
 
-    python benchmarks/big_54.py [--ranks 2] [--tokens 64] [--updates 3]
+    python benchmarks/run.py big_54 [--ranks 2] [--tokens 64] [--updates 3]
 
-The model has 755 million parameters with V=32,000; DDR and ALD are off. The script prints loss, gradient norm and
-time of each update, and the peak memory of each rank. It shows that the model trains although no rank holds
+The model has 755 million parameters with V=32,000; DDR and ALD are off. Measured are loss, gradient norm and time
+of each update, and the peak memory of each rank. It shows that the model trains although no rank holds
 all of it. Times on CPUs do not predict those on GPUs.
 """
 
@@ -13,12 +13,15 @@ import argparse
 import json
 import os
 import resource
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from records import Results, Table
+
+from tests.support import free_port, rank_environment
 
 DS_CONFIG = {
     "zero_optimization": {
@@ -38,16 +41,9 @@ SETTINGS = [
 VOCABULARY = 32000
 
 
-def output(line: str) -> None:
-    """Write a line to standard output and flush it."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
 def run_rank(arguments: argparse.Namespace) -> None:
-    """Train as one of the ranks; rank 0 prints."""
+    """Train as one of the ranks; rank 0 writes its rows."""
     import numpy as np
-    import torch
 
     from deepspeed_nmt.build import build_model, build_objective
     from deepspeed_nmt.config import load_config
@@ -80,61 +76,58 @@ def run_rank(arguments: argparse.Namespace) -> None:
     model.recompute(config.engine.recompute_encoder, config.engine.recompute_decoder)
     module = TrainModule(model, build_objective(config, vocabulary))
     parameters = sum(p.numel() for p in module.parameters())
-    layers = (config.model.model_dump()["encoder_layers"], config.model.model_dump()["decoder_layers"])
     dummy = collate(corpus, np.empty(0, dtype=np.int64), vocabulary)
     engine = build_engine(resolve_engine(config.engine, config.optimizer, world), module, world, dummy)
-    if world.is_main:
-        output(f"{parameters:,} parameters, {layers[0]}+{layers[1]} layers, {world.ranks} ranks, ZeRO-3")
+    rows = []
     for update in loader.updates(Cursor(), 1):
         started = time.monotonic()
         result = engine.update(update.micro_batches, update.target_tokens, 1e-4)
         nll = float(result.sums["nll"]) / sum(batch.target_tokens for batch in update.micro_batches)
-        if world.is_main:
-            seconds = time.monotonic() - started
-            output(f"update {update.number}: nll {nll:.3f}, norm {result.grad_norm:.3f}, {seconds:.1f} s")
+        row = {"update": update.number, "NLL": nll, "gradient norm": float(result.grad_norm)}
+        rows.append({**row, "seconds": time.monotonic() - started})
         if update.number == arguments.updates:
             break
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    peaks = gather_lists([peak], world)
+    peaks = gather_lists([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20], world)
     if world.is_main:
-        output(f"peak memory of the ranks: {', '.join(f'{each:.1f}' for each in peaks)} GiB; {sum(peaks):.1f} in all")
-        output(f"torch {torch.__version__}")
+        Path(arguments.scratch, "rows.json").write_text(json.dumps([rows, parameters, peaks]))
     leave_world()
 
 
-def main() -> None:
-    """Start the ranks, or run as one of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2, help="number of processes (default: %(default)s)")
     parser.add_argument(
         "--tokens", type=int, default=64, help="padded tokens of a rank in an update (default: %(default)s)"
     )
     parser.add_argument("--updates", type=int, default=3, help="number of updates (default: %(default)s)")
-    parser.add_argument("--scratch", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.scratch:
-        return run_rank(arguments)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+
+
+def run(arguments: argparse.Namespace) -> Results:
+    """Start the ranks."""
     with tempfile.TemporaryDirectory() as scratch:
-        shared = {
-            **os.environ,
-            "WORLD_SIZE": str(arguments.ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // arguments.ranks)),
-            "TORCH_EXTENSIONS_DIR": scratch,
-            # Freed memory returns to the system at once, so that the peak counts only memory in use.
-            "MALLOC_TRIM_THRESHOLD_": "0",
-        }
-        words = [sys.executable, __file__, *sys.argv[1:], "--scratch", scratch]
+        threads = str(max(1, (os.cpu_count() or 1) // arguments.ranks))
+        words = [sys.executable, __file__, "--ranks", str(arguments.ranks), "--tokens", str(arguments.tokens)]
+        words += ["--updates", str(arguments.updates), "--scratch", scratch]
+        # Freed memory returns to the system at once, so that the peak counts only memory in use.
+        environment = {"OMP_NUM_THREADS": threads, "MALLOC_TRIM_THRESHOLD_": "0"}
+        port = free_port()
         ranks = [
-            subprocess.Popen(words, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            subprocess.Popen(
+                words, env={**rank_environment(rank, arguments.ranks, port, Path(scratch)), **environment}
+            )
             for rank in range(arguments.ranks)
         ]
-        sys.exit(max(abs(rank.wait()) for rank in ranks))
+        if max(abs(rank.wait()) for rank in ranks):
+            sys.exit("a rank failed")
+        rows, parameters, peaks = json.loads(Path(scratch, "rows.json").read_text())
+    size = {"parameters": parameters, "peak memory of the ranks, GiB": peaks, "in all, GiB": sum(peaks)}
+    sizes = {"parameters": "{:,}", "peak memory of the ranks, GiB": ", ".join(["{:.1f}"] * len(peaks))}
+    updates = {"NLL": "{:.2f}", "gradient norm": "{:.1f}", "seconds": "{:.0f}"}
+    tables = {"updates": Table.of(rows, updates), "size": Table.of([size], {**sizes, "in all, GiB": "{:.1f}"})}
+    return Results(tables=tables)
 
 
 if __name__ == "__main__":
-    main()
+    options = argparse.ArgumentParser()
+    add_arguments(options)
+    options.add_argument("--scratch")
+    run_rank(options.parse_args())

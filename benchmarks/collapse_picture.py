@@ -1,45 +1,32 @@
-"""Draw docs/images/collapse.png from the table "Deep on both sides: search for a collapse" of RESULTS.md.
+"""Draw docs/images/collapse.png from the record of the search for a collapse.
 
 python benchmarks/collapse_picture.py
 """
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from records import RESULTS, ROOT, read
 
-ROOT = Path(__file__).resolve().parents[1]
 SYSTEMS = {
-    "15-6": "plain",
-    "15-6, CAD": "CAD",
-    "15-6, CAD, DDR, ALD": "CAD, DDR, ALD",
-    "15-6, depth-scaled initialisation": "depth-scaled\ninitialisation",
+    "15-6, 1": "plain",
+    "15-6, CAD (drop depth 3 of 6, ratio 1), 1": "CAD",
+    "15-6, CAD, DDR, ALD, 1": "CAD, DDR, ALD",
+    "15-6, depth-scaled initialisation, 1": "depth-scaled\ninitialisation",
 }
-"""Systems of seed 1, as the table names them, and their labels."""
+"""Post-norm systems and seeds, as the table names them, and their labels."""
 BIGRAM = 36  # validation perplexity of a bigram model of the training text, from the same section
 THRESHOLD = 0.2  # collapse.threshold
 
 
 def measured() -> dict[str, dict[str, float]]:
-    """Read the rows of the table: system -> column -> value."""
-    text = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
-    section = text.split("## Deep on both sides")[1].split("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    header = table[0]
-    rows = [dict(zip(header, cells, strict=True)) for cells in table[2:]]
-    by_name = {
-        re.sub(r" \(.*\)", "", row["encoder-decoder layers"]): row
-        for row in rows
-        if row["norm"] == "post" and row["seed"] == "1"
-    }
+    """Return the figures by system and column."""
+    table = read(RESULTS / "collapse_search.json").tables["runs"]
     columns = ("train ppl", "valid ppl", "source reliance")
-    return {name: {column: float(by_name[name][column]) for column in columns} for name in SYSTEMS}
+    return {name: {column: float(table.figure(f"post, {name}", column)) for column in columns} for name in SYSTEMS}
 
 
 def main() -> None:

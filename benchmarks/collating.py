@@ -1,6 +1,6 @@
 """Time to make the micro-batches of an update from the corpus, by layout.
 
-    python benchmarks/collating.py [--updates 30]
+    python benchmarks/run.py collating [--rounds 30]
 
 Lengths of news text, updates of 32,768 target tokens, micro-batches of up to 8,192. A thread makes them beside the
 training, and each millisecond in which it holds Python's lock is one without launches. Dividing an update among
@@ -10,16 +10,15 @@ micro-batches is not counted. To compare two states of the code, run it in turns
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
-import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from gpu.harness import write_corpus
+from records import Results, Table
+from timing import add_rounds, in_turns
 
 from deepspeed_nmt.core.batch import UpdateInfo
 from deepspeed_nmt.core.vocabulary import Vocabulary
@@ -29,29 +28,36 @@ from deepspeed_nmt.data.loader import TrainLoader
 VOCABULARY = Vocabulary(32000)
 
 
-def main() -> None:
-    """Time the updates, and print the medians in milliseconds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=30, help="updates to time (default: %(default)s)")
-    arguments = parser.parse_args()
-    if arguments.updates < 1:
-        parser.error(f"--updates must be at least 1, but is {arguments.updates}")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_rounds(parser, 30)
+
+
+def run(arguments: argparse.Namespace) -> Results:
+    """Time the updates, in milliseconds of the thread."""
+    pairs: dict[str, list[int]] = {"packed": [], "padded": []}
     with tempfile.TemporaryDirectory() as directory:
         corpus = write_corpus(Path(directory), 60000, VOCABULARY)
-        for layout in ("packed", "padded"):
+
+        def work(layout: str) -> Callable[[int], Callable[[], None]]:
             config = BatchConfig(update_tokens=32768, micro_tokens=8192, layout=layout)
             loader = TrainLoader.of_corpus(corpus, config, 1, 0, 1, VOCABULARY)
-            milliseconds, pairs = [], []
             window = loader.order.sample()
-            for number in itertools.islice(itertools.cycle(range(len(window) - 1)), arguments.updates + 1):
-                makers = loader._makers(window, window[number])
-                started = time.thread_time()
-                batches = [make(UpdateInfo()) for make in makers]
-                milliseconds.append(1e3 * (time.thread_time() - started))
-                pairs.append(sum(len(batch.sentence_ids_B) for batch in batches))
-            median = statistics.median(milliseconds[1:])  # the first reads the file
-            sys.stdout.write(f"{layout}: {median:.2f} ms an update, {statistics.mean(pairs):.0f} pairs\n")
 
+            def prepare(number: int) -> Callable[[], None]:
+                makers = loader._makers(window, window[number % (len(window) - 1)])
 
-if __name__ == "__main__":
-    main()
+                def once() -> None:
+                    batches = [make(UpdateInfo()) for make in makers]
+                    pairs[layout].append(sum(len(batch.sentence_ids_B) for batch in batches))
+
+                return once
+
+            return prepare
+
+        taken = in_turns({layout: work(layout) for layout in pairs}, arguments.rounds, clock=time.thread_time)
+    rows = [
+        {"layout": name, "ms an update": 1e3 * statistics.median(each), "pairs": statistics.mean(pairs[name])}
+        for name, each in taken.items()
+    ]
+    formats = {"ms an update": "{:.2f}", "pairs": "{:,.0f}"}
+    return Results(tables={"time": Table.of(rows, formats)}, rounds=taken)

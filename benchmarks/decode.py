@@ -1,9 +1,9 @@
 """Speed of beam search on a CPU, beside CTranslate2 and Hugging Face's `generate` with the same weights.
 
-    OMP_NUM_THREADS=1 python benchmarks/decode.py [--layers 6 15 27] [--beams 4 1] [--batches 1 32 256] [--rounds 5]
-    OMP_NUM_THREADS=1 python benchmarks/decode.py --run RUN --input FILE [--lines 300] [--beams ...] [--batches ...]
-    OMP_NUM_THREADS=1 python benchmarks/decode.py --opennmt DIR ...
-    OMP_NUM_THREADS=1 python benchmarks/decode.py --start-up RUN [--rounds 5]
+    OMP_NUM_THREADS=1 python benchmarks/run.py decode [--layers 6 15 27] [--beams 4 1] [--batches 1 32 256]
+    ... decode --run RUN --input FILE [--lines 300] [--beams ...] [--batches ...]
+    ... decode --opennmt DIR ...
+    ... decode --start-up RUN [--rounds 5]
 
 The model is written for the other programs as `deepspeed-nmt export` writes it. Without --run its weights are
 random, so that no hypothesis ends before the limit, and every program makes the same number of steps: 6 encoder
@@ -28,21 +28,22 @@ CTranslate2, and Hugging Face's classes on the exported run.
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import os
-import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import MagicMock
 
 import torch
+from records import Results, Table
+from timing import Work, add_rounds, in_turns, ratio, relative
 from torch import Tensor
 
 from deepspeed_nmt.core.model import TranslationModel
@@ -57,6 +58,7 @@ from deepspeed_nmt.search.models import prepare_to_decode
 
 DIM, FFN, HEADS, ENCODER_LAYERS, VOCABULARY, SOURCE, STEPS, LONGEST = 256, 1024, 4, 6, 8000, 16, 24, 64
 PEERS: dict[Precision, str] = {"fp32": "float32", "int8": "int8"}
+CASE = "decoder layers, beam, batch"
 Translate = Callable[[Tensor, int], int]
 """Translates a batch of sentences, (B,S), with a beam, and returns the number of tokens that it has written."""
 
@@ -226,8 +228,8 @@ def opennmt(subject: Subject, directory: Path) -> Translate:
     return translate
 
 
-def start_up(run: Path, rounds: int, directory: Path) -> dict[str, dict[str, float]]:
-    """Return the seconds of whole commands that translate one line, by program."""
+def start_up(run: Path, rounds: int, directory: Path) -> Results:
+    """Measure whole commands that translate one line."""
     ours = [sys.executable, "-m", "deepspeed_nmt"]
     export = [*ours, "export", "--run", str(run), "--format", "huggingface", "--out", str(directory / "huggingface")]
     subprocess.run([*export, "--sentences", "2"], check=True, capture_output=True)
@@ -247,28 +249,20 @@ def start_up(run: Path, rounds: int, directory: Path) -> dict[str, dict[str, flo
         "ours, CTranslate2 int8": [*translate, str(directory / "int8"), *by_ctranslate2, "int8"],
         "HF": [sys.executable, "-c", peer, str(directory / "huggingface"), str(text)],
     }
-    taken: dict[str, list[float]] = {name: [] for name in programs}
-    for number in range(rounds + 1):  # the first one exports for CTranslate2 and fills the disk's cache
-        for name, command in random.Random(number).sample(list(programs.items()), len(programs)):
-            started = time.perf_counter()
-            subprocess.run(command, check=True, capture_output=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-            if number:
-                taken[name].append(time.perf_counter() - started)
-    return {
-        name: {
-            "seconds": statistics.median(seconds),
-            "ratio": statistics.median(own / first for own, first in zip(seconds, taken["ours"], strict=True)),
-        }
-        for name, seconds in taken.items()
-    }
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+
+    def work(command: list[str]) -> Work:
+        return lambda _: partial(subprocess.run, command, check=True, capture_output=True, env=environment)
+
+    # Round 0 exports for CTranslate2 and fills the disk's cache.
+    taken = in_turns({name: work(command) for name, command in programs.items()}, rounds)
+    return Results(tables={"start": relative(taken)}, rounds=taken)
 
 
-def main() -> None:
-    """Measure all programs, and print a table or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, default in (("layers", [6, 15, 27]), ("beams", [4, 1]), ("batches", [1, 32, 256])):
         parser.add_argument(f"--{name}", type=int, nargs="+", default=default, help="(default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each program (default: %(default)s)")
+    add_rounds(parser, 5)
     parser.add_argument("--without", nargs="*", default=[], metavar="P", help="programs to leave out, such as HF")
     parser.add_argument("--opennmt", type=Path, metavar="DIR", help="directory in which OpenNMT-py is installed")
     parser.add_argument("--run", type=Path, help="measure the best checkpoint of this run on real text")
@@ -277,17 +271,17 @@ def main() -> None:
     parser.add_argument(
         "--start-up", type=Path, metavar="RUN", help="measure whole commands for one line, by this run"
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON object for each measurement")
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> Iterator[Results]:
+    """Measure all programs; a row more with each size."""
     if (arguments.run is None) != (arguments.input is None):
-        parser.error("--run and --input must be given together")
+        sys.exit("--run and --input go together")
     if arguments.run is not None and arguments.opennmt is not None:
-        parser.error("--opennmt has random weights; leave out --run")
+        sys.exit("--opennmt has random weights; leave out --run")
     if arguments.start_up is not None:
         with tempfile.TemporaryDirectory() as temporary:
-            for name, row in start_up(arguments.start_up, arguments.rounds, Path(temporary)).items():
-                words = f"{name:<24} {row['seconds']:>6.2f} s {row['ratio']:>6.2f}\n"
-                sys.stdout.write(f"{json.dumps({'program': name, **row})}\n" if arguments.json else words)
+            yield start_up(arguments.start_up, arguments.rounds, Path(temporary))
         return
     if arguments.run is None:
         subjects = [random_subject(layers) for layers in arguments.layers]
@@ -296,24 +290,23 @@ def main() -> None:
         sources[:, -1] = subjects[0].vocabulary.eos
         text = {batch: [sources[:batch]] for batch in arguments.batches}
     else:
-        run = Run.open(arguments.run)
-        subjects = [trained_subject(run)]
+        trained = Run.open(arguments.run)
+        subjects = [trained_subject(trained)]
         lines = arguments.input.read_text(encoding="utf-8").splitlines()[: arguments.lines]
-        text = {batch: batches_of(run, lines, batch) for batch in arguments.batches}
-    if not arguments.json:
-        sys.stdout.write(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {arguments.rounds} rounds\n")
-        sys.stdout.write(f"{'layers':>6} {'beam':>4} {'batch':>5}  {'program':<18} {'tokens/s':>9} {'ratio':>6}\n")
+        text = {batch: batches_of(trained, lines, batch) for batch in arguments.batches}
+    rows: list[dict[str, object]] = []
+    rounds: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as temporary:
         for subject in subjects:
             programs = programs_of(subject, Path(temporary), arguments.opennmt)
             programs = {name: each for name, each in programs.items() if not set(name.split()) & {*arguments.without}}
-            for beam in arguments.beams:
-                for batch in arguments.batches:
-                    for name, values in measure(programs, text[batch], beam, arguments.rounds).items():
-                        case = {"layers": subject.layers, "beam": beam, "batch": batch}
-                        measured = {**case, "program": name, **values}
-                        sys.stdout.write(f"{json.dumps(measured)}\n" if arguments.json else line(measured))
-                        sys.stdout.flush()
+            for beam, batch in itertools.product(arguments.beams, arguments.batches):
+                case = [subject.layers, beam, batch]
+                values, taken = measure(programs, text[batch], beam, arguments.rounds)
+                rows.append({CASE: case, **values})
+                rounds[", ".join(map(str, case))] = taken
+                formats = dict.fromkeys(programs, "{:,.0f} ({:.2f})")
+                yield Results(tables={"speed": Table.of(rows, {CASE: "{}, {}, {}", **formats})}, rounds=rounds)
 
 
 def programs_of(subject: Subject, directory: Path, opennmt_py: Path | None) -> dict[str, Translate]:
@@ -345,30 +338,20 @@ def batches_of(run: Run, lines: Sequence[str], size: int) -> list[Tensor]:
 
 def measure(
     programs: dict[str, Translate], batches: Sequence[Tensor], beam: int, rounds: int
-) -> dict[str, dict[str, float]]:
-    """Return the columns of the table of each program, which translates all batches in each round."""
-    taken: dict[str, list[float]] = {name: [] for name in programs}
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return tokens a second and the ratio to CTranslate2 by program, and the seconds of each round.
+
+    Each program translates all batches in each round.
+    """
     tokens: dict[str, int] = {}
-    for number in range(rounds + 1):
-        for name, translate in random.Random(number).sample(list(programs.items()), len(programs)):
-            started = time.process_time()
-            tokens[name] = sum(translate(source_BS, beam) for source_BS in batches)
-            if number:  # the first one warms up
-                taken[name].append(time.process_time() - started)
+
+    def once(name: str) -> None:
+        tokens[name] = sum(programs[name](source_BS, beam) for source_BS in batches)
+
+    works: dict[str, Work] = {name: lambda _, name=name: partial(once, name) for name in programs}  # type: ignore[misc]
+    taken = in_turns(works, rounds, clock=time.process_time)
     found = {}
     for name, seconds in taken.items():
         peer = taken["CTranslate2 int8" if name.endswith("int8") else "CTranslate2 fp32"]
-        found[name] = {
-            "tokens_per_s": tokens[name] / statistics.median(seconds),
-            "ratio": statistics.median(theirs / own for theirs, own in zip(peer, seconds, strict=True)),
-        }
-    return found
-
-
-def line(row: Mapping[str, Any]) -> str:
-    """Return a row of the table."""
-    return "{layers:>6} {beam:>4} {batch:>5}  {program:<18} {tokens_per_s:>9,.0f} {ratio:>6.2f}\n".format(**row)
-
-
-if __name__ == "__main__":
-    main()
+        found[name] = [tokens[name] / statistics.median(seconds), ratio(peer, seconds)]
+    return found, taken

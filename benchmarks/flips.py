@@ -1,12 +1,12 @@
 """Flip bits of weights, gradients and batches on one of two ranks: what is detected, and to what is it put down?
 
-    python benchmarks/flips.py [--flips 100] [--seed 1]
+    python benchmarks/run.py flips [--flips 100] [--seed 1]
 
 Each flip is a bit of one fp32 weight, of one fp32 gradient before it is reduced, or of one token of a batch. Rank 1
 has the fault, in one update of a small model on two CPU ranks under plain torch. A flip is detected if it makes the
 update's gradient infinite or NaN, or the weights of the ranks differ (training.checksum_every=1). It is attributed
 rightly if rank 1 is named, alone or as one of the two that contradict one another; a gradient that is damaged after
-its loss was computed is put down to the way between devices. The row is written to benchmarks/results/flips.json.
+its loss was computed is put down to the way between devices.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import argparse
 import json
 import os
 import random
-import socket
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -28,28 +26,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
+from records import Results, Table
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.objective import Objective, TrainModule
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.batching import BatchConfig
+from deepspeed_nmt.data.loader import TrainLoader
+from deepspeed_nmt.data.update_order import Cursor
+from deepspeed_nmt.engine.plain import PlainEngine
+from deepspeed_nmt.errors import ReportedError
+from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.train.faults import attribute, check_replicas
+from deepspeed_nmt.train.optimizers.adam import AdamConfig
+from tests.support import free_port, random_corpus
 
-from deepspeed_nmt.core.batch import Batch  # noqa: E402
-from deepspeed_nmt.core.objective import Objective, TrainModule  # noqa: E402
-from deepspeed_nmt.core.vocabulary import Vocabulary  # noqa: E402
-from deepspeed_nmt.data.batching import BatchConfig  # noqa: E402
-from deepspeed_nmt.data.loader import TrainLoader  # noqa: E402
-from deepspeed_nmt.data.update_order import Cursor  # noqa: E402
-from deepspeed_nmt.engine.plain import PlainEngine  # noqa: E402
-from deepspeed_nmt.errors import ReportedError  # noqa: E402
-from deepspeed_nmt.methods.label_smoothed import LabelSmoothed  # noqa: E402
-from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer  # noqa: E402
-from deepspeed_nmt.parallel.world import World  # noqa: E402
-from deepspeed_nmt.train.faults import attribute, check_replicas  # noqa: E402
-from deepspeed_nmt.train.optimizers.adam import AdamConfig  # noqa: E402
-from tests.support import random_corpus  # noqa: E402
-
-RESULTS = ROOT / "benchmarks/results/flips.json"
 V = Vocabulary(60)
-KINDS = ("weight", "gradient", "batch")
+KINDS = {
+    "weight": "a weight",
+    "gradient": "a gradient, before the ranks add theirs",
+    "batch": "a token of a batch",
+}
 FAULTY = 1
 
 
@@ -127,40 +126,37 @@ def work(rank: int, flips: int, seed: int, port: int, directory: str) -> None:
     for kind in KINDS:
         rows[kind] = Counter()
         for number in range(flips):
-            ended, bit = outcome(kind, hash((seed, KINDS.index(kind), number)), loader, module, world)
+            ended, bit = outcome(kind, hash((seed, list(KINDS).index(kind), number)), loader, module, world)
             rows[kind][ended] += 1
             if ended == "undetected":
                 bits[kind][bit] += 1
     if rank == FAULTY:
-        content = {
-            kind: {"flips": flips, **rows[kind], "undetected by bit": dict(sorted(bits[kind].items()))}
-            for kind in KINDS
-        }
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps({"seed": seed, "torch": torch.__version__, **content}, indent=1) + "\n")
-        sys.stdout.write(RESULTS.read_text())
+        content = {kind: {**rows[kind], "undetected by bit": dict(sorted(bits[kind].items()))} for kind in KINDS}
+        Path(directory, "flips.json").write_text(json.dumps(content))
     dist.destroy_process_group()
 
 
-def main() -> int:
-    """Run both ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--flips", type=int, default=100, help="of each kind (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    with socket.socket() as free, tempfile.TemporaryDirectory() as directory:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
+
+
+def run(arguments: argparse.Namespace) -> Results:
+    """Run both ranks."""
+    with tempfile.TemporaryDirectory() as directory:
         for rank in range(2):
             (Path(directory) / str(rank)).mkdir()
-        processes.spawn(_start, (arguments.flips, arguments.seed, port, directory), nprocs=2)
-    return 0
+        processes.spawn(_start, (arguments.flips, arguments.seed, free_port(), directory), nprocs=2)
+        found = json.loads((Path(directory) / str(FAULTY) / "flips.json").read_text())
+    rows = []
+    for kind, ends in found.items():
+        right, undetected = ends.get("named", 0) + ends.get("on its way", 0), ends.get("undetected", 0)
+        counts = [f"{bit} ({count} times)" if count > 1 else bit for bit, count in ends["undetected by bit"].items()]
+        row = {"flips of": KINDS[kind], "flips": arguments.flips, "attributed rightly": right}
+        row |= {"attributed wrongly": arguments.flips - right - undetected, "undetected": undetected}
+        rows.append({**row, "undetected by bit": ", ".join(counts)})
+    return Results(tables={"flips": Table.of(rows)}, rounds=found)
 
 
 def _start(rank: int, flips: int, seed: int, port: int, directory: str) -> None:
     work(rank, flips, seed, port, str(Path(directory) / str(rank)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

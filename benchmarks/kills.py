@@ -1,6 +1,6 @@
 """Kill a job again and again, and compare its last checkpoint bit for bit with that of an undisturbed run.
 
-    python benchmarks/kills.py [--layout NAME ...] [--fault NAME ...] [--kills 50] [--minutes 60] [--busy N]
+    python benchmarks/run.py kills [--layout NAME ...] [--fault NAME ...] [--kills 50] [--minutes 60] [--busy N]
 
 A batch is a layout and a fault. Its job is started, disturbed at a random moment, killed, and started again,
 ``--kills`` times; then it trains to its end. Updates go on while checkpoints are written to a slow disk, so that some
@@ -9,7 +9,7 @@ kills hit a checkpoint that is being written. The undisturbed run writes its che
 Faults: one rank is killed; all ranks are; the launcher (torchrun) is; a rank is stopped, so that it hangs; the disk
 returns an error for a while; the disk is full for a while (a small tmpfs, which only root can mount).
 
-Each batch is a row of benchmarks/results/kills.json; a batch that has a row is not made again, so the script resumes.
+Each batch is a row of the record; a batch that has a row is not made again, so the benchmark resumes.
 Ranks are forked from one process that has imported everything, so a start costs tenths of a second; those under
 torchrun are real starts. The exit status is 1 if a batch ended with other bits, or failed.
 """
@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import argparse
 import errno
-import json
+import itertools
 import os
-import platform
 import random
 import re
 import signal
@@ -30,7 +29,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import psutil  # noqa: E402
-import torch  # noqa: E402
+from records import Results, Table, commit, read  # noqa: E402
 
 from deepspeed_nmt.cli import main  # noqa: E402
 from deepspeed_nmt.train import checkpoint  # noqa: E402
@@ -46,7 +44,8 @@ from tests.programs import Program  # noqa: E402
 from tests.support import assert_same, free_port, prepare_sample, rank_environment, run_ranks  # noqa: E402
 from tests.system.conftest import SMALL  # noqa: E402
 
-RESULTS = ROOT / "benchmarks/results/kills.json"
+RESUMES = True
+"""A record that exists is continued."""
 DEEPSPEED = ["engine.name=deepspeed", "engine.ds_config={}"]
 
 
@@ -259,23 +258,9 @@ def batch(layout: Layout, fault: str, kills: int, data: list[Path], scratch: Pat
         "kills": kills,
         "during a save": caught,
         "updates": last,
-        "same bits": True,
+        "same bits": "yes",
         "seconds from start to a new checkpoint, median": round(sorted(seconds)[len(seconds) // 2], 2),
         "seconds": round(time.monotonic() - began),
-    }
-
-
-def versions() -> dict[str, Any]:
-    """Return what a row was measured with."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return {
-        "commit": commit,
-        "torch": torch.__version__,
-        "cpu": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}",
-        "load": round(os.getloadavg()[0], 1),
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
 
@@ -291,17 +276,18 @@ def busy(count: int) -> Iterator[None]:
             burner.wait()
 
 
-def run() -> int:
-    """Make the batches that have no row yet."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", action="append", choices=LAYOUTS, help="layouts (default: all)")
     parser.add_argument("--fault", action="append", choices=FAULTS, help="faults (default: all)")
     parser.add_argument("--kills", type=int, default=50, help="of a batch (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=600.0, help="after which no batch is begun")
     parser.add_argument("--busy", type=int, default=0, metavar="N", help="processes that compute beside the job")
-    arguments = parser.parse_args()
-    rows: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    since, status = time.monotonic(), 0
+
+
+def run(arguments: argparse.Namespace) -> Iterator[Results]:
+    """Make the batches that have no row yet; each is a row more."""
+    path, since, failed = arguments.results / f"{arguments.record}.json", time.monotonic(), False
+    rows = read(path).tables["batches"].dicts() if path.is_file() else []
     with tempfile.TemporaryDirectory() as name, busy(arguments.busy):
         directory = Path(name)
         data = [prepare_sample(directory, 500, train=400, valid=31, test=20)]
@@ -311,25 +297,23 @@ def run() -> int:
             words += [f"--{split}-source", str(text / f"{split}.en"), f"--{split}-target", str(text / f"{split}.de")]
         assert main(words) == 0
         data.append(directory / "second")
-        for fault in arguments.fault or FAULTS:
-            for layout in arguments.layout or LAYOUTS:
-                key = f"{layout} {fault}"
-                if key in rows or time.monotonic() - since > 60.0 * arguments.minutes:
+        for fault, layout in itertools.product(arguments.fault or FAULTS, arguments.layout or LAYOUTS):
+            known = any((row["layout"], row["fault"]) == (layout, fault) for row in rows)
+            if known or time.monotonic() - since > 60.0 * arguments.minutes:
+                continue
+            with tempfile.TemporaryDirectory(dir=directory) as scratch:
+                try:
+                    row = batch(LAYOUTS[layout], fault, arguments.kills, data, Path(scratch))
+                except (RuntimeError, AssertionError, OSError) as error:
+                    sys.stderr.write(f"{layout} {fault}: {error}\n")
+                    failed = True
                     continue
-                with tempfile.TemporaryDirectory(dir=directory) as scratch:
-                    try:
-                        row = batch(LAYOUTS[layout], fault, arguments.kills, data, Path(scratch))
-                    except (RuntimeError, AssertionError, OSError) as error:
-                        sys.stderr.write(f"{key}: {error}\n")
-                        status = 1
-                        continue
-                rows[key] = {**row, "busy": arguments.busy, **versions()}
-                RESULTS.parent.mkdir(exist_ok=True)
-                RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
-                sys.stdout.write(f"{key} {json.dumps(row)}\n")
-                sys.stdout.flush()
-    return status
+            more = {"busy": arguments.busy, "commit": commit(), "load": round(os.getloadavg()[0], 1)}
+            rows.append({"layout": layout, "fault": fault, **row, **more})
+            yield Results(tables={"batches": Table.of(rows)})
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(rank(sys.argv[2:]) if sys.argv[1:2] == ["rank"] else run())
+    sys.exit(rank(sys.argv[2:]))

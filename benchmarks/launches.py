@@ -1,6 +1,6 @@
 """Kernels launched and bytes moved by a layer in training on a GPU, counted without one.
 
-    python benchmarks/launches.py [--norm pre] [--tokens 8192] [--layout packed]
+    python benchmarks/run.py launches [--norm pre] [--tokens 8192] [--layout packed]
 
 It needs Triton, which defines the kernels; CUDA builds of torch include it, for others `pip install triton`.
 
@@ -33,6 +33,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from records import Results, Table
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -285,26 +286,25 @@ def count_layers(tokens: int = 8192, layout: str = "packed", **settings: Any) ->
     return found
 
 
-def main() -> None:
-    """Print the counts of an encoder and a decoder layer."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of the micro-batch (default: %(default)s)")
     parser.add_argument("--norm", choices=("pre", "post", "deepnorm"), default="pre", help="(default: %(default)s)")
     parser.add_argument("--activation", choices=("relu", "gelu"), default="relu", help="(default: %(default)s)")
     parser.add_argument("--layout", choices=("packed", "padded"), default="packed", help="(default: %(default)s)")
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> Results:
+    """Count an encoder and a decoder layer."""
     if arguments.tokens < LENGTH:
-        parser.error(f"--tokens must be at least {LENGTH}, the length of a sentence, but is {arguments.tokens}")
+        sys.exit(f"--tokens is {arguments.tokens}, which is below {LENGTH}, the length of a sentence")
     if not is_installed("softmax", "triton"):
-        parser.error("this needs Triton, which is not installed; run `pip install triton`")
-    sys.stdout.write("layer    micro-batch   kernels  forward + backward    kB a token  forward + backward\n")
+        sys.exit("Triton is not installed; run `pip install triton`")
     settings = {"norm": arguments.norm, "activation": arguments.activation}
+    rows: list[dict[str, object]] = []
     for side, counts in count_layers(arguments.tokens, arguments.layout, **settings).items():
         for which, found in zip(("first", "later"), counts, strict=True):
-            kernels = f"{found.forward + found.backward:>8.1f}  {found.forward:.1f} + {found.backward:.1f}"
-            moved = f"{found.forward_bytes / 1e3:.1f} + {found.backward_bytes / 1e3:.1f}"
-            sys.stdout.write(f"{side:<8} {which:<12} {kernels:<30} {found.bytes / 1e3:>11.1f}  {moved}\n")
-
-
-if __name__ == "__main__":
-    main()
+            kernels, moved = [found.forward, found.backward], [found.forward_bytes / 1e3, found.backward_bytes / 1e3]
+            row = {"layer": f"{side}, {arguments.norm}-norm", "micro-batch": which, "kernels": kernels}
+            rows.append({**row, "kB a token": moved, "kB a token, both": found.bytes / 1e3})
+    formats = {"kernels": "{:.1f} + {:.1f}", "kB a token": "{:.1f} + {:.1f}", "kB a token, both": "{:.1f}"}
+    return Results(tables={"layers": Table.of(rows, formats)})

@@ -1,6 +1,6 @@
 """Speed of training in the packed layout relative to the padded one, on the same updates.
 
-    OMP_NUM_THREADS=1 python benchmarks/layouts.py [--updates 12]
+    OMP_NUM_THREADS=1 python benchmarks/run.py layouts [--rounds 12]
 
 6+6 layers, D=256, FFN 1,024, 4 heads, V=8,000; lengths of news text; updates of 8,192 target tokens, micro-batches of
 up to 2,048. Both layouts make every update, in turns, so that other work on the machine affects both alike; the ratio
@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
-import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from gpu.harness import write_corpus
+from records import Results, Table
+from timing import add_rounds, in_turns, ratio
 
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
@@ -46,39 +45,35 @@ def engine() -> PlainEngine:
     return PlainEngine(module, AdamConfig(), "fp32", world)
 
 
-def main() -> None:
-    """Time the updates, and print the medians."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=12, help="updates to time (default: %(default)s)")
-    arguments = parser.parse_args()
-    if arguments.updates < 1:
-        parser.error(f"--updates must be at least 1, but is {arguments.updates}")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_rounds(parser, 12)
+
+
+def run(arguments: argparse.Namespace) -> Results:
+    """Time the updates."""
+    made: dict[str, list[Update]] = {layout: [] for layout in LAYOUTS}
     with tempfile.TemporaryDirectory() as directory:
         corpus = write_corpus(Path(directory), 20000, VOCABULARY)
         runs = {}
         for layout in LAYOUTS:
             config = BatchConfig(update_tokens=8192, micro_tokens=2048, layout=layout)
             runs[layout] = engine(), TrainLoader.of_corpus(corpus, config, 1, 0, 1, VOCABULARY).updates(Cursor(), 1)
-        seconds: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
-        empty: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
-        counts: dict[str, int] = dict.fromkeys(LAYOUTS, 0)
-        for number in range(arguments.updates + 1):  # the first is not counted
-            for layout in LAYOUTS if number % 2 else reversed(LAYOUTS):
-                engine_of, updates = runs[layout]
-                update: Update = next(updates)
-                started = time.perf_counter()
-                engine_of.update(update.micro_batches, update.target_tokens, 1e-4)
-                if number:
-                    seconds[layout].append(time.perf_counter() - started)
-                    empty[layout].append(1.0 - update.real_positions / update.padded_positions)
-                    counts[layout] += len(update.micro_batches)
-    for layout in LAYOUTS:
-        median, made = statistics.median(seconds[layout]), counts[layout] / arguments.updates
-        share = statistics.mean(empty[layout])
-        sys.stdout.write(f"{layout}: {median:.2f} s an update, {made:.1f} micro-batches, {share:.1%} empty\n")
-    ratio = statistics.median(a / b for a, b in zip(seconds["packed"], seconds["padded"], strict=True))
-    sys.stdout.write(f"packed / padded: {ratio:.3f}\n")
 
+        def work(layout: str, number: int) -> Callable[[], object]:
+            made[layout].append(update := next(runs[layout][1]))
+            return lambda: runs[layout][0].update(update.micro_batches, update.target_tokens, 1e-4)
 
-if __name__ == "__main__":
-    main()
+        taken = in_turns({layout: partial(work, layout) for layout in LAYOUTS}, arguments.rounds)
+    rows = [
+        {
+            "layout": layout,
+            "seconds an update": statistics.median(taken[layout]),
+            "micro-batches": statistics.mean(len(update.micro_batches) for update in updates),
+            "empty": 100 * statistics.mean(1 - each.real_positions / each.padded_positions for each in updates),
+        }
+        for layout, (_, *updates) in made.items()
+    ]
+    formats = {"seconds an update": "{:.2f}", "micro-batches": "{:.1f}", "empty": "{:.1f}%"}
+    both = [{"products": "default", "packed / padded": ratio(taken["packed"], taken["padded"])}]
+    tables = {"layouts": Table.of(rows, formats), "ratio": Table.of(both, {"packed / padded": "{:.2f}"})}
+    return Results(tables=tables, rounds=taken)

@@ -1,6 +1,6 @@
 """Time that training waits for a checkpoint, blocking and in the background, and what writing costs the updates.
 
-    python benchmarks/saving.py [--out DIR] [--device cpu|cuda] [--layers 6] [--rounds 5] [--tokens 128]
+    python benchmarks/run.py saving [--out DIR] [--device cpu|cuda] [--layers 6] [--rounds 5] [--tokens 128]
 
 A Transformer of the size of transformer_base (60.5M parameters at a vocabulary of 32,000) makes updates of random
 batches in plain torch. Checkpoints are saved in both ways in turns, so that other work on the machine affects both
@@ -9,23 +9,23 @@ alike; medians over the rounds. An update is timed without a checkpoint and whil
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
 import torch
-from timing import parser, random_batch, synchronise
+from records import Results, Table
+from timing import add_sizes, random_batch, ratio, seconds_of, shape_of
 
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.engine.contract import checkpoint_bytes
 from deepspeed_nmt.engine.plain import PlainEngine
-from deepspeed_nmt.errors import shown_bytes
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
-from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.methods.transformer import build_transformer
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.checkpoint import CheckpointStore
@@ -35,34 +35,27 @@ from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.saving import Saver
 
 
-def main() -> int:
-    """Measure, and print a table."""
-    options = parser(__doc__, layers=6, tokens=128, vocab=32000, rounds=5)
-    options.add_argument("--out", type=Path, help="directory on the disk to measure (default: temporary files)")
-    arguments = options.parse_args()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_sizes(parser, layers=6, tokens=128, vocab=32000, rounds=5)
+    parser.add_argument("--out", type=Path, help="directory on the disk to measure (default: temporary files)")
+
+
+def run(arguments: argparse.Namespace) -> Results:
+    """Measure both ways."""
     device = torch.device(arguments.device)
     world = World(0, 1, 0, device)
     vocabulary = Vocabulary(arguments.vocab)
-    config = TransformerConfig(
-        dim=arguments.dim,
-        ffn_dim=4 * arguments.dim,
-        heads=arguments.dim // 64,
-        encoder_layers=arguments.layers,
-        decoder_layers=arguments.layers,
-    )
     torch.manual_seed(1)
-    module = TrainModule(build_transformer(config, vocabulary), Objective(LabelSmoothed(0.1, vocabulary.pad), []))
+    module = TrainModule(
+        build_transformer(shape_of(arguments), vocabulary), Objective(LabelSmoothed(0.1, vocabulary.pad), [])
+    )
     count = sum(parameter.numel() for parameter in module.parameters())
     precision = "bf16" if device.type == "cuda" else "fp32"
     engine = PlainEngine(module, AdamConfig(clip_norm=0.0), precision, world)
     batch = random_batch(arguments, 1)
 
     def update() -> float:
-        synchronise(device)
-        started = time.perf_counter()
-        engine.update([batch], batch.target_tokens, 1e-4)
-        synchronise(device)
-        return time.perf_counter() - started
+        return seconds_of(lambda: engine.update([batch], batch.target_tokens, 1e-4), device)
 
     update()
     size = checkpoint_bytes(count, 0, len(AdamConfig.states))
@@ -96,18 +89,17 @@ def main() -> int:
                     written.append(time.perf_counter() - started)
         for saver in savers.values():
             saver.close()
-    blocking, background = (statistics.median(waited[save]) for save in ("blocking", "background"))
-    slower = statistics.median(meanwhile) / statistics.median(quiet) if meanwhile else float("nan")
-    lines = [
-        f"{count:,} parameters on {device}, checkpoints of {shown_bytes(size)}, medians of {arguments.rounds} rounds",
-        f"training waits, blocking        {blocking:8.3f} s",
-        f"training waits, background      {background:8.3f} s, {blocking / background:.1f} times less",
-        f"written in the background in    {statistics.median(written):8.3f} s",
-        f"an update while it is written   {slower:8.2f} times as long as without ({len(meanwhile)} updates)",
-    ]
-    sys.stdout.write("\n".join(lines) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    rounds = {**waited, "written": written, "update": quiet, "update meanwhile": meanwhile}
+    middle = {name: statistics.median(seconds) if seconds else None for name, seconds in rounds.items()}
+    waiting = [{"`training.save`": f"`{save}`", "training waits": middle[save]} for save in waited]
+    writing = {
+        "parameters": count,
+        "checkpoint, MiB": size / 2**20,
+        "written in the background in": middle["written"],
+        "blocking / background": ratio(waited["blocking"], waited["background"]),
+        "an update meanwhile": middle["update meanwhile"] and middle["update meanwhile"] / middle["update"],
+    }
+    formats = {"parameters": "{:,}", "checkpoint, MiB": "{:.0f}", "written in the background in": "{:.1f} s"}
+    formats |= {"blocking / background": "{:.1f}", "an update meanwhile": "{:.2f} times as long"}
+    tables = {"waiting": Table.of(waiting, {"training waits": "{:.2f} s"}), "writing": Table.of([writing], formats)}
+    return Results(tables=tables, rounds=rounds)

@@ -1,6 +1,6 @@
 """Speed of a training step on a CPU, relative to a reference built from torch's own modules.
 
-    OMP_NUM_THREADS=2 python benchmarks/step.py [--rounds 8]
+    OMP_NUM_THREADS=2 python benchmarks/run.py step [--rounds 8]
 
 Both models have 6+6 layers, D=256, FFN 1,024, 4 heads, V=8,000, label smoothing, gradient clipping, and the same
 padded batches of about 2,048 target tokens. The reference is torch.nn.Transformer (pre-norm, batch first) with
@@ -21,17 +21,16 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
-import statistics
-import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from records import Results
+from timing import Work, add_rounds, in_turns, relative
 from torch import Tensor, nn
 
 from deepspeed_nmt.core.batch import Batch, UpdateInfo
@@ -150,17 +149,11 @@ def torch_dropout() -> Iterator[None]:
 def all_logits() -> Iterator[None]:
     """Use the unfused loss, on all logits, in the block."""
 
-    def reference(*arguments: Any, kernels: Kernels, **options: Any) -> Any:
+    def reference(*arguments: Any, kernels: Kernels, vocabulary: None = None, **options: Any) -> Any:
         return projected_cross_entropy_ref(*arguments, **options)
 
     with mock.patch.object(label_smoothed, "projected_cross_entropy", reference):
         yield
-
-
-@contextmanager
-def nothing() -> Iterator[None]:
-    """Change nothing in the block."""
-    yield
 
 
 def batches(count: int) -> Iterator[Batch]:
@@ -191,40 +184,32 @@ def batches(count: int) -> Iterator[Batch]:
         )
 
 
-def main() -> None:
-    """Measure the variants and print their speed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="number of batches to measure (default: %(default)s)")
-    arguments = parser.parse_args()
-    if arguments.rounds < 1:
-        parser.error(f"--rounds must be at least 1, but is {arguments.rounds}")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_rounds(parser, 8)
+
+
+def run(arguments: argparse.Namespace) -> Results:
+    """Measure the variants."""
     variants = {
-        "reference": (reference_step(), nothing),
-        "ours": (our_step(), nothing),
-        "same dropout": (our_step(same_dropout=True), nothing),
-        "foreach Adam": (our_step(fused=False), nothing),
+        "reference": (reference_step(), nullcontext),
+        "ours": (our_step(), nullcontext),
+        "same dropout": (our_step(same_dropout=True), nullcontext),
+        "foreach Adam": (our_step(fused=False), nullcontext),
         "torch's dropout": (our_step(), torch_dropout),
         "all logits": (our_step(), all_logits),
-        "BLAS": (our_step(kernels="linear=torch"), nothing),
-        "bf16": (our_step(precision="bf16"), nothing),
+        "BLAS": (our_step(kernels="linear=torch"), nullcontext),
+        "bf16": (our_step(precision="bf16"), nullcontext),
     }
-    taken: dict[str, list[float]] = {name: [] for name in variants}
-    for number, batch in enumerate(batches(arguments.rounds + 1)):
-        # The order is random, because each step inherits the memory and the caches of the previous one.
-        for name, (step, changed) in random.Random(number).sample(list(variants.items()), len(variants)):
+    made = list(batches(arguments.rounds + 1))
+
+    def work(name: str) -> Work:
+        step, changed = variants[name]
+
+        def once(batch: Batch) -> None:
             with changed():
-                started = time.perf_counter()
                 step(batch)
-                if number:  # the first one warms up
-                    taken[name].append(time.perf_counter() - started)
-    reference = taken["reference"]
-    sys.stdout.write(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {arguments.rounds} rounds\n")
-    for name, seconds in taken.items():
-        ratio = statistics.median(theirs / ours for theirs, ours in zip(reference, seconds, strict=True))
-        sys.stdout.write(
-            f"{name:<16} {ratio:5.2f} x the reference's speed, {statistics.median(seconds):6.2f} s a step\n"
-        )
 
+        return lambda number: partial(once, made[number])
 
-if __name__ == "__main__":
-    main()
+    taken = in_turns({name: work(name) for name in variants}, arguments.rounds)
+    return Results(tables={"speed": relative(taken, speed=True)}, rounds=taken)

@@ -1,6 +1,6 @@
 """Cost of what a run records beside its losses, as a share of its training, on a CPU.
 
-    OMP_NUM_THREADS=1 python benchmarks/watching.py [--rounds 8]
+    OMP_NUM_THREADS=1 python benchmarks/run.py watching [--rounds 8]
 
 The model is transformer_base (6+6 layers, D=512, V=32,000) in fp32. An update has one micro-batch of about 2,048
 target tokens, a sixteenth of that of the recipe, so the shares of a real run are smaller. All is timed in one
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from records import Results, Table
 from step import batches
+from timing import add_rounds, in_turns
 
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
@@ -59,23 +60,13 @@ def corpus_in(directory: Path) -> Corpus:
     return Corpus(directory, "valid")
 
 
-def seconds_of(work: Callable[[], object], rounds: int) -> float:
-    """Return the median of the seconds that some work takes, without the first time."""
-    taken = []
-    for _ in range(rounds + 1):
-        started = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken[1:])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_rounds(parser, 8)
 
 
-def main() -> None:
-    """Measure the parts and print their shares."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="number of updates to measure (default: %(default)s)")
-    rounds = parser.parse_args().rounds
-    if rounds < 1:
-        parser.error(f"--rounds must be at least 1, but is {rounds}")
+def run(arguments: argparse.Namespace) -> Results:
+    """Measure the parts and their shares."""
+    rounds = arguments.rounds
     torch.manual_seed(1)
     world = World(0, 1, 0, torch.device("cpu"))
     module = TrainModule(build_transformer(TransformerConfig(), V), Objective(LabelSmoothed(0.1, V.pad)))
@@ -105,34 +96,34 @@ def main() -> None:
         if result.squares is not None:
             values = norms_by_layer(result.squares)
     update = statistics.median(updates)
+    names = {
+        "norms": "norms of gradient and change",
+        "values": f"their {len(values)} values in the log",
+        "drawn": "attention of 3 sentences, drawn",
+        "images": "its images in the log",
+        "event": "an event",
+    }
     with tempfile.TemporaryDirectory() as scratch:
-        run = Path(scratch)
-        draw = AttentionImages(corpus_in(run), Numbers(), 3)  # type: ignore[arg-type]
+        directory = Path(scratch)
+        draw = AttentionImages(corpus_in(directory), Numbers(), 3)  # type: ignore[arg-type]
         model = module.model.eval()
         images = draw(model, world.device)
-        with Metrics(run, True, 0, 10) as metrics, Events(run, True) as events:
-            parts = {
-                "norms of gradient and change": (statistics.median(norms), NORMS_EVERY),
-                f"their {len(values)} values in the log": (
-                    seconds_of(lambda: metrics.log(Progress(update=1), values), rounds),
-                    NORMS_EVERY,
-                ),
-                "attention of 3 sentences, drawn": (
-                    seconds_of(lambda: draw(model, world.device), rounds),
-                    VALIDATE_EVERY,
-                ),
-                "its images in the log": (seconds_of(lambda: metrics.draw(1, images), rounds), VALIDATE_EVERY),
-                "an event": (seconds_of(lambda: events.record("best", 1, "best"), rounds), VALIDATE_EVERY),
+        with Metrics(directory, True, 0, 10) as metrics, Events(directory, True) as events:
+            works: dict[str, Callable[[], object]] = {
+                "values": lambda: metrics.log(Progress(update=1), values),
+                "drawn": lambda: draw(model, world.device),
+                "images": lambda: metrics.draw(1, images),
+                "event": lambda: events.record("best", 1, "best"),
             }
-    sys.stdout.write(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {update:.2f} s an update\n")
+            taken = in_turns({name: lambda _, work=work: work for name, work in works.items()}, rounds)
+    taken = {"norms": norms, **taken}
+    rows: list[dict[str, object]] = []
     total = 0.0
-    for name, (seconds, every) in parts.items():
-        total += seconds / every / update
-        sys.stdout.write(
-            f"{name:<34} {seconds * 1e3:8.2f} ms each {every:>5,} updates: {seconds / every / update:.4%}\n"
-        )
-    sys.stdout.write(f"{'all':<34} {total:.4%} of training\n")
-
-
-if __name__ == "__main__":
-    main()
+    for name, label in names.items():
+        seconds, every = statistics.median(taken[name]), NORMS_EVERY if name[0] in "nv" else VALIDATE_EVERY
+        share = 100 * seconds / every / update
+        total += share
+        rows.append({"part": label, "time": 1e3 * seconds, "each": every, "share of training": share})
+    rows.append({"part": "all", "share of training": total})
+    formats = {"time": "{:.2f} ms", "each": "{:,} updates", "share of training": "{:.4f}%"}
+    return Results(tables={"parts": Table.of(rows, formats)}, rounds={**taken, "update": updates})

@@ -12,6 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from records import Results, Table
+
 from deepspeed_nmt.data.data_directory import DataDirectory
 
 PROGRAM = [sys.executable, "-m", "deepspeed_nmt"]
@@ -23,7 +25,19 @@ COMMON = [
 ]
 """Settings of all arms: a narrow model, for a recipe with updates of 2,048 tokens."""
 
-Results = list[dict[str, object]]
+COLUMNS = {
+    "arm": "arm",
+    "seed": "seed",
+    "parameters": "parameters",
+    "trained": "trained",
+    "train ppl": "train/ppl",
+    "valid ppl": "valid/ppl",
+    "valid BLEU": "valid/bleu",
+    "source reliance": "collapse/source_reliance",
+}
+"""Columns of the table, and the values of an arm that they show."""
+
+Rows = list[dict[str, object]]
 
 
 @dataclass(frozen=True)
@@ -72,13 +86,13 @@ class Experiment:
         self.arguments = arguments
         self.common = common
         self.reference = reference or arguments.data / "test.target"
-        self.futures: dict[tuple[str, str], Future[Results]] = {}
+        self.futures: dict[tuple[str, str], Future[Rows]] = {}
 
     def run_of(self, name: str, seed: str) -> Path:
         """Return the run directory of an arm."""
         return Path(self.arguments.out, f"{name}-seed{seed}")
 
-    def one(self, name: str, seed: str) -> Results:
+    def one(self, name: str, seed: str) -> Rows:
         """Train, average and translate an arm, and return a result for each translation."""
         arm, data, run = self.arms[name], self.arguments.data, self.run_of(name, seed)
         settings = [*self.common, *arm.settings, *self.arguments.settings, f"training.seed={seed}"]
@@ -104,7 +118,7 @@ class Experiment:
             "monitor_seconds": sum(entry.get("collapse/seconds", 0.0) for entry in entries),
             **last,
         }
-        results: Results = []
+        results: Rows = []
         for label, options in arm.translations.items():
             hypothesis = run / f"test{label and '.' + label.replace(' ', '-')}.hyp"
             files = ["--input", str(data / "test.source"), "--output", str(hypothesis)]
@@ -112,7 +126,7 @@ class Experiment:
             results.append({"arm": f"{name} {label}".strip(), "hypothesis": str(hypothesis), **common})
         return results
 
-    def run(self, jobs: list[str]) -> None:
+    def run(self, jobs: list[str]) -> Results:
         """Run the jobs ARM:SEED in order, score them, and compare each with the first by a paired bootstrap test."""
         out = Path(self.arguments.out)
         out.mkdir(parents=True, exist_ok=True)
@@ -120,19 +134,24 @@ class Experiment:
             for job in jobs:
                 name, seed = job.split(":")
                 self.futures[name, seed] = pool.submit(self.one, name, seed)
-            results = [result for future in self.futures.values() for result in future.result()]
+            rows = [row for future in self.futures.values() for row in future.result()]
         reference = ["--reference", str(self.reference)]
-        hypotheses = [str(result["hypothesis"]) for result in results]
+        hypotheses = [str(row["hypothesis"]) for row in rows]
         lines = sh("score", "--hypothesis", *hypotheses, *reference, "--json").splitlines()
-        for result, line in zip(results, lines, strict=True):
-            result["score"] = json.loads(line)
+        scores = [json.loads(line) for line in lines]
         sys.stdout.write(sh("score", "--hypothesis", *hypotheses, *reference))
-        (out / "summary.json").write_text(json.dumps(results, indent=1))
+        rounds = [{**row, "score": score} for row, score in zip(rows, scores, strict=True)]
+        shown = [
+            {title: row.get(key) for title, key in COLUMNS.items()} | {"test BLEU": score["bleu"]["score"]}
+            for row, score in zip(rows, scores, strict=True)
+        ]
+        formats = {"parameters": "{:,}", "trained": "{:,}", "source reliance": "{:.2f}", "test BLEU": "{:.2f}"}
+        formats |= dict.fromkeys(("train ppl", "valid ppl", "valid BLEU"), "{:.1f}")
+        return Results(tables={"arms": Table.of(shown, formats)}, rounds=rounds)
 
 
-def parser_for(description: str | None, arms: dict[str, Arm], jobs: list[str]) -> argparse.ArgumentParser:
-    """Return a parser of the common options."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser, arms: dict[str, Arm], jobs: list[str]) -> None:
+    """Add the common options."""
     parser.add_argument("--data", type=Path, required=True, help="data directory with a test set")
     parser.add_argument("--out", type=Path, required=True, help="directory for runs and results")
     parser.add_argument(
@@ -142,11 +161,15 @@ def parser_for(description: str | None, arms: dict[str, Arm], jobs: list[str]) -
         metavar="ARM:SEED",
         help=f"runs to make; arms: {', '.join(arms)} (default: all)",
     )
+    add_shared(parser, updates=1550)
+
+
+def add_shared(parser: argparse.ArgumentParser, updates: int) -> None:
+    """Add the options of all experiments with arms."""
     parser.add_argument(
-        "--updates", type=int, default=1550, help="updates of about 2,050 target tokens each (default: %(default)s)"
+        "--updates", type=int, default=updates, help="updates of some 2,050 target tokens each (default: %(default)s)"
     )
     parser.add_argument("--at-once", type=int, default=2, help="number of runs at a time (default: %(default)s)")
     parser.add_argument(
         "--set", dest="settings", nargs="+", default=[], metavar="KEY=VALUE", help="settings of all arms"
     )
-    return parser

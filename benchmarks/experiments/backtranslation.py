@@ -1,6 +1,6 @@
 """Experiment: back-translation, sequence-level distillation and a model of two target languages on Multi30k.
 
-    python benchmarks/experiments/backtranslation.py --text TEXT --out OUT [--arms A ...] [--set K=V ...]
+    python benchmarks/run.py backtranslation --text TEXT --out OUT [--arms A ...] [--set K=V ...]
 
 TEXT is a directory with train, val and test_2016_flickr in .en, .de and .fr (raw Multi30k). Every other pair of the
 training text is parallel text, from which the vocabulary is learnt; of the remaining pairs each side is monolingual
@@ -26,13 +26,13 @@ import argparse
 import json
 import os
 import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 
-from arms import PROGRAM, sh
+from arms import PROGRAM, add_shared, sh
+from records import Results, Table
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 COMMON = [
@@ -155,28 +155,21 @@ class Experiment:
             subprocess.run(command, env=environment, check=True, stdout=log, stderr=log)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", type=Path, required=True, help="directory of raw Multi30k")
     parser.add_argument("--out", type=Path, required=True, help="directory for data, runs and results")
     parser.add_argument(
         "--arms", nargs="+", default=ARMS, choices=ARMS, metavar="A", help="arms to make (default: all)"
     )
-    parser.add_argument("--updates", type=int, default=2000, help="updates of each arm (default: %(default)s)")
-    parser.add_argument("--at-once", type=int, default=2, help="number of arms at a time (default: %(default)s)")
-    parser.add_argument(
-        "--set", dest="settings", nargs="+", default=[], metavar="KEY=VALUE", help="settings of all arms"
-    )
-    arguments = parser.parse_args()
+    add_shared(parser, updates=2000)
+
+
+def run(arguments: argparse.Namespace) -> Iterator[Results]:
+    """Make the arms; each is a row more."""
     experiment = Experiment(arguments)
     experiment.prepare()
-    make: Callable[[str], dict[str, float]] = experiment.make
+    rows: list[dict[str, object]] = []
     with ThreadPoolExecutor(arguments.at_once) as pool:
-        for arm, found in zip(arguments.arms, pool.map(make, arguments.arms), strict=True):
-            for way, bleu in found.items():
-                sys.stdout.write(f"{arm:<24}{way:<8}{bleu:6.2f}\n")
-                sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()
+        for arm, found in zip(arguments.arms, pool.map(experiment.make, arguments.arms), strict=True):
+            rows += [{"arm": arm, "direction": way, "BLEU": bleu} for way, bleu in found.items()]
+            yield Results(tables={"arms": Table.of(rows, {"BLEU": "{:.2f}"})})

@@ -1,6 +1,6 @@
 """Experiment: benefit of pretrained BERTs by decoder. Arms share data, seed and number of updates.
 
-    python benchmarks/experiments/bert.py --text TEXT --data DATA --out OUT [--jobs J ...] [--at-once 2]
+    python benchmarks/run.py bert --text TEXT --data DATA --out OUT [--jobs J ...] [--at-once 2]
 
 TEXT is a directory with train, val and test_2016_flickr in .de and .en (raw Multi30k); the direction is German to
 English. First, two small BERTs are pretrained on the two sides of the training text by masked-token prediction, with
@@ -12,6 +12,7 @@ among the arms. Requires `transformers`.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -19,7 +20,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from arms import Arm, Experiment, parser_for, sh
+from arms import Arm, Experiment, add_options, sh
+from records import Results
 
 from deepspeed_nmt.data.data_directory import DataDirectory
 
@@ -56,15 +58,13 @@ ARMS = {
 JOBS = [f"{name}:1" for name in ARMS]
 
 
-def main() -> None:
-    """Pretrain BERTs, prepare the data, then run the arms."""
-    parser = parser_for(__doc__, ARMS, JOBS)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, ARMS, JOBS)
     parser.add_argument("--text", type=Path, required=True, help="directory of the raw text")
-    parser.add_argument("--pretrain", nargs=2, metavar=("TEXT", "BERT"), help="only pretrain a BERT on a text")
-    arguments = parser.parse_args()
-    if arguments.pretrain:
-        pretrain(*map(Path, arguments.pretrain))
-        return
+
+
+def run(arguments: argparse.Namespace) -> Results:
+    """Pretrain BERTs, prepare the data, then run the arms."""
     berts = {side: arguments.out / "berts" / side for side in ("de", "en")}
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda side: _pretrained(arguments.text / f"train.{side}", berts[side]), berts))
@@ -78,13 +78,12 @@ def main() -> None:
     lines = (arguments.data / "test.target").read_text(encoding="utf-8").splitlines()
     reference.write_text("".join(tokenizer.reference(line) + "\n" for line in lines), encoding="utf-8")
     named = [f"model.source_encoder={berts['de']}", f"model.target_encoder={berts['en']}"]
-    Experiment(ARMS, arguments, [*COMMON, *named], reference).run(arguments.jobs)
+    return Experiment(ARMS, arguments, [*COMMON, *named], reference).run(arguments.jobs)
 
 
 def _pretrained(text: Path, bert: Path) -> None:
     if not (bert / "losses.json").exists():  # written last
-        command = [sys.executable, __file__, "--text", ".", "--data", ".", "--out", ".", "--pretrain", str(text)]
-        subprocess.run([*command, str(bert)], check=True)
+        subprocess.run([sys.executable, __file__, str(text), str(bert)], check=True)
 
 
 def pretrain(text: Path, bert: Path) -> None:
@@ -151,4 +150,4 @@ def _batches(sentences: list[list[int]]) -> Iterator[list[list[int]]]:
 
 
 if __name__ == "__main__":
-    main()
+    pretrain(*map(Path, sys.argv[1:]))

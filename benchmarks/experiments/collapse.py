@@ -1,11 +1,11 @@
 """Experiment: collapse of deep decoders, and remedies. Arms share data, seed and number of updates.
 
-    python benchmarks/experiments/collapse.py --data DATA --out OUT [--jobs J ...] [--at-once 2] [--set K=V ...]
+    python benchmarks/run.py collapse --data DATA --out OUT [--jobs J ...] [--at-once 2] [--set K=V ...]
 
 DATA is a directory made by `deepspeed-nmt prepare`, with a test set; the figures in benchmarks/RESULTS.md are of raw
 Multi30k, English to German, and a vocabulary of 2,000. Each arm trains in a run directory OUT/<arm>-seed<n>, on one
 thread of the CPU; it is resumed if the script is started again. Then the last checkpoints are averaged, and the test
-set is translated and scored. Results are printed and written to OUT/summary.json; `deepspeed-nmt report collapse
+set is translated and scored. `deepspeed-nmt report collapse
 OUT/*-seed?` draws the curves.
 
 `--set` changes settings of all arms. With these, 15 layers collapsed but 6 did not:
@@ -15,7 +15,10 @@ OUT/*-seed?` draws the curves.
 
 from __future__ import annotations
 
-from arms import Arm, Experiment, parser_for
+import argparse
+
+from arms import Arm, Experiment, add_options
+from records import Results
 
 WATCHED = ["model.encoder_layers=4", "collapse.every=100", "collapse.grace=600"]
 DEEP = [*WATCHED, "model.decoder_layers=15"]
@@ -31,11 +34,10 @@ ARMS = {
 JOBS = ["full15:1", "plain15:1", "control6:1", "cad15:1", "plain15:2", "cad15:2"]
 
 
-def main() -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, ARMS, JOBS)
+
+
+def run(arguments: argparse.Namespace) -> Results:
     """Run the arms."""
-    arguments = parser_for(__doc__, ARMS, JOBS).parse_args()
-    Experiment(ARMS, arguments).run(arguments.jobs)
-
-
-if __name__ == "__main__":
-    main()
+    return Experiment(ARMS, arguments).run(arguments.jobs)

@@ -1,6 +1,6 @@
 """Experiment: search for a decoder that turns into a language model, with the papers' settings at a small width.
 
-    python benchmarks/experiments/collapse_search.py --data DATA --out OUT [--jobs ARM:SEED ...] [--at-once 1]
+    python benchmarks/run.py collapse_search --data DATA --out OUT [--jobs ARM:SEED ...] [--at-once 1]
 
 DATA is a directory made by `deepspeed-nmt prepare`; the figures in benchmarks/RESULTS.md are of raw Multi30k, English
 to German, and a vocabulary of 2,000. The paper sees the collapse with 15 layers on both sides. Here they have D=64,
@@ -9,8 +9,7 @@ schedule is scaled: a peak of 7e-4 at D=512 becomes 2e-3 at D=64 (lr ~ D^-0.5), 
 updates); arms named `noam` have the peak that Vaswani et al. (2017) compute for that warm-up, D^-0.5 400^-0.5.
 
 A run stops as soon as the collapse monitor is sure (three measurements in a row after update 800), and as soon as it
-is sure of the opposite (a source reliance above 1.5 in three in a row). The results are printed and written to
-OUT/search.json.
+is sure of the opposite (a source reliance above 1.5 in three in a row). Each result is a row.
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from arms import PROGRAM
+from arms import COLUMNS, PROGRAM
+from records import Results, Table
 
 COMMON = [
     *("model.dim=64", "model.ffn_dim=256", "model.heads=4", "model.dropout=0.1", "model.init=xavier"),
@@ -82,7 +82,13 @@ def search(job: str, arguments: argparse.Namespace) -> dict[str, object]:
                     process.terminate()  # it saves, and can be resumed
                     process.wait()
     last = {key: value for entry in entries_of(run) for key, value in entry.items() if "/layer_" not in key}
-    return {"arm": name, "seed": int(seed), "sound": is_sound(run), "status": process.returncode, **last}
+    return {
+        "arm": name,
+        "seed": int(seed),
+        "sound": "yes" if is_sound(run) else "no",
+        "status": process.returncode,
+        **last,
+    }
 
 
 def is_sound(run: Path) -> bool:
@@ -98,9 +104,7 @@ def entries_of(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def main() -> None:
-    """Run the jobs in order and print a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, required=True, help="data directory")
     parser.add_argument("--out", type=Path, required=True, help="directory for runs and results")
     parser.add_argument(
@@ -108,17 +112,15 @@ def main() -> None:
     )
     parser.add_argument("--updates", type=int, default=2500, help="longest run (default: %(default)s)")
     parser.add_argument("--at-once", type=int, default=1, help="number of runs at a time (default: %(default)s)")
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> Iterator[Results]:
+    """Run the jobs in order; each is a row more."""
     arguments.out.mkdir(parents=True, exist_ok=True)
+    rounds: list[dict[str, object]] = []
     with ThreadPoolExecutor(arguments.at_once) as pool:
-        results = []
         for result in pool.map(lambda job: search(job, arguments), arguments.jobs):
-            results.append(result)
-            shown = ("arm", "seed", "sound", "status", "update", "train/ppl", "valid/ppl", "collapse/source_reliance")
-            sys.stdout.write(json.dumps({key: result.get(key) for key in shown}) + "\n")
-            sys.stdout.flush()
-    (arguments.out / "search.json").write_text(json.dumps(results, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+            rounds.append(result)
+            columns = {**COLUMNS, "at update": "update", "translates": "sound", "status": "status"}
+            rows = [{title: row[key] for title, key in columns.items() if key in row} for row in rounds]
+            yield Results(tables={"runs": Table.of(rows)}, rounds=rounds)

@@ -1,6 +1,6 @@
 """Experiment: small runs of depth growing, recurrent stacks and N x M softmaxing, beside vanilla models.
 
-    python benchmarks/experiments/exits.py --data DATA --out OUT [--jobs J ...] [--at-once 2] [--set K=V ...]
+    python benchmarks/run.py exits --data DATA --out OUT [--jobs J ...] [--at-once 2] [--set K=V ...]
 
 DATA is a directory made by `deepspeed-nmt prepare`, with a test set; the figures in benchmarks/RESULTS.md are of raw
 Multi30k, English to German, and a vocabulary of 2,000. Arms train in OUT/<arm>-seed<n>, on one thread each. A grown
@@ -14,9 +14,11 @@ exits in each update. Finally `report depths` of each N x M model is drawn to OU
 
 from __future__ import annotations
 
+import argparse
 import sys
 
-from arms import Arm, Experiment, parser_for, sh
+from arms import Arm, Experiment, add_options, sh
+from records import Results
 
 
 def layers(encoder: int, decoder: int) -> list[str]:
@@ -61,11 +63,14 @@ JOBS = [
 ]
 
 
-def main() -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, ARMS, JOBS)
+
+
+def run(arguments: argparse.Namespace) -> Results:
     """Run the arms, then draw BLEU and time by depth."""
-    arguments = parser_for(__doc__, ARMS, JOBS).parse_args()
     experiment = Experiment(ARMS, arguments)
-    experiment.run(arguments.jobs)
+    results = experiment.run(arguments.jobs)
     for job in arguments.jobs:
         if job.startswith("multi"):
             run = experiment.run_of(*job.split(":"))
@@ -73,7 +78,4 @@ def main() -> None:
             files = ["--input", str(arguments.data / "test.source"), "--out", str(picture)]
             files += ["--reference", str(arguments.data / "test.target")]
             sys.stdout.write(sh("report", "depths", "--run", str(run), "--checkpoint", "average", *files, "--oracle"))
-
-
-if __name__ == "__main__":
-    main()
+    return results

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from harness import Bench, DeviceTimer, Skipped, Values, sentence_lengths, synchronise
+from harness import Bench, DeviceTimer, Skipped, Values, sentence_lengths
+from timing import seconds_of
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -136,11 +137,7 @@ def measure(kind: str, backend: str, dtype: torch.dtype, bench: Bench, budget_s:
                 once = packed_call(kind, sentences, dtype, bench)
             else:
                 once = padded_call(kind, backend, sentences, dtype, bench)
-            synchronise(bench.device)
-            started = time.perf_counter()
-            once()
-            synchronise(bench.device)
-            spent += time.perf_counter() - started
+            spent += seconds_of(once, bench.device)
             done += 1
             if time.monotonic() - begun > part * budget_s:
                 break

@@ -13,8 +13,9 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from harness import Bench, Values, wall_seconds
+from harness import Bench, Values
 from marian import build_marian
+from timing import seconds_of as wall_seconds
 from torch import Tensor
 from training import TINY
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import json
-import math
+import os
+import shlex
 import statistics
 import sys
 import time
@@ -22,6 +22,11 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.kernels.precision import Precision
 from deepspeed_nmt.planning.gpus import kind_of
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from records import Record, Results, Table, number
+from timing import seconds_of
 
 VOCABULARY, TINY_VOCABULARY = Vocabulary(33_000), Vocabulary(200)
 """Vocabulary of all models that are measured, and of rehearsals."""
@@ -57,7 +62,7 @@ class Bench:
     ) -> None:
         self.part, self.out, self.device, self.tiny = part, out, device, tiny
         self.rows: list[dict[str, object]] = []
-        self._started, self._limit_s = time.monotonic(), limit_s
+        self._started, self._limit_s, self._load = time.monotonic(), limit_s, os.getloadavg()[0]
         self._only, self._known = frozenset(only), set[str]()
         names = (f"{part}{suffix}" for suffix in itertools.chain([""], map("-{}".format, itertools.count(2))))
         self._name = next(name for name in names if not (out / f"{name}.json").exists())
@@ -137,7 +142,7 @@ class Bench:
         row["status"] = status  # the last column
         self._save()
         spent = time.monotonic() - begun
-        shown = " ".join(f"{name}={_cell(value)}" for name, value in row.items())
+        shown = " ".join(f"{name}={number(value)}" for name, value in row.items())
         sys.stdout.write(f"{self.part} [{spent:.1f} s]: {shown}\n")
         sys.stdout.flush()
         gc.collect()
@@ -147,63 +152,20 @@ class Bench:
         return values
 
     def _save(self) -> None:
-        """Write PART.json and PART.md; PART-2.json if there are results of an earlier run, and so on."""
-        seconds = time.monotonic() - self._started
-        about = {"part": self.part, **environment(self.device), "tiny": self.tiny, "seconds": round(seconds, 1)}
-        self.out.mkdir(parents=True, exist_ok=True)
-        content = json.dumps({**about, "rows": self.rows}, indent=1, default=str)
-        (self.out / f"{self._name}.json").write_text(content + "\n", encoding="utf-8")
-        columns = [name for name in dict.fromkeys(name for row in self.rows for name in row) if name != "status"]
-        columns.append("status")
-        lines = [f"**{self.part}**: " + ", ".join(f"{name} {_cell(value)}" for name, value in about.items()), ""]
-        lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-        lines += ["| " + " | ".join(_cell(row.get(name)) for name in columns) + " |" for row in self.rows]
-        (self.out / f"{self._name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _cell(value: object) -> str:
-    """Format a value for a table: four significant digits, whole numbers in full."""
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
-        return "-"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return str(value).replace("|", "/")
-
-
-def environment(device: torch.device) -> dict[str, str]:
-    """Return the versions and the name of the device."""
-    found = {"python": sys.version.split()[0], "torch": torch.__version__, "device": device.type}
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        found |= {"device": torch.cuda.get_device_name(device), "capability": f"{major}.{minor}"}
-        found["cudnn"] = str(torch.backends.cudnn.version())
-    return found
+        """Write the record PART.json; PART-2.json if there are results of an earlier run, and so on."""
+        titles = [*dict.fromkeys(name for row in self.rows for name in row if name != "status"), "status"]
+        table = Table.of({name: row.get(name) for name in titles} for row in self.rows)
+        seconds = round(time.monotonic() - self._started, 1)
+        command = shlex.join(["python", "benchmarks/gpu/run.py", *sys.argv[1:]])
+        settings = {"tiny": self.tiny, "seconds": seconds, "device": str(self.device)}
+        results = Results(tables={self.part: table})
+        Record.of(self._name, results, command=command, load=self._load, settings=settings).write(self.out)
 
 
 def peak_flops(device: torch.device) -> float | None:
     """Return the peak of 16-bit products by the data sheet, in operations a second; None if it is not known."""
     kind = kind_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return kind.tflops * 1e12 if kind is not None and kind.tflops else None
-
-
-# Timing
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until a GPU has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def wall_seconds(once: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds from the start of a function until the device has finished, launches included."""
-    synchronise(device)
-    started = time.perf_counter()
-    once()
-    synchronise(device)
-    return time.perf_counter() - started
 
 
 class DeviceTimer:
@@ -232,12 +194,12 @@ class DeviceTimer:
         """
         for _ in range(warmup):
             once()
-        queueing = wall_seconds(once, self.device)
+        queueing = seconds_of(once, self.device)
         return statistics.median(self._once(once, queueing) for _ in range(rounds))
 
     def _once(self, once: Callable[[], object], queueing_s: float) -> float:
         if self.device.type != "cuda":
-            return 1e3 * wall_seconds(once, self.device)
+            return 1e3 * seconds_of(once, self.device)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(int(self._CYCLES_PER_S * (1.5 * queueing_s + 2e-4)))
         self._flush.zero_()

@@ -1,4 +1,4 @@
-"""Run parts of the GPU benchmark, and write PART.json and PART.md for each.
+"""Run parts of the GPU benchmark, and write the record PART.json of each.
 
     python benchmarks/gpu/run.py PART ... --out DIR [--device cuda|cpu] [--tiny] [--limit SECONDS] [--only NAME ...]
 

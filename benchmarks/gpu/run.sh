@@ -3,7 +3,7 @@
 #
 #   benchmarks/gpu/run.sh PART... [--out DIR] [--device cuda|cpu] [--tiny] [--limit SECONDS] [--only NAME...]
 #
-# Parts: smoke, kernels, attention, training, marian, decoding, or all. Each writes PART.json and PART.md into DIR
+# Parts: smoke, kernels, attention, training, marian, decoding, or all. Each writes a record, PART.json, into DIR
 # (default: a temporary directory), row by row. `--device cpu --tiny` rehearses a part in seconds. --only takes all words
 # up to the next option: rows by their labels, for instance `training --only big padded`. $PYTHON names the Python
 # (default: python3). If pack.sh has collected packages, they are installed into a temporary directory first.

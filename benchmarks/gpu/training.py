@@ -25,7 +25,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from harness import Bench, Skipped, Values, peak_flops, synchronise, wall_seconds, write_corpus
+from harness import Bench, Skipped, Values, peak_flops, write_corpus
+from timing import seconds_of as wall_seconds
+from timing import synchronise
 from torch.profiler import ProfilerActivity, profile
 
 from deepspeed_nmt.build import build_kernels, build_meta_model, build_model, build_objective

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,13 @@ printf '%s ' "$@" >>"$STUB_LOG"
 echo >>"$STUB_LOG"
 case "$*" in *"run.py kernels"*) exit 3 ;; esac
 """
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a record, without cells that are empty."""
+    (table,) = json.loads(path.read_text(encoding="utf-8"))["tables"].values()
+    named = ([*zip(table["columns"], row, strict=True)] for row in table["rows"])
+    return [{title: cell for title, cell in row if cell is not None} for row in named]
 
 
 @pytest.fixture
@@ -60,16 +68,16 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_writes_its_rows(part: str, results: Path) -> None:
     content = json.loads((results / f"{part}.json").read_text(encoding="utf-8"))
-    assert content["part"] == part and content["tiny"] and content["device"] == "cpu"
-    statuses = [row["status"] for row in content["rows"]]
+    assert content["name"] == part and content["settings"]["tiny"] and content["settings"]["device"] == "cpu"
+    assert (
+        content["commit"] and content["machine"]["cores"] and list(content["tables"][part]["columns"])[-1] == "status"
+    )
+    statuses = [row["status"] for row in rows_of(results / f"{part}.json")]
     assert "ok" in statuses and not [status for status in statuses if status.startswith("failed")]
-    table = (results / f"{part}.md").read_text(encoding="utf-8").splitlines()
-    assert table[0].startswith(f"**{part}**") and len(table) == 4 + len(statuses)
-    assert {line.count("|") for line in table[2:]} == {table[2].count("|")}
 
 
 def test_training_measures_each_variant(results: Path) -> None:
-    rows = json.loads((results / "training.json").read_text(encoding="utf-8"))["rows"]
+    rows = rows_of(results / "training.json")
     for row in rows:
         assert "idle" not in row, "a CPU has no launches to wait for"
         assert row["tokens_per_s"] > 0 and row["kernel_ms"] > 0 and row["planned_gib"] > 0, row
@@ -89,7 +97,7 @@ def test_training_measures_each_variant(results: Path) -> None:
 
 
 def test_ours_also_trains_on_the_batches_of_the_fastest_marian(results: Path) -> None:
-    rows = json.loads((results / "marian.json").read_text(encoding="utf-8"))["rows"]
+    rows = rows_of(results / "marian.json")
     *theirs, default, same = rows
     assert {(row["program"], row["max_padding"]) for row in theirs} == {
         ("HF Marian", padding) for padding in (0.1, 0.25, 0.5)
@@ -105,7 +113,7 @@ def test_ours_also_trains_on_the_batches_of_the_fastest_marian(results: Path) ->
 
 
 def test_decoding_measures_both_programs(results: Path) -> None:
-    rows = json.loads((results / "decoding.json").read_text(encoding="utf-8"))["rows"]
+    rows = rows_of(results / "decoding.json")
     ran = {(row["program"], row["lengths"]) for row in rows}
     assert ran == {("deepspeed_nmt", "equal"), ("deepspeed_nmt", "mixed"), ("HF generate", "equal")}
     assert {row["status"] for row in rows} == {"ok"}
@@ -124,7 +132,7 @@ def test_a_failing_measurement_is_a_row(tmp_path: Path, program: Callable[[str],
     bench.measure(fail, name="first")
     bench.measure(skip, name="second")
     bench.measure(lambda: {"ms": 1.5}, name="third")
-    rows = json.loads((tmp_path / "part.json").read_text(encoding="utf-8"))["rows"]
+    rows = rows_of(tmp_path / "part.json")
     assert rows == [
         {"name": "first", "status": "failed: RuntimeError: out of memory"},
         {"name": "second", "status": "skipped: no such kernel"},
@@ -132,7 +140,7 @@ def test_a_failing_measurement_is_a_row(tmp_path: Path, program: Callable[[str],
     ]
     late = harness.Bench("late", tmp_path, torch.device("cpu"), tiny=True, limit_s=0.0)
     late.measure(fail, name="never")
-    assert "skipped: no time left" in (tmp_path / "late.md").read_text(encoding="utf-8")
+    assert rows_of(tmp_path / "late.json") == [{"name": "never", "status": "skipped: no time left"}]
     assert bench.failed and not late.failed
 
 
@@ -162,20 +170,16 @@ def test_results_are_written_value_by_value_and_never_over_others(
 ) -> None:
     harness = program("harness")
 
-    def rows(file: str) -> list[dict[str, object]]:
-        found: list[dict[str, object]] = json.loads((tmp_path / file).read_text(encoding="utf-8"))["rows"]
-        return found
-
     def values(file: str) -> Iterator[dict[str, object]]:
         yield {"tokens_per_s": 5.0}
-        assert rows(file) == [{"name": "a", "status": "not finished", "tokens_per_s": 5.0}]
+        assert rows_of(tmp_path / file) == [{"name": "a", "status": "not finished", "tokens_per_s": 5.0}]
         yield {"mfu": 0.5}
 
     for file in ("part.json", "part-2.json"):
         bench = harness.Bench("part", tmp_path, torch.device("cpu"), tiny=True, limit_s=60.0)
         bench.measure(lambda file=file: values(file), name="a")
     for file in ("part.json", "part-2.json"):
-        assert rows(file) == [{"name": "a", "tokens_per_s": 5.0, "mfu": 0.5, "status": "ok"}]
+        assert rows_of(tmp_path / file) == [{"name": "a", "tokens_per_s": 5.0, "mfu": 0.5, "status": "ok"}]
 
 
 def test_the_clock_starts_when_all_shapes_have_run_twice(
@@ -245,6 +249,8 @@ def test_programs_that_a_part_starts_find_the_packed_packages(tmp_path: Path) ->
     copy = tmp_path / "copy"
     shutil.copytree(BENCHMARK, copy / "benchmarks" / "gpu")
     (copy / "deepspeed_nmt").symlink_to(ROOT / "deepspeed_nmt")
+    for name in ("records.py", "timing.py"):
+        shutil.copy(ROOT / "benchmarks" / name, copy / "benchmarks")
     (copy / "tests" / "gpu").mkdir(parents=True)
     test = copy / "tests" / "gpu" / "test_gpu_varlen.py"
     test.write_text("import lacking\n\n\ndef test_it() -> None:\n    assert lacking.FOUND\n", encoding="utf-8")
@@ -264,7 +270,7 @@ def test_programs_that_a_part_starts_find_the_packed_packages(tmp_path: Path) ->
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = json.loads((tmp_path / "out" / "smoke.json").read_text(encoding="utf-8"))["rows"]
+    (row,) = rows_of(tmp_path / "out" / "smoke.json")
     assert (row["of"], row["passed"], row["failed"]) == (test.name, 1, 0)
 
 

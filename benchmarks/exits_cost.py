@@ -1,21 +1,22 @@
 """Cost of an update with N x M softmaxing relative to a vanilla update, measured and computed.
 
-python benchmarks/exits.py [--device cpu|cuda] [--dim 512] [--layers 6] [--tokens 2048] [--vocab 32000]
+python benchmarks/run.py exits_cost [--device cpu|cuda] [--dim 512] [--layers 6] [--tokens 2048] [--vocab 32000]
 """
 
 from __future__ import annotations
 
-import statistics
-import sys
+import argparse
+from functools import partial
 
 import torch
-from timing import half_on_gpu, parser, random_batch, seconds
+from records import Results
+from timing import add_sizes, both_passes, half_on_gpu, in_turns, random_batch, relative, shape_of
 
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.multi_softmax import MultiSoftmax, MultiSoftmaxConfig
-from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.methods.transformer import build_transformer
 
 
 def arithmetic(dim: int, layers: int, vocab: int, encoders: int, decoders: int) -> float:
@@ -38,40 +39,29 @@ def arithmetic(dim: int, layers: int, vocab: int, encoders: int, decoders: int) 
     return (encoder + encoders * decoder + encoders * decoders * projection) / (encoder + decoder + projection)
 
 
-def main() -> None:
-    """Measure the variants and print their times."""
-    arguments = parser(__doc__, layers=6, tokens=2048, vocab=32_000, rounds=3).parse_args()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_sizes(parser, layers=6, tokens=2048, vocab=32_000, rounds=3)
+
+
+def run(arguments: argparse.Namespace) -> Results:
+    """Measure the variants."""
     torch.manual_seed(1)
-    config = TransformerConfig(
-        dim=arguments.dim,
-        ffn_dim=4 * arguments.dim,
-        heads=arguments.dim // 64,
-        encoder_layers=arguments.layers,
-        decoder_layers=arguments.layers,
-    )
-    model = build_transformer(config, Vocabulary(arguments.vocab))
+    model = build_transformer(shape_of(arguments), Vocabulary(arguments.vocab))
     model.to(arguments.device, half_on_gpu(arguments.device)).train()
     likelihoods = {
         "vanilla": LabelSmoothed(0.1, 0),
         "2x2": MultiSoftmax(MultiSoftmaxConfig(exits="2x2"), 0),
         "all": MultiSoftmax(MultiSoftmaxConfig(), 0),
     }
-    taken: dict[str, list[float]] = {name: [] for name in likelihoods}
-    for update in range(arguments.rounds + 1):
-        for name, likelihood in likelihoods.items():
-            module = TrainModule(model, Objective(likelihood))
-            elapsed = seconds(module, random_batch(arguments, update))
-            if update:  # the first round warms up
-                taken[name].append(elapsed)
-    vanilla = statistics.median(taken["vanilla"])
+    modules = {name: TrainModule(model, Objective(likelihood)) for name, likelihood in likelihoods.items()}
+
+    def work(name: str, number: int) -> partial[None]:
+        return partial(both_passes, modules[name], random_batch(arguments, number))
+
+    taken = in_turns(
+        {name: partial(work, name) for name in modules}, arguments.rounds, device=torch.device(arguments.device)
+    )
     exits = {"vanilla": (1, 1), "2x2": (2, 2), "all": (arguments.layers, arguments.layers)}
-    for name, each in taken.items():
-        expected = arithmetic(arguments.dim, arguments.layers, arguments.vocab, *exits[name])
-        middle = statistics.median(each)
-        sys.stdout.write(
-            f"{name:<8} {middle:8.3f} s  {middle / vanilla:5.2f} x vanilla, arithmetic {expected:5.2f} x\n"
-        )
-
-
-if __name__ == "__main__":
-    main()
+    sizes = (arguments.dim, arguments.layers, arguments.vocab)
+    expected = {name: arithmetic(*sizes, *pair) for name, pair in exits.items()}
+    return Results(tables={"cost": relative(taken, **{"by arithmetic": expected})}, rounds=taken)

@@ -1,21 +1,28 @@
-"""Time and memory of the plan of a large corpus, for `benchmarks/data.py plan`; as a program, one start.
+"""Time and memory of the start of a run on a large corpus, up to its first update.
 
-    python benchmarks/plans.py DIRECTORY padded|packed FROM
+    python benchmarks/run.py first_update [--pairs 1000000 10000000 40000000]
 
-FROM is the share of the first epoch at which the run starts. Prints seconds until the loader is ready, seconds until
-the first update, and MiB of its own memory at the peak: pages of the corpus, which ranks of a host share, are not
-counted.
+A run starts at the beginning and in the middle of an epoch, each time in a process of its own: `first_update.py
+DIRECTORY padded|packed FROM`, where FROM is a share of the first epoch. Measured are seconds until the loader is
+ready, seconds until the first update, and MiB of its own memory at the peak, without pages of the corpus, which ranks
+of a host share.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
+import shutil
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
+from records import Results, Table
 
 _DRAW = 1 << 20
 """Pairs whose lengths are drawn at once."""
@@ -73,7 +80,31 @@ def _start(directory: Path, layout: str, share: float) -> dict[str, float]:
     ended = time.perf_counter()
     done.set()
     watcher.join()
-    return {"ready": ready - started, "first": ended - started, "memory": peak[0]}
+    return {"ready": ready - started, "first update": ended - started, "own memory": peak[0]}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--pairs", type=int, nargs="+", default=[1_000_000, 10_000_000, 40_000_000], help="sizes of the corpus"
+    )
+
+
+def run(arguments: argparse.Namespace) -> Results:
+    """Measure starts of runs for each size of the corpus."""
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as name:
+        for pairs in arguments.pairs:
+            directory = Path(name) / str(pairs)
+            write_lengths(directory, pairs)
+            for layout, share in itertools.product(("padded", "packed"), (0.0, 0.5)):
+                found = json.loads(
+                    subprocess.check_output([sys.executable, __file__, str(directory), layout, str(share)])
+                )
+                rows.append({"pairs": pairs, "layout": layout, "from": 100 * share, **found})
+            shutil.rmtree(directory)
+    formats = {"pairs": "{:,}", "from": "{:.0f}%", "own memory": "{:,.0f} MiB"}
+    formats |= dict.fromkeys(("ready", "first update"), "{:.2f} s")
+    return Results(tables={"start": Table.of(rows, formats)})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,118 @@
+"""Speed of `prepare` with several numbers of workers, beside SentencePiece's own encoding.
+
+    python benchmarks/run.py prepare [--pairs 100000] [--workers 1 2] [--rounds 3]
+
+Pairs of the sample corpus are cleaned and encoded, with a vocabulary that was trained before. SentencePiece's
+encoding of lists of lines in as many threads is the limit. All variants run in each round. The table has medians of
+pairs a second of wall time, and of pairs a second of CPU time, which other work on the machine changes less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+from records import Results, Table
+from timing import add_rounds
+
+from deepspeed_nmt.core.vocabulary import SIDES
+from deepspeed_nmt.data import preparation as prepare_module
+from deepspeed_nmt.data.data_directory import open_tokenizer
+from deepspeed_nmt.data.options import PrepareOptions
+from deepspeed_nmt.sample import LANGUAGES, write_sample
+
+VOCABULARY_PAIRS = 30_000
+BATCH = 10_000
+
+Times = dict[tuple[str, int], list[tuple[float, float]]]
+"""Wall and CPU seconds of each round by (work, number of workers)."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pairs", type=int, default=100_000, help="size of the text (default: %(default)s)")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="numbers of workers (default: 1 2)")
+    add_rounds(parser, 3)
+
+
+def run(arguments: argparse.Namespace) -> Results:
+    """Measure cleaning, encoding, and all of `prepare`."""
+    times: Times = defaultdict(list)
+    with tempfile.TemporaryDirectory() as name:
+        place, pairs, first = Path(name), arguments.pairs, arguments.workers[0]
+        vocabulary = _prepared(place / "small", VOCABULARY_PAIRS, place / "vocabulary", vocab_size=8000)
+        text = place / "text"
+        write_sample(text, train=pairs, valid=100, test=1, seed=1)
+        for _ in range(arguments.rounds):
+            for workers in arguments.workers:
+                with _stages_timed(times, workers), _timed(times["prepare", workers]):
+                    _prepared(text, pairs, text / "data", vocab_from=vocabulary, workers=workers, overwrite=True)
+                with _timed(times["SentencePiece", workers]):
+                    _encode_in_threads(text, vocabulary, workers)
+    rows: list[dict[str, object]] = []
+    for work in ("clean", "encode", "SentencePiece", "prepare"):
+        for workers in arguments.workers:
+            wall, cpu = (median(each) for each in zip(*times[work, workers], strict=True))
+            row = {"work": work, "workers": workers, "pairs/s": pairs / wall, "pairs/CPU s": pairs / cpu}
+            rows.append({**row, "ratio": median(wall for wall, _ in times[work, first]) / wall})
+    formats = {"pairs/s": "{:,.0f}", "pairs/CPU s": "{:,.0f}", "ratio": "{:.2f}"}
+    rounds = {f"{work}, {workers}": seconds for (work, workers), seconds in times.items()}
+    return Results(tables={"speed": Table.of(rows, formats)}, rounds=rounds)
+
+
+def _prepared(text: Path, pairs: int, out: Path, **options: Any) -> Path:
+    if not text.exists():
+        write_sample(text, train=pairs, valid=100, test=1, seed=2)
+    files = {
+        f"{split}_{side}": (text / f"{split}.{language}",)
+        for split in ("train", "valid")
+        for side, language in zip(SIDES, LANGUAGES, strict=True)
+    }
+    prepare_module.prepare(PrepareOptions.model_validate({**files, "out": out, **options}))
+    return out
+
+
+def _encode_in_threads(text: Path, vocabulary: Path, threads: int) -> None:
+    tokenizer = open_tokenizer(vocabulary)
+    for side, language in zip(SIDES, LANGUAGES, strict=True):
+        with (text / f"train.{language}").open(encoding="utf-8") as lines:
+            while batch := list(islice(lines, BATCH)):
+                tokenizer.encode_batch(batch, side, threads)
+
+
+@contextmanager
+def _stages_timed(times: Times, workers: int) -> Iterator[None]:
+    """Measure cleaning and encoding of training text by themselves."""
+
+    def timed(work: str, stage: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            kept = times[work, workers] if "valid" not in arguments else []
+            with _timed(kept):
+                return stage(*arguments)
+
+        return run
+
+    with (
+        mock.patch.object(prepare_module, "clean_text", timed("clean", prepare_module.clean_text)),
+        mock.patch.object(prepare_module, "encode_split", timed("encode", prepare_module.encode_split)),
+    ):
+        yield
+
+
+@contextmanager
+def _timed(kept: list[tuple[float, float]]) -> Iterator[None]:
+    """Append wall and CPU seconds of the block, those of ended children included."""
+    gc.collect()
+    wall, cpu = time.perf_counter(), sum(os.times()[:4])
+    yield
+    kept.append((time.perf_counter() - wall, sum(os.times()[:4]) - cpu))
