@@ -62,16 +62,11 @@ class Translator:
     """Translator of sentences by a trained run, or by an ensemble of several; :meth:`open` makes one.
 
     Args:
-        model: the model, in eval mode and on ``device``.
-        tokenizer: tokenizer of the run.
-        search: the search and its settings.
-        device: device of the model.
         max_source_tokens: default of :meth:`stream`.
         detokenise: form of the text that the model writes, if translations are made plain; None to keep it.
         text: form of the text that the model was trained on; None if it is not known.
         opened: runs of the model; None if it is of none.
         tags: symbols in front of source lines, and with which translations begin.
-
     Several threads can use a translator. Only one at a time uses the model.
     """
 
@@ -129,7 +124,6 @@ class Translator:
         """Open the runs of checked options.
 
         Args:
-            options: of the translation.
             changes: settings of the search; those that are None stay.
 
         Raises:
@@ -230,7 +224,6 @@ class Translator:
         """Check that no sentence is too long, as :meth:`stream` does if it is strict.
 
         Args:
-            sentences: source sentences.
             max_source_tokens: see :meth:`stream`.
 
         Raises:
@@ -304,11 +297,7 @@ class Translator:
         return chosen.model_copy(update={"max_source_tokens": chosen.longest_line(self.max_source_tokens)})
 
     def _alignment_layers(self, options: DecodeOptions) -> list[int] | None:
-        """Return for each model the layer whose cross-attention aligns; None for no alignment.
-
-        Raises:
-            ConfigError: if the run cannot return what is asked for.
-        """
+        """Return for each model the layer whose cross-attention aligns; None for no alignment."""
         if (options.token_scores or options.alignment) and not self.search.left_to_right:
             name = option("alignment" if options.alignment else "token_scores")
             raise ConfigError(
@@ -344,11 +333,9 @@ class Translator:
         those of the search that wrote it.
 
         Args:
-            sources: source sentences.
             targets: a translation of each; for an n-best list repeat the source.
             advance: callback for progress; its argument is the number of pairs finished since the last call.
             warn: False to log no warnings of lines, for text that is scored again.
-            **options: options of lines, as those of :meth:`stream`.
 
         Raises:
             ConfigError: if a number is out of range, the texts are something else, or the run predicts masked tokens.

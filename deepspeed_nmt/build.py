@@ -28,13 +28,7 @@ def build_kernels(config: RunConfig) -> Kernels:
 
 
 def build_model(config: RunConfig, vocabulary: Vocabulary, kernels: Kernels = DEFAULT) -> TranslationModel:
-    """Build the model of a run, initialised from the run's seed.
-
-    Args:
-        config: settings of the run.
-        vocabulary: vocabulary of the data.
-        kernels: kernels of the model's fused operations.
-    """
+    """Build the model of a run, initialised from the run's seed."""
     torch.manual_seed(config.training.seed)
     make_layer = partial(LAYERS[config.layer.name].build, config.layer)
     model = MODELS[config.model.name].build(config.model, vocabulary, make_layer)

@@ -116,11 +116,7 @@ def _check_words(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
 
 
 def _check_working_directory() -> None:
-    """Refuse to start in a directory that has been removed, where libraries fail for reasons that they do not name.
-
-    Raises:
-        ConfigError: if there is no working directory.
-    """
+    """Refuse to start in a directory that has been removed, where libraries fail without naming it."""
     try:
         Path.cwd()
     except FileNotFoundError as error:
@@ -128,11 +124,7 @@ def _check_working_directory() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status.
-
-    Args:
-        argv: command line without the name of the program; None for that of the process.
-    """
+    """Run a command and return its exit status."""
     set_up_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in words if word in COMMANDS), None)
@@ -149,11 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Run a command whose arguments are parsed, and return its exit status.
-
-    Args:
-        arguments: with the name of the command.
-    """
+    """Run a command whose arguments are parsed, and return its exit status."""
     setup_logging()
     module = module_of(arguments.command)
     try:

@@ -116,8 +116,6 @@ def load_config(
     """Load a configuration; each source overrides those before it.
 
     Args:
-        recipe: name of a recipe.
-        file: YAML file of settings.
         settings: of the form ``section.key=value``, with the value in YAML.
         resumed: file with the settings of the run that is resumed. What it records is not the user's choice.
         options: settings by section that options of the command line give; ``settings`` override them.
@@ -201,7 +199,6 @@ def validate(merged: Mapping[str, Any], problems: Sequence[str] = ()) -> RunConf
     """Validate settings and return them as a configuration.
 
     Args:
-        merged: settings by section; those left out have their defaults.
         problems: messages to report with those found here.
 
     Raises:
@@ -236,11 +233,7 @@ def validate(merged: Mapping[str, Any], problems: Sequence[str] = ()) -> RunConf
 
 
 def _objective(content: dict[str, Any]) -> dict[str, PartConfig]:
-    """Return the parts of an objective by name; null removes a part.
-
-    Raises:
-        ConfigError: if a part is unknown, a setting is wrong, or there is not exactly one likelihood.
-    """
+    """Return the parts of an objective by name; null removes a part."""
     named = content
     if not any(name in LIKELIHOODS and settings is not None for name, settings in content.items()):
         named = {LIKELIHOODS.default: {}, **content}

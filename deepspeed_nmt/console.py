@@ -118,11 +118,7 @@ class _LogFile(logging.FileHandler):
 
 
 def log_to(file: Path) -> None:
-    """Append the whole log of this rank to a file as well.
-
-    Raises:
-        OSError: if the file cannot be opened.
-    """
+    """Append the whole log of this rank to a file as well."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(file, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -138,9 +134,6 @@ def _remove_handlers() -> None:
 
 def report(error: Exception) -> int:
     """Log an expected error that ends a command.
-
-    Args:
-        error: a UserError, a TrainingError or an OSError.
 
     Returns:
         The exit status of the command.
@@ -169,9 +162,7 @@ def table(rows: Sequence[Sequence[str]], *, left: int = 1, markdown: bool = Fals
     """Return a table.
 
     Args:
-        rows: lines of equally many cells; the first line is the head.
         left: number of columns that are left-aligned; the others are right-aligned.
-        markdown: Markdown instead of columns with two spaces between them.
     """
     from tabulate import tabulate
 
@@ -212,14 +203,7 @@ def _finite(value: object) -> object:
 
 
 def progress(items: Iterable[T], description: str, unit: str, total: int | None = None) -> Iterator[T]:
-    """Iterate over ``items`` and show progress.
-
-    Args:
-        items: to iterate over.
-        description: of the work.
-        unit: of an item, in the plural.
-        total: number of items, if it is known.
-    """
+    """Iterate over ``items`` and show progress."""
     with counting(description, unit, total) as advance:
         for item in items:
             yield item
@@ -233,9 +217,6 @@ def counting(
     """Show the progress of the block, with the rate and the time left.
 
     Args:
-        description: of the work.
-        unit: of what is counted, in the plural.
-        total: final count, if it is known.
         before: count at the beginning, of what was done earlier.
 
     Yields:

@@ -106,7 +106,6 @@ class ReportedError(Exception):
     """The end of this process for a reason that this rank or another one has reported already.
 
     Args:
-        status: exit status of the process.
         reason: the reason, if this rank knows it.
     """
 
@@ -127,12 +126,7 @@ def options_as_typed() -> Iterator[None]:
 
 
 def option(name: str, typed: str | None = None) -> str:
-    """Return the name of an option for a message: ``--max-tokens`` in a command, ```max_tokens``` in Python.
-
-    Args:
-        name: keyword in the Python API.
-        typed: keyword of the command; None for the same.
-    """
+    """Return the name of an option for a message: ``--max-tokens`` in a command, ```max_tokens``` in Python."""
     return f"--{(typed or name).replace('_', '-')}" if _AS_TYPED.get() else f"`{name}`"
 
 
@@ -167,7 +161,6 @@ def check_installed(package: str, needed_by: str, install: str) -> None:
     """Check that an optional package is installed, without importing it.
 
     Args:
-        package: its name.
         needed_by: option that needs it, as it is typed.
         install: command that installs it.
 
@@ -182,7 +175,6 @@ def counted(count: int, units: str) -> str:
     """Return a number with its unit for a message: "1 run", "2,000 runs".
 
     Args:
-        count: the number.
         units: of what is counted, a plural in -s.
     """
     return f"{count:,} {units.removesuffix('s') if count == 1 else units}"
@@ -198,10 +190,6 @@ def shown_bytes(size: int) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a hint for a misspelt word, to append to a message.
-
-    Args:
-        word: the misspelt word.
-        known: correct words.
 
     Returns:
         "; did you mean 'x'?" if a correct word is similar, else a list of the correct words; of many, the nearest.

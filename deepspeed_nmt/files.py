@@ -94,9 +94,6 @@ def open_text(name: Path | str) -> Iterator[BufferedReader]:
 
     A pipe can be opened and read only once. So its first bytes are examined by :func:`text_lines`, when it is read.
 
-    Args:
-        name: path of the text.
-
     Yields:
         The bytes of the text.
 
@@ -121,15 +118,7 @@ def open_text(name: Path | str) -> Iterator[BufferedReader]:
 
 
 def check_plain(stream: BufferedReader[Any], name: Path | str) -> None:
-    """Check the first bytes of a stream, which are left in it.
-
-    Args:
-        stream: at its beginning.
-        name: of the stream, for the message; ``-`` is standard input.
-
-    Raises:
-        DataError: if it is compressed or UTF-16.
-    """
+    """Check the first bytes of a stream, which are left in it."""
     start = stream.peek(max(map(len, _NOT_PLAIN)))
     for magic, (kind, command) in _NOT_PLAIN.items():
         if start.startswith(magic):
@@ -141,7 +130,6 @@ def skip_byte_order_mark(stream: BufferedReader[Any], name: Path | str | None = 
     """Skip a byte order mark at the beginning of a stream, which is not text, and return True if it has one.
 
     Args:
-        stream: at its beginning.
         name: of the stream, to log that it has one; None to log nothing.
     """
     if not stream.peek(len(BOM_UTF8)).startswith(BOM_UTF8):
@@ -163,10 +151,6 @@ def text_lines(stream: BufferedReader[Any], name: Path | str = "the text") -> It
     Only line feeds end a line; other line breaks of Unicode are part of the text. Bytes that are not UTF-8 become
     U+FFFD, so no line is lost; such a line is a :class:`~deepspeed_nmt.text.DamagedLine`.
 
-    Args:
-        stream: to read.
-        name: of the stream, for messages.
-
     Raises:
         DataError: if the stream is compressed or UTF-16, or a line has no end.
     """
@@ -177,8 +161,6 @@ def raw_lines(stream: BufferedReader[Any], name: Path | str, before: int | None 
     """Yield lines of text with their ends, and without a byte order mark at the beginning.
 
     Args:
-        stream: to read.
-        name: of the stream, for messages.
         before: number of lines before the first, if the stream stands within a text; None at its beginning.
 
     Raises:
@@ -219,11 +201,7 @@ def parse_json(text: bytes | str) -> Any:
 
 
 def append_line(file: Path, line: str) -> None:
-    """Append a line by one write. A line that a process died in is ended first, so that it damages no other.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
+    """Append a line by one write. A line that a process died in is ended first, so that it damages no other."""
     descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         size = os.fstat(descriptor).st_size
@@ -255,10 +233,6 @@ def replaces(path: Path, stream: IO[Any]) -> bool:
 def check_utf8_name(path: Path, name: str) -> None:
     """Check that a path can be recorded in JSON, and opened by libraries that take UTF-8 only.
 
-    Args:
-        path: to check.
-        name: of the option or file, for the message.
-
     Raises:
         DataError: if it cannot.
     """
@@ -270,11 +244,7 @@ def check_utf8_name(path: Path, name: str) -> None:
 
 
 def resolved(path: Path) -> Path:
-    """Return a path without symbolic links; it need not exist.
-
-    Raises:
-        OSError: if its links lead round in a circle.
-    """
+    """Return a path without symbolic links; it need not exist."""
     try:
         return path.resolve()
     except RuntimeError as error:  # of Python before 3.13
@@ -285,7 +255,6 @@ def hidden(path: Path, suffix: str) -> Path:
     """Return the path of a hidden file beside ``path``, whose name is cut if it would be too long.
 
     Args:
-        path: of the file that the hidden one belongs to.
         suffix: end of the hidden name, at most 50 bytes.
     """
     short = path.name.encode("utf-8", errors="ignore")[:200].decode("utf-8", errors="ignore")
@@ -296,7 +265,6 @@ def hidden_beside(path: Path, suffix: str) -> list[Path]:
     """Return the hidden files beside ``path`` that belong to it.
 
     Args:
-        path: of the file that they belong to.
         suffix: regular expression of the ends of their names.
     """
     pattern = re.compile(re.escape(hidden(path, "").name) + suffix)
@@ -323,7 +291,6 @@ def atomic_writer(path: Path, mode: str = "wb") -> Iterator[Any]:
     ``/dev/fd/3``) are written to directly.
 
     Args:
-        path: of the file, which need not exist.
         mode: "wb" for bytes, "w" for text in UTF-8.
 
     Yields:
@@ -371,12 +338,7 @@ def _descriptor(path: Path) -> int | None:
 
 
 def copy_permissions(old: os.stat_result, new: int | Path) -> None:
-    """Give a file the mode of an older one, and its owner and group as far as this user may.
-
-    Args:
-        old: status of the older file.
-        new: path or descriptor of the file.
-    """
+    """Give a file the mode of an older one, and its owner and group as far as this user may."""
     for owner in (old.st_uid, -1):
         with suppress(PermissionError):
             os.chown(new, owner, old.st_gid)
@@ -418,10 +380,7 @@ def exclusive(path: Path, refusal: str, patience_s: float = 0.0) -> Iterator[boo
     """Hold a lock during the block. It is released when the process ends, however it ends.
 
     Args:
-        path: of the lock file, which is removed at the end.
         refusal: message if another process holds the lock, with ``{holder}`` for that process.
-        patience_s: time limit in seconds of waiting for another holder. A network file system may release the lock of
-            a lost host late.
 
     Yields:
         True; False without a lock, because the directory is read-only or the file system has no locks.
@@ -463,12 +422,7 @@ def _holder(path: Path) -> str:
 
 
 def _open_locked(path: Path) -> TextIO:
-    """Open and lock a file, which need not exist.
-
-    Raises:
-        BlockingIOError: if another process holds the lock.
-        OSError: if the file cannot be opened or locked.
-    """
+    """Open and lock a file, which need not exist."""
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)  # a holder that wrote nothing may have removed it
         file = path.open("a+", encoding="utf-8")
@@ -490,14 +444,7 @@ def _open_locked(path: Path) -> TextIO:
 
 @contextmanager
 def made(path: Path) -> Iterator[None]:
-    """Make a directory, and those above it. At the end of the block, those of them that are empty are removed again.
-
-    Args:
-        path: of the directory; one that exists stays.
-
-    Raises:
-        OSError: if it cannot be made.
-    """
+    """Make a directory and those above it; remove those that are empty at the end of the block."""
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     path.mkdir(parents=True, exist_ok=True)
     try:
@@ -513,12 +460,7 @@ def replacing(path: Path, is_whole: Callable[[Path], bool]) -> Iterator[None]:
     """Hold the right to replace a directory during the block, once what killed processes left is cleared away.
 
     Args:
-        path: of the directory, given by ``--out``, which need not exist; directories above it are made.
         is_whole: returns True for a directory that may be restored.
-
-    Raises:
-        DataError: if another process is replacing it.
-        OSError: if the directories above it cannot be made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     refusal = f"{{holder}} is writing {path}; wait for it, or choose another --out"
@@ -533,7 +475,6 @@ def restore_directory(path: Path, is_whole: Callable[[Path], bool]) -> None:
     """Restore a directory that a killed process had moved away to replace it, if nothing has its name.
 
     Args:
-        path: of the directory.
         is_whole: returns True for a directory that may be restored.
     """
     for old in hidden_beside(path, _OLD + _NUMBER):
@@ -553,13 +494,8 @@ def restore_directories(directory: Path, names: str, is_whole: Callable[[Path], 
     """Restore those directories in another one that killed processes had moved away to replace them.
 
     Args:
-        directory: that they are in.
         names: regular expression of their names.
-        is_whole: returns True for a directory that may be restored.
         clear: True to remove what else is left of them, which no living process may be writing.
-
-    Raises:
-        OSError: if one cannot be restored.
     """
     pattern = re.compile(rf"\.({names})\.{_LEFT}")
     matches = filter(None, (pattern.fullmatch(path.name) for path in directory.glob(".*")))
@@ -577,7 +513,6 @@ def staged(path: Path, check: Callable[[], object] = lambda: None) -> Iterator[P
     stays.
 
     Args:
-        path: of the directory, which need not exist.
         check: raises an error if ``path`` must not be replaced; it is called last of all.
 
     Yields:

@@ -25,11 +25,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(KeyboardInterrupt):
-    """The end of a command by a signal. No `except Exception` catches it.
-
-    Args:
-        number: of the signal.
-    """
+    """The end of a command by a signal. No `except Exception` catches it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -44,9 +40,6 @@ def interruptible(*further: signal.Signals) -> Iterator[None]:
     soon after the first, while temporary files are removed, changes nothing; a later one ends the process at once.
     While a module is imported, the exception waits for the end of the import. Outside the main thread, where Python
     handles no signals, the block runs as it is.
-
-    Args:
-        further: other signals to treat in the same way.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

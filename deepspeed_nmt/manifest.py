@@ -50,7 +50,6 @@ class FileRecord(Config):
         """Compare a file with its record.
 
         Args:
-            file: to compare.
             verify: True to compare the hash, False to compare the size only.
 
         Returns:
@@ -76,9 +75,6 @@ def write_record(path: Path, content: bytes) -> None:
     """Replace a record and its hash; after a crash at any moment the record matches its hash.
 
     While the record is replaced, the hash file lists the old and the new hash.
-
-    Raises:
-        OSError: if a file cannot be written; the record is then unchanged.
     """
     hashes = [FileRecord.of(content).sha256]
     if path.is_file():
@@ -129,8 +125,6 @@ def check_own(
     This is the rule of every command that replaces or removes a directory; a mere name proves nothing.
 
     Args:
-        directory: to replace; it may be missing or empty.
-        record: name of its record; see :func:`read_files`.
         option: that gave the directory, for the message.
         beside: content of files that the record does not list, by name.
         verify: True to compare hashes, False to compare sizes only.

@@ -44,7 +44,6 @@ def problem_of(error: Mapping[str, Any], name: str) -> str:
     """Return the message for an error of pydantic: "`name` is ...; give ...".
 
     Args:
-        error: one of the errors of a ValidationError.
         name: of the setting or option; "" for settings that contradict each other.
     """
     kind: str = error["type"]
@@ -103,7 +102,6 @@ class Registry(Generic[T]):
     """A table of named parts.
 
     Args:
-        kind: of the parts ("model", "layer", ...), for messages.
         entries: the rows; the first one is the default.
 
     Raises:
@@ -136,11 +134,7 @@ class Registry(Generic[T]):
         return tuple(self._entries.values())
 
     def __getitem__(self, name: Any) -> Entry[T]:
-        """Return the row with a name.
-
-        Raises:
-            ConfigError: if there is no such row; the message suggests a similar name.
-        """
+        """Return the row with a name."""
         if name not in self:
             raise ConfigError(
                 f"{self.kind}.name is {shown(name)}, which is no known {self.kind}{did_you_mean(str(name), self)}"

@@ -22,12 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the average.
-
-    Raises:
-        CheckpointError: if the run has fewer checkpoints.
-        DataError: if another process is averaging them.
-    """
+    """Write the average."""
     from deepspeed_nmt.console import output
     from deepspeed_nmt.files import exclusive
     from deepspeed_nmt.run.directory import Run

@@ -20,13 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read the results, and print the best checkpoint.
-
-    Raises:
-        ConfigError: if it is no run.
-        DataError: if a training of it holds the lock on the choice for a minute.
-        CheckpointError: if the newest checkpoint is damaged.
-    """
+    """Read the results, and print the best checkpoint."""
     from deepspeed_nmt.console import output
     from deepspeed_nmt.run.directory import Run
     from deepspeed_nmt.run.late_scores import choose_best

@@ -37,8 +37,6 @@ def add_flags(
     ``aliases``, and for a tuple an ``action``, by default to replace its values if the flag is repeated.
 
     Args:
-        parser: of the command, or a group of its options.
-        config: the class.
         names: fields to declare; None for all that have a description.
     """
     groups: dict[str, argparse._ActionsContainer] = {"": parser}

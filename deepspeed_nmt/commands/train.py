@@ -179,15 +179,8 @@ def _read(
 ) -> tuple[RunConfig, TrainingData, Origin | None, Sequence[Mapping[str, Any]] | None]:
     """Read configuration, data and origin of a run. Nothing is written, but lost files of the run are restored.
 
-    Args:
-        arguments: of the command line.
-        restart: True if a run that is there does not count.
-
     Returns:
         These, and the settings that override those of a resumed run, by section; None if its own do not count.
-
-    Raises:
-        UserError: if options contradict each other, or a file cannot be read.
     """
     from deepspeed_nmt.config import given_settings, load_config, load_recorded
     from deepspeed_nmt.data.training import DataOption, TrainingData

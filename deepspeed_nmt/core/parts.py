@@ -182,11 +182,6 @@ class LayerConfig(PartConfig):
         """Return True if layer ``number``, counted from 1, has cross-attention."""
         return True
 
-    @property
-    def depends_on_micro_batches(self) -> bool:
-        """True if its random choices depend on how an update is divided into micro-batches."""
-        return False
-
 
 class LikelihoodConfig(PartConfig):
     """Settings of a likelihood."""

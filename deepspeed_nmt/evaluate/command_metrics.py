@@ -76,9 +76,6 @@ class CommandMetric(Metric):
     def parse(cls, text: str) -> CommandMetric | None:
         """Return the program that a setting names; None if it names none.
 
-        Args:
-            text: ``command:PATH`` or ``late:PATH``, with ``NAME=`` in front or ``:lower`` at the end.
-
         Raises:
             ValueError: if its name cannot be part of a tag, or is that of another measure.
         """
@@ -125,7 +122,6 @@ class CommandMetric(Metric):
         """Call the program, and return the number that it prints.
 
         Args:
-            files: to score.
             limit_s: time limit in seconds.
             interrupted: function that returns True if there is no time left to wait for the program.
 
@@ -150,7 +146,6 @@ class CommandMetric(Metric):
         """Call a late program, and return the process without waiting for it.
 
         Args:
-            files: to score.
             result: file for the number.
             log: file for what the program prints.
 

@@ -90,12 +90,6 @@ class CrossAttentionDropConfig(LayerConfig):
     def attends_to_source(self, number: int) -> bool:
         return self.rate(number) < 1.0
 
-    @property
-    @override
-    def depends_on_micro_batches(self) -> bool:
-        rates = (self.beyond, self.drop_ratio if self.drop_depth else 1.0)
-        return self.coins == "micro_batch" and any(0.0 < rate < 1.0 for rate in rates)
-
     def contradictions(self, parts: Parts) -> Iterator[str]:
         """Refuse a drop depth above the decoder's depth, and decoders without any cross-attention."""
         made = parts.model.custom_layers()

@@ -29,9 +29,6 @@ def sweeps() -> list[str]:
 def load_recipe(name: str) -> dict[str, Any]:
     """Return the settings of a recipe, merged over those of the recipe that it ``extends``.
 
-    Args:
-        name: of the recipe.
-
     Returns:
         Settings nested by section.
 
@@ -55,9 +52,6 @@ def load_sweep(name: str) -> list[tuple[str, list[str]]]:
 
     The file of a sweep contains the name of a ``recipe``, and either a ``grid`` (lists of values by setting, of which
     all combinations are points) or ``points`` (a list of values by setting).
-
-    Args:
-        name: of the sweep.
 
     Returns:
         For each point the recipe, and the settings that override it as "key=value".

@@ -44,7 +44,6 @@ def parse_yaml(text: str, source: str) -> Any:
     """Parse settings in YAML.
 
     Args:
-        text: to parse.
         source: file or setting that the text is from, for messages.
 
     Returns:
@@ -71,9 +70,6 @@ def parse_yaml(text: str, source: str) -> Any:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read settings from a YAML file.
-
-    Args:
-        path: of the file.
 
     Returns:
         Settings nested by section.
@@ -105,12 +101,7 @@ def _reason(error: Exception) -> str:
 
 
 def merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
-    """Override nested settings in place.
-
-    Args:
-        into: settings to change.
-        new: settings that take precedence.
-    """
+    """Override nested settings in place."""
     for key, value in new.items():
         if isinstance(value, Mapping) and isinstance(into.get(key), dict):
             merge(into[key], value)
@@ -122,12 +113,7 @@ def merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def _check(root: yaml.Node, source: str) -> None:
-    """Check the nodes of a document, following its aliases, before values are made of them.
-
-    Raises:
-        ConfigError: if a mapping has a key twice, or there are too many nodes or levels. An alias that contains
-            itself has no end of them.
-    """
+    """Check the nodes of a document, following its aliases, before values are made of them."""
     problems: dict[str, None] = {}
     pending = [(root, 1)]
     count = 0

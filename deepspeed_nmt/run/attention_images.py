@@ -37,13 +37,7 @@ Images = dict[str, NDArray[np.uint8]]
 
 
 class AttentionImages:
-    """Drawings of the cross-attention of some sentences.
-
-    Args:
-        corpus: validation corpus, whose first sentences of suitable length are drawn.
-        tokenizer: of the run.
-        count: number of sentences.
-    """
+    """Drawings of the cross-attention of some sentences."""
 
     def __init__(self, corpus: Corpus, tokenizer: Tokenizer, count: int) -> None:
         lengths = np.stack([corpus.source_lengths, corpus.target_lengths])
@@ -56,12 +50,7 @@ class AttentionImages:
         self._tokenizer = tokenizer
 
     def __call__(self, model: TranslationModel, device: torch.device) -> Images:
-        """Return an image of each sentence by tag; none for a model without cross-attention.
-
-        Args:
-            model: in eval mode, on the device.
-            device: of the model.
-        """
+        """Return an image of each sentence by tag; none for a model without cross-attention."""
         attentions = model.cross_attentions()
         layers = sorted(attentions)
         if not layers or not self._pairs:
@@ -104,9 +93,6 @@ def heat_maps(
 
     Args:
         maps: the matrices. Shape: (rows,columns) each
-        titles: of the matrices.
-        rows: word of each row.
-        columns: word of each column.
 
     Returns:
         A grey image. Shape: (height,width)

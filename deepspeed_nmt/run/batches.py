@@ -28,12 +28,6 @@ def update_order_of(
 ) -> UpdateOrder:
     """Return which sentences make which update of a run.
 
-    Args:
-        corpora: the training text of ``data``.
-        config: settings of the run.
-        data: data to train on.
-        progress: of the run, with the phases of its mixtures; None at its start.
-
     Raises:
         ConfigError: if some updates have no corpus, or updates are smaller than sentences.
     """
@@ -50,11 +44,6 @@ def layout_on(config: RunConfig, precision: Precision, capability: Capability | 
 
     "auto" is packed where attention within packed sentences has a fast kernel: on a GPU from sm_80 up in 16 bit,
     without dropout of attention weights.
-
-    Args:
-        config: settings of the user.
-        precision: that the model is trained in.
-        capability: CUDA's compute capability; None for a CPU.
 
     Raises:
         ConfigError: if the layout is packed, but the model cannot be trained in it.
@@ -110,14 +99,7 @@ def with_less_padding(batch: BatchConfig, order: UpdateOrder, world: World) -> B
 
 
 def with_mixture(progress: Progress, corpora: Corpora, config: RunConfig, data: TrainingData) -> Progress:
-    """Return the progress with the mixture of corpora with which the run continues, if it has any.
-
-    Args:
-        progress: of the run.
-        corpora: the training text of ``data``.
-        config: settings of the run.
-        data: data to train on.
-    """
+    """Return the progress with the mixture of corpora with which the run continues, if it has any."""
     first = progress.update + 1
     if not data.is_mixture and not progress.phases:
         return progress

@@ -46,6 +46,7 @@ from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore, RunRecord
 from deepspeed_nmt.train.configuration import ValidationConfig
 
+CONFIG_FILE, DATA_FILE, CHECKPOINTS = "config.yaml", "data.json", "checkpoints"
 ALIGNMENT_FILE = "alignment.json"
 """File with the decoder layers that align best."""
 ENVIRONMENT_FILE = "environment.json"
@@ -66,15 +67,11 @@ _FILES_READ = {
 }
 """Names of a run's files that are read, or appended to."""
 
-_FIXED = (
-    "model.",
-    "layer.",
-    "objective.",
-    "optimizer.name.",
-    "training.seed.",
-    "batch.update_tokens.",
-)
+_FIXED = ("model.", "layer.", "objective.", "optimizer.name.", "training.seed.", "batch.update_tokens.")
 """Settings that cannot change once the run has a checkpoint."""
+
+
+_LOST = "restore it from a copy, or start a new run with another --run directory"
 
 
 @dataclass(frozen=True)
@@ -95,16 +92,7 @@ class Run:
 
     @classmethod
     def open(cls, path: Path, option: str = "--run") -> Run:
-        """Open the directory of a run for reading. Its files are verified, and restored if they are lost.
-
-        Args:
-            path: run directory.
-            option: option by which the user named it, for messages.
-
-        Raises:
-            ConfigError: if it is no run directory.
-            DataError: if a file is lost or damaged and cannot be restored.
-        """
+        """Open the directory of a run for reading. Its files are verified, and restored if they are lost."""
         if (path / "state.json").is_file():
             raise ConfigError(
                 f"{path} is a checkpoint, not a run; give {path.parent.parent} as {option} and the "
@@ -156,7 +144,6 @@ class Run:
         """Open a checkpoint of the run (best, last, average, a name, or a path).
 
         Args:
-            which: its name or path.
             option: option by which the user named it, for messages; "" for that of most commands and of the API.
 
         Raises:
@@ -190,7 +177,6 @@ class Run:
 
         Args:
             exit: name of the exit. Exits without numbers, such as those of a grown model, are always trained.
-            stages: number of stages of the encoder and of the decoder.
         """
         encoder, numbered, decoder = exit.partition("-")
         if not numbered:
@@ -201,11 +187,6 @@ class Run:
 
 def check_record(checkpoint: Checkpoint, config: RunConfig, files: Mapping[str, FileRecord]) -> None:
     """Check that a checkpoint is of a run with the same fixed settings and the same vocabulary.
-
-    Args:
-        checkpoint: to check. One without a record passes.
-        config: settings of the run.
-        files: records of files of the run, those of its vocabulary among them.
 
     Raises:
         CheckpointError: if it is of another run.
@@ -231,9 +212,6 @@ def changed_fixed_settings(before: Mapping[str, object], now: Mapping[str, objec
     """Return the fixed settings that differ."""
     keys = sorted(before.keys() | now.keys())
     return [key for key in keys if f"{key}.".startswith(_FIXED) and before.get(key) != now.get(key)]
-
-
-CONFIG_FILE, DATA_FILE, CHECKPOINTS = "config.yaml", "data.json", "checkpoints"
 
 
 def check_contents(run: Path) -> None:
@@ -303,9 +281,7 @@ class DataRecord(Config):
         try:
             return cls.model_validate_json(read_regular(run / DATA_FILE))
         except (OSError, ValidationError) as error:
-            raise DataError(
-                f"{run / DATA_FILE} is not what `train` wrote when the run began; {_remedy(run, DATA_FILE, None)}"
-            ) from error
+            raise DataError(f"{run / DATA_FILE} is not what `train` wrote when the run began; {_LOST}") from error
 
     def content(self) -> bytes:
         """Return the content of DATA_FILE."""
@@ -355,13 +331,8 @@ def replace_files(path: Path, contents: Mapping[str, bytes], seal: str | None = 
     """Replace files of a run; after a crash at any moment they match the manifest.
 
     Args:
-        path: run directory.
-        contents: new contents by name.
         seal: of the commands; None for the one that the manifest has.
         keep: True for files of the manifest without new content to stay; False to remove them.
-
-    Raises:
-        OSError: if a file cannot be written.
     """
     try:
         old = RunManifest.read(path)
@@ -389,7 +360,6 @@ def verify_run(path: Path, data: Path | None = None) -> dict[str, FileRecord]:
     """Compare a run's files with its manifest, and restore what is lost.
 
     Args:
-        path: run directory.
         data: data directory to restore the vocabulary from, besides the one that the run records.
 
     Returns:
@@ -404,25 +374,25 @@ def verify_run(path: Path, data: Path | None = None) -> dict[str, FileRecord]:
         try:
             manifest = RunManifest.read(path)
         except (DamagedRecordError, ValidationError) as error:
-            return _adopt(path, error, data)
+            manifest = _rewritten_manifest(path, error)
         if not (problems := manifest.problems(path)):
             return manifest.files
     restored = _restored(path, manifest.files, problems, data)
     try:
         replace_files(path, restored)
     except OSError as error:
-        raise _not_writable(path, restored, error) from error
+        raise DataError(
+            f"{' and '.join(restored)} cannot be restored in {path} ({error.strerror or error}); make it writable, "
+            "or work with a copy of it"
+        ) from error
     return {**manifest.files, **{name: FileRecord.of(content) for name, content in restored.items()}}
 
 
-def _adopt(path: Path, error: Exception, data: Path | None) -> dict[str, FileRecord]:
-    """Write the manifest of a run again, whose files are compared with the newest checkpoint's record.
-
-    Returns:
-        Records of the files.
+def _rewritten_manifest(path: Path, error: Exception) -> RunManifest:
+    """Write the manifest of a run again: it records the files that the newest checkpoint knows.
 
     Raises:
-        DataError: if no checkpoint has a record, or a file is lost or damaged and cannot be restored.
+        DataError: if no checkpoint has a record.
     """
     record = CheckpointStore(path / CHECKPOINTS).record()
     clause = str(error) if isinstance(error, DamagedRecordError) else f"{MANIFEST_FILE} is not what `train` writes"
@@ -432,98 +402,63 @@ def _adopt(path: Path, error: Exception, data: Path | None) -> dict[str, FileRec
             "a copy"
         )
     logger.warning("%s; %s is compared with its newest checkpoint instead", clause, path)
-    problems = {name: problem for name, each in record.vocabulary.items() if (problem := each.problem(path / name))}
-    problems[CONFIG_FILE] = "is missing"
-    if (path / CONFIG_FILE).is_file():
-        problems[CONFIG_FILE] = "differs from the settings in the newest checkpoint"
-        with suppress(UserError):
-            if load_recorded(path / CONFIG_FILE) == validate(record.config):
-                del problems[CONFIG_FILE]
-    problems[DATA_FILE] = "is missing or damaged, or records other data than the newest checkpoint"
+    contents = _recorded_contents(record)
+    with suppress(UserError):  # other texts of the same settings and data are good
+        if load_recorded(path / CONFIG_FILE) == validate(record.config):
+            contents[CONFIG_FILE] = read_regular(path / CONFIG_FILE)
     with suppress(UserError):
         if DataRecord.read(path).fingerprint == record.fingerprint:
-            del problems[DATA_FILE]
-    contents = {
-        name: read_regular(path / name)
-        for name in (CONFIG_FILE, DATA_FILE, *record.vocabulary)
-        if name not in problems
-    }
-    restored = _restored(path, record.vocabulary, problems, data)
-    contents |= restored
+            contents[DATA_FILE] = read_regular(path / DATA_FILE)
+    records = {name: FileRecord.of(content) for name, content in contents.items()}
+    manifest = RunManifest(files={**records, **record.vocabulary})
     try:
-        replace_files(path, contents)
+        manifest.write(path)
     except OSError as problem:
-        if restored:
-            raise _not_writable(path, restored, problem) from problem
         logger.warning("%s could not be written (%s)", path / MANIFEST_FILE, problem.strerror or problem)
-    return {name: FileRecord.of(content) for name, content in contents.items()}
+    return manifest
+
+
+def _recorded_contents(record: RunRecord) -> dict[str, bytes]:
+    """Return the contents of the files that a checkpoint's record has whole, by name."""
+    own = {field: getattr(record, field) for field in DataRecord.model_fields if field != "path"}
+    return {
+        CONFIG_FILE: validate(record.config).to_yaml().encode(),
+        DATA_FILE: DataRecord(path=record.data, **own).content(),
+    }
 
 
 def _restored(
     path: Path, files: Mapping[str, FileRecord], problems: Mapping[str, str], data: Path | None
 ) -> dict[str, bytes]:
-    """Return the contents of lost or damaged files.
+    """Return the contents of lost or damaged files, from the newest checkpoint or a data directory.
 
     Settings that exist are not replaced: they may be the user's work.
 
-    Args:
-        path: run directory.
-        files: records of the run's files.
-        problems: predicate of a message for each lost or damaged file.
-        data: data directory besides those that are recorded.
-
     Raises:
-        DataError: if a file cannot be restored; it names the way out.
+        DataError: if a file cannot be restored.
     """
     record = CheckpointStore(path / CHECKPOINTS).record()
-    restored: dict[str, bytes] = {}
-    for name, problem in sorted(problems.items()):
-        source = "the newest checkpoint"
-        if name == CONFIG_FILE and record is not None and not (path / name).exists():
-            restored[name] = validate(record.config).to_yaml().encode()
-        elif name == DATA_FILE and record is not None:
-            own = {field: getattr(record, field) for field in DataRecord.model_fields if field != "path"}
-            restored[name] = DataRecord(path=record.data, **own).content()
-        elif (file := _in_data(path, record, name, files.get(name), data)) is not None:
-            restored[name], source = read_regular(file), str(file.parent)
-        else:
-            remedy = _remedy(path, name, record)
-            raise DataError(f"{path / name} {problem}; {remedy}")
-        logger.warning("%s %s; it is restored from %s", path / name, problem, source)
-    return restored
-
-
-def _remedy(path: Path, name: str, record: RunRecord | None) -> str:
-    if name == CONFIG_FILE and record is not None:
-        return (
-            "delete it to restore it from the newest checkpoint; change settings on the command line of `train`, "
-            "as section.key=value"
-        )
-    if name in (CONFIG_FILE, DATA_FILE):
-        return (
-            "restore it from a copy, or start a new run with another --run directory (--init-from takes over the "
-            "weights of a run whose files are complete)"
-        )
-    return (
-        f"restore it from a copy, or bring back the data directory that {path} was trained on (or give `train` its "
-        "place by --data)"
-    )
-
-
-def _not_writable(path: Path, restored: Mapping[str, bytes], error: OSError) -> DataError:
-    return DataError(
-        f"{' and '.join(restored)} cannot be restored in {path} ({error.strerror or error}); make it writable, or "
-        "work with a copy of it"
-    )
-
-
-def _in_data(
-    path: Path, record: RunRecord | None, name: str, wanted: FileRecord | None, data: Path | None
-) -> Path | None:
-    """Return a file of the vocabulary in one of the run's data directories, if it is the one wanted."""
+    recorded = {} if record is None else _recorded_contents(record)
     directories = [] if data is None else [data]
     with suppress(UserError):
         directories.append(Path(DataRecord.read(path).path))
-    directories += [Path(record.data)] if record is not None else []
-    files = [directory / name for directory in directories]
-    return next((file for file in files if wanted is not None and wanted.problem(file) is None), None)
+    directories += [] if record is None else [Path(record.data)]
+    restored: dict[str, bytes] = {}
+    for name, problem in sorted(problems.items()):
+        copies = (directory / name for directory in directories if name not in (CONFIG_FILE, DATA_FILE))
+        if name in recorded and not (name == CONFIG_FILE and (path / name).exists()):
+            restored[name], source = recorded[name], "the newest checkpoint"
+        elif copy := next((file for file in copies if files[name].problem(file) is None), None):
+            restored[name], source = read_regular(copy), str(copy.parent)
+        else:
+            remedy = f"restore it from a copy, or give `train` the data directory of {path} by --data"
+            if name == CONFIG_FILE and name in recorded:
+                remedy = (
+                    "delete it to restore it from the newest checkpoint; change settings on the command line of "
+                    "`train`, as section.key=value"
+                )
+            elif name in (CONFIG_FILE, DATA_FILE):
+                remedy = _LOST
+            raise DataError(f"{path / name} {problem}; {remedy}")
+        logger.warning("%s %s; it is restored from %s", path / name, problem, source)
+    return restored

@@ -71,12 +71,7 @@ class ValidationRecord:
 
 
 class LateScores:
-    """The late metrics of a run. Only rank 0 has one.
-
-    Args:
-        run: run directory.
-        config: settings of validation.
-    """
+    """The late metrics of a run. Only rank 0 has one."""
 
     def __init__(self, run: Path, config: ValidationConfig) -> None:
         self._keep = config.late_keep
@@ -93,10 +88,7 @@ class LateScores:
         """Start all programs on the translations after an update, and return True if a value that chooses is to come.
 
         Args:
-            update: number of the update.
-            target_tokens: target tokens seen so far.
             values: values that are known, by tag.
-            choice: how the best checkpoint is chosen.
 
         Raises:
             OSError: if the validation cannot be recorded.
@@ -165,13 +157,6 @@ def choose_best(run: Run) -> str:
     """Log the late values of a run that have come, choose its best checkpoint by them, and return a line about it.
 
     A training of the run may go on meanwhile.
-
-    Args:
-        run: the run.
-
-    Raises:
-        CheckpointError: if it has no checkpoint, or the newest one is damaged.
-        OSError: if the choice cannot be recorded.
     """
     store, late = run.checkpoints, LateScores(run.path, run.config.validation)
     progress = store.open("last", verify=False).progress

@@ -35,7 +35,6 @@ def search_settings(runs: Sequence[Run], changes: Mapping[str, Any], exits: Sequ
     """Return the search of the first run with changed settings.
 
     Args:
-        runs: to decode with.
         changes: settings by name; those that are None stay.
         exits: options by which the user chooses an exit.
 
@@ -91,13 +90,7 @@ def _problems(kind: type[Config], settings: Mapping[str, Any]) -> list[ErrorDeta
 
 
 def _remedy(runs: Sequence[Run], setting: str, exits: Sequence[str]) -> str:
-    """Return the remedy for a setting that the search lacks; another search only if it can decode with the runs.
-
-    Args:
-        runs: to decode with.
-        setting: its name.
-        exits: options by which the user chooses an exit.
-    """
+    """Return the remedy for a setting that the search lacks; another search only if it can decode with the runs."""
     config = runs[0].config
     if exits and setting in type(config.search).model_fields:
         chosen = " and ".join(map(option, exits))
@@ -115,10 +108,6 @@ def _remedy(runs: Sequence[Run], setting: str, exits: Sequence[str]) -> str:
 
 def check_ensemble(runs: Sequence[Run], weights: Sequence[float] | None) -> None:
     """Check that runs can be combined.
-
-    Args:
-        runs: to combine.
-        weights: of the runs; None for equal weights.
 
     Raises:
         ConfigError: if there is none, or they have different vocabularies, or one predicts masked tokens, or the
@@ -151,8 +140,6 @@ def warn_of_differences(runs: Sequence[Run], search: SearchConfig, given: Mappin
     """Warn if the runs of an ensemble differ in what is taken from the first of them.
 
     Args:
-        runs: of the ensemble.
-        search: which decodes.
         given: options and settings of the search by name; the runs do not matter for those that are not None.
     """
     chosen = {name for name, value in given.items() if value is not None}
@@ -181,13 +168,7 @@ def warn_of_differences(runs: Sequence[Run], search: SearchConfig, given: Mappin
 
 
 def _differing_settings(first: SearchConfig, other: SearchConfig, names: Collection[str]) -> list[str]:
-    """Return phrases for settings in which two searches differ: their names alone, or settings that both have.
-
-    Args:
-        first: a search.
-        other: another one.
-        names: of the settings to compare.
-    """
+    """Return phrases for settings in which two searches differ: their names alone, or settings that both have."""
     one, two = first.model_dump(), other.model_dump()
     if "name" in names and first.name != other.name:
         names = ("name",)
@@ -199,7 +180,6 @@ def suppressed(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[int, ...]:
     """Return the numbers of tokens that are never predicted.
 
     Args:
-        tokenizer: of the runs.
         texts: the tokens, as the vocabulary spells them or as text that is one token.
 
     Raises:
@@ -225,7 +205,6 @@ def chosen_tags(run: Run, source: str | None, target: str | None) -> Tags:
     """Return the tags of a translation.
 
     Args:
-        run: the run.
         source: symbol given by the user for source lines; "" for none, None for that of the run's data.
         target: symbol given by the user for translations, in the same way.
 
@@ -329,9 +308,7 @@ def alignment_layer(run: Run, which: str, exit: str, model: TranslationModel) ->
     The choice is recorded in the run, with the weights and the exit that it holds for.
 
     Args:
-        run: the run.
         which: checkpoint of the model (best, last, average, or a path).
-        exit: exit of the model.
         model: the model at this exit, in eval mode.
 
     Raises:
@@ -421,9 +398,6 @@ def held_out_cross_entropy(sentences: Sequence[Sequence[Linked]]) -> float:
 
     The distributions are estimated on every other sentence and measured on the rest, and the reverse. They are
     smoothed by the frequencies of target tokens.
-
-    Args:
-        sentences: linked tokens of each sentence.
     """
     total, tokens = 0.0, 0
     for half in range(2):
@@ -463,11 +437,7 @@ class Opened:
     aligning: dict[str, list[int]] = field(default_factory=dict)
 
     def exits(self, models: Sequence[TranslationModel]) -> list[str]:
-        """Return the names of the exits that all runs have trained, the top last.
-
-        Args:
-            models: of the runs, at the top.
-        """
+        """Return the names of the exits that all runs have trained, the top last."""
         each = [trained_exits(run, model) for run, model in zip(self.runs, models, strict=True)]
         return [name for name in each[0] if all(name in others for others in each[1:])]
 
@@ -475,7 +445,6 @@ class Opened:
         """Return the decoder layer of each model whose cross-attention aligns.
 
         Args:
-            models: of the runs, at :attr:`exit`.
             layer: number of the layer for all; None to choose those that align best on validation text.
 
         Raises:

@@ -100,10 +100,6 @@ def make_planner(
     """Return a planner of a run.
 
     Args:
-        config: of the run.
-        vocabulary: of the data.
-        engine: resolved settings.
-        ranks: GPUs.
         kernels: planned for the GPUs' capability, see :meth:`Kernels.planned_for`.
         counts: of models for GPUs of this capability, which are used and added to; None for none.
 
@@ -126,8 +122,6 @@ def planned_vocabulary(sizes: str | None, config: RunConfig, data: DataDirectory
 
     Args:
         sizes: of the vocabulary, or SOURCE,TARGET; None if not given.
-        config: of the run.
-        data: to train on; None if not given.
 
     Raises:
         ConfigError: if the sizes are not those of the data, or the data does not fit the model.
@@ -175,14 +169,7 @@ def layout_estimates(config: RunConfig, data: TrainingData, num_gpus: int) -> li
 def layout_notes(
     config: RunConfig, layouts: Sequence[LayoutEstimate], gpu: Gpu | None, precision: Precision | None
 ) -> list[str]:
-    """Return sentences about the layout that a run takes.
-
-    Args:
-        config: of the run.
-        layouts: estimates of the layouts.
-        gpu: to run on; None if not known.
-        precision: that the model is trained in on that GPU.
-    """
+    """Return sentences about the layout that a run takes."""
     notes = []
     if not config.model.packed:
         notes.append(f"packed: not for model.name={config.model.name}, which has one sentence in a row")

@@ -123,10 +123,7 @@ def resolve(
     """Resolve a run's settings on these ranks, and check them against the data. All ranks call it together.
 
     Args:
-        config: settings of the user.
-        data: data to train on.
         sets: data directories of all validation sets by name.
-        world: the ranks.
         resumed: run directory, if the run has a checkpoint: no pretrained weights are loaded, and matrices are
             multiplied by the library that it has recorded.
 
@@ -160,11 +157,7 @@ def resolve(
 def _check_lengths(
     config: RunConfig, model: TranslationModel, data: TrainingData, sets: Mapping[str, DataDirectory]
 ) -> None:
-    """Check that the model can read all sentences.
-
-    Raises:
-        DataError: if one is too long.
-    """
+    """Check that the model can read all sentences."""
     bounds = {"source": model.longest_source, "target": model.longest_target}
     if not any(bounds.values()):
         return
@@ -185,11 +178,6 @@ def _check_lengths(
 
 def check_size(model: TranslationModel, engine: EngineSettings, world: World) -> None:
     """Refuse a model that this host cannot hold; the system would kill the process while it is built.
-
-    Args:
-        model: the whole model, on the meta device.
-        engine: resolved settings.
-        world: the ranks.
 
     Raises:
         ConfigError: if the ranks of this host need more than its memory, or than the limit of the job or container.
@@ -256,11 +244,6 @@ def resolve_recomputation(
 def check_ranks_agree(config: RunConfig, data: TrainingData, world: World) -> None:
     """Check that all ranks have the settings and the data of rank 0, since each host may have files of its own.
 
-    Args:
-        config: settings that this rank has read.
-        data: data that this rank has opened.
-        world: the ranks, which call it together.
-
     Raises:
         ConfigError: if settings differ, naming their sections.
         DataError: if the data differs.
@@ -285,9 +268,7 @@ def keep_products(kernels: Kernels, recorded: object, world: World) -> Kernels:
     """Return kernels that multiply matrices by the library with which a run began, unless the settings name one.
 
     Args:
-        kernels: kernels of the settings.
         recorded: library that the run has recorded; anything else if it has recorded none.
-        world: the ranks, which call it together.
     """
     library = from_main(recorded, world)
     here, number = kernels.backend("linear", torch.empty(0)), torch.empty(0)
@@ -306,11 +287,6 @@ def agree_on_kernels(kernels: Kernels, world: World, dtypes: Iterable[torch.dtyp
 
     Otherwise ranks that share a model would draw different dropout masks.
 
-    Args:
-        kernels: kernels of the run.
-        world: the ranks.
-        dtypes: dtypes to compute in.
-
     Raises:
         ConfigError: on all ranks, if a backend that the settings name is not available on one.
     """
@@ -327,11 +303,6 @@ def agree_on_kernels(kernels: Kernels, world: World, dtypes: Iterable[torch.dtyp
 
 def check_room(run: Path, config: RunConfig, data: TrainingData) -> None:
     """Check that a run's checkpoints have room, before anything is written, unless the run has ended.
-
-    Args:
-        run: run directory.
-        config: settings of the run.
-        data: data to train on.
 
     Raises:
         ConfigError: if its checkpoints cannot be written, or have no room.

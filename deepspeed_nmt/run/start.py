@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from torch import Tensor
 
 from deepspeed_nmt import __version__
 from deepspeed_nmt.config import RunConfig, load_recorded
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
-from deepspeed_nmt.core.parts import ModelConfig
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.training import DataOption, TrainingData
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
@@ -90,9 +89,6 @@ def begin(path: Path, config: RunConfig, data: TrainingData, *, restart: bool = 
     """Write the files of a new run, or check that a resumed one has the same fixed settings and the same data.
 
     Args:
-        path: run directory.
-        config: settings of the run.
-        data: data to train on.
         restart: True to begin anew; what is in the directory is moved into a new one beside it.
 
     Raises:
@@ -133,9 +129,6 @@ def begin(path: Path, config: RunConfig, data: TrainingData, *, restart: bool = 
 
 def recorded_data(path: Path) -> TrainingData:
     """Open the data directories that a run was last trained on.
-
-    Args:
-        path: run directory.
 
     Raises:
         DataError: if one is not where it was, or is incomplete.
@@ -181,46 +174,18 @@ def _check_same(path: Path, config: RunConfig, data: TrainingData) -> None:
     ]
     if problems:
         raise ConfigError(problems)
-    if changes := _changes(before, now, _LEARNING):
+    if changes := [
+        f"{key} was {before.get(key, 'unset')} and is {now[key]}"
+        for key in sorted(now)
+        if key.startswith(_LEARNING) and before.get(key) != now[key]
+    ]:
         logger.warning("%s continues with other settings: %s", path, ", ".join(changes))
-    if config.layer.depends_on_micro_batches:
-        _warn_of_micro_batches(path, before, now)
     store = CheckpointStore(path / CHECKPOINTS)
     newest = None
     with suppress(CheckpointError):  # a damaged one is skipped later
         newest = store.read(store.names()[-1], verify=False)
     if newest is not None:
         check_record(newest, config, main.vocabulary)
-
-
-def _changes(before: Mapping[str, object], now: Mapping[str, object], sections: str | tuple[str, ...]) -> list[str]:
-    return [
-        f"{key} was {before.get(key, 'unset')} and is {now[key]}"
-        for key in sorted(now)
-        if key.startswith(sections) and before.get(key) != now[key]
-    ]
-
-
-class _Environment(BaseModel):
-    ranks: Count
-
-
-def _warn_of_micro_batches(path: Path, before: Mapping[str, object], now: Mapping[str, object]) -> None:
-    """Warn if updates are divided into other micro-batches than at the last start, on which random choices depend."""
-    changes = _changes(before, now, "batch.")
-    with suppress(OSError, ValidationError):  # lost or damaged
-        ranks = _Environment.model_validate_json(read_regular(path / ENVIRONMENT_FILE)).ranks
-        sizes = [(ranks, before), (int(environment()["ranks"]), now)]
-        old, new = (count // int(str(settings["engine.tensor_parallel"])) for count, settings in sizes)
-        if old != new:
-            changes.append(f"there were {old} data-parallel ranks and are {new}")
-    if changes:
-        logger.warning(
-            "%s: the random choices of layer.name=%s for each micro-batch are others from now on, because %s",
-            path,
-            now["layer.name"],
-            " and ".join(changes),
-        )
 
 
 def last_saved(path: Path) -> int:
@@ -238,9 +203,6 @@ def _check_own(path: Path) -> None:
     """Check that a directory that is no run with a checkpoint has nothing in it that `train` did not write.
 
     Logs of batch jobs may be there, and the hash of a manifest, which is written before it.
-
-    Raises:
-        ConfigError: if it has.
     """
     with suppress(DamagedRecordError, ValidationError):
         if CONFIG_FILE in RunManifest.read(path).files:
@@ -259,11 +221,7 @@ def _check_own(path: Path) -> None:
 
 
 def _set_aside(path: Path) -> None:
-    """Move what is in a run directory into a new one beside it. Checkpoints go first, so that none is left of a half.
-
-    Raises:
-        ConfigError: if it is no run, or cannot be moved.
-    """
+    """Move what is in a run directory into a new one beside it, checkpoints first."""
     if CheckpointStore(path / CHECKPOINTS).record() is None:
         _check_own(path)
     files = sorted(path.iterdir(), key=lambda file: file.name != CHECKPOINTS)
@@ -292,11 +250,8 @@ def commands_of(config: RunConfig) -> list[str]:
 def seal_of(commands: Sequence[str]) -> str:
     """Return the seal of commands, which nobody makes who cannot read this user's home; "" without commands.
 
-    Names of users and hosts, numbers of users, and owners of files would not do. Whoever makes a run for others can
-    write any of them into it, and files of an archive belong to the user who unpacks it. They also differ where the
-    run is the same: on the nodes of a cluster, and in containers. A home is shared between these, and where it is
-    not, the command line that started the run, as SLURM repeats it, names its commands itself. The secret is a file
-    in the home directory that only this user can read.
+    The secret is a file in the home directory that only this user can read. Owners of files and names of users would
+    not do: whoever makes a run for others can write any of them into it.
     """
     if not commands:
         return ""
@@ -319,8 +274,6 @@ def check_trusted(path: Path, config: RunConfig, given: Sequence[Mapping[str, An
     """Check that the commands of a run were given by this user: now, or when the run was last started.
 
     Args:
-        path: directory of a run that has a checkpoint.
-        config: settings with which it is resumed.
         given: settings that the user gives now, each by its section.
 
     Raises:
@@ -347,7 +300,6 @@ def run_lock(path: Path, patience_s: float = 0.0) -> Iterator[None]:
     """Lock a run directory against a second training during the block.
 
     Args:
-        path: run directory. It is made if it does not exist, and removed again if nothing is written into it.
         patience_s: time limit in seconds of waiting for another holder. A network file system may release the lock of
             a lost host late.
 
@@ -495,12 +447,6 @@ def warm_start(model: TranslationModel, config: RunConfig, origin: Origin, data:
     With ``origin.grow`` they become the model's frozen bottom (depth growing). Otherwise they are the model's own,
     and layers above those of the other run keep their initial weights (direct stacking).
 
-    Args:
-        model: model of the new run, which has its initial weights.
-        config: settings of the new run.
-        origin: the other run.
-        data: data of the new run; both runs must have the same vocabulary.
-
     Returns:
         Record for the new run.
 
@@ -517,7 +463,15 @@ def warm_start(model: TranslationModel, config: RunConfig, origin: Origin, data:
     differences: list[str] = []
     prefix = ""
     if origin.grow:
-        prefix = _grown_prefix(config)
+        if config.model.grown_prefix is None:
+            growing = [
+                f"model.name={entry.name}" for entry in MODELS.entries if getattr(entry.config, "grown_prefix", None)
+            ]
+            raise ConfigError(
+                f"--grow-from needs a model that grows on top of another, but model.name={config.model.name} does "
+                f"not; use {' or '.join(growing)}"
+            )
+        prefix = config.model.grown_prefix
         config.model.check_bottom(source.config.parts, str(source.path))
     else:
         config.model.check_weights_of(source.config.model, str(source.path))
@@ -534,31 +488,8 @@ def warm_start(model: TranslationModel, config: RunConfig, origin: Origin, data:
     )
 
 
-def _grown_prefix(config: RunConfig) -> str:
-    if config.model.grown_prefix is None:
-        growing = [f"model.name={entry.name}" for entry in MODELS.entries if _grows(entry.config)]
-        raise ConfigError(
-            f"--grow-from needs a model that grows on top of another, but model.name={config.model.name} does not; "
-            f"use {' or '.join(growing)}"
-        )
-    return config.model.grown_prefix
-
-
-def _grows(model: type[Config]) -> bool:
-    return issubclass(model, ModelConfig) and model.grown_prefix is not None
-
-
 def check_origin(run: Path, origin: Origin) -> None:
-    """Check that a resumed run had the same warm start.
-
-    Args:
-        run: directory of a run that has a checkpoint.
-        origin: warm start that the user requests now.
-
-    Raises:
-        ConfigError: if the run began with another warm start, or without one.
-        DataError: if ORIGIN_FILE cannot be read.
-    """
+    """Check that a resumed run had the same warm start."""
     file = run / ORIGIN_FILE
     remedy = f"leave {origin.option} out to resume, or start a new run with another --run directory"
     if not file.exists():
@@ -581,11 +512,7 @@ def check_origin(run: Path, origin: Origin) -> None:
 
 
 def _copy(model: TranslationModel, checkpoint: Checkpoint, source: Run, prefix: str) -> None:
-    """Copy a checkpoint's weights into a model, or into the part of it that has a prefix.
-
-    Raises:
-        ConfigError: if names or shapes differ, naming the first difference.
-    """
+    """Copy a checkpoint's weights into a model, or into the part of it that has a prefix."""
     grow = bool(prefix)
     own = dict(model.named_parameters())
     weights = {prefix + name: weight for name, weight in checkpoint.weights().items()}

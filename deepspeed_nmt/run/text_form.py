@@ -12,9 +12,6 @@ from deepspeed_nmt.text import TextForm
 def verify_vocabulary(path: Path) -> None:
     """Verify the files of a run, and restore what is lost. A data directory is verified when it is opened.
 
-    Args:
-        path: run or data directory.
-
     Raises:
         DataError: if a file of a run is lost or damaged and cannot be restored.
     """
@@ -26,10 +23,6 @@ def verify_vocabulary(path: Path) -> None:
 
 def recorded_form(path: Path, tokenizer: Tokenizer) -> TextForm:
     """Return the form of the text of a run or data directory.
-
-    Args:
-        path: run or data directory.
-        tokenizer: its tokenizer.
 
     Raises:
         DataError: if its record cannot be read.

@@ -63,10 +63,6 @@ def given_sets(values: Sequence[str]) -> dict[str, str]:
 def open_sets(config: ValidationConfig, data: DataDirectory) -> dict[str, DataDirectory]:
     """Open the data directories of all validation sets by name, first that of the training data.
 
-    Args:
-        config: settings of validation.
-        data: data to train on.
-
     Raises:
         ConfigError: if a directory cannot be opened or has another vocabulary, all of them at once.
     """
@@ -108,10 +104,6 @@ def digest(sets: Mapping[str, DataDirectory]) -> str:
 def check_sets_agree(sets: Mapping[str, DataDirectory], world: World) -> None:
     """Check that all ranks have the validation sets of rank 0, since each host may have files of its own.
 
-    Args:
-        sets: validation sets that this rank has opened, by name; the names are those of rank 0.
-        world: the ranks, which call it together.
-
     Raises:
         DataError: if one differs.
     """
@@ -127,10 +119,6 @@ def check_sets_agree(sets: Mapping[str, DataDirectory], world: World) -> None:
 
 def check_commands(config: RunConfig, world: World) -> None:
     """Check that programs can be called, that other ranks wait for them, and that early stopping has a score.
-
-    Args:
-        config: settings of the run.
-        world: the ranks, which call it together.
 
     Raises:
         ConfigError: if a program cannot be called, or may take longer than other ranks wait; or if patience depends
@@ -167,8 +155,6 @@ class ValidationTexts:
     """Translations of a validation set on disk. Only rank 0 has one.
 
     Args:
-        run: run directory.
-        name: name of the set, "" for that of the training data.
         keep: number of newest translations to keep; 0 for all.
     """
 
@@ -181,17 +167,7 @@ class ValidationTexts:
     def begin(
         self, sources: Sequence[str], references: Sequence[str], metrics: Sequence[Metric], update: int
     ) -> None:
-        """Write source, reference and signatures; translations of other sentences, or of later updates, are removed.
-
-        Args:
-            sources: plain text.
-            references: plain text.
-            metrics: of this set.
-            update: number of updates made so far.
-
-        Raises:
-            OSError: if a file cannot be written.
-        """
+        """Write source, reference and signatures; remove translations of other sentences and later updates."""
         self.sources, self.references = list(map(_one_line, sources)), list(map(_one_line, references))
         self.directory.mkdir(parents=True, exist_ok=True)
         self.forget(update)
@@ -221,12 +197,7 @@ class ValidationTexts:
         """Write the translations after an update, and remove old ones that are no longer kept.
 
         Args:
-            update: number of the update.
-            translations: plain text.
             besides: updates whose translations are kept in any case.
-
-        Raises:
-            OSError: if they cannot be written.
         """
         atomic_write_text(self.path(update), _text(list(map(_one_line, translations))))
         if self._keep:
@@ -284,12 +255,7 @@ def plain_kind(form: TextForm) -> Kind:
 
 
 def plain_sources(lines: Sequence[str], form: TextForm) -> list[str]:
-    """Return sources, without marks of segments, as plain text where that can be made.
-
-    Args:
-        lines: sources in the form of the corpus.
-        form: that form.
-    """
+    """Return sources, without marks of segments, as plain text where that can be made."""
     if form.form == "moses" and form.source_lang is not None and plain_kind(form) == "plain":
         return detokenise(lines, form.source_lang)
     return list(lines)

@@ -43,13 +43,6 @@ class ModelValidator:
     The weights are gathered once. Then each rank scores and translates its sentences without waiting for other ranks.
 
     Args:
-        replica: unsharded copy of the model.
-        objective: objective of the run.
-        data: data directories with the raw validation text, by name of the set, first that of the training data.
-        config: settings of the run.
-        world: the ranks.
-        watchdog: records the set that is validated, if there are several.
-        run: run directory, for translations and what programs say of them.
         update: number of updates made so far; what is there of later ones is removed.
         interrupted: function that returns True if the run is to stop, so that programs are not waited for.
 
@@ -186,9 +179,6 @@ def choice_by(metric: Metric | None, chooses: str, sets: Iterable[str], suffix: 
     """Return the choice of the best checkpoint by a metric, or by the loss.
 
     Args:
-        metric: the metric; None for the loss.
-        chooses: name of the set, or MEAN.
-        sets: names of all sets.
         suffix: what the description of the measure ends in.
     """
     name = "loss" if metric is None else metric.name
@@ -209,12 +199,8 @@ class _MeasuredSet:
     """A validation set and its measures; all ranks measure it together.
 
     Args:
-        name: name of the set, MAIN for that of the training data.
         main: data that is trained on.
         data: data directory with the set's text.
-        objective: objective of the run.
-        config: settings of the run.
-        world: the ranks.
 
     Attributes:
         batched: the set in batches.
@@ -269,12 +255,7 @@ class _MeasuredSet:
         return bool(self._metrics)
 
     def open_texts(self, run: Path, update: int) -> None:
-        """Write sources and references into the run; on rank 0, which keeps the translations.
-
-        Args:
-            run: run directory.
-            update: number of updates made so far.
-        """
+        """Write sources and references into the run; on rank 0, which keeps the translations."""
         self.texts = ValidationTexts(run, self.name, self._config.keep_translations)
         try:
             if not self.is_translated:
@@ -292,7 +273,6 @@ class _MeasuredSet:
         """Write the translations of :meth:`scores` into the run; on rank 0.
 
         Args:
-            update: number of updates made.
             besides: updates whose translations are kept in any case.
         """
         self._translations = self.form.convert(plain_kind(self.form), self._translations)
@@ -365,11 +345,7 @@ def is_significant(metric: Metric, sets: Sequence[Compared], update: int, over: 
     """Return True if a gain is significant by paired bootstrap, or cannot be tested.
 
     Args:
-        metric: the metric that chooses the best checkpoint.
         sets: sets whose mean it is; their sentences are resampled together.
-        update: update of the better translations.
-        over: update of those that they are compared with.
-        level: level of significance.
     """
     found = _p_value(metric, sets, update, over)
     if found is None:
