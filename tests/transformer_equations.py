@@ -81,8 +81,8 @@ def grown(
 ) -> Tensor:
     """Compute s2 of Wu et al. 2019: equations 1 to 3, with r on the embeddings."""
     x, y = embed(model.bottom.source_embedding.weight, source), embed(model.bottom.target_embedding.weight, target)
-    r_x = x if model.source_norm is None else norm(model.source_norm, x)
-    r_y = y if model.target_norm is None else norm(model.target_norm, y)
+    r_x = norm(model.source_norm, x) if model.config.residual_norm else x
+    r_y = norm(model.target_norm, y) if model.config.residual_norm else y
     h1 = encoder(model.bottom.encoder, style, heads, x)
     h2 = encoder(model.top_encoder, style, heads, r_x + h1)
     s1 = decoder(model.bottom.decoder, style, heads, y, h1 + r_x if attend_to_input else h1)

@@ -45,12 +45,7 @@ class UpdateInfo:
 
 
 def packed_segments(lengths: NDArray[np.int64], size: int) -> Segments:
-    """Return the segments of one side of a packed batch.
-
-    Args:
-        lengths: tokens of each sentence, EOS included. Shape: (B,)
-        size: N, the number of tokens in the row.
-    """
+    """Return the segments of one side of a packed batch, of sentences of (B,) tokens in a row of ``size``."""
     return Segments.of(lengths, size)
 
 
@@ -69,7 +64,7 @@ class Batch:
         pad: padding token of both sides.
         update: the update that the batch belongs to.
         source_segments: sentences of the source's row in the packed layout; None in the padded layout.
-        target_segments: sentences of the target's row in the packed layout; None in the padded layout.
+        target_segments: the same for the target.
         weights_B: factor on each pair's loss; None if all are 1. See :meth:`weighted` and :attr:`token_weights`.
         corpora: number of corpora that the run is trained on.
         corpora_B: number of the corpus of each pair; None if there is one.

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.description import NotStandardError, StandardTransformer
+from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.segments import Segments, mask_between
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import DecoderCache
@@ -23,6 +24,8 @@ from deepspeed_nmt.nn.embedding import Projection
 from deepspeed_nmt.nn.layers import Context, DecoderBlock, Draw, Residual
 from deepspeed_nmt.nn.stack import LayerStack
 
+Exits = Sequence[int] | None
+"""Stages of an encoder or decoder, counted from 1; None: the last alone."""
 TOP = "top"
 """Name of the exit after the last layers of encoder and decoder, which every model has."""
 
@@ -56,12 +59,7 @@ class Memory:
         )
 
     def context(self, draw: Draw | None = None, segments: Segments | None = None) -> Context:
-        """Return what the layers of a decoder share.
-
-        Args:
-            draw: arguments of a method's random choices.
-            segments: sentences of packed targets; None for padded ones.
-        """
+        """Return what the layers of a decoder share; ``segments`` are the sentences of packed targets."""
         return Context(
             mask=mask_between(segments, self.mask),
             memory_BSD=self.states_BSD,
@@ -139,22 +137,18 @@ class TranslationModel(DecodableModel):
     not_standard: ClassVar[str] = "its method has no description as a standard Transformer"
 
     @property
-    @abstractmethod
     def stages(self) -> tuple[int, int]:
         """Number of stages of encoder and decoder: layers, or loops over shared layers. Each ends at an exit."""
+        return 1, 1
 
     @property
-    @abstractmethod
     def stacks(self) -> tuple[list[LayerStack], list[LayerStack]]:
         """Stacks of the encoder and of the decoder through which gradients pass."""
+        return [], []
 
     @abstractmethod
     def encode(
-        self,
-        source_BS: Tensor,
-        padded: bool = True,
-        exits: Sequence[int] | None = None,
-        segments: Segments | None = None,
+        self, source_BS: Tensor, padded: bool = True, exits: Exits = None, segments: Segments | None = None
     ) -> Memory:
         """Encode sources.
 
@@ -163,7 +157,7 @@ class TranslationModel(DecodableModel):
         Args:
             source_BS: source tokens.
             padded: False if no position is padding. The mask is then omitted.
-            exits: stages, counted from 1, whose states are returned as blocks of rows; None for the last.
+            exits: stages whose states are returned as blocks of rows.
             segments: sentences of each row in the packed layout; None in the padded layout.
         """
 
@@ -173,7 +167,7 @@ class TranslationModel(DecodableModel):
         target_input_BT: Tensor,
         memory: Memory,
         draw: Draw | None = None,
-        exits: Sequence[int] | None = None,
+        exits: Exits = None,
         segments: Segments | None = None,
     ) -> list[Tensor]:
         """Compute the decoder states of whole sentences (teacher forcing) at each exit.
@@ -184,13 +178,15 @@ class TranslationModel(DecodableModel):
             target_input_BT: BOS and the target tokens.
             memory: encoded sources.
             draw: arguments of a method's random choices; required in training.
-            exits: stages, counted from 1, whose states are returned; None for the last.
+            exits: stages whose states are returned.
             segments: sentences of each row in the packed layout; None in the padded layout.
         """
 
-    @abstractmethod
     @override
-    def at_exit(self, name: str) -> TranslationModel: ...
+    def at_exit(self, name: str) -> TranslationModel:
+        if name != TOP:
+            raise ConfigError(f"the exit is '{name}', but the model has only its top; omit it")
+        return self
 
     def all_layers(self) -> Iterator[nn.Module]:
         """Yield the layers of all stacks, those of frozen parts as well."""
@@ -199,12 +195,7 @@ class TranslationModel(DecodableModel):
                 yield from module.layers
 
     def recompute(self, encoder_every: int, decoder_every: int) -> None:
-        """Recompute every k-th layer application in the backward pass; see :class:`LayerStack`.
-
-        Args:
-            encoder_every: k of the encoder's stacks.
-            decoder_every: k of the decoder's stacks.
-        """
+        """Recompute every k-th layer application in the backward pass, k of either side; see :class:`LayerStack`."""
         for stacks, every in zip(self.stacks, (encoder_every, decoder_every), strict=True):
             for stack in stacks:
                 stack.recompute_every = every
@@ -214,11 +205,9 @@ class TranslationModel(DecodableModel):
         compile_layers(self.all_layers())
 
     def cross_attending(self) -> dict[int, tuple[Residual | None, Residual, Residual | None]]:
-        """Return the residual connections of each decoder layer that has cross-attention.
+        """Return the residual connections of each decoder layer that has cross-attention, by its number, from 1.
 
-        Returns:
-            By the layer's number, counted from 1: the connections around its self-attention, cross-attention and
-            feed-forward network.
+        They are those around its self-attention, cross-attention and feed-forward network.
         """
         return {
             number: (layer.self_residual, layer.cross_residual, layer.feed_forward_residual)
@@ -227,7 +216,7 @@ class TranslationModel(DecodableModel):
         }
 
     def cross_attentions(self) -> dict[int, MultiHeadAttention]:
-        """Return the cross-attention of each decoder layer that has one, by the layer's number, counted from 1."""
+        """Return the cross-attention of each decoder layer that has one, by its number, from 1."""
         return {
             number: layer.cross_attention
             for number, layer in self._crossing_layers()
@@ -278,3 +267,40 @@ class TranslationModel(DecodableModel):
         update = batch.update
         draw = Draw(update.seed, update.number, micro_batch=update.micro_batch)
         return self.decode(batch.target_input_BT, memory, draw, segments=batch.target_segments)[0]
+
+
+class MaskedModel(TranslationModel):
+    """A model that guesses masked tokens of a target, given the others.
+
+    Attributes:
+        mask: token that replaces tokens to be guessed.
+    """
+
+    mask: int
+
+    @abstractmethod
+    def lengths(self, memory: Memory) -> Tensor:
+        """Compute logits of the number of target tokens, without BOS and EOS. Shape: -> (B,L)."""
+
+    @abstractmethod
+    def guess(self, tokens_RT: Tensor, chosen_RT: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+        """Guess the most probable token at each of N chosen positions. Special tokens are never guessed.
+
+        Shape: (R,T), bool (R,T) -> (N,), (N,)
+
+        Args:
+            tokens_RT: BOS, the target's tokens, some of which are masked, and EOS.
+            chosen_RT: True for positions to guess.
+            memory: encoded sources.
+
+        Returns:
+            The tokens and their log-probabilities (nats), in row-major order of the chosen positions.
+        """
+
+    @override
+    def begin(self) -> DecoderCache:
+        raise ConfigError("the model does not translate from left to right; use search.name=mask_predict")
+
+    @override
+    def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
+        raise ConfigError("the model does not translate from left to right; use search.name=mask_predict")

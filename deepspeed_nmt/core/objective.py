@@ -32,13 +32,12 @@ from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, TranslationModel, exit_name
 from deepspeed_nmt.nn.layers import Draw
 
+States = Sequence[Mapping[str, Tensor]]
+"""Decoder states, (B,T,D), of each pass by the exit's name, the top one also as TOP; and further outputs."""
+
 
 class Passes:
-    """The requested passes over a micro-batch. Initially there is one pass, number 0.
-
-    Args:
-        model: model to run.
-        batch: micro-batch.
+    """The requested passes of a model over a micro-batch. Initially there is one pass, number 0.
 
     Attributes:
         encoder_exits: requested stages of the encoder, counted from 1; initially the last. Every combination with
@@ -145,14 +144,14 @@ class Likelihood(Protocol):
     """Loss of predictions against the references."""
 
     def corrupted(self, batch: Batch, training: bool) -> Batch:
-        """Return the batch as the model reads it, for example with masked tokens."""
+        """Return the batch as the model reads it, for example with masked tokens; by default unchanged."""
+        return batch
 
     def request_passes(self, passes: Passes) -> None:
-        """Request exits. Called in training only; validation uses the top exit."""
+        """Request exits, by default the top alone. Called in training only; validation uses the top exit."""
+        return
 
-    def __call__(
-        self, model: TranslationModel, passes: Sequence[Mapping[str, Tensor]], batch: Batch, divergence: float
-    ) -> LikelihoodOutput:
+    def __call__(self, model: TranslationModel, passes: States, batch: Batch, divergence: float) -> LikelihoodOutput:
         """Compute the loss, averaged over one or two passes over the same pairs.
 
         With two passes, the symmetric KL divergence between their predictions, times ``divergence``, is added to the
@@ -160,7 +159,7 @@ class Likelihood(Protocol):
 
         Args:
             model: model whose projection is applied.
-            passes: decoder states, (B,T,D), of each pass by the exit's name.
+            passes: decoder states of each pass.
             batch: micro-batch.
             divergence: weight of the divergence.
         """
@@ -177,10 +176,10 @@ class Regularizer(Protocol):
 
     name: str
     weight: float
-    every: int
+    every: int = 1
 
-    def request_passes(self, passes: Passes) -> Callable[[Sequence[Mapping[str, Tensor]]], Tensor] | None:
-        """Request passes, and return a function that computes the value from the states of all passes.
+    def request_passes(self, passes: Passes) -> Callable[[States], Tensor] | None:
+        """Request passes, and return a function from the states of all passes to the value.
 
         The value is a sum: divided by the target tokens of the update it is the regularizer as its paper defines it,
         if all pairs weigh 1. Otherwise each pair's part is multiplied by the pair's weight (``Batch.weighted``).
@@ -192,11 +191,9 @@ class Regularizer(Protocol):
 
 
 class Objective:
-    """A likelihood and regularizers. Regularizers apply in training only; validation is one pass of the likelihood.
+    """A likelihood and regularizers. In validation, it is one pass of the likelihood.
 
-    Args:
-        likelihood: likelihood of the references.
-        regularizers: additions to the loss. Those of weight 0 are omitted, with their passes.
+    Regularizers of weight 0 are omitted, with their passes.
     """
 
     def __init__(self, likelihood: Likelihood, regularizers: Sequence[Regularizer] = ()) -> None:

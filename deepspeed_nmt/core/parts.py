@@ -27,10 +27,7 @@ class PartConfig(Config):
     """Settings of a part of a run."""
 
     def contradictions(self, parts: Parts) -> Iterable[str]:
-        """Return one sentence for each setting of another part that this part cannot be combined with.
-
-        A sentence names both settings and a remedy.
-        """
+        """Return a sentence, with both settings and a remedy, for each setting that contradicts this part."""
         return ()
 
 
@@ -52,13 +49,7 @@ class DataVocabulary(Protocol):
     """The data's tokenizer as a model uses it."""
 
     def matches_bert(self, tokenizer_json: str, special: Mapping[str, int], side: Side) -> bool:
-        """Return True if the tokens of one side are those of a BERT's tokenizer.
-
-        Args:
-            tokenizer_json: tokenizer of the BERT, serialised.
-            special: special tokens of the BERT, by name.
-            side: side of the data to compare.
-        """
+        """Return True if the tokens of one side are those of a BERT, by its tokenizer and special tokens."""
 
 
 class ModelConfig(PartConfig):
@@ -72,11 +63,9 @@ class ModelConfig(PartConfig):
         named_exits: names of exits other than the top and the numbered ones.
         grown_prefix: prefix of the parameters that `--grow-from` loads from another run; None if the model cannot be
             grown.
-        learning_fields: settings that affect training only. They may differ from the run of a warm start.
-        shape_fields: settings that determine what the weights compute. They must equal those of the run of a warm
-            start.
-        depth_fields: settings that are a number of layers. Layers that the run of a warm start lacks are freshly
-            initialised.
+        learning_fields: settings that affect training only; those of a warm start's run may differ.
+        shape_fields: settings that determine what the weights compute; those of a warm start's run must be equal.
+        depth_fields: settings that are a number of layers; layers that a warm start's run lacks are initialised.
     """
 
     name: str
@@ -100,10 +89,7 @@ class ModelConfig(PartConfig):
         return self
 
     def custom_layers(self) -> tuple[str, int] | None:
-        """Return the setting that is the number of decoder layers built by the part ``layer``, and this number.
-
-        None if the model builds all its layers itself.
-        """
+        """Return name and value of the setting that is the number of layers built by ``layer``; None: builds none."""
         return None
 
     def exit_stages(self) -> tuple[Stages, Stages] | None:
@@ -115,36 +101,13 @@ class ModelConfig(PartConfig):
         return None
 
     def check_data(self, tokenizer: DataVocabulary) -> None:
-        """Refuse data that does not fit the model's pretrained weights.
-
-        Args:
-            tokenizer: tokenizer of the data.
-
-        Raises:
-            ConfigError: if the data does not fit.
-        """
+        """Refuse data that does not fit the model's pretrained weights, by a ConfigError."""
 
     def check_bottom(self, bottom: Parts, where: str) -> None:
-        """Refuse to grow a model that cannot be the bottom of this one. Called if :attr:`grown_prefix` is set.
-
-        Args:
-            bottom: parts of the run to grow.
-            where: directory of that run, for messages.
-
-        Raises:
-            ConfigError: if its model cannot be the bottom.
-        """
+        """Refuse to grow the run in directory ``where``, by a ConfigError. Called if :attr:`grown_prefix` is set."""
 
     def check_weights_of(self, other: ModelConfig, where: str) -> None:
-        """Refuse a warm start from a run whose weights do not fit this model.
-
-        Args:
-            other: the model's settings in that run.
-            where: directory of that run, for messages.
-
-        Raises:
-            ConfigError: if settings that must be equal differ.
-        """
+        """Refuse a warm start from a model of the run in directory ``where`` that does not fit, by a ConfigError."""
 
     def differences(self, other: ModelConfig, keys: Iterable[str]) -> list[str]:
         """Return one phrase for each setting among ``keys`` that differs between this model and ``other``."""
@@ -156,25 +119,16 @@ class ModelConfig(PartConfig):
         ]
 
     def composition_differences(self, other: ModelConfig) -> list[str]:
-        """Return one phrase for each differing setting that is not a learning, shape or depth field.
-
-        Such settings compose the same layers into a different network.
-        """
-        names = {key for config in (self, other) for key in config.model_dump()}
-        ignored = {
-            field
-            for config in (self, other)
-            for field in config.learning_fields | config.shape_fields | config.depth_fields
-        }
+        """Return one phrase for each differing setting that composes the same layers into a different network."""
+        names, ignored = set[str](), set[str]()
+        for config in (self, other):
+            names |= type(config).model_fields.keys()
+            ignored |= config.learning_fields | config.shape_fields | config.depth_fields
         return self.differences(other, names - ignored)
 
 
 class LayerConfig(PartConfig):
-    """Settings of the decoder layers.
-
-    Attributes:
-        name: name of the layer in its registry.
-    """
+    """Settings of the decoder layers, the name in the registry among them."""
 
     name: str
 
@@ -187,13 +141,7 @@ class LikelihoodConfig(PartConfig):
     """Settings of a likelihood."""
 
     def trains_exit(self, encoder: int, decoder: int, stages: tuple[int, int]) -> bool:
-        """Return True if training includes the exit (``encoder``, ``decoder``).
-
-        Args:
-            encoder: stage of the encoder, counted from 1.
-            decoder: stage of the decoder, counted from 1.
-            stages: numbers of stages of the model's encoder and decoder.
-        """
+        """Return True if training includes an exit of a model with ``stages`` on both sides, counted from 1."""
         return (encoder, decoder) == stages
 
 
@@ -244,14 +192,7 @@ class SearchConfig(PartConfig):
 
 @dataclass(frozen=True)
 class Parts:
-    """The configured parts of one run.
-
-    Attributes:
-        model: settings of the model.
-        layer: settings of the decoder layers.
-        objective: settings of one likelihood and any number of regularizers, by name.
-        search: settings of the search.
-    """
+    """The configured parts of one run; the objective is one likelihood and any number of regularizers, by name."""
 
     model: ModelConfig
     layer: LayerConfig

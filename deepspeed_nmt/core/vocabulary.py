@@ -36,20 +36,9 @@ class Vocabulary:
 
     @classmethod
     def of_bert(cls, size: int, special: Mapping[str, int]) -> Vocabulary:
-        """Return the vocabulary of a BERT, whose sentences begin with [CLS] and end with [SEP].
-
-        Args:
-            size: number of tokens.
-            special: special tokens by the names pad, cls, sep, unk and mask.
-        """
-        return cls(
-            size,
-            pad=special["pad"],
-            bos=special["cls"],
-            eos=special["sep"],
-            unk=special["unk"],
-            mask=special["mask"],
-        )
+        """Return the vocabulary of a BERT, whose sentences begin with [CLS] and end with [SEP]."""
+        pad, bos, eos, unk, mask = (special[name] for name in ("pad", "cls", "sep", "unk", "mask"))
+        return cls(size, pad, bos, eos, unk, mask)
 
     @property
     def unpredicted(self) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ LIKELIHOODS: Registry[Likelihood] = Registry(
             multi_softmax.build_multi_softmax,
             multi_softmax.SELF_TEST,
         ),
-        Entry("masked_tokens", masked_tokens.MaskedTokensConfig, masked_tokens.build_masked_tokens),
+        Entry("masked_tokens", masked_tokens.MaskedTokensConfig, masked_tokens.MaskedTokens),
     ],
 )
 
@@ -92,7 +92,7 @@ REGULARIZERS: Registry[Regularizer] = Registry(
     [
         Entry("ddr", consistency.ConsistencyConfig, consistency.build_ddr, collapse_remedy="objective.ddr.weight=1"),
         Entry("r_drop", consistency.ConsistencyConfig, consistency.build_r_drop),
-        Entry("ald", ald.ALDConfig, ald.build_ald, collapse_remedy="objective.ald.weight=1"),
+        Entry("ald", ald.ALDConfig, ald.ALD, collapse_remedy="objective.ald.weight=1"),
     ],
 )
 

@@ -50,7 +50,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from deepspeed_nmt.core.batch import Batch
-from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
+from deepspeed_nmt.core.model import TOP, Exits, MaskedModel, Memory
 from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_WIDTH, Parts
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
@@ -59,7 +59,7 @@ from deepspeed_nmt.methods import bert
 from deepspeed_nmt.methods.bert import SMALL_BERT, BertPair, Loader
 from deepspeed_nmt.methods.masked_tokens import LENGTH, MaskedTokensConfig, mask_token
 from deepspeed_nmt.nn.attention import MultiHeadAttention
-from deepspeed_nmt.nn.cache import DecoderCache, LayerCache
+from deepspeed_nmt.nn.cache import LayerCache
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform
 from deepspeed_nmt.nn.layers import (
     Context,
@@ -75,7 +75,6 @@ from deepspeed_nmt.registry import SelfTest
 
 _LOGITS_AT_ONCE = 1 << 24
 """Bound on the elements of a matrix of logits in decoding."""
-_NOT_LEFT_TO_RIGHT = "model.name=abnet does not translate from left to right; use search.name=mask_predict"
 
 
 class AbNetConfig(BertPair):
@@ -147,9 +146,9 @@ class AdaptedEncoderLayer(nn.Module):
     def __init__(self, config: AbNetConfig) -> None:
         super().__init__()
         shape = config.source
-        self.layer = bert.bert_layer(shape, config)
+        self.layer = EncoderLayer.of(bert.layer_parts(shape, config))
         self.adapter = FeedForward(shape.dim, config.adapter_dim)
-        self.adapter_residual = bert.residual(shape, config, "pre")
+        self.adapter_residual = bert.layer_parts(shape, config, "pre").residual()
 
     def forward(self, x_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Apply the frozen layer and the adapter. An encoder caches nothing. Shape: (B,S,D) -> (B,S,D)."""
@@ -162,12 +161,13 @@ class AdaptedDecoderLayer(DecoderBlock):
 
     def __init__(self, config: AbNetConfig) -> None:
         super().__init__()
-        shape, norm = config.target, config.adapter_norm
-        self.layer = bert.bert_layer(shape, config)
-        self.cross_attention: MultiHeadAttention = bert.attention(shape, config, config.cross_heads)
-        self.cross_residual: Residual = bert.residual(shape, config, norm)
+        shape = config.target
+        parts = bert.layer_parts(shape, config, config.adapter_norm, config.cross_heads)
+        self.layer = EncoderLayer.of(bert.layer_parts(shape, config))
+        self.cross_attention: MultiHeadAttention = parts.attention()
+        self.cross_residual: Residual = parts.residual()
         self.adapter = FeedForward(shape.dim, config.adapter_dim)
-        self.adapter_residual = bert.residual(shape, config, norm)
+        self.adapter_residual = parts.residual()
         self.parallel = config.adapters == "parallel"
 
     @property
@@ -206,12 +206,8 @@ class LengthToken(nn.Module):
         return torch.cat([self.weight.to(x_BSD.dtype).expand(x_BSD.shape[0], 1, -1), x_BSD], dim=1)
 
 
-class AbNet(TranslationModel):
-    """Model that predicts masked tokens. Built by :func:`build_abnet`.
-
-    Attributes:
-        mask: token that replaces tokens to be predicted.
-    """
+class AbNet(MaskedModel):
+    """Model that predicts masked tokens. Built by :func:`build_abnet`."""
 
     def __init__(self, config: AbNetConfig, vocabulary: Vocabulary) -> None:
         super().__init__()
@@ -236,21 +232,12 @@ class AbNet(TranslationModel):
 
     @property
     @override
-    def stages(self) -> tuple[int, int]:
-        return 1, 1
-
-    @property
-    @override
     def stacks(self) -> tuple[list[LayerStack], list[LayerStack]]:
         return [self.encoder], [self.decoder]
 
     @override
     def encode(
-        self,
-        source_BS: Tensor,
-        padded: bool = True,
-        exits: Sequence[int] | None = None,
-        segments: Segments | None = None,
+        self, source_BS: Tensor, padded: bool = True, exits: Exits = None, segments: Segments | None = None
     ) -> Memory:
         mask, embedded_BSD = self.source_mask(source_BS, padded, segments), self.source_embedding(source_BS)
         assert not isinstance(mask, Segments), "settings refuse the packed layout"
@@ -267,7 +254,7 @@ class AbNet(TranslationModel):
         target_input_BT: Tensor,
         memory: Memory,
         draw: Draw | None = None,
-        exits: Sequence[int] | None = None,
+        exits: Exits = None,
         segments: Segments | None = None,
     ) -> list[Tensor]:
         """Compute the states of [CLS] y [SEP] with masked tokens, bidirectionally. Shape: (B,T) -> (B,T,D)."""
@@ -277,24 +264,13 @@ class AbNet(TranslationModel):
         states: list[Tensor] = self.decoder(self.target_embedding(target_input_BT), context)
         return states
 
+    @override
     def lengths(self, memory: Memory) -> Tensor:
-        """Compute the logits of the number of target tokens, without [CLS] and [SEP]. Shape: -> (B,L)."""
         logits_BL: Tensor = self.length(memory.states_BSD[:, 0])
         return logits_BL
 
+    @override
     def guess(self, tokens_RT: Tensor, chosen_RT: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-        """Predict the most probable token at each chosen position. Special tokens are never predicted.
-
-        Shape: (R,T), bool (R,T) -> (N,), (N,)
-
-        Args:
-            tokens_RT: [CLS] y [SEP], some of whose tokens are masked.
-            chosen_RT: True for positions to predict.
-            memory: encoded sources.
-
-        Returns:
-            The tokens and their log-probabilities (nats), in row-major order of the chosen positions.
-        """
         states_ND = self.decode(tokens_RT, memory)[0][chosen_RT]
         never = [self.pad, self.vocabulary.bos, self.vocabulary.eos, self.mask]
         best = []
@@ -313,20 +289,6 @@ class AbNet(TranslationModel):
     @override
     def forward(self, batch: Batch) -> Tensor:
         return self.single_pass(batch)[TOP]
-
-    @override
-    def begin(self) -> DecoderCache:
-        raise ConfigError(_NOT_LEFT_TO_RIGHT)
-
-    @override
-    def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
-        raise ConfigError(_NOT_LEFT_TO_RIGHT)
-
-    @override
-    def at_exit(self, name: str) -> AbNet:
-        if name != TOP:
-            raise ConfigError(f"model.name=abnet has no exits but the top, but the exit is '{name}'; omit it")
-        return self
 
     @override
     def load_pretrained(self) -> bool:
@@ -357,11 +319,5 @@ def _load(loader: Loader, embedded: LearnedEmbedding, layers: Sequence[EncoderLa
 
 
 def build_abnet(config: AbNetConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer | None = None) -> AbNet:
-    """Build an AB-Net whose BERTs are to be loaded.
-
-    Args:
-        config: settings.
-        vocabulary: vocabulary of the target, and of the source.
-        make_layer: not used; the model makes its own layers.
-    """
+    """Build an AB-Net whose BERTs are to be loaded; ``make_layer`` is not used."""
     return AbNet(config, vocabulary)

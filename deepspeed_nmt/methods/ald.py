@@ -26,7 +26,7 @@ Legend: B sentences, S source length, T target length, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP
-from deepspeed_nmt.core.objective import Passes
+from deepspeed_nmt.core.objective import Passes, Regularizer, States
 from deepspeed_nmt.core.parts import RegularizerConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.segments import Segments
@@ -53,7 +53,7 @@ class ALDConfig(RegularizerConfig):
     every: int = Field(default=1, ge=1, description="k: apply ALD in every k-th update")
 
 
-class ALD:
+class ALD(Regularizer):
     """Contrastive loss on two passes with masked sources."""
 
     name = "ald"
@@ -65,12 +65,12 @@ class ALD:
         self.tau = config.tau
         self.vocabulary = vocabulary.source
 
-    def request_passes(self, passes: Passes) -> Callable[[Sequence[Mapping[str, Tensor]]], Tensor]:
+    def request_passes(self, passes: Passes) -> Callable[[States], Tensor]:
         """Request passes from X+ and X-, and return the function that contrasts them with pass 0."""
         batch = passes.batch
         fuller, emptier = (passes.add_pass(passes.add_source(source_BS)) for source_BS in self.mask(batch))
 
-        def contrast(states: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        def contrast(states: States) -> Tensor:
             real_BT = batch.target_output_BT.ne(batch.pad)
             whole_BD, fuller_BD, emptier_BD = (
                 sentence_states(states[number][TOP], real_BT, batch.target_segments)
@@ -138,8 +138,3 @@ def contrastive_loss(whole_BD: Tensor, fuller_BD: Tensor, emptier_BD: Tensor, ta
     closer_B = F.cosine_similarity(whole_BD, fuller_BD, dim=1)
     farther_B = F.cosine_similarity(whole_BD, emptier_BD, dim=1)
     return F.softplus((farther_B - closer_B) / tau)
-
-
-def build_ald(config: ALDConfig, vocabulary: Vocabulary) -> ALD:
-    """Build ALD."""
-    return ALD(config, vocabulary)

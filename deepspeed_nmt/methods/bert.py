@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, ValidationError, model_validator
@@ -30,7 +30,7 @@ from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.transformer import StandardLayerConfig, refuse_differences
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform, Projection
-from deepspeed_nmt.nn.layers import EncoderLayer, FeedForward, Residual
+from deepspeed_nmt.nn.layers import EncoderLayer, FeedForward, LayerParts, Residual
 from deepspeed_nmt.registry import Config, problem_of
 
 _STD = 0.02
@@ -144,19 +144,19 @@ class BertPair(ModelConfig):
         Raises:
             ConfigError: if a folder cannot be read, or a shape that is set differs from its folder's.
         """
-        if isinstance(before, BertPair):
-            same = (before.source_encoder, before.target_encoder) == (self.source_encoder, self.target_encoder)
-            if same and (self.source, self.target) in ((BertShape(), BertShape()), (before.source, before.target)):
-                return self.model_copy(update={"source": before.source, "target": before.target})
-        named = {"source": self.source_encoder, "target": self.target_encoder}
-        shapes = {side: huggingface.load_shape(name, f"model.{side}_encoder") for side, name in named.items() if name}
-        for side, shape in shapes.items():
-            given: BertShape = getattr(self, side)
-            if given not in (BertShape(), BertShape(**shape)):
-                raise ConfigError(
-                    f"model.{side} is not the shape of model.{side}_encoder, {named[side]}, which is "
-                    f"{BertShape(**shape)}; omit model.{side}"
-                )
+        if isinstance(before, BertPair) and before.berts == self.berts:
+            kept = {"source": before.source, "target": before.target}
+            if (self.source, self.target) in ((BertShape(), BertShape()), tuple(kept.values())):
+                return self.model_copy(update=kept)
+        shapes: dict[str, Any] = {}
+        for side, name in self.berts.items():
+            if name:
+                shapes[side] = huggingface.load_shape(name, f"model.{side}_encoder")
+                if getattr(self, side) not in (BertShape(), BertShape(**shapes[side])):
+                    raise ConfigError(
+                        f"model.{side} is not the shape of model.{side}_encoder, {name}, which is "
+                        f"{BertShape(**shapes[side])}; omit model.{side}"
+                    )
         try:
             return type(self).model_validate({**self.model_dump(), **shapes})
         except ValidationError as error:
@@ -171,24 +171,15 @@ SMALL_BERT = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 64, "positions": 64
 """Shape of the BERTs in self-tests."""
 
 
-def attention(shape: BertShape, pair: BertPair, heads: int = 0) -> MultiHeadAttention:
-    """Make self- or cross-attention of a BERT's width, with ``heads`` heads; 0: as many as the BERT."""
-    return MultiHeadAttention(shape.dim, heads or shape.heads, pair.attention_dropout)
-
-
-def feed_forward(shape: BertShape) -> FeedForward:
-    """Make a feed-forward network of a BERT's shape."""
-    return FeedForward(shape.dim, shape.ffn_dim, shape.activation)
-
-
-def residual(shape: BertShape, pair: BertPair, style: Literal["pre", "post"] = "post") -> Residual:
-    """Make the residual connection around a sub-layer, with its LayerNorm."""
-    return Residual(shape.dim, style, pair.dropout, eps=shape.norm_eps)
-
-
-def bert_layer(shape: BertShape, pair: BertPair) -> EncoderLayer:
-    """Make a layer with bidirectional self-attention."""
-    return EncoderLayer(attention(shape, pair), residual(shape, pair), feed_forward(shape), residual(shape, pair))
+def layer_parts(
+    shape: BertShape, pair: BertPair, style: Literal["pre", "post"] = "post", heads: int = 0
+) -> LayerParts:
+    """Return makers of the parts of layers of a BERT's width, with ``heads`` heads; 0: as many as the BERT."""
+    return LayerParts(
+        attention=lambda: MultiHeadAttention(shape.dim, heads or shape.heads, pair.attention_dropout),
+        feed_forward=lambda: FeedForward(shape.dim, shape.ffn_dim, shape.activation),
+        residual=lambda: Residual(shape.dim, style, pair.dropout, eps=shape.norm_eps),
+    )
 
 
 def embedding(shape: BertShape, pair: BertPair, vocabulary: Vocabulary) -> LearnedEmbedding:
@@ -201,15 +192,7 @@ def embedding(shape: BertShape, pair: BertPair, vocabulary: Vocabulary) -> Learn
 def head(
     shape: BertShape, embedded: LearnedEmbedding, tied: bool, vocabulary: Vocabulary
 ) -> tuple[PredictionTransform, Projection]:
-    """Make the language-model head.
-
-    Args:
-        shape: shape of the BERT.
-        embedded: embeddings of the BERT.
-        tied: True if the output matrix is that of the embeddings; False if it is a matrix of its own, which starts as
-            a copy when a BERT is loaded.
-        vocabulary: vocabulary of the target.
-    """
+    """Make the language-model head, whose output matrix is that of the embeddings if ``tied``."""
     weight_VD = embedded.weight if tied else nn.Parameter(torch.empty_like(embedded.weight).normal_(0.0, _STD))
     bias_V = nn.Parameter(torch.zeros(vocabulary.size))
     return PredictionTransform(shape.dim, shape.activation, shape.norm_eps), Projection(weight_VD, bias_V)
@@ -235,10 +218,10 @@ class Loader:
         has_head: True if the BERT was saved with its language-model head.
 
     Raises:
-        ConfigError: if the BERT is not set or cannot be read. Methods raise it if a weight does not fit.
+        ConfigError: if the BERT is not set or cannot be read, or if a weight does not fit.
     """
 
-    def __init__(self, name: str, side: Literal["source", "target"]) -> None:
+    def __init__(self, name: str, side: Side) -> None:
         self._option = f"model.{side}_encoder"
         if not name:
             raise ConfigError(
@@ -249,41 +232,34 @@ class Loader:
         self.has_head = any(key.startswith("cls.") for key in self._weights)
 
     def embedding(self, to: LearnedEmbedding) -> None:
-        """Load the embeddings, of which only token type 0 is used.
-
-        Raises:
-            ConfigError: if the size of the vocabulary differs.
-        """
+        """Load the embeddings, of which only token type 0 is used."""
         prefix = "bert.embeddings"
         words_VD = self._weights[f"{prefix}.word_embeddings.weight"]
         size = to.weight.shape[0]
         if not size <= words_VD.shape[0] < size + _PADDED_ROWS:
             raise ConfigError(
-                f"{self._option}, {self._name}, has {words_VD.shape[0]:,} tokens, and the data {size:,}; "
-                f"prepare the data with --tokenizer hf:SOURCE,TARGET, the "
-                "names of these BERTs"
+                f"{self._option}, {self._name}, has {words_VD.shape[0]:,} tokens, and the data {size:,}; prepare the "
+                "data with --tokenizer hf:SOURCE,TARGET, the names of these BERTs"
             )
         self._put(to.weight, words_VD[:size])
         self._put(to.position_PD, self._weights[f"{prefix}.position_embeddings.weight"])
         self._put(to.type_D, self._weights[f"{prefix}.token_type_embeddings.weight"][0])
         self._norm(to.norm, f"{prefix}.LayerNorm")
 
-    def attention(self, to: MultiHeadAttention, around: Residual | None, layer: int) -> None:
+    def attention(self, to: MultiHeadAttention, around: Residual, layer: int) -> None:
         """Load the self-attention of layer ``layer``, and the LayerNorm of the connection around it."""
         prefix = f"bert.encoder.layer.{layer}.attention"
         for ours, theirs in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")):
             self._linear(getattr(to, ours), f"{prefix}.self.{theirs}")
         self._linear(to.out_proj, f"{prefix}.output.dense")
-        if around is not None:
-            self._norm(around.norm, f"{prefix}.output.LayerNorm")
+        self._norm(around.norm, f"{prefix}.output.LayerNorm")
 
-    def feed_forward(self, to: FeedForward, around: Residual | None, layer: int) -> None:
+    def feed_forward(self, to: FeedForward, around: Residual, layer: int) -> None:
         """Load the feed-forward network of layer ``layer``, and the LayerNorm of the connection around it."""
         prefix = f"bert.encoder.layer.{layer}"
         self._linear(to.up_proj, f"{prefix}.intermediate.dense")
         self._linear(to.down_proj, f"{prefix}.output.dense")
-        if around is not None:
-            self._norm(around.norm, f"{prefix}.output.LayerNorm")
+        self._norm(around.norm, f"{prefix}.output.LayerNorm")
 
     def layer(self, to: EncoderLayer, layer: int) -> None:
         """Load layer ``layer``."""

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from deepspeed_nmt.core.objective import Passes
+from deepspeed_nmt.core.objective import Passes, Regularizer
 from deepspeed_nmt.core.parts import Parts, RegularizerConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 
@@ -51,13 +51,8 @@ class ConsistencyConfig(RegularizerConfig):
             )
 
 
-class Consistency:
-    """Divergence between two passes over the same pairs.
-
-    Args:
-        config: settings.
-        encode_twice: True for R-Drop, False for DDR.
-    """
+class Consistency(Regularizer):
+    """Divergence between two passes over the same pairs: R-Drop if the source is encoded twice, otherwise DDR."""
 
     def __init__(self, config: ConsistencyConfig, encode_twice: bool) -> None:
         self.name = "r_drop" if encode_twice else "ddr"

@@ -45,17 +45,8 @@ from typing_extensions import override
 from deepspeed_nmt.core.parts import LayerConfig, Parts
 from deepspeed_nmt.kernels import torch_ops
 from deepspeed_nmt.methods.transformer import SMALL
-from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import KeysValues, LayerCache
-from deepspeed_nmt.nn.layers import (
-    Context,
-    DecoderLayer,
-    FeedForward,
-    LayerParts,
-    Residual,
-    make_decoder_layer,
-    select_blocks,
-)
+from deepspeed_nmt.nn.layers import Context, DecoderLayer, LayerParts, select_blocks
 from deepspeed_nmt.randomness import Purpose
 from deepspeed_nmt.registry import SelfTest
 
@@ -126,33 +117,15 @@ COLLAPSE_REMEDY = (
 class CrossAttentionDropLayer(DecoderLayer):
     """Decoder layer that skips its cross-attention with probability ``rate`` in training.
 
-    The arguments besides these are those of :class:`DecoderLayer`.
-
-    Args:
+    Attributes:
         number: number of the layer, an argument of its random choices.
         rate: p_l, above 0 and below 1.
         coins_per: period of its random choices.
     """
 
-    def __init__(
-        self,
-        self_attention: MultiHeadAttention,
-        self_residual: Residual,
-        cross_attention: MultiHeadAttention,
-        cross_residual: Residual,
-        feed_forward: FeedForward,
-        feed_forward_residual: Residual,
-        *,
-        number: int,
-        rate: float,
-        coins_per: CoinPeriod,
-    ) -> None:
-        super().__init__(
-            self_attention, self_residual, cross_attention, cross_residual, feed_forward, feed_forward_residual
-        )
-        self.number = number
-        self.rate = rate
-        self.coins_per = coins_per
+    number: int
+    rate: float
+    coins_per: CoinPeriod
 
     def project_source(self, context: Context) -> KeysValues | None:
         """Project the source for all applications, unless all passes skip them."""
@@ -187,14 +160,8 @@ class CrossAttentionDropLayer(DecoderLayer):
 
     def in_inference(self) -> DecoderLayer:
         """Return the standard layer: nothing is dropped in inference."""
-        return DecoderLayer(
-            self_attention=self.self_attention,
-            self_residual=self.self_residual,
-            cross_attention=self.cross_attention,
-            cross_residual=self.cross_residual,
-            feed_forward=self.feed_forward,
-            feed_forward_residual=self.feed_forward_residual,
-        )
+        attending = self.self_attention, self.self_residual, self.cross_attention, self.cross_residual
+        return DecoderLayer(*attending, self.feed_forward, self.feed_forward_residual)
 
     def choose(self, context: Context) -> Context:
         """Choose the passes that skip cross-attention."""
@@ -214,25 +181,8 @@ class CrossAttentionDropLayer(DecoderLayer):
 def build_cross_attention_drop(config: CrossAttentionDropConfig, number: int, parts: LayerParts) -> DecoderLayer:
     """Build layer ``number`` of a decoder; its class depends on p_l."""
     rate = config.rate(number)
-    if rate == 0.0:
-        return make_decoder_layer(number, parts)
-    if rate < 1.0:
-        return CrossAttentionDropLayer(
-            self_attention=parts.attention(),
-            self_residual=parts.residual(),
-            cross_attention=parts.attention(),
-            cross_residual=parts.residual(),
-            feed_forward=parts.feed_forward(),
-            feed_forward_residual=parts.residual(),
-            number=number,
-            rate=rate,
-            coins_per=config.coins,
-        )
-    return DecoderLayer(
-        self_attention=parts.attention(),
-        self_residual=parts.residual(),
-        cross_attention=None,
-        cross_residual=None,
-        feed_forward=parts.feed_forward(),
-        feed_forward_residual=parts.residual(),
-    )
+    if rate in (0.0, 1.0):
+        return DecoderLayer.of(parts, crosses=rate == 0.0)
+    layer = CrossAttentionDropLayer.of(parts)
+    layer.number, layer.rate, layer.coins_per = number, rate, config.coins
+    return layer

@@ -34,16 +34,15 @@ Legend: B sentences, S source length, T target length, D model width, R rows = B
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
-from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
+from deepspeed_nmt.core.model import TOP, Exits, Memory, TranslationModel
 from deepspeed_nmt.core.parts import MAX_LAYERS, ModelConfig, Parts, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
@@ -57,14 +56,8 @@ from deepspeed_nmt.methods.transformer import (
     build_transformer,
     refuse_differences,
 )
-from deepspeed_nmt.nn.cache import DecoderCache, LayerCache
-from deepspeed_nmt.nn.layers import (
-    Context,
-    Draw,
-    LayerNorm,
-    MakeDecoderLayer,
-    make_decoder_layer,
-)
+from deepspeed_nmt.nn.cache import DecoderCache
+from deepspeed_nmt.nn.layers import Context, Draw, LayerNorm, MakeDecoderLayer, make_decoder_layer
 from deepspeed_nmt.nn.stack import LayerStack
 from deepspeed_nmt.registry import SelfTest
 
@@ -144,77 +137,53 @@ class DepthGrowing(TranslationModel):
     """Frozen Transformer with a trained module on top. Built by :func:`build_depth_growing`.
 
     Args:
-        bottom: model of stage 1, whose parameters are frozen here.
+        bottom: model of stage 1 (enc1, dec1), whose parameters are frozen here.
         top_encoder: enc2.
         top_decoder: dec2.
-        source_norm: r of the source; None for the identity.
-        target_norm: r of the target; None for the identity.
-        frozen_dropout: True to keep dropout in the bottom on in training.
-        attends_to_input: True if dec1 attends to h1 + r(x) below the top, False if to h1.
+        config: settings.
     """
 
-    not_standard = (
-        "its deep exit runs two models, and the upper one reads the embedded tokens again; the shallow exit can be "
-        "exported (--exit shallow)"
-    )
-
     def __init__(
-        self,
-        bottom: Transformer,
-        top_encoder: LayerStack,
-        top_decoder: LayerStack,
-        source_norm: LayerNorm | None,
-        target_norm: LayerNorm | None,
-        frozen_dropout: bool,
-        attends_to_input: bool,
+        self, bottom: Transformer, top_encoder: LayerStack, top_decoder: LayerStack, config: DepthGrowingConfig
     ) -> None:
         super().__init__()
+        self.config = config
         self.bottom = bottom.requires_grad_(False)
         self.top_encoder = top_encoder
         self.top_decoder = top_decoder
-        self.source_norm = source_norm
-        self.target_norm = target_norm
+        self.source_norm, self.target_norm = (  # r
+            LayerNorm(config.dim) if config.residual_norm else nn.Identity() for _ in range(2)
+        )
         self.projection = bottom.projection
         self.vocab_size = bottom.vocab_size
         self.pad = bottom.pad
-        self.frozen_dropout = frozen_dropout
-        self.attends_to_input = attends_to_input
-
-    @property
-    @override
-    def stages(self) -> tuple[int, int]:
-        return 1, 1
 
     @property
     @override
     def stacks(self) -> tuple[list[LayerStack], list[LayerStack]]:
         decoders = [self.top_decoder]
-        if self.attends_to_input and self.source_norm is not None:
+        if self.config.attend == "h1_plus_input" and self.config.residual_norm:
             decoders.insert(0, self.bottom.decoder)  # the gradient of r(x) passes through it
         return [self.top_encoder], decoders
 
     def train(self, mode: bool = True) -> DepthGrowing:
         """Set training mode; the bottom enters it only if it keeps dropout."""
         super().train(mode)
-        self.bottom.train(mode and self.frozen_dropout)
+        self.bottom.train(mode and self.config.frozen_dropout)
         return self
 
     @override
     def encode(
-        self,
-        source_BS: Tensor,
-        padded: bool = True,
-        exits: Sequence[int] | None = None,
-        segments: Segments | None = None,
+        self, source_BS: Tensor, padded: bool = True, exits: Exits = None, segments: Segments | None = None
     ) -> Memory:
         mask = self.source_mask(source_BS, padded, segments)
         context = Context(mask=mask_between(segments, mask))
         with torch.no_grad():
             embedded_BSD = self.bottom.source_embedding(source_BS, segments=segments)
             (below_BSD,) = self.bottom.encoder(embedded_BSD, context)
-        entry_BSD = below_BSD + (embedded_BSD if self.source_norm is None else self.source_norm(embedded_BSD))
+        entry_BSD = self.source_norm(embedded_BSD) + below_BSD
         (states_BSD,) = self.top_encoder(entry_BSD, context)
-        return Memory(states_BSD, mask, entry_BSD if self.attends_to_input else below_BSD)
+        return Memory(states_BSD, mask, below_BSD if self.config.attend == "h1" else entry_BSD)
 
     @override
     def decode(
@@ -222,7 +191,7 @@ class DepthGrowing(TranslationModel):
         target_input_BT: Tensor,
         memory: Memory,
         draw: Draw | None = None,
-        exits: Sequence[int] | None = None,
+        exits: Exits = None,
         segments: Segments | None = None,
     ) -> list[Tensor]:
         assert memory.below_BSD is not None
@@ -230,7 +199,8 @@ class DepthGrowing(TranslationModel):
         with torch.set_grad_enabled(torch.is_grad_enabled() and memory.below_BSD.requires_grad):
             embedded_BTD = self.bottom.target_embedding(target_input_BT, segments=segments)
             (below_BTD,) = self.bottom.decoder(embedded_BTD, replace(context, memory_BSD=memory.below_BSD))
-        return [self._top(embedded_BTD, below_BTD, context, None)]
+        states: list[Tensor] = self.top_decoder(self.target_norm(embedded_BTD) + below_BTD, context)
+        return states
 
     @override
     def begin(self) -> DecoderCache:
@@ -243,7 +213,8 @@ class DepthGrowing(TranslationModel):
         context = memory.context()
         below = replace(context, memory_BSD=memory.below_BSD)
         (below_R1D,) = self.bottom.decoder(embedded_R1D, below, cache.layers[:split])
-        states_R1D = self._top(embedded_R1D, below_R1D, context, cache.layers[split:])
+        entry_R1D = self.target_norm(embedded_R1D) + below_R1D
+        (states_R1D,) = self.top_decoder(entry_R1D, context, cache.layers[split:])
         logits: Tensor = self.projection(states_R1D.squeeze(1))
         return logits
 
@@ -255,31 +226,13 @@ class DepthGrowing(TranslationModel):
             return self.bottom
         raise ConfigError(f"the exit is '{name}'; use shallow or deep")
 
-    def _top(
-        self, embedded_BTD: Tensor, below_BTD: Tensor, context: Context, caches: Sequence[LayerCache] | None
-    ) -> Tensor:
-        entry_BTD = below_BTD + (embedded_BTD if self.target_norm is None else self.target_norm(embedded_BTD))
-        (states_BTD,) = self.top_decoder(entry_BTD, context, caches)
-        states: Tensor = states_BTD
-        return states
-
 
 def build_depth_growing(
     config: DepthGrowingConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer = make_decoder_layer
 ) -> DepthGrowing:
-    """Build a freshly initialised top on a bottom whose weights are to be loaded.
-
-    Args:
-        config: settings.
-        vocabulary: vocabulary of the target, and of the source.
-        make_layer: function that makes the decoder layers of the top, numbered from 1; the bottom has standard
-        layers.
-    """
+    """Build a top, with the decoder layers of ``make_layer``, on a standard bottom whose weights are to be loaded."""
     bottom = build_transformer(config, vocabulary)
     top = config.model_copy(
         update={"encoder_layers": config.top_encoder_layers, "decoder_layers": config.top_decoder_layers}
     )
-    encoder, decoder = build_stacks(top, make_layer)
-    source_norm, target_norm = (LayerNorm(config.dim) if config.residual_norm else None for _ in range(2))
-    attends_to_input = config.attend == "h1_plus_input"
-    return DepthGrowing(bottom, encoder, decoder, source_norm, target_norm, config.frozen_dropout, attends_to_input)
+    return DepthGrowing(bottom, *build_stacks(top, make_layer), config)

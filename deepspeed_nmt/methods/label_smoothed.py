@@ -12,15 +12,13 @@ Legend: T target length, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import partial
 
 from pydantic import Field
-from torch import Tensor
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, TranslationModel
-from deepspeed_nmt.core.objective import LikelihoodOutput, Passes
+from deepspeed_nmt.core.objective import Likelihood, LikelihoodOutput, States
 from deepspeed_nmt.core.parts import LikelihoodConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
@@ -34,23 +32,14 @@ class LabelSmoothedConfig(LikelihoodConfig):
     )
 
 
-class LabelSmoothed:
+class LabelSmoothed(Likelihood):
     """Label-smoothed cross-entropy at the top exit."""
 
     def __init__(self, smoothing: float, pad: int) -> None:
         self.smoothing = smoothing
         self.pad = pad
 
-    def corrupted(self, batch: Batch, training: bool) -> Batch:
-        """Return the batch unchanged."""
-        return batch
-
-    def request_passes(self, passes: Passes) -> None:
-        """Request no exit but the top."""
-
-    def __call__(
-        self, model: TranslationModel, passes: Sequence[Mapping[str, Tensor]], batch: Batch, divergence: float
-    ) -> LikelihoodOutput:
+    def __call__(self, model: TranslationModel, passes: States, batch: Batch, divergence: float) -> LikelihoodOutput:
         """Compute the loss at the top exit of each pass; see :class:`Likelihood`."""
         states_ND = [states[TOP].flatten(0, 1) for states in passes]
         consume = partial(

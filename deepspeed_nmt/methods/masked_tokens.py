@@ -28,7 +28,7 @@ Legend: B sentences, S source length, T target length, L lengths, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -40,22 +40,20 @@ from torch import Tensor
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, TranslationModel
-from deepspeed_nmt.core.objective import LikelihoodOutput, Passes
-from deepspeed_nmt.core.parts import LikelihoodConfig, Parts
+from deepspeed_nmt.core.objective import Likelihood, LikelihoodOutput, States
+from deepspeed_nmt.core.parts import Parts
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
+from deepspeed_nmt.methods.label_smoothed import LabelSmoothedConfig
 from deepspeed_nmt.randomness import Purpose, uniforms
 
 LENGTH = "length"
 """Name of the length's logits in the output of a pass, and of the metric of their loss."""
 
 
-class MaskedTokensConfig(LikelihoodConfig):
+class MaskedTokensConfig(LabelSmoothedConfig):
     """Settings of the masked-token objective."""
 
-    smoothing: float = Field(
-        default=0.1, ge=0.0, lt=1.0, description="probability spread evenly over the vocabulary (epsilon)"
-    )
     length_weight: float = Field(default=0.1, ge=0.0, description="weight of the loss of the predicted length")
     length_average: Literal["sentences", "tokens"] = Field(
         default="sentences", description="divisor of the length's loss: sentences, or target tokens"
@@ -102,10 +100,7 @@ def masked_positions(batch: Batch, vocabulary: Vocabulary) -> Tensor:
 def source_span(batch: Batch, vocabulary: Vocabulary, rate: float) -> Tensor:
     """Choose a span of each source to mask, of max(1, round(rate n)) of its n tokens. Shape: -> bool (B,S).
 
-    Args:
-        batch: micro-batch.
-        vocabulary: vocabulary of the source, whose special tokens [CLS], [SEP] and padding are never chosen.
-        rate: share of the tokens.
+    [CLS], [SEP] and padding of the source's vocabulary are never chosen.
     """
     source_BS = batch.source_BS
     # A tensor of the three would be copied to the device, and the copy waited for.
@@ -125,14 +120,14 @@ def replace_as_bert(
 ) -> Tensor:
     """Replace 80% of the masked tokens by [MASK] and 10% by random ones, which are no special tokens.
 
-    Shape: (B,T), bool (B,T) -> (B,T)
-
     Args:
         tokens_BT: tokens of one side of the batch.
         masked_BT: True for masked tokens.
         batch: micro-batch.
         vocabulary: vocabulary of that side.
         purpose: of the random choice.
+
+    Shape: (B,T), bool (B,T) -> (B,T)
     """
     draws_BT = uniforms(batch.sentence_ids_B, tokens_BT.shape[1], batch.update.seed, purpose, batch.update.number)
     mask = mask_token(vocabulary)
@@ -146,46 +141,34 @@ def replace_as_bert(
     return torch.where(masked_BT, replaced_BT, tokens_BT)
 
 
-class MaskedTokens:
-    """Cross-entropy of masked tokens, and of the target's length. Built by :func:`build_masked_tokens`."""
+class MaskedTokens(Likelihood):
+    """Cross-entropy of masked tokens, and of the target's length."""
 
     def __init__(self, config: MaskedTokensConfig, vocabulary: Vocabulary) -> None:
         self.config = config
         self.vocabulary = vocabulary
 
-    def request_passes(self, passes: Passes) -> None:
-        """Request no exit but the top."""
-
     def corrupted(self, batch: Batch, training: bool) -> Batch:
         """Mask tokens; the model reads [CLS] y [SEP] as ``target_input_BT``, of T + 1 positions."""
         masked_BT = masked_positions(batch, self.vocabulary)
-        shown_BT = self._replaced(
-            batch.target_output_BT, masked_BT, batch, self.vocabulary, Purpose.TARGET_REPLACEMENT, training
-        )
-        target_BT = torch.cat([batch.target_input_BT[:, :1], shown_BT], dim=1)
+        as_bert = training and self.config.replacement == "bert"
+
+        def replaced(tokens_BT: Tensor, masked_BT: Tensor, vocabulary: Vocabulary, purpose: Purpose) -> Tensor:
+            if as_bert:
+                return replace_as_bert(tokens_BT, masked_BT, batch, vocabulary, purpose)
+            return tokens_BT.masked_fill(masked_BT, mask_token(vocabulary))
+
+        shown_BT = replaced(batch.target_output_BT, masked_BT, self.vocabulary, Purpose.TARGET_REPLACEMENT)
+        batch = replace(batch, target_input_BT=torch.cat([batch.target_input_BT[:, :1], shown_BT], dim=1))
         if not training or self.config.source_rate == 0.0:
-            return replace(batch, target_input_BT=target_BT)
-        source = self.vocabulary.source
-        span_BS = source_span(batch, source, self.config.source_rate)
-        source_BS = self._replaced(batch.source_BS, span_BS, batch, source, Purpose.SOURCE_REPLACEMENT, training)
-        return replace(batch, source_BS=source_BS, target_input_BT=target_BT)
+            return batch
+        span_BS = source_span(batch, self.vocabulary.source, self.config.source_rate)
+        return replace(
+            batch,
+            source_BS=replaced(batch.source_BS, span_BS, self.vocabulary.source, Purpose.SOURCE_REPLACEMENT),
+        )
 
-    def _replaced(
-        self,
-        tokens_BT: Tensor,
-        masked_BT: Tensor,
-        batch: Batch,
-        vocabulary: Vocabulary,
-        purpose: Purpose,
-        training: bool,
-    ) -> Tensor:
-        if training and self.config.replacement == "bert":
-            return replace_as_bert(tokens_BT, masked_BT, batch, vocabulary, purpose)
-        return tokens_BT.masked_fill(masked_BT, mask_token(vocabulary))
-
-    def __call__(
-        self, model: TranslationModel, passes: Sequence[Mapping[str, Tensor]], batch: Batch, divergence: float
-    ) -> LikelihoodOutput:
+    def __call__(self, model: TranslationModel, passes: States, batch: Batch, divergence: float) -> LikelihoodOutput:
         """Compute the loss of one pass; see :class:`Likelihood`. The metric "length" is the length's loss."""
         (states,) = passes
         output_BT, pad = batch.target_output_BT, self.vocabulary.pad
@@ -214,8 +197,3 @@ class MaskedTokens:
         tokens = batch.update.tokens or batch.target_tokens
         sentences = batch.update.sentences or batch.rows
         return total * (tokens / max(1, sentences))
-
-
-def build_masked_tokens(config: MaskedTokensConfig, vocabulary: Vocabulary) -> MaskedTokens:
-    """Build the masked-token objective."""
-    return MaskedTokens(config, vocabulary)

@@ -38,7 +38,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -48,23 +48,21 @@ from torch import Tensor
 from deepspeed_nmt import randomness
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, TranslationModel, exit_name
-from deepspeed_nmt.core.objective import LikelihoodOutput, Passes
-from deepspeed_nmt.core.parts import LikelihoodConfig, Parts
+from deepspeed_nmt.core.objective import Likelihood, LikelihoodOutput, Passes, States
+from deepspeed_nmt.core.parts import Parts
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import shown
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
+from deepspeed_nmt.methods.label_smoothed import LabelSmoothedConfig
 from deepspeed_nmt.methods.transformer import SMALL
 from deepspeed_nmt.registry import SelfTest
 
 _EXITS = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 
 
-class MultiSoftmaxConfig(LikelihoodConfig):
+class MultiSoftmaxConfig(LabelSmoothedConfig):
     """Exits to train, and their weights."""
 
-    smoothing: float = Field(
-        default=0.1, ge=0.0, lt=1.0, description="probability spread evenly over the vocabulary (epsilon)"
-    )
     exits: str = Field(default="all", description="all, or AxB: A encoder and B decoder exits drawn for each update")
     weights: dict[str, float] = Field(default={}, description="weights of exits n-m, 1 by default: {6-6: 2.0}")
     inverse_probability: bool = Field(
@@ -174,7 +172,7 @@ SELF_TEST = SelfTest(
 """Sampled exits over the loops of a closed parameter chain."""
 
 
-class MultiSoftmax:
+class MultiSoftmax(Likelihood):
     """Label-smoothed cross-entropy, averaged over exits, or an estimate of this average from drawn exits.
 
     Args:
@@ -186,10 +184,6 @@ class MultiSoftmax:
         self.config = config
         self.pad = pad
 
-    def corrupted(self, batch: Batch, training: bool) -> Batch:
-        """Return the batch unchanged."""
-        return batch
-
     def request_passes(self, passes: Passes) -> None:
         """Request the exits of the update."""
         update, stages = passes.batch.update, passes.model.stages
@@ -199,9 +193,7 @@ class MultiSoftmax:
             for side, (total, count) in enumerate(zip(stages, counts, strict=True))
         )
 
-    def __call__(
-        self, model: TranslationModel, passes: Sequence[Mapping[str, Tensor]], batch: Batch, divergence: float
-    ) -> LikelihoodOutput:
+    def __call__(self, model: TranslationModel, passes: States, batch: Batch, divergence: float) -> LikelihoodOutput:
         """Compute the weighted sum of the losses of the drawn exits; see :class:`Likelihood`.
 
         The reported NLL is that of the top exit. The metric "mean_exit_nll" is the mean over the drawn exits.

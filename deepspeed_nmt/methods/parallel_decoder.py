@@ -47,7 +47,6 @@ Legend: B sentences, T target length, D model width, R rows = B x beam.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -59,7 +58,7 @@ from deepspeed_nmt.core.parts import MAX_LAYERS, DataVocabulary, ModelConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError, shown
 from deepspeed_nmt.methods import bert
-from deepspeed_nmt.methods.bert import SMALL_BERT, BertPair, BertShape, Loader
+from deepspeed_nmt.methods.bert import SMALL_BERT, BertPair, Loader
 from deepspeed_nmt.methods.transformer import Transformer
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import LayerCache
@@ -69,6 +68,7 @@ from deepspeed_nmt.nn.layers import (
     DecoderBlock,
     DecoderLayer,
     EncoderLayer,
+    LayerParts,
     MakeDecoderLayer,
     Residual,
 )
@@ -161,23 +161,18 @@ SELF_TEST = SelfTest(
 
 
 class Encoding(DecoderBlock):
-    """Parts of a decoder layer with an encoding sub-layer (S and F) and a fusion sub-layer (C and F_c).
+    """Parts of a decoder layer with an encoding sub-layer (S and F) and a fusion sub-layer (C and F_c)."""
 
-    Args:
-        shape: shape of the target's BERT.
-        pair: settings of dropout.
-    """
-
-    def __init__(self, shape: BertShape, pair: BertPair) -> None:
+    def __init__(self, parts: LayerParts) -> None:
         super().__init__()
-        self.self_attention = bert.attention(shape, pair)
-        self.self_residual: Residual = bert.residual(shape, pair)
-        self.feed_forward = bert.feed_forward(shape)
-        self.feed_forward_residual: Residual = bert.residual(shape, pair)
-        self.cross_attention: MultiHeadAttention = bert.attention(shape, pair)
-        self.cross_residual: Residual = bert.residual(shape, pair)
-        self.fusion = bert.feed_forward(shape)
-        self.fusion_residual = bert.residual(shape, pair)
+        self.self_attention = parts.attention()
+        self.self_residual: Residual = parts.residual()
+        self.feed_forward = parts.feed_forward()
+        self.feed_forward_residual: Residual = parts.residual()
+        self.cross_attention: MultiHeadAttention = parts.attention()
+        self.cross_residual: Residual = parts.residual()
+        self.fusion = parts.feed_forward()
+        self.fusion_residual = parts.residual()
 
     def attend(self, x_BTD: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
         """Apply S.
@@ -196,17 +191,12 @@ class Encoding(DecoderBlock):
 class ParallelLayer(Encoding):
     """Decoder layer A = g_1 (S(H) + C(H)), H' = g_2 (F_c(A) + F(A)).
 
-    Args:
-        shape: shape of the target's BERT.
-        pair: settings of dropout.
-        scale: g_1 and g_2, or "learned".
-
     Attributes:
         fusion_scale: learned g_1 and g_2, (2,); None if they are fixed.
     """
 
-    def __init__(self, shape: BertShape, pair: BertPair, scale: float | Literal["learned"] = 1.0) -> None:
-        super().__init__(shape, pair)
+    def __init__(self, parts: LayerParts, scale: float | Literal["learned"]) -> None:
+        super().__init__(parts)
         self.fusion_scale: nn.Parameter | None = None
         self._fixed_scale = 1.0
         if isinstance(scale, str):
@@ -247,21 +237,16 @@ class SerialLayer(Encoding):
 
 
 class CoordinatorLayer(DecoderBlock):
-    """Decoder layer H' = F_c(C(H)), without self-attention.
-
-    Args:
-        shape: shape of the target's BERT.
-        pair: settings of dropout.
-    """
+    """Decoder layer H' = F_c(C(H)), without self-attention."""
 
     self_residual: None = None
 
-    def __init__(self, shape: BertShape, pair: BertPair) -> None:
+    def __init__(self, parts: LayerParts) -> None:
         super().__init__()
-        self.cross_attention: MultiHeadAttention = bert.attention(shape, pair)
-        self.cross_residual: Residual = bert.residual(shape, pair)
-        self.feed_forward = bert.feed_forward(shape)
-        self.feed_forward_residual: Residual = bert.residual(shape, pair)
+        self.cross_attention: MultiHeadAttention = parts.attention()
+        self.cross_residual: Residual = parts.residual()
+        self.feed_forward = parts.feed_forward()
+        self.feed_forward_residual: Residual = parts.residual()
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Apply the layer.
@@ -315,26 +300,14 @@ def _load_decoder_layer(target: Loader, layer: nn.Module, number: int) -> None:
 def build_bert_decoder(
     config: BertDecoderConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer | None = None
 ) -> BertTransformer:
-    """Build a randomly initialised model, into which the BERTs are to be loaded.
-
-    Args:
-        config: settings.
-        vocabulary: vocabulary of the target, and of the source.
-        make_layer: not used; the model makes its own layers.
-    """
+    """Build a randomly initialised model, into which the BERTs are to be loaded; ``make_layer`` is not used."""
     source_embedding = bert.embedding(config.source, config, vocabulary.source)
     target_embedding = bert.embedding(config.target, config, vocabulary)
     transform, projection = bert.head(config.target, target_embedding, config.tie_output, vocabulary)
-    encoder = [bert.bert_layer(config.source, config) for _ in range(config.source.layers)]
-    decoder = _decoder_layers(config)
-    model = BertTransformer(
-        source_embedding,
-        target_embedding,
-        LayerStack(encoder),
-        LayerStack(decoder, final_norm=transform),
-        projection,
-        vocabulary.pad,
-    )
+    source_parts = bert.layer_parts(config.source, config)
+    encoder = LayerStack([EncoderLayer.of(source_parts) for _ in range(config.source.layers)])
+    decoder = LayerStack(_decoder_layers(config), final_norm=transform)
+    model = BertTransformer(source_embedding, target_embedding, encoder, decoder, projection, vocabulary.pad)
     model.config, model.mask = config, vocabulary.mask
     bert.initialise(model)
     for part in config.freeze:
@@ -344,28 +317,15 @@ def build_bert_decoder(
 
 
 def _decoder_layers(config: BertDecoderConfig) -> list[nn.Module]:
-    shape = config.target
-
-    def standard(crossing: bool) -> DecoderLayer:
-        return DecoderLayer(
-            self_attention=bert.attention(shape, config),
-            self_residual=bert.residual(shape, config),
-            cross_attention=bert.attention(shape, config) if crossing else None,
-            cross_residual=bert.residual(shape, config) if crossing else None,
-            feed_forward=bert.feed_forward(shape),
-            feed_forward_residual=bert.residual(shape, config),
-        )
-
-    made: dict[Decoder, Callable[[], list[nn.Module]]] = {
-        "parallel": lambda: [ParallelLayer(shape, config, config.fusion_scale) for _ in range(shape.layers)],
-        "serial": lambda: [SerialLayer(shape, config) for _ in range(shape.layers // 2)],
-        "transformer": lambda: [standard(crossing=True) for _ in range(shape.layers)],
-        "coordinator": lambda: [
-            *(standard(crossing=False) for _ in range(shape.layers)),
-            *(CoordinatorLayer(shape, config) for _ in range(config.coordinator_layers)),
-        ],
-    }
-    return made[config.decoder]()
+    parts, layers = bert.layer_parts(config.target, config), range(config.target.layers)
+    if config.decoder == "parallel":
+        return [ParallelLayer(parts, config.fusion_scale) for _ in layers]
+    if config.decoder == "serial":
+        return [SerialLayer(parts) for _ in layers[::2]]
+    if config.decoder == "transformer":
+        return [DecoderLayer.of(parts) for _ in layers]
+    own = [DecoderLayer.of(parts, crosses=False) for _ in layers]
+    return [*own, *(CoordinatorLayer(parts) for _ in range(config.coordinator_layers))]
 
 
 def _parts(model: BertTransformer, part: Part) -> list[nn.Module]:

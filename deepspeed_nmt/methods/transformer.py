@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from deepspeed_nmt.core.description import LinearWeights, NotStandardError, StandardTransformer, describe
-from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
+from deepspeed_nmt.core.model import TOP, Exits, Memory, TranslationModel
 from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH, LayerConfig, ModelConfig, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
@@ -145,16 +145,7 @@ SELF_TEST = SelfTest("vanilla", {"model": {"name": "transformer", **SMALL}})
 
 
 def refuse_differences(differences: Sequence[str], part: str, where: str) -> None:
-    """Refuse weights of another run if settings differ.
-
-    Args:
-        differences: phrases returned by :meth:`ModelConfig.differences`.
-        part: part of this run's model that would load the weights, for messages.
-        where: directory of the other run, for messages.
-
-    Raises:
-        ConfigError: if there are differences.
-    """
+    """Refuse weights of the run in ``where`` if there are :meth:`~ModelConfig.differences`, by a ConfigError."""
     if differences:
         raise ConfigError(
             f"the {part} is not that of {where}: {' and '.join(differences)}; make these settings those of "
@@ -163,16 +154,7 @@ def refuse_differences(differences: Sequence[str], part: str, where: str) -> Non
 
 
 class Transformer(TranslationModel):
-    """Encoder-decoder Transformer. Built by :func:`build_transformer`.
-
-    Args:
-        source_embedding: embedding of the source.
-        target_embedding: embedding of the target.
-        encoder: stack of encoder layers.
-        decoder: stack of decoder layers.
-        projection: projection to the target's vocabulary.
-        pad: padding token.
-    """
+    """Encoder-decoder Transformer. Built by :func:`build_transformer`."""
 
     def __init__(
         self,
@@ -205,11 +187,7 @@ class Transformer(TranslationModel):
 
     @override
     def encode(
-        self,
-        source_BS: Tensor,
-        padded: bool = True,
-        exits: Sequence[int] | None = None,
-        segments: Segments | None = None,
+        self, source_BS: Tensor, padded: bool = True, exits: Exits = None, segments: Segments | None = None
     ) -> Memory:
         mask = self.source_mask(source_BS, padded, segments)
         embedded_BSD = self.source_embedding(source_BS, segments=segments)
@@ -224,7 +202,7 @@ class Transformer(TranslationModel):
         target_input_BT: Tensor,
         memory: Memory,
         draw: Draw | None = None,
-        exits: Sequence[int] | None = None,
+        exits: Exits = None,
         segments: Segments | None = None,
     ) -> list[Tensor]:
         embedded_BTD = self.target_embedding(target_input_BT, segments=segments)
@@ -242,9 +220,8 @@ class Transformer(TranslationModel):
                 f"the exit is '{name}'; use n-m with n from 1 to {self.encoder.stages} stages of the encoder and m "
                 f"from 1 to {self.decoder.stages} of the decoder"
             )
-        embeddings = (self.source_embedding, self.target_embedding)
         stacks = (self.encoder.until(n), self.decoder.until(m))
-        cut = Transformer(*embeddings, *stacks, self.projection, self.pad)
+        cut = Transformer(self.source_embedding, self.target_embedding, *stacks, self.projection, self.pad)
         cut.mask = self.mask
         return cut.train(self.training)
 
@@ -282,29 +259,17 @@ def build_transformer(
     make_layer: MakeDecoderLayer = make_decoder_layer,
     orders: tuple[LayerOrder | None, LayerOrder | None] = (None, None),
 ) -> Transformer:
-    """Build a Transformer, initialised from torch's global generator.
-
-    Args:
-        config: shape.
-        vocabulary: vocabulary of the target, and of the source.
-        make_layer: function that makes the decoder layers, numbered from 1.
-        orders: orders in which encoder and decoder apply their layers; None to apply each layer once.
-    """
+    """Build a Transformer, initialised from torch's global generator; see :func:`build_stacks`."""
     target_weight = _embedding(vocabulary, config.dim)
     all_shared = config.share_embeddings == "all" and vocabulary.own_source is None
     source_weight = target_weight if all_shared else _embedding(vocabulary.source, config.dim)
     output_weight = _embedding(vocabulary, config.dim) if config.share_embeddings == "none" else target_weight
     encoder, decoder = build_stacks(config, make_layer, orders)
-    return Transformer(
-        source_embedding=TokenEmbedding(source_weight, config.dropout, config.positions),
-        target_embedding=TokenEmbedding(target_weight, config.dropout, config.positions),
-        encoder=encoder,
-        decoder=decoder,
-        projection=Projection(
-            output_weight, nn.Parameter(torch.zeros(vocabulary.size)) if config.output_bias else None
-        ),
-        pad=vocabulary.pad,
+    source, target = (
+        TokenEmbedding(weight, config.dropout, config.positions) for weight in (source_weight, target_weight)
     )
+    bias = nn.Parameter(torch.zeros(vocabulary.size)) if config.output_bias else None
+    return Transformer(source, target, encoder, decoder, Projection(output_weight, bias), vocabulary.pad)
 
 
 def build_stacks(
@@ -319,7 +284,7 @@ def build_stacks(
         make_layer: function that makes the decoder layers, numbered from 1.
         orders: orders in which encoder and decoder apply their layers; None to apply each layer once.
     """
-    encoder = [_encoder_layer(_parts(config, "encoder")) for _ in range(config.encoder_layers)]
+    encoder = [EncoderLayer.of(_parts(config, "encoder")) for _ in range(config.encoder_layers)]
     decoder = [make_layer(number, _parts(config, "decoder")) for number in range(1, config.decoder_layers + 1)]
     for layers, (_, beta) in ((encoder, _deepnorm(config, "encoder")), (decoder, _deepnorm(config, "decoder"))):
         for number, layer in enumerate(layers, 1):
@@ -345,15 +310,6 @@ def _parts(config: TransformerShape, side: Literal["encoder", "decoder"]) -> Lay
         attention=lambda kind=MultiHeadAttention: kind(config.dim, config.heads, config.attention_dropout),
         feed_forward=lambda: FeedForward(config.dim, config.ffn_dim, config.activation, config.activation_dropout),
         residual=lambda: Residual(config.dim, config.norm, config.dropout, alpha),
-    )
-
-
-def _encoder_layer(parts: LayerParts) -> EncoderLayer:
-    return EncoderLayer(
-        self_attention=parts.attention(),
-        self_residual=parts.residual(),
-        feed_forward=parts.feed_forward(),
-        feed_forward_residual=parts.residual(),
     )
 
 

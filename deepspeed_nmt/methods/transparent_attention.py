@@ -35,7 +35,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from typing_extensions import override
 
-from deepspeed_nmt.core.model import TOP, Memory
+from deepspeed_nmt.core.model import TOP, Exits, Memory
 from deepspeed_nmt.core.parts import Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
@@ -146,11 +146,7 @@ class TransparentTransformer(Transformer):
 
     @override
     def encode(
-        self,
-        source_BS: Tensor,
-        padded: bool = True,
-        exits: Sequence[int] | None = None,
-        segments: Segments | None = None,
+        self, source_BS: Tensor, padded: bool = True, exits: Exits = None, segments: Segments | None = None
     ) -> Memory:
         mask = self.source_mask(source_BS, padded, segments)
         embedded_BSD = self.source_embedding(source_BS, segments=segments)
@@ -165,7 +161,7 @@ class TransparentTransformer(Transformer):
         target_input_BT: Tensor,
         memory: Memory,
         draw: Draw | None = None,
-        exits: Sequence[int] | None = None,
+        exits: Exits = None,
         segments: Segments | None = None,
     ) -> list[Tensor]:
         return super().decode(target_input_BT, memory, draw, segments=segments)

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from deepspeed_nmt import randomness
 from deepspeed_nmt.kernels import torch_ops
@@ -223,6 +224,11 @@ class EncoderLayer(nn.Module):
         self.feed_forward = feed_forward
         self.feed_forward_residual = feed_forward_residual
 
+    @classmethod
+    def of(cls, parts: LayerParts) -> Self:
+        """Make a layer of a model's parts."""
+        return cls(parts.attention(), parts.residual(), parts.feed_forward(), parts.residual())
+
     def forward(self, x_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Encode. An encoder caches nothing. Shape: (B,S,D) -> (B,S,D)."""
         assert cache is None
@@ -316,6 +322,18 @@ class DecoderLayer(DecoderBlock, UsesPackedWeights):
         self.cross_residual = cross_residual
         self.feed_forward = feed_forward
         self.feed_forward_residual: Residual = feed_forward_residual
+
+    @classmethod
+    def of(cls, parts: LayerParts, crosses: bool = True) -> Self:
+        """Make a layer of a model's parts, with cross-attention or without."""
+        return cls(
+            parts.attention(),
+            parts.residual(),
+            parts.attention() if crosses else None,
+            parts.residual() if crosses else None,
+            parts.feed_forward(),
+            parts.residual(),
+        )
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Decode whole sentences, or with ``cache`` the next position of each hypothesis.
@@ -464,11 +482,4 @@ MakeDecoderLayer = Callable[[int, LayerParts], DecoderLayer]
 
 def make_decoder_layer(number: int, parts: LayerParts) -> DecoderLayer:
     """Make the decoder layer of Vaswani et al. 2017."""
-    return DecoderLayer(
-        self_attention=parts.attention(),
-        self_residual=parts.residual(),
-        cross_attention=parts.attention(),
-        cross_residual=parts.residual(),
-        feed_forward=parts.feed_forward(),
-        feed_forward_residual=parts.residual(),
-    )
+    return DecoderLayer.of(parts)

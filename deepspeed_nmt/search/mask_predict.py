@@ -11,13 +11,13 @@ Legend: B sentences, S source length, T target length, L lengths tried, R rows =
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from deepspeed_nmt.core.model import DecodableModel, Memory
+from deepspeed_nmt.core.model import DecodableModel, MaskedModel, Memory
 from deepspeed_nmt.core.parts import MAX_HYPOTHESES, Parts, SearchConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
@@ -43,55 +43,20 @@ class MaskPredictConfig(SearchConfig):
             )
 
 
-@runtime_checkable
-class MaskedModel(Protocol):
-    """A model that guesses masked tokens.
-
-    Attributes:
-        mask: token that replaces tokens to be guessed.
-        longest_target: most tokens of a translation, its EOS included; None if unbounded.
-        training: True if it is not in eval mode.
-    """
-
-    mask: int | None
-    longest_target: int | None
-    training: bool
-
-    def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:
-        """Encode sources. Shape: (B,S) -> (B,S,D)."""
-
-    def lengths(self, memory: Memory) -> Tensor:
-        """Compute logits of the number of target tokens. Shape: -> (B,L)."""
-
-    def guess(self, tokens_RT: Tensor, chosen_RT: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-        """Guess the most probable token at each wanted position, row by row, and its log-probability.
-
-        Shape: (R,T), bool (R,T) -> (N,), (N,)
-        """
-
-
 class MaskPredict:
     """Mask-predict with one model.
-
-    Args:
-        config: settings.
-        model: A model, which must be in eval mode when :meth:`search` is called.
-        vocabulary: special tokens.
 
     Raises:
         ConfigError: if the model does not guess masked tokens.
     """
 
-    def __init__(
-        self, config: MaskPredictConfig, model: DecodableModel | MaskedModel, vocabulary: Vocabulary
-    ) -> None:
-        if not isinstance(model, MaskedModel) or model.mask is None:
+    def __init__(self, config: MaskPredictConfig, model: DecodableModel, vocabulary: Vocabulary) -> None:
+        if not isinstance(model, MaskedModel):
             raise ConfigError(
-                "the model of search.name=mask_predict must guess masked tokens, but does not; use search.name=beam"
+                "search.name=mask_predict guesses masked tokens, but the model does not; use search.name=beam"
             )
         self.config = config
-        self.model: MaskedModel = model
-        self.mask: int = model.mask
+        self.model = model
         self.vocabulary = vocabulary
         self.penalty = LengthPenalty.parse(config.length_penalty)
 
@@ -113,21 +78,16 @@ class MaskPredict:
         tried = length_BL.shape[1]
         rows_R = torch.arange(source_BS.shape[0], device=source_BS.device).repeat_interleave(tried)
         tokens_RT, log_p_RT = self._fill(length_BL.flatten(), memory.select(rows_R))
-        found: list[list[Hypothesis]] = []
-        lengths = length_BL.tolist()
         sums = log_p_RT.sum(dim=1).view(-1, tried).tolist()
         tokens = tokens_RT.view(-1, tried, tokens_RT.shape[1]).tolist()
-        for row, each in enumerate(lengths):
-            for log_prob in sums[row]:
-                check_finite(log_prob)
-            hypotheses = [
-                Hypothesis(
-                    tokens[row][place][1 : count + 1], sums[row][place] / self.penalty(count), sums[row][place]
-                )
-                for place, count in enumerate(each)
-            ]
-            found.append(sorted(hypotheses, key=lambda hypothesis: -hypothesis.score))
-        return found
+        return [
+            sorted(map(self._hypothesis, *columns), key=lambda hypothesis: -hypothesis.score)
+            for columns in zip(tokens, length_BL.tolist(), sums, strict=True)
+        ]
+
+    def _hypothesis(self, tokens: list[int], length: int, log_prob: float) -> Hypothesis:
+        check_finite(log_prob)
+        return Hypothesis(tokens[1 : length + 1], log_prob / self.penalty(length), log_prob)
 
     def _lengths(self, memory: Memory) -> Tensor:
         """Find the most probable lengths, from one token to as many as the model can read. Shape: -> (B,L)."""
@@ -154,7 +114,7 @@ class MaskPredict:
         log_p_RT = torch.zeros(words_RT.shape, device=length_R.device)
         total = self.config.iterations
         for iteration in range(1, total + 1):
-            tokens_RT = tokens_RT.masked_fill(masked_RT, self.mask)
+            tokens_RT = tokens_RT.masked_fill(masked_RT, self.model.mask)
             tokens_RT[masked_RT], log_p_RT[masked_RT] = self.model.guess(tokens_RT, masked_RT, memory)
             doubtful_R1 = length_R1 * (total - iteration) // total
             if not bool(doubtful_R1.any()):

@@ -48,14 +48,7 @@ class GatedLayer(DecoderLayer):
 
 def build_gated_layer(config: GatedLayerConfig, number: int, parts: LayerParts) -> GatedLayer:
     """Build layer ``number`` of a decoder, counted from 1."""
-    layer = GatedLayer(
-        self_attention=parts.attention(),
-        self_residual=parts.residual(),
-        cross_attention=parts.attention(),
-        cross_residual=parts.residual(),
-        feed_forward=parts.feed_forward(),
-        feed_forward_residual=parts.residual(),
-    )
+    layer = GatedLayer.of(parts)
     layer.gate = nn.Parameter(torch.tensor([config.gate]))
     return layer
 

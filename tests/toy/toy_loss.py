@@ -4,24 +4,21 @@ With w_t = ``end_weight`` where y_t is EOS and 1 elsewhere, the loss of a senten
 
     sum_t w_t (-log p(y_t)).
 
-The file shows what a likelihood needs: a configuration class, the likelihood, a build function, and the registry
-entry.
+The file shows what a likelihood needs: a configuration class, the likelihood, and the registry entry.
 
 Legend: B sentences, T target length, N positions of all targets, D model width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, TranslationModel
-from deepspeed_nmt.core.objective import LikelihoodOutput, Passes
+from deepspeed_nmt.core.objective import Likelihood, LikelihoodOutput, States
 from deepspeed_nmt.core.parts import LikelihoodConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
@@ -34,22 +31,13 @@ class EndWeightedConfig(LikelihoodConfig):
     end_weight: float = Field(default=2.0, gt=0.0, description="weight of the end of a sentence (w)")
 
 
-class EndWeighted:
+class EndWeighted(Likelihood):
     """Cross-entropy that weights the end of a sentence."""
 
     def __init__(self, config: EndWeightedConfig, vocabulary: Vocabulary) -> None:
         self.end_weight, self.vocabulary = config.end_weight, vocabulary
 
-    def corrupted(self, batch: Batch, training: bool) -> Batch:
-        """Return the batch unchanged."""
-        return batch
-
-    def request_passes(self, passes: Passes) -> None:
-        """Request no exit but the top."""
-
-    def __call__(
-        self, model: TranslationModel, passes: Sequence[Mapping[str, Tensor]], batch: Batch, divergence: float
-    ) -> LikelihoodOutput:
+    def __call__(self, model: TranslationModel, passes: States, batch: Batch, divergence: float) -> LikelihoodOutput:
         """Compute the loss at the top exit of each pass."""
         targets_N = batch.target_output_BT.flatten()
         weights_N = torch.where(targets_N == self.vocabulary.eos, self.end_weight, 1.0)
@@ -67,9 +55,4 @@ class EndWeighted:
         return LikelihoodOutput(total, nll_N, {"divergence": kl} if len(passes) > 1 else {})
 
 
-def build_end_weighted(config: EndWeightedConfig, vocabulary: Vocabulary) -> EndWeighted:
-    """Build the likelihood."""
-    return EndWeighted(config, vocabulary)
-
-
-ENTRY = Entry("end_weighted", EndWeightedConfig, build_end_weighted)
+ENTRY = Entry("end_weighted", EndWeightedConfig, EndWeighted)

@@ -13,7 +13,6 @@ width, P positions so far.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -21,15 +20,13 @@ from pydantic import Field
 from torch import Tensor, nn
 from typing_extensions import override
 
-from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
+from deepspeed_nmt.core.model import Exits, Memory, TranslationModel
 from deepspeed_nmt.core.parts import ModelConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.segments import Segments
 from deepspeed_nmt.nn.cache import DecoderCache, KeysValues
 from deepspeed_nmt.nn.embedding import Projection, TokenEmbedding
 from deepspeed_nmt.nn.layers import Draw, MakeDecoderLayer
-from deepspeed_nmt.nn.stack import LayerStack
 from deepspeed_nmt.registry import Entry, SelfTest
 
 
@@ -55,23 +52,9 @@ class ToyModel(TranslationModel):
         self.projection = Projection(self.embedding.weight)
         self.vocab_size, self.pad = vocabulary.size, vocabulary.pad
 
-    @property
-    @override
-    def stages(self) -> tuple[int, int]:
-        return 1, 1
-
-    @property
-    @override
-    def stacks(self) -> tuple[list[LayerStack], list[LayerStack]]:
-        return [], []
-
     @override
     def encode(
-        self,
-        source_BS: Tensor,
-        padded: bool = True,
-        exits: Sequence[int] | None = None,
-        segments: Segments | None = None,
+        self, source_BS: Tensor, padded: bool = True, exits: Exits = None, segments: Segments | None = None
     ) -> Memory:
         real_BS1 = source_BS.ne(self.pad).unsqueeze(2)
         bag_BD = (self.embedding(source_BS) * real_BS1).sum(dim=1) / real_BS1.sum(dim=1)
@@ -83,7 +66,7 @@ class ToyModel(TranslationModel):
         target_input_BT: Tensor,
         memory: Memory,
         draw: Draw | None = None,
-        exits: Sequence[int] | None = None,
+        exits: Exits = None,
         segments: Segments | None = None,
     ) -> list[Tensor]:
         embedded_BTD = self.embedding(target_input_BT)
@@ -107,12 +90,6 @@ class ToyModel(TranslationModel):
         states_BWD = torch.tanh(self.mix(memory.states_BSD + mean_BWD))
         logits: Tensor = self.projection(states_BWD.flatten(0, 1))
         return logits
-
-    @override
-    def at_exit(self, name: str) -> ToyModel:
-        if name != TOP:
-            raise ConfigError(f"the exit is '{name}'; use {TOP}")
-        return self
 
 
 def build_toy_model(config: ToyModelConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer) -> ToyModel:

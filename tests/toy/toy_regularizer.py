@@ -4,21 +4,20 @@ With h_td element d of the top state at target position t, of N positions,
 
     L = 1/N sum_t 1/D sum_d h_td^2.
 
-The file shows what a regularizer needs: a configuration class, the regularizer, a build function, and the registry
-entry.
+The file shows what a regularizer needs: a configuration class, the regularizer, and the registry entry.
 
 Legend: B sentences, T target length, D model width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 from pydantic import Field
 from torch import Tensor
 
 from deepspeed_nmt.core.model import TOP
-from deepspeed_nmt.core.objective import Passes
+from deepspeed_nmt.core.objective import Passes, Regularizer, States
 from deepspeed_nmt.core.parts import RegularizerConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.registry import Entry
@@ -30,20 +29,19 @@ class StateNormConfig(RegularizerConfig):
     weight: float = Field(default=0.1, ge=0.0, description="factor in the loss; 0 disables it")
 
 
-class StateNorm:
+class StateNorm(Regularizer):
     """Mean square of the top states at positions that are not padding."""
 
     name = "state_norm"
-    every = 1
 
-    def __init__(self, config: StateNormConfig) -> None:
+    def __init__(self, config: StateNormConfig, vocabulary: Vocabulary) -> None:
         self.weight = config.weight
 
-    def request_passes(self, passes: Passes) -> Callable[[Sequence[Mapping[str, Tensor]]], Tensor]:
+    def request_passes(self, passes: Passes) -> Callable[[States], Tensor]:
         """Request no further pass, and return the function that computes the value from pass 0."""
         batch = passes.batch
 
-        def value(states: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        def value(states: States) -> Tensor:
             square_BT = states[0][TOP].float().square().mean(dim=2)
             # The engine divides by the tokens of the update.
             return batch.weighted((square_BT * batch.target_mask).sum(dim=1)).sum()
@@ -51,9 +49,4 @@ class StateNorm:
         return value
 
 
-def build_state_norm(config: StateNormConfig, vocabulary: Vocabulary) -> StateNorm:
-    """Build the regularizer."""
-    return StateNorm(config)
-
-
-ENTRY = Entry("state_norm", StateNormConfig, build_state_norm)
+ENTRY = Entry("state_norm", StateNormConfig, StateNorm)
