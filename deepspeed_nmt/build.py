@@ -19,11 +19,7 @@ from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, REGULARIZERS
 
 
 def build_kernels(config: RunConfig) -> Kernels:
-    """Build the kernels of a run.
-
-    Raises:
-        ConfigError: if ``engine.kernels`` names an unknown operation or backend.
-    """
+    """Build the kernels of a run."""
     return Kernels(config.engine.kernels, config.engine.attention)
 
 

@@ -12,7 +12,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from keyword import iskeyword
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -22,7 +21,6 @@ from deepspeed_nmt import __version__
 from deepspeed_nmt.console import discard_output, logger, report, set_up_streams, setup_logging
 from deepspeed_nmt.errors import (
     EXIT_USER_ERROR,
-    ConfigError,
     ReportedError,
     TrainingError,
     UserError,
@@ -115,14 +113,6 @@ def _check_words(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
             parser.error(f"argument {word[:-3]}: expected one argument")
 
 
-def _check_working_directory() -> None:
-    """Refuse to start in a directory that has been removed, where libraries fail without naming it."""
-    try:
-        Path.cwd()
-    except FileNotFoundError as error:
-        raise ConfigError("the working directory must exist, but was removed; change to another one") from error
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     set_up_streams()
@@ -145,7 +135,6 @@ def execute(arguments: argparse.Namespace) -> int:
     setup_logging()
     module = module_of(arguments.command)
     try:
-        _check_working_directory()
         setup_logging(place().rank)
         with interruptible(), options_as_typed():
             status: int = module.run(arguments)

@@ -32,7 +32,7 @@ from deepspeed_nmt.train.schedule import ScheduleConfig
 NAMED: dict[str, Registry[Any]] = {"model": MODELS, "layer": LAYERS, "optimizer": OPTIMIZERS, "search": SEARCHES}
 """Sections whose class depends on their setting ``name``."""
 _MAX_HINTS = 10
-"""Bound on the unknown settings that are searched for a similar name, and listed."""
+"""Bound on the unknown settings that are listed."""
 
 
 def _flat(content: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -151,9 +151,15 @@ def given_settings(settings: Sequence[str], problems: list[str]) -> list[dict[st
             problems.append(f"{shown(setting)} is no setting; write it as section.key=value")
             continue
         try:
-            contents.append(_nested(key, _parsed(key, value)))
+            parsed = parse_yaml(value, shown(key))
+        except yaml.YAMLError:  # text that is no YAML is itself
+            parsed = value
         except ConfigError as error:
             problems.extend(error.problems)
+            continue
+        for part in reversed(key.split(".")):
+            parsed = {part: parsed}
+        contents.append(parsed)
     return contents
 
 
@@ -164,22 +170,6 @@ def load_recorded(file: Path) -> RunConfig:
         ConfigError: if the file cannot be read, or was changed to something else.
     """
     return validate(read_yaml(file))
-
-
-def _parsed(key: str, value: str) -> Any:
-    """Return the value of a setting of the command line; text that is no YAML is itself."""
-    try:
-        return parse_yaml(value, shown(key))
-    except yaml.YAMLError:
-        return value
-
-
-def _nested(key: str, value: Any) -> dict[str, Any]:
-    """Return a value nested by the parts of its dotted key."""
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    nested: dict[str, Any] = value
-    return nested
 
 
 def setting_classes(section: str) -> Iterator[tuple[str, str, type[Config]]]:
@@ -204,7 +194,13 @@ def validate(merged: Mapping[str, Any], problems: Sequence[str] = ()) -> RunConf
     Raises:
         ConfigError: if there are problems; it lists all of them.
     """
-    problems = [*problems, *_unknown_sections(merged)]
+    outside = [
+        key
+        for name, content in merged.items()
+        if name not in RunConfig.model_fields
+        for key in ([f"{name}.{key}" for key in content] if isinstance(content, dict) and content else [name])
+    ]
+    problems = [*problems, *_unknown(outside)]
     sections: dict[str, Any] = {}
     for name, content in merged.items():
         if name not in RunConfig.model_fields:
@@ -279,50 +275,28 @@ def _sentences(section: str, error: ValidationError) -> Iterator[str]:
             unknown.append(key)
         else:
             yield problem_of(problem, key)
-    inside = [key for key in _all_keys() if key.startswith(section + ".")]
-    yield from _unknown(unknown, f"known: {', '.join(inside)}")
+    yield from _unknown(unknown)
 
 
-def _unknown_sections(merged: Mapping[str, Any]) -> Iterator[str]:
-    """Yield messages for the settings that are in no section, or in one that does not exist."""
-    keys: list[str] = []
-    for name, content in merged.items():
-        if name not in RunConfig.model_fields:
-            keys += [f"{name}.{key}" for key in content] if isinstance(content, dict) and content else [name]
-    yield from _unknown(keys, f"sections: {', '.join(RunConfig.model_fields)}")
-
-
-def _unknown(keys: Sequence[str], known: str) -> Iterator[str]:
-    """Yield messages for unknown settings: a hint for each, or ``known`` once for all that have none."""
-    hints = {key: _hint(key) for key in keys[:_MAX_HINTS]}
-    yield from filter(None, hints.values())
-    rest = [key for key in keys if not hints.get(key)]
-    if rest:
-        listed = ", ".join(map(shown, rest[:_MAX_HINTS]))
-        more = f" and {len(rest) - _MAX_HINTS:,} more" if len(rest) > _MAX_HINTS else ""
-        yield f"there {'is no setting' if len(rest) == 1 else 'are no settings'} {listed}{more}; {known}"
-
-
-def _hint(key: str) -> str:
-    """Return a message with the ``name`` that an unknown setting belongs to, or the nearest known setting; or ""."""
-    if names := _names_with(key):
-        return f"{key} is a setting of {' or '.join(names)} only; set that, too, or leave it out"
-    section, _, last = key.rpartition(".")
-    parted = {known: known.rpartition(".") for known in _all_keys()}
-    same = [known for known, (_, _, name) in parted.items() if name == last]
-    # Within a section only the names are compared, of which few letters may differ.
-    inside = {name: known for known, (known_in, _, name) in parted.items() if known_in == section}
-    choices, word = (inside, last) if inside else (dict(zip(parted, parted, strict=True)), key)
-    close = same or [choices[each] for each in difflib.get_close_matches(word, choices, n=1, cutoff=0.6)]
-    return f"there is no setting {shown(key)}; did you mean '{close[0]}'?" if close else ""
-
-
-def _names_with(key: str) -> list[str]:
-    """Return `section.name=...` for each name under which a section has the setting ``key``."""
-    section, _, field = key.partition(".")
-    if section not in NAMED:
-        return []
-    return [f"{section}.name={entry.name}" for entry in NAMED[section].entries if field in entry.config.model_fields]
+def _unknown(keys: Sequence[str]) -> Iterator[str]:
+    """Yield a message for each unknown setting: the ``name`` that it belongs to, the nearest known one, or all."""
+    known = list(_all_keys())
+    for key in keys[:_MAX_HINTS]:
+        section, _, last = key.rpartition(".")
+        entries = NAMED[section].entries if section in NAMED else ()
+        if names := [f"{section}.name={entry.name}" for entry in entries if last in entry.config.model_fields]:
+            yield f"{key} is a setting of {' or '.join(names)} only; set that, too, or leave it out"
+            continue
+        same = [other for other in known if other.rpartition(".")[2] == last]
+        # Within a section only the names are compared, of which few letters may differ.
+        inside = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
+        word, choices = (last, inside) if inside else (key, dict(zip(known, known, strict=True)))
+        close = same or [choices[name] for name in difflib.get_close_matches(word, choices, n=1, cutoff=0.6)]
+        listed = ", ".join(inside.values() or RunConfig.model_fields)
+        hint = f"did you mean '{close[0]}'?" if close else f"known: {listed}"
+        yield f"there is no setting {shown(key)}; {hint}"
+    if len(keys) > _MAX_HINTS:
+        yield f"{len(keys) - _MAX_HINTS:,} more settings are unknown"
 
 
 def _all_keys() -> Iterator[str]:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -239,17 +240,8 @@ def counting(
             last = now
             rate = count / (now - start)
             so_far = f"{before + count:,} of {total:,} {unit}" if total else counted(before + count, unit)
-            left = f", {_duration((total - before - count) / rate)} left" if total and rate else ""
+            left = f", {timedelta(seconds=round((total - before - count) / rate))} left" if total and rate else ""
             logger.info("%s: %s, %.0f per second%s", description, so_far, rate, left)
 
     yield advance
     logger.info("%s: %s in %.1f s", description, counted(count, unit), time.monotonic() - start)
-
-
-def _duration(seconds: float) -> str:
-    """Return a duration in the two largest of its units."""
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

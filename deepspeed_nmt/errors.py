@@ -192,14 +192,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a hint for a misspelt word, to append to a message.
 
     Returns:
-        "; did you mean 'x'?" if a correct word is similar, else a list of the correct words; of many, the nearest.
+        "; did you mean 'x'?" if a correct word is similar, else a list of the correct words.
     """
     choices = sorted(known)
     alike = [choice for choice in choices if min(len(choice), len(word)) > 0.5 * max(len(choice), len(word))]
     close = difflib.get_close_matches(word, alike, n=1, cutoff=0.6)  # "ter" is a part of "meteor", no misspelling
     if close:
         return f"; did you mean '{close[0]}'?"
-    if len(choices) > _MAX_KNOWN:
-        nearest = difflib.get_close_matches(word, choices, n=_MAX_KNOWN, cutoff=0.0)
-        return f"; {len(choices)} are known, among them {', '.join(sorted(nearest))}"
-    return f"; known: {', '.join(choices)}" if choices else ""
+    more = f" and {len(choices) - _MAX_KNOWN} more" if len(choices) > _MAX_KNOWN else ""
+    return f"; known: {', '.join(choices[:_MAX_KNOWN])}{more}" if choices else ""

@@ -58,11 +58,7 @@ _NOT_PLAIN = {
 
 
 def open_regular(path: Path) -> BufferedReader[Any]:
-    """Open a file to read. A pipe or a device in its place is an error, since reading it may never end.
-
-    Raises:
-        OSError: if it cannot be opened, or is no regular file.
-    """
+    """Open a file to read. A pipe or a device in its place is an error, since reading it may never end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is opened without waiting for its writer
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -150,9 +146,6 @@ def text_lines(stream: BufferedReader[Any], name: Path | str = "the text") -> It
 
     Only line feeds end a line; other line breaks of Unicode are part of the text. Bytes that are not UTF-8 become
     U+FFFD, so no line is lost; such a line is a :class:`~deepspeed_nmt.text.DamagedLine`.
-
-    Raises:
-        DataError: if the stream is compressed or UTF-16, or a line has no end.
     """
     return map(text_of, raw_lines(stream, name))
 
@@ -189,11 +182,7 @@ def sync_directory(path: Path) -> None:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Parse JSON from a file that may be damaged.
-
-    Raises:
-        ValueError: if it is not JSON, or its nesting is too deep.
-    """
+    """Parse JSON from a file that may be damaged."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -231,11 +220,7 @@ def replaces(path: Path, stream: IO[Any]) -> bool:
 
 
 def check_utf8_name(path: Path, name: str) -> None:
-    """Check that a path can be recorded in JSON, and opened by libraries that take UTF-8 only.
-
-    Raises:
-        DataError: if it cannot.
-    """
+    """Check that a path can be recorded in JSON, and opened by libraries that take UTF-8 only."""
     try:
         str(path).encode()
     except UnicodeEncodeError as error:

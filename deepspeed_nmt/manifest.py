@@ -105,11 +105,7 @@ def read_record(path: Path) -> bytes:
 
 
 def read_files(path: Path) -> dict[str, FileRecord]:
-    """Return the files that a record of any kind lists, by name; see :func:`read_record`.
-
-    Raises:
-        DamagedRecordError: also if it lists none.
-    """
+    """Return the files that a record of any kind lists, by name; see :func:`read_record`."""
     content = read_record(path)
     try:
         return _Files.model_validate_json(content).files

@@ -46,7 +46,6 @@ MAY_IMPORT = {
 PARTS = set(MAY_IMPORT)
 COMPOSITION = {
     "config": PARTS,
-    "settings_reference": {"config"},
     "build": PARTS | {"config"},
     "run": PARTS | {"config", "build"},
     "parity": PARTS | {"config", "build"},

@@ -148,21 +148,12 @@ class CommandMetric(Metric):
         Args:
             result: file for the number.
             log: file for what the program prints.
-
-        Raises:
-            MetricError: if it cannot be called.
-            OSError: if the log cannot be written.
         """
         with log.open("wb") as stream:
             return self._call(files, (result,), stream, stream)
 
     def read(self, result: Path) -> float | None:
-        """Read the number from the file of a late program; None while there is none.
-
-        Raises:
-            MetricError: if the file has something else.
-            OSError: if it cannot be read.
-        """
+        """Read the number from the file of a late program; None while there is none."""
         with suppress(FileNotFoundError), result.open("rb") as stream:
             if text := _last_line(stream):
                 return self._number(text, f"the last line of {result}")
@@ -213,11 +204,7 @@ class CommandMetric(Metric):
 
 
 def check_programs(metrics: Sequence[CommandMetric]) -> None:
-    """Check that programs can be called.
-
-    Raises:
-        ConfigError: if some cannot, all of them at once.
-    """
+    """Check that programs can be called."""
     if problems := [metric.problem for metric in metrics if metric.problem]:
         raise ConfigError(problems)
 

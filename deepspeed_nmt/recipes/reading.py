@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -124,27 +125,14 @@ def _check(root: yaml.Node, source: str) -> None:
             raise _too_large(source)
         below: list[yaml.Node] = []
         if isinstance(node, yaml.MappingNode):
-            problems.update(dict.fromkeys(_duplicates(node)))
+            keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            problems.update(dict.fromkeys(key for key, count in keys.items() if count > 1))
             below = [each for pair in node.value for each in pair]
         elif isinstance(node, yaml.SequenceNode):
             below = node.value
         pending += [(each, depth + 1) for each in below]
     if problems:
-        raise ConfigError([f"{source} must have each key once, but has {each}; remove one" for each in problems])
-
-
-def _duplicates(node: yaml.MappingNode) -> list[str]:
-    """Return a phrase for each key that a mapping has twice; YAML itself lets the last one win."""
-    lines: dict[str, int] = {}
-    found = []
-    for key, _ in node.value:
-        if isinstance(key, yaml.ScalarNode):
-            line = key.start_mark.line + 1
-            if (before := lines.get(key.value)) is not None:
-                where = f"twice in line {line}" if line == before else f"in lines {before} and {line}"
-                found.append(f"'{key.value}' {where}")
-            lines[key.value] = line
-    return found
+        raise ConfigError([f"{source} has the key '{key}' more than once; remove one" for key in problems])
 
 
 def _too_large(source: str) -> ConfigError:

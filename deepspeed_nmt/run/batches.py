@@ -26,11 +26,7 @@ _COMPARED_UPDATES = 12
 def update_order_of(
     corpora: Corpora, config: RunConfig, data: TrainingData, progress: Progress | None = None
 ) -> UpdateOrder:
-    """Return which sentences make which update of a run.
-
-    Raises:
-        ConfigError: if some updates have no corpus, or updates are smaller than sentences.
-    """
+    """Return which sentences make which update of a run."""
     phases = () if progress is None else progress.phases
     if not phases and not data.is_mixture:
         return EpochOrder(corpora, config.training.seed, config.batch.update_tokens)
@@ -44,9 +40,6 @@ def layout_on(config: RunConfig, precision: Precision, capability: Capability | 
 
     "auto" is packed where attention within packed sentences has a fast kernel: on a GPU from sm_80 up in 16 bit,
     without dropout of attention weights.
-
-    Raises:
-        ConfigError: if the layout is packed, but the model cannot be trained in it.
     """
     model, layout = config.model, config.batch.layout
     if layout == "packed" and not model.packed:
@@ -61,11 +54,7 @@ def layout_on(config: RunConfig, precision: Precision, capability: Capability | 
 
 
 def batch_on(config: RunConfig, data: TrainingData, precision: Precision, world: World) -> BatchConfig:
-    """Return sizes of batches with their layout on these ranks.
-
-    Raises:
-        ConfigError: if the model cannot be trained in the layout, or a sentence does not fit into a micro-batch.
-    """
+    """Return sizes of batches with their layout on these ranks."""
     layout = layout_on(config, precision, capability_of(world.device))
     batch = config.batch.model_copy(update={"layout": layout})
     if config.batch.layout == "auto" and layout == "packed":
@@ -79,11 +68,7 @@ def has_packed_kernel(precision: Precision, capability: Capability | None) -> bo
 
 
 def with_less_padding(batch: BatchConfig, order: UpdateOrder, world: World) -> BatchConfig:
-    """Return sizes of batches with the packed layout, or the padded one where that has clearly less padding.
-
-    Raises:
-        ConfigError: if a sentence does not fit into a micro-batch.
-    """
+    """Return sizes of batches with the packed layout, or the padded one where that has clearly less padding."""
     longest = check_lengths(order.corpora, batch)
     padded, packed = estimates(order.sample(), longest, batch, world.data_ranks, updates_sampled=_COMPARED_UPDATES)
     if not prefers_padded(padded, packed):

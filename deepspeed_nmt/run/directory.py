@@ -133,9 +133,6 @@ class Run:
 
         Args:
             references: one reference of each sentence, in the form of the text that the run was trained on.
-
-        Raises:
-            ConfigError: if sacremoses is required and not installed.
         """
         metrics, _ = ValidationConfig().chosen(self.text_form)
         return Scorer(metrics, self.text_form, [self.tokenizer.reference(line) for line in references])
@@ -186,11 +183,7 @@ class Run:
 
 
 def check_record(checkpoint: Checkpoint, config: RunConfig, files: Mapping[str, FileRecord]) -> None:
-    """Check that a checkpoint is of a run with the same fixed settings and the same vocabulary.
-
-    Raises:
-        CheckpointError: if it is of another run.
-    """
+    """Check that a checkpoint is of a run with the same fixed settings and the same vocabulary."""
     if (record := checkpoint.run) is None:
         return
     now = config.flat()
@@ -219,9 +212,6 @@ def check_contents(run: Path) -> None:
 
     Reading a pipe may never end, and a link may lead to any file of this user. Only the directories of checkpoints
     may be links, to another disk: they have hashes, and none of their text is shown.
-
-    Raises:
-        DataError: if a file of the run is a pipe or a device, or a link that leads out of the run.
     """
     places = [run / name for name in (*_FILES_READ, LOGS, VALIDATION, CHECKPOINTS)]
     inside, store = resolved(run), run / CHECKPOINTS
@@ -273,11 +263,7 @@ class DataRecord(Config):
 
     @classmethod
     def read(cls, run: Path) -> DataRecord:
-        """Read the record of a run.
-
-        Raises:
-            DataError: if it is missing or cannot be read.
-        """
+        """Read the record of a run."""
         try:
             return cls.model_validate_json(read_regular(run / DATA_FILE))
         except (OSError, ValidationError) as error:
@@ -305,12 +291,7 @@ class RunManifest(Config):
 
     @classmethod
     def read(cls, path: Path) -> RunManifest:
-        """Read the manifest of a run.
-
-        Raises:
-            DamagedRecordError: if it is missing, or does not match its hash.
-            ValidationError: if it is not a manifest of a run.
-        """
+        """Read the manifest of a run."""
         return cls.model_validate_json(read_record(path / MANIFEST_FILE))
 
     def problems(self, path: Path) -> dict[str, str]:
@@ -389,11 +370,7 @@ def verify_run(path: Path, data: Path | None = None) -> dict[str, FileRecord]:
 
 
 def _rewritten_manifest(path: Path, error: Exception) -> RunManifest:
-    """Write the manifest of a run again: it records the files that the newest checkpoint knows.
-
-    Raises:
-        DataError: if no checkpoint has a record.
-    """
+    """Write the manifest of a run again: it records the files that the newest checkpoint knows."""
     record = CheckpointStore(path / CHECKPOINTS).record()
     clause = str(error) if isinstance(error, DamagedRecordError) else f"{MANIFEST_FILE} is not what `train` writes"
     if record is None:
@@ -433,9 +410,6 @@ def _restored(
     """Return the contents of lost or damaged files, from the newest checkpoint or a data directory.
 
     Settings that exist are not replaced: they may be the user's work.
-
-    Raises:
-        DataError: if a file cannot be restored.
     """
     record = CheckpointStore(path / CHECKPOINTS).record()
     recorded = {} if record is None else _recorded_contents(record)

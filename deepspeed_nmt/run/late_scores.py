@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -64,6 +64,10 @@ class ValidationRecord:
         """True if a value that chooses is to come."""
         return bool(set(self.late) & set(self.choice.tags))
 
+    def rank(self) -> tuple[float, float]:
+        """Return the values that compare validations; the better one has the higher."""
+        return self.choice.rank(self.validation.score, self.validation.loss)
+
     @property
     def validation(self) -> Validation:
         """The validation, with the values that are known."""
@@ -89,9 +93,6 @@ class LateScores:
 
         Args:
             values: values that are known, by tag.
-
-        Raises:
-            OSError: if the validation cannot be recorded.
         """
         self._warn_of_failures()
         started = []
@@ -170,36 +171,18 @@ def choose_best(run: Run) -> str:
                     metrics.log_late(new.update, new.target_tokens, values)
         scored = [record for record in records if record.choice.by == progress.best_by and not record.awaits_score]
         kept = {store.update_of(name) for name in store.names()}
-        best = _best_of(scored, kept, {record.update for record in before if record.awaits_score})
+        best = max((record for record in scored if record.update in kept), key=ValidationRecord.rank, default=None)
         earlier = store.chosen()
         if best is not None and (
             earlier is None
             or earlier.by != best.choice.by
             or earlier.update not in kept
-            or best.choice.rank(best.validation.score, best.validation.loss)
-            > best.choice.rank(earlier.score, earlier.loss)
+            or best.rank() > best.choice.rank(earlier.score, earlier.loss)
         ):
             validation = best.validation
             store.choose(Chosen(update=best.update, by=best.choice.by, score=validation.score, loss=validation.loss))
             record_best(Events(run.path, active=True), best.update, validation)
         return _line_about(run, sum(record.awaits_score for record in records), earlier)
-
-
-def _best_of(
-    records: Sequence[ValidationRecord], kept: Iterable[int], is_new: Iterable[int]
-) -> ValidationRecord | None:
-    """Return the best validation whose checkpoint was kept; warn of new ones that were better."""
-    ranked = sorted(records, key=lambda record: record.choice.rank(record.validation.score, record.validation.loss))
-    for record in reversed(ranked):
-        if record.update in kept:
-            return record
-        if record.update in is_new:
-            logger.warning(
-                "%s of update %d is the best so far, but its checkpoint was not kept; raise validation.late_keep",
-                record.choice.by,
-                record.update,
-            )
-    return None
 
 
 def _line_about(run: Run, pending: int, earlier: Chosen | None) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,9 +53,10 @@ def search_settings(runs: Sequence[Run], changes: Mapping[str, Any], exits: Sequ
         )
     kind = SEARCHES[settings["name"]].config
     if unknown := [key for key, value in changes.items() if value is not None and key not in kind.model_fields]:
+        having = [entry.name for entry in SEARCHES.entries if unknown[0] in entry.config.model_fields]
         raise ConfigError(
-            f"{option(unknown[0])} is no option of search.name={settings['name']}, which decodes here; "
-            + _remedy(runs, unknown[0], exits)
+            f"{option(unknown[0])} is no option of search.name={settings['name']}, which decodes here; leave it out"
+            + f", or use search {' or '.join(having)}" * bool(having)
         )
     settings = {key: value for key, value in settings.items() if key in kind.model_fields}
     if type(run.config.search) is not kind:  # which can have other bounds for a setting of the same name
@@ -89,30 +90,8 @@ def _problems(kind: type[Config], settings: Mapping[str, Any]) -> list[ErrorDeta
     return []
 
 
-def _remedy(runs: Sequence[Run], setting: str, exits: Sequence[str]) -> str:
-    """Return the remedy for a setting that the search lacks; another search only if it can decode with the runs."""
-    config = runs[0].config
-    if exits and setting in type(config.search).model_fields:
-        chosen = " and ".join(map(option, exits))
-        return f"leave out {chosen} to decode with {config.search.name}, or leave out {option(setting)}"
-    kinds = [entry.config() for entry in SEARCHES.entries if setting in entry.config.model_fields]
-    possible = [
-        kind.name
-        for kind in kinds
-        if isinstance(kind, SearchConfig)
-        and not replace(config.parts, search=kind).contradictions()
-        and not (kind.needs_exits and len(runs) > 1)
-    ]
-    return f"use search {' or '.join(possible)}, or leave it out" if possible else "leave it out"
-
-
 def check_ensemble(runs: Sequence[Run], weights: Sequence[float] | None) -> None:
-    """Check that runs can be combined.
-
-    Raises:
-        ConfigError: if there is none, or they have different vocabularies, or one predicts masked tokens, or the
-            weights are not one positive number for each.
-    """
+    """Check that runs can be combined."""
     if not runs:
         raise ConfigError("`run` is empty; give a run directory or several")
     if len({run.tokenizer.digest for run in runs}) > 1:
@@ -143,20 +122,23 @@ def warn_of_differences(runs: Sequence[Run], search: SearchConfig, given: Mappin
         given: options and settings of the search by name; the runs do not matter for those that are not None.
     """
     chosen = {name for name, value in given.items() if value is not None}
+    fields = {*type(search).model_fields} - chosen
     for run in runs[1:]:
+        tags = zip(("tag", "tag_target"), astuple(runs[0].tags), astuple(run.tags), strict=True)
         differing = [
             f"{option(name)} ({own or 'none'} and {other or 'none'})"
-            for name, own, other in (
-                ("tag", runs[0].tags.source, run.tags.source),
-                ("tag_target", runs[0].tags.target, run.tags.target),
-            )
+            for name, own, other in tags
             if own != other and name not in chosen
         ]
         if runs[0].text_form.contradicts(run.text_form):
             differing.append(f"the form of their text ({runs[0].text_form} and {run.text_form})")
-        differing += _differing_settings(
-            runs[0].config.search, run.config.search, {*type(search).model_fields} - chosen
-        )
+        one, two = runs[0].config.search.model_dump(), run.config.search.model_dump()
+        names = {"name"} if "name" in fields and one["name"] != two["name"] else fields & one.keys() & two.keys()
+        differing += [
+            f"search.{name} ({shown(one[name])} and {shown(two[name])})"
+            for name in one
+            if name in names and one[name] != two[name]
+        ]
         if differing:
             logger.warning(
                 "%s and %s differ in %s; the ensemble decodes with what %s has, unless other options are given",
@@ -167,23 +149,11 @@ def warn_of_differences(runs: Sequence[Run], search: SearchConfig, given: Mappin
             )
 
 
-def _differing_settings(first: SearchConfig, other: SearchConfig, names: Collection[str]) -> list[str]:
-    """Return phrases for settings in which two searches differ: their names alone, or settings that both have."""
-    one, two = first.model_dump(), other.model_dump()
-    if "name" in names and first.name != other.name:
-        names = ("name",)
-    both = [name for name in one if name in names and name in two]
-    return [f"search.{name} ({shown(one[name])} and {shown(two[name])})" for name in both if one[name] != two[name]]
-
-
 def suppressed(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[int, ...]:
     """Return the numbers of tokens that are never predicted.
 
     Args:
         texts: the tokens, as the vocabulary spells them or as text that is one token.
-
-    Raises:
-        ConfigError: if a text is no token of the target, or is the end of sentences.
     """
     found = []
     for text in texts:
@@ -207,9 +177,6 @@ def chosen_tags(run: Run, source: str | None, target: str | None) -> Tags:
     Args:
         source: symbol given by the user for source lines; "" for none, None for that of the run's data.
         target: symbol given by the user for translations, in the same way.
-
-    Raises:
-        DataError: if a symbol given is none of the vocabulary.
     """
     recorded = run.tags
     tags = Tags(
@@ -234,11 +201,7 @@ def chosen_exit(model: TranslationModel, options: DecodeOptions) -> str:
 
 
 def cut_at(run: Run, model: TranslationModel, exit: str) -> TranslationModel:
-    """Return a run's model, cut at an exit.
-
-    Raises:
-        ConfigError: if the run has no such exit.
-    """
+    """Return a run's model, cut at an exit."""
     try:
         cut = model.at_exit(exit)
     except ConfigError as error:
@@ -446,9 +409,6 @@ class Opened:
 
         Args:
             layer: number of the layer for all; None to choose those that align best on validation text.
-
-        Raises:
-            ConfigError: if a layer does not exist, or cannot be chosen.
         """
         if layer is not None:
             for model in models:

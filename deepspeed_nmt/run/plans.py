@@ -61,11 +61,7 @@ class Plans:
         return self._parameters[key]
 
     def on(self, gpu: Gpu, ranks: int, config: RunConfig, vocabulary: Vocabulary) -> Planned:
-        """Return the planner of a run on ``ranks`` GPUs.
-
-        Raises:
-            ConfigError: if a setting cannot be respected on these GPUs.
-        """
+        """Return the planner of a run on ``ranks`` GPUs."""
         kernels = build_kernels(config).planned_for(gpu.capability)
         engine = resolve_engine_for(
             config.engine,
@@ -79,11 +75,7 @@ class Plans:
 
 
 def check_tensor_ranks(config: RunConfig, ranks: int) -> None:
-    """Refuse a number of GPUs to plan for that cannot be divided into tensor-parallel groups.
-
-    Raises:
-        ConfigError: if ``engine.tensor_parallel`` does not divide it.
-    """
+    """Refuse a number of GPUs to plan for that cannot be divided into tensor-parallel groups."""
     tensor_ranks = config.engine.tensor_parallel
     if ranks % tensor_ranks:
         raise ConfigError(f"engine.tensor_parallel is {tensor_ranks}, which does not divide --num-gpus {ranks}")
@@ -152,11 +144,7 @@ def tokens_of(vocabulary: Vocabulary) -> str:
 
 
 def layout_estimates(config: RunConfig, data: TrainingData, num_gpus: int) -> list[LayoutEstimate]:
-    """Return the micro-batches that each layout the model can have makes of the training text.
-
-    Raises:
-        ConfigError: if a sentence does not fit into a micro-batch, or `train` would refuse the layout or the ranks.
-    """
+    """Return the micro-batches that each layout the model can have makes of the training text."""
     layout_on(config, "fp32", None)
     check_tensor_ranks(config, num_gpus)
     ranks = num_gpus // config.engine.tensor_parallel

@@ -177,11 +177,7 @@ def _check_lengths(
 
 
 def check_size(model: TranslationModel, engine: EngineSettings, world: World) -> None:
-    """Refuse a model that this host cannot hold; the system would kill the process while it is built.
-
-    Raises:
-        ConfigError: if the ranks of this host need more than its memory, or than the limit of the job or container.
-    """
+    """Refuse a model that this host cannot hold; the system would kill the process while it is built."""
     local = max(1, local_ranks(os.environ)) if world.ranks > 1 else 1
     sizes = Counter[bool]()
     for parameter in model.parameters():
@@ -210,11 +206,7 @@ def check_size(model: TranslationModel, engine: EngineSettings, world: World) ->
 def resolve_recomputation(
     config: RunConfig, vocabulary: Vocabulary, engine: EngineSettings, world: World, kernels: Kernels
 ) -> RecomputedLayers:
-    """Return every k-th encoder and decoder layer to recompute: the settings, or for "auto" as few layers as fit.
-
-    Raises:
-        ConfigError: if a setting is "auto" on a CPU, and ``engine.memory_gib`` is not set.
-    """
+    """Return every k-th encoder and decoder layer to recompute: the settings, or for "auto" as few layers as fit."""
     sides = (config.engine.recompute_encoder, config.engine.recompute_decoder)
     if "auto" not in sides:
         return sides  # type: ignore[return-value]
@@ -242,12 +234,7 @@ def resolve_recomputation(
 
 
 def check_ranks_agree(config: RunConfig, data: TrainingData, world: World) -> None:
-    """Check that all ranks have the settings and the data of rank 0, since each host may have files of its own.
-
-    Raises:
-        ConfigError: if settings differ, naming their sections.
-        DataError: if the data differs.
-    """
+    """Check that all ranks have the settings and the data of rank 0, since each host may have files of its own."""
     own: dict[str, Any] = {
         "settings": config.model_dump(mode="json"),
         "data": [data.main.text_form.form, *(f"{part.identity} {part.weights}" for part in data.parts)],
@@ -286,9 +273,6 @@ def agree_on_kernels(kernels: Kernels, world: World, dtypes: Iterable[torch.dtyp
     """Return kernels that all ranks have: if any rank lacks one, all ranks fall back to torch for its operation.
 
     Otherwise ranks that share a model would draw different dropout masks.
-
-    Raises:
-        ConfigError: on all ranks, if a backend that the settings name is not available on one.
     """
     with fail_together(world):
         chosen = [kernels.choices(world.device, dtype) for dtype in dtypes]
@@ -302,11 +286,7 @@ def agree_on_kernels(kernels: Kernels, world: World, dtypes: Iterable[torch.dtyp
 
 
 def check_room(run: Path, config: RunConfig, data: TrainingData) -> None:
-    """Check that a run's checkpoints have room, before anything is written, unless the run has ended.
-
-    Raises:
-        ConfigError: if its checkpoints cannot be written, or have no room.
-    """
+    """Check that a run's checkpoints have room, before anything is written, unless the run has ended."""
     training = config.training
     store = CheckpointStore(run / CHECKPOINTS, training.keep_last, training.keep_best)
     names = store.names()

@@ -128,11 +128,7 @@ def begin(path: Path, config: RunConfig, data: TrainingData, *, restart: bool = 
 
 
 def recorded_data(path: Path) -> TrainingData:
-    """Open the data directories that a run was last trained on.
-
-    Raises:
-        DataError: if one is not where it was, or is incomplete.
-    """
+    """Open the data directories that a run was last trained on."""
     record = DataRecord.read(path)
     options = [each.option for each in record.corpora] or [DataOption(Path(record.path))]
     for option in options:
@@ -302,10 +298,6 @@ def run_lock(path: Path, patience_s: float = 0.0) -> Iterator[None]:
     Args:
         patience_s: time limit in seconds of waiting for another holder. A network file system may release the lock of
             a lost host late.
-
-    Raises:
-        ConfigError: if it is a file.
-        DataError: if another process holds the lock.
     """
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{path} is a file; give --run another name")
@@ -426,12 +418,7 @@ class OriginRecord(Config):
 def load_first_weights(
     model: TranslationModel, config: RunConfig, origin: Origin | None, data: DataDirectory
 ) -> OriginRecord | None:
-    """Give a new run's model the weights of another run, if it has an origin, or else pretrained ones, if it has any.
-
-    Raises:
-        ConfigError: if frozen parts would keep random weights; or as :func:`warm_start`.
-        CheckpointError: as :func:`warm_start`.
-    """
+    """Give a new run's model the weights of its origin, if it has one, or pretrained ones."""
     if origin is not None:
         return warm_start(model, config, origin, data)
     if not model.load_pretrained() and not all(parameter.requires_grad for parameter in model.parameters()):

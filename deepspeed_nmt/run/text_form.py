@@ -10,11 +10,7 @@ from deepspeed_nmt.text import TextForm
 
 
 def verify_vocabulary(path: Path) -> None:
-    """Verify the files of a run, and restore what is lost. A data directory is verified when it is opened.
-
-    Raises:
-        DataError: if a file of a run is lost or damaged and cannot be restored.
-    """
+    """Verify the files of a run, and restore what is lost. A data directory is verified when it is opened."""
     if (path / "checkpoints").is_dir():
         from deepspeed_nmt.run.directory import verify_run  # takes seconds
 
@@ -22,11 +18,7 @@ def verify_vocabulary(path: Path) -> None:
 
 
 def recorded_form(path: Path, tokenizer: Tokenizer) -> TextForm:
-    """Return the form of the text of a run or data directory.
-
-    Raises:
-        DataError: if its record cannot be read.
-    """
+    """Return the form of the text of a run or data directory."""
     if (path / META_FILE).exists():
         return DataDirectory.open(path).text_form
     from deepspeed_nmt.run.directory import DATA_FILE, DataRecord  # takes seconds

@@ -38,11 +38,7 @@ SPLIT = "valid"
 
 
 def given_sets(values: Sequence[str]) -> dict[str, str]:
-    """Return the directories of validation sets by name, from NAME=DIR as ``train --valid`` takes it.
-
-    Raises:
-        ConfigError: if a value has another form, or a name is given twice.
-    """
+    """Return the directories of validation sets by name, from NAME=DIR as ``train --valid`` takes it."""
     sets: dict[str, str] = {}
     for value in values:
         name, _, directory = value.partition("=")
@@ -61,11 +57,7 @@ def given_sets(values: Sequence[str]) -> dict[str, str]:
 
 
 def open_sets(config: ValidationConfig, data: DataDirectory) -> dict[str, DataDirectory]:
-    """Open the data directories of all validation sets by name, first that of the training data.
-
-    Raises:
-        ConfigError: if a directory cannot be opened or has another vocabulary, all of them at once.
-    """
+    """Open the data directories of all validation sets by name, first that of the training data."""
     sets, problems = {MAIN: data}, []
     for name, directory in config.sets.items():
         try:
@@ -102,11 +94,7 @@ def digest(sets: Mapping[str, DataDirectory]) -> str:
 
 
 def check_sets_agree(sets: Mapping[str, DataDirectory], world: World) -> None:
-    """Check that all ranks have the validation sets of rank 0, since each host may have files of its own.
-
-    Raises:
-        DataError: if one differs.
-    """
+    """Check that all ranks have the validation sets of rank 0, since each host may have files of its own."""
     own = {name: [digest({name: each}), each.text_form.form] for name, each in sets.items()}
     main = from_main(own, world)
     with fail_together(world):
@@ -118,12 +106,7 @@ def check_sets_agree(sets: Mapping[str, DataDirectory], world: World) -> None:
 
 
 def check_commands(config: RunConfig, world: World) -> None:
-    """Check that programs can be called, that other ranks wait for them, and that early stopping has a score.
-
-    Raises:
-        ConfigError: if a program cannot be called, or may take longer than other ranks wait; or if patience depends
-            on late scores, which training never reads.
-    """
+    """Check that programs can be called, that other ranks wait for them, and that early stopping has a score."""
     commands, timeout_s = config.validation.commands, config.engine.timeout_s
     with fail_together(world):
         if world.is_main:

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from settings_reference import settings_reference
+
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.choice import is_installed
@@ -18,7 +20,6 @@ from deepspeed_nmt.planning.memory import GIB
 from deepspeed_nmt.recipes import recipes
 from deepspeed_nmt.run.plans import Plans
 from deepspeed_nmt.search.decode_options import RULES, SEARCH, option_rows
-from deepspeed_nmt.settings_reference import settings_reference
 
 LARGE = "deep_decoder_big_54_stabilised"
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
-import yaml
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from pydantic.fields import FieldInfo
@@ -189,20 +188,6 @@ def case_words(content: Mapping[str, Any]) -> list[str]:
     return [f"{section}={json.dumps(values)}" for section, values in content.items()]
 
 
-def nested(content: Mapping[str, Any], changed: list[Change]) -> dict[Any, Any]:
-    """Settings nested by section, with changes."""
-    result: dict[Any, Any] = json.loads(json.dumps(content))
-    for change in changed:
-        *sections, name = change.key.split(".")
-        place = result
-        for each in sections:
-            if not isinstance(place.get(each), dict):
-                place[each] = {}
-            place = place[each]
-        place[name] = change.value
-    return result
-
-
 BASES = [case.settings for case in self_tests().values()]
 """Small models of every method."""
 
@@ -216,44 +201,3 @@ def words(draw: st.DrawFn, tame: bool = False) -> list[str]:
     more = [as_word(change) for each in chosen for change in each]
     strange = st.text(max_size=12) | st.sampled_from(["=", "a=", "=1", "model.=1", ".=", "model..dim=1", "model.dim"])
     return [*case_words(base), *more, *([] if fitting or draw(st.integers(0, 9)) else [draw(strange)])]
-
-
-@st.composite
-def yaml_files(draw: st.DrawFn) -> bytes:
-    """A YAML file of settings, sometimes damaged, and sometimes no YAML at all."""
-    if draw(st.integers(0, 9)) == 0:
-        return draw(st.binary(max_size=40) | st.sampled_from(STRANGE_YAML))
-    base: Mapping[str, Any] = draw(st.sampled_from([{}, *BASES]))
-    chosen = draw(st.lists(changes(base, draw(st.booleans())), min_size=1, max_size=6))
-    content = nested(base, [change for each in chosen for change in each])
-    if draw(st.integers(0, 4)) == 0:
-        content[draw(st.one_of(st.text(max_size=5), st.integers(), st.none(), st.booleans()))] = draw(WRONG)
-    options = {"allow_unicode": draw(st.booleans()), "default_flow_style": draw(st.sampled_from([None, False, True]))}
-    text = yaml.safe_dump(content, **options).encode("utf-8", "surrogatepass")
-    if draw(st.integers(0, 3)):
-        return text
-    lines = text.splitlines(keepends=True)
-    where = draw(st.integers(0, len(lines)))
-    what = draw(
-        st.sampled_from([b"\t", b"\0", b"\xef\xbb\xbf", b"&a", b"*a", b"- ", b"{", b"? ", b"---\n", b"!!python/none"])
-    )
-    line = draw(st.sampled_from([what, *lines]))
-    return b"".join([*lines[:where], line, *lines[where:]])
-
-
-STRANGE_YAML = [
-    b"{" * 3000,
-    b"[" * 3000 + b"]" * 3000,
-    b"model: &a [*a]\n",
-    b"a: &a {b: *a}\nmodel: *a\n",
-    b"model: &m {dim: 8, <<: *m}\n",
-    b"".join([b"a0: &a0 [x, x]\n", *(b"a%d: &a%d [*a%d, *a%d]\n" % (n, n, n - 1, n - 1) for n in range(1, 40))]),
-    b"model:\n" + b"".join(b" " * n + b"a:\n" for n in range(1, 1000)),
-    b"model: {dim: 8}\nmodel: {dim: 16}\n",
-    b"model: {dim: 8, dim: 16}\n",
-    b"? [model, layer]\n: 1\n",
-    b"model: 2026-01-01\ntraining: !!binary aGVsbG8=\nsearch: !!set {a, b}\nlayer: 1:30\n",
-    b"training: {seed: " + b"9" * 5000 + b"}\n",
-    b"%YAML 3.0\n---\nmodel: {}\n",
-    "model: {dim: 8}\n".encode("utf-16"),
-]

@@ -7,10 +7,8 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from deepspeed_nmt.config import load_config
-from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.recipes import recipes
-from tests.fuzz.configurations import case_words, words, yaml_files
+from tests.fuzz.configurations import words
 from tests.fuzz.conftest import Explore
 from tests.fuzz.program import run_program
 
@@ -31,21 +29,6 @@ def check_plan(place: Path, case: tuple[str, list[str], str | None]) -> None:
     run_program(["plan", "--recipe", recipe, "--vocab-size", "100", *options, *chosen], place)
 
 
-def check_file(place: Path, content: bytes) -> None:
-    """Read a YAML file, and plan the run if it is sound."""
-    file = place / "settings.yaml"
-    file.write_bytes(content)
-    said = f"{content!r}"
-    outcome = run_program(["train", "--config", "settings.yaml", "--data", "none", "--run", "run"], place, named=said)
-    assert outcome.status == 2, said
-    try:
-        config = load_config(file=file)
-    except ConfigError:
-        return
-    everything = case_words(config.model_dump(mode="json"))
-    run_program(["plan", "--recipe", "sample_small", "--vocab-size", "100", *everything], place, named=said)
-
-
 def check_training(tiny: Path, place: Path, chosen: list[str]) -> None:
     """Train one update with these settings."""
     shutil.rmtree(place / "run", ignore_errors=True)
@@ -54,10 +37,6 @@ def check_training(tiny: Path, place: Path, chosen: list[str]) -> None:
 
 def test_words(place: Path, explore: Explore) -> None:
     explore(lambda case: check_plan(place, case), plans(), 30, 300.0)
-
-
-def test_files(place: Path, explore: Explore) -> None:
-    explore(lambda content: check_file(place, content), yaml_files(), 60, 300.0)
 
 
 def test_training(tiny: Path, place: Path, explore: Explore) -> None:

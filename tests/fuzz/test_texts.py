@@ -160,25 +160,6 @@ def scores(outcome: Outcome) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=pytest.fail) for line in outcome.out.decode().split("\n")[:-1]]
 
 
-def check_report(tiny: Path, place: Path, content: Pairs, ends: Ends, options: str, piped: bool) -> None:
-    """Compare the depths of the run on random text."""
-    clear(place)
-    write_pairs(place, content, ends)
-    words = [
-        "report",
-        "depths",
-        "--run",
-        str(tiny / "run"),
-        "--input",
-        "a",
-        "--reference",
-        "b",
-        "--json",
-        *options.split(),
-    ]
-    scores(run_program(words, place, ["depths.png"], named=repr(content)))
-
-
 OPTIONS = {
     "prepare": [
         *["--vocab-from {}"] * 2,
@@ -189,7 +170,6 @@ OPTIONS = {
     ],
     "translate": ["", "", "--nbest 2", "--max-tokens 9", "--exit 1-1", "--beam 1"],
     "score": ["", "--tokenised", "--segmented", "--lowercase"],
-    "report": ["", "--oracle"],
 }
 
 
@@ -200,7 +180,6 @@ def test_texts(kind: str, tiny: Path, place: Path, explore: Explore) -> None:
         "prepare": (st.tuples(pairs(), pairs(), pairs()), check_prepare, 8),
         "translate": (pairs().map(lambda lines: [line for line, _ in lines]), check_translation, 15),
         "score": (pairs(), check_score, 15),
-        "report": (pairs(300, 5), check_report, 3),
     }[kind]
     examples = st.tuples(content, ENDS, options, st.booleans())
     explore(lambda case: check(tiny, place, *case), examples, number, 180.0)

@@ -208,28 +208,6 @@ def test_a_requeued_slurm_job_waits_for_the_lock_of_a_lost_host(
     assert "waiting, 300 s at most" in capsys.readouterr().err
 
 
-def test_missing_manifests_do_not_start_a_new_run(
-    data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    assert main(train_words(data, run, *small, "training.max_updates=8")) == 0
-    (run / "checkpoints" / "update-0000008" / "manifest.json").write_text("{}")
-    assert main(train_words(data, run, *small, "training.max_updates=9")) == 0
-    said = capsys.readouterr().err
-    assert "using update-0000004" in said and "update-0000008 is damaged" in said
-    for manifest in run.glob("checkpoints/*/manifest.json"):
-        manifest.unlink()
-    refused(train_words(data, run, *small), capsys, "all checkpoints in", str(run))
-
-
-def test_an_empty_validation_set(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("empty.en", "empty.de"):
-        (tmp_path / name).write_text("")
-    words = [*pair_words(data.parent / "text", train="train"), *pair_words(tmp_path, valid="empty")]
-    refused(["prepare", *words, "--out", str(tmp_path / "out")], capsys, "the validation set")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_translation_replaces_the_output_only_when_complete(
     data: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -183,16 +183,6 @@ def test_two_ranks_resume_to_the_bit_and_validate_unequal_numbers_of_sentences(
     assert_same(tmp_path / "run", tmp_path / "straight")
 
 
-def test_another_engine_and_number_of_ranks_continue_the_curve(data: Path, tmp_path: Path, small: list[str]) -> None:
-    settings = [*small, "model.dropout=0"]
-    assert train(data, tmp_path / "one", *settings) == 0
-    train_ranks(data, tmp_path / "run", *settings, "training.max_updates=6", "engine.ds_config=zero2")
-    assert train(data, tmp_path / "run", *settings) == 0
-    expected = checkpoint(tmp_path / "one", 12).weights()
-    for name, weight in checkpoint(tmp_path / "run", 12).weights().items():
-        torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-5, msg=name)
-
-
 def test_translate_average_and_score(
     data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

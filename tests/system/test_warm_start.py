@@ -187,16 +187,6 @@ def grown(data: Path, bottom: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return run
 
 
-def test_an_exit_of_a_run_with_deep_shallow_search_decodes_by_beam(
-    data: Path, bottom: Path, grown: Path, tmp_path: Path
-) -> None:
-    assert translated(data, grown, tmp_path, "--exit", "shallow") == translated(data, bottom, tmp_path)
-    deep = translated(data, grown, tmp_path, "--exit", "deep")
-    assert translated(data, grown, tmp_path, "--run", str(grown)) == deep, (
-        "an ensemble is not decoded by deep-shallow search"
-    )
-
-
 def test_a_tuned_pair_chooses_what_translate_writes_with_it(
     data: Path, bottom: Path, grown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,27 +249,6 @@ def test_an_exit_applies_to_each_run_of_an_ensemble(
     for runs, exit in (([bottom, deeper], "3"), ([bottom, grown], "1")):
         more = ["--run", str(runs[1]), "--decoder-layers", exit]
         refused(to_stdout(data, runs[0], *more), capsys, f"{bottom if exit == '3' else grown}: ", "exit")
-
-
-def test_report_depths_checks_its_options(
-    data: Path, bottom: Path, grown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text, picture = data.parent / "text", tmp_path / "depths.png"
-    command = ["report", "depths", "--checkpoint", "last", "--input", str(text / "test.en")]
-    command += ["--reference", str(text / "test.de"), "--out"]
-    cases: list[tuple[Path, list[str], list[str]]] = [
-        (picture, ["--max-loss", "-1"], ["--max-loss", "-1.0"]),
-        (tmp_path / "depths", [], [".png", ".svg"]),
-        (tmp_path, [], [str(tmp_path), "directory"]),
-    ]
-    for out, more, expected in cases:
-        error = refused([*command, str(out), "--run", str(bottom), *more], capsys, *expected)
-        assert "update" not in error, "refused before the model is loaded"
-    refused([*command, str(picture), "--run", str(grown)], capsys, "shallow", "deep")
-    assert main([*command, str(picture), "--run", str(bottom)]) == 0
-    error = capsys.readouterr().err
-    assert "only 1 of its 4 depths (2-2)" in error and "20 sentences" in error and "200" in error
-    assert [path.name for path in tmp_path.iterdir()] == ["depths.png"]
 
 
 def test_report_sweep_translates_a_test_set_once(

@@ -17,9 +17,9 @@ from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, REGULARIZERS
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.search import SEARCHES
-from deepspeed_nmt.settings_reference import settings_reference
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from deepspeed_nmt.train.optimizers import OPTIMIZERS
+from launch.docs.settings_reference import settings_reference
 from tests.models import two_pairs
 from tests.support import run_ranks
 from tests.system.conftest import SMALL

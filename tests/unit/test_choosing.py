@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,14 +174,6 @@ def test_training_keeps_a_late_choice_until_it_goes_back_or_another_measure_choo
     assert store.chosen() is not None
     store.forget_choice_after(2)
     assert store.chosen() is None
-
-
-def test_a_better_score_whose_checkpoint_is_gone_is_reported(late_run: Any, caplog: pytest.LogCaptureFixture) -> None:
-    shutil.rmtree(late_run.checkpoints.directory / "update-0000002")
-    result(late_run, 2, "0.9\n")
-    result(late_run, 3, "0.1\n")
-    assert "update-0000003" in choose_best(late_run)
-    assert "valid/a of update 2 is the best so far, but its checkpoint was not kept" in caplog.text
 
 
 def test_choosing_waits_for_the_training_that_removes_checkpoints(

@@ -63,12 +63,6 @@ def test_stdout_is_utf8_in_any_locale() -> None:
     assert done.stdout == "über ".encode() + b"\xff\n" and done.stderr == b""
 
 
-def test_a_working_directory_that_was_removed(tmp_path: Path) -> None:
-    line = 'mkdir "$2/gone" && cd "$2/gone" && rmdir "$2/gone" && "$0" -c "$1" sample-data --out text'
-    done = shell(line, FULL, tmp_path)
-    assert done.returncode == 2 and b"the working directory must exist, but was removed" in done.stderr
-
-
 def test_a_log_file_that_cannot_be_written_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging()
     log_to(Path("/dev/full"))
@@ -98,14 +92,3 @@ def test_files_without_permission_are_a_mistake_of_the_user(
     setup_logging()
     assert report(error) == EXIT_USER_ERROR
     assert f"error: {message}" in capsys.readouterr().err
-
-
-def test_python_without_docstrings() -> None:
-    done = shell('"$0" -OO -c "$@"', FULL, "--version")
-    assert done.returncode == 0 and done.stdout.startswith(b"deepspeed-nmt ")
-
-
-def test_an_error_that_names_a_descriptor(capsys: pytest.CaptureFixture[str]) -> None:
-    setup_logging()
-    assert report(OSError(errno.EDQUOT, "Disk quota exceeded", 5)) == 1
-    assert "error: Disk quota exceeded; free some space" in capsys.readouterr().err

@@ -68,22 +68,6 @@ def test_a_file_that_exists_keeps_its_permissions(mode: int, tmp_path: Path) -> 
     assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
 
 
-def test_an_owner_that_cannot_be_kept_leaves_group_and_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    owners = []
-
-    def chown(path: object, owner: int, group: int) -> None:
-        owners.append((owner, group))
-        if owner != -1:
-            raise PermissionError
-
-    monkeypatch.setattr("os.chown", chown)
-    path = tmp_path / "file"
-    path.touch(mode=0o640)
-    atomic_write_text(path, "new")
-    own = path.stat()
-    assert owners == [(own.st_uid, own.st_gid), (-1, own.st_gid)] and stat.S_IMODE(own.st_mode) == 0o640
-
-
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
 def test_new_files_follow_the_umask(mask: int, mode: int, tmp_path: Path) -> None:
     with umask(mask), staged(tmp_path / "new") as new:
@@ -109,29 +93,6 @@ def test_what_is_no_regular_file_is_refused_at_once(kind: str, tmp_path: Path) -
         with pytest.raises(OSError, match=path.name) as error:
             read(path)
     assert error.value.strerror == ("Is a directory" if kind == "directory" else error.value.strerror)
-
-
-CLOSED = """
-import os, sys
-from pathlib import Path
-from deepspeed_nmt.files import staged
-if os.geteuid() == 0:
-    os.seteuid(65534)
-os.umask(0o777)
-try:
-    with staged(Path(sys.argv[1])) as new:
-        (new / "file").write_text("new")
-        (new / "file").read_text()
-except PermissionError:
-    pass
-"""
-
-
-def test_nothing_is_left_under_a_umask_that_forbids_everything(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    command = [sys.executable, "-c", CLOSED, str(tmp_path / "out")]
-    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60, check=True)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_target_of_a_link_is_replaced(tmp_path: Path) -> None:
@@ -300,19 +261,6 @@ def test_compressed_text_is_recognised_in_files_and_pipes(tmp_path: Path, monkey
         pytest.raises(DataError, match="standard input is compressed with gzip"),
     ):
         next(text_lines(stream, "-"))
-
-
-def test_text_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
-    for name, fault in ((tmp_path / "nowhere", "does not exist"), (tmp_path, "is a directory")):
-        with pytest.raises(DataError, match=f"{name} {fault}"), open_text(name):
-            pass
-
-
-def test_the_hidden_files_of_a_path_are_its_own(tmp_path: Path) -> None:
-    path = tmp_path / "a.b"
-    for name in (".a.b.00000000.tmp", ".aXb.00000000.tmp", ".a.b.c.00000000.tmp", "a.b.00000000.tmp"):
-        (tmp_path / name).touch()
-    assert [each.name for each in files.hidden_beside(path, r"[0-9a-f]{8}\.tmp")] == [".a.b.00000000.tmp"]
 
 
 def test_links_in_a_circle_are_an_error_of_the_system(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from deepspeed_nmt.cli import main
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.engine.settings import EngineSettings
-from deepspeed_nmt.errors import ConfigError, did_you_mean
+from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run.resolve import check_size
 from deepspeed_nmt.train.optimizers.adam import AdamConfig
@@ -36,29 +36,22 @@ PLAN = ["plan", "--recipe", "transformer_base"]
         ("model={name: [1, 2]}", "model.name is [1, 2], which is no known model; known: "),
         ("objective={1: {}}", "objective has no part '1'; known: "),
         ("objective=-", "objective is [None]; give a section with keys"),
-        ("training.seed=12345678901234567890", "training.seed is 123"),
         ("training.seed=" + "9" * 5000, "training.seed is '9999"),
         ("training.seed=0x" + "f" * 5000, "training.seed is '0xffff"),
         ("model.dim=2147483647", "model.dim is 2147483647"),
-        ("model.dim=1e30", "model.dim is 1e+30"),
         ("model.dim=.inf", "model.dim is inf"),
-        ("model.encoder_layers=100000000", "model.encoder_layers is 1000"),
         ("optimizer.lr=" + "9" * 400, "optimizer.lr is '999"),
         ("model.name=2001-99-99", "model.name is '2001-99-99', which is no known model; known: "),
         ("a" + ".a" * 5000 + "=1", "'a.a."),
         ("engine.timeout_s=1e300", "engine.timeout_s is 1e+300"),
-        ("batch.update_tokens=" + "9" * 30, "batch.update_tokens is "),
         ("validation.best_by=x", f"validation.best_by is 'x', which is none of auto, loss, {KNOWN}"),
         ("validation.metrics=bleu", f"validation.metrics is 'bleu'; give auto or a list of {METRICS}"),
         ("validation.metrics=[blue]", f"validation.metrics has 'blue', which is none of {METRICS}; did"),
-        ("validation.metrics=[[bleu]]", "validation.metrics has ['bleu'], which is none of "),
         ("model.dim=\udcff", "model.dim is '\\udcff'"),
         ("model.dropout=[0.1]", "model.dropout is [0.1]"),
         ("model.name=" + LONG, "model.name is 'nnnn"),
         ("engine.kernels=" + LONG, "engine.kernels: it is 'nnnn"),
         ("search.beam=1001", "search.beam is 1001"),
-        ("search={name: diverse_beam, groups: 1001}", "search.groups is "),
-        ("search={name: sampling, samples: 1001}", "search.samples is 1001"),
         ("search.length_penalty=x", "search.length_penalty must be gnmt:A or power:A with A from 0 to 10, mean, or "
          "none, but is 'x'; the usual one is gnmt:0.6"),
     ],
@@ -115,24 +108,12 @@ def test_a_model_beyond_this_hosts_memory_is_refused_before_it_is_built() -> Non
     check_size(build_meta_model(load_config(), Vocabulary(1000)), engine, world)
 
 
-def test_known_settings_are_listed_once() -> None:
+def test_of_many_unknown_settings_the_first_are_listed() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(settings=[*(f"nonsense{number}.x{number}=1" for number in range(30)), "nothing={}", "none=1"])
-    (problem,) = caught.value.problems
-    assert problem.startswith("there are no settings 'nonsense0.x0', 'nonsense1.x1', ")
-    assert problem.endswith(" and 22 more; sections: model, layer, objective, optimizer, schedule, batch, mixture, "
-                            "training, engine, validation, collapse, search")  # fmt: skip
-    with pytest.raises(ConfigError) as caught:
-        load_config(settings=["collapse.zzzzzzzzz=1", "collapse.yyyyyyyyy=1"])
-    assert caught.value.problems == [
-        "there are no settings 'collapse.zzzzzzzzz', 'collapse.yyyyyyyyy'; known: collapse.action, collapse.every, "
-        "collapse.grace, collapse.patience, collapse.sentences, collapse.threshold"
-    ]
-
-
-def test_of_many_known_names_the_nearest_are_listed() -> None:
-    hint = did_you_mean("bert", [f"recipe_{number}" for number in range(80)] + ["a_bert_decoder"])
-    assert hint.startswith("; 81 are known, among them a_bert_decoder, recipe_") and hint.count(",") == 20
+    *problems, more = caught.value.problems
+    assert problems[0].startswith("there is no setting 'nonsense0.x0'; known: model, ") and len(problems) == 10
+    assert more == "22 more settings are unknown"
 
 
 def test_of_many_problems_the_first_are_listed() -> None:
@@ -146,27 +127,18 @@ def test_of_many_problems_the_first_are_listed() -> None:
     ("words", "sentence"),
     [
         (["plan", "--sweep", "../x"], "--sweep must name a known sweep, but is '../x'; known: deep_decoder_fig1, "),
-        (["plan", "--sweep", "../transformer_base"], "--sweep must name a known sweep"),
-        (["plan", "--sweep", LONG], "--sweep must name a known sweep"),
         (["plan", "--recipe", "sweeps/deep_decoder_fig1"], "--recipe must name a known recipe"),
-        (["plan", "--recipe", LONG], "--recipe must name a known recipe"),
         ([*PLAN, "--vocab-size", str(10**12)], "--vocab-size is "),
-        ([*PLAN, "--vocab-size", "9" * 5000], "--vocab-size is "),
         ([*PLAN, "--num-gpus", "8", "--mfu", "0.5"], "--num-gpus and --mfu without --gpu"),
         ([*PLAN, "--num-gpus", str(10**400)], "--num-gpus is 1000"),
         ([*PREPARE, "--seed", "-1"], "--seed is -1"),
-        ([*PREPARE, "--vocab-size", str(10**12)], "--vocab-size is 1000"),
         ([*PREPARE, "--threads", str(10**9)], "--workers is 1000"),
         ([*PREPARE, "--tokenizer", "x"], "error: --tokenizer is 'x', not hf:BERT or hf:BERT,BERT"),
         ([*PREPARE[:-1], LONG], "File name too long ('"),
         (["sample-data", "--out", LONG], "cannot be written"),
         (["train", "--recipe", "sample_small", "--data", LONG, "--run", "R"], "error: File name too long ('nnnn"),
-        (["train", "--recipe", "sample_small", "--data", "D", "--run", LONG], "error: File name too long ('nnnn"),
         (["train", "--config", LONG, "--data", "D", "--run", "R"], "must be a YAML file, but cannot be read"),
         (["translate", "--run", LONG, "--input", "F", "--output", "-"], "F does not exist"),
-        (["translate", "--run", "R", "--input", LONG, "--output", "-"], "(File name too long)"),
-        (["score", "--hypothesis", LONG, "--reference", "F"], "File name too long"),
-        (["average", "--run", LONG, "--last", "1"], "error: File name too long ('nnnn"),
         (["report", "collapse", LONG], "error: File name too long ('nnnn"),
         (["selftest", "--ranks", str(10**9)], "--ranks is 1000000000"),
     ],

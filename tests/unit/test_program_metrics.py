@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from deepspeed_nmt.errors import ConfigError, MetricError
 from deepspeed_nmt.evaluate.command_metrics import CommandMetric, ScoredFiles, read_sentence_scores
 from deepspeed_nmt.text import TextForm
 from deepspeed_nmt.train.configuration import ValidationConfig
-from tests.support import ROOT
 
 
 @pytest.fixture
@@ -207,23 +205,3 @@ def test_score_prints_the_chosen_metrics(tmp_path: Path, capsys: pytest.CaptureF
     program(path, "exit 1")
     assert main([*command, f"command:{path}", *source]) == 2
     assert f"{path}, the metric words, ended with status 1" in capsys.readouterr().err
-
-
-def test_the_program_for_comet_in_the_documentation_works(tmp_path: Path, files: ScoredFiles) -> None:
-    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    _, first, rest = page.partition("#!/opt/comet/bin/python\n")
-    assert first
-    body = rest.partition("```")[0]
-    (tmp_path / "comet.py").write_text(
-        "from types import SimpleNamespace\n"
-        "def download_model(name): return name\n"
-        "class Model:\n"
-        "    def predict(self, pairs, batch_size, gpus):\n"
-        "        assert pairs[1] == {'src': 'source two', 'mt': 'hypothesis two', 'ref': 'reference two'}, pairs\n"
-        "        return SimpleNamespace(scores=[0.5] * len(pairs), system_score=0.5)\n"
-        "def load_from_checkpoint(path): return Model()\n"
-    )
-    path = program(tmp_path / "score.py", body, first=f"#!{sys.executable}")
-    assert parsed(f"comet=command:{path}").score(files, 60.0) == 0.5
-    assert files.sentences is not None
-    assert read_sentence_scores(files.sentences, 2) == [0.5, 0.5]

@@ -28,33 +28,25 @@ def problems(text: str) -> list[str]:
     return caught.value.problems
 
 
-def test_duplicate_keys_are_refused_with_their_lines() -> None:
-    assert problems("training:\n  max_updates: 2\nmodel: {dim: 32}\ntraining: {seed: 3}\n") == [
-        "F must have each key once, but has 'training' in lines 1 and 4; remove one"
-    ]
+def test_duplicate_keys_are_refused() -> None:
     assert problems("model:\n  dim: 32\n  heads: 2\n  dim: 64\n  'heads': 4\n") == [
-        "F must have each key once, but has 'dim' in lines 2 and 4; remove one",
-        "F must have each key once, but has 'heads' in lines 3 and 5; remove one",
-    ]
-    assert problems("{model: {dim: 1, dim: 2}}") == [
-        "F must have each key once, but has 'dim' twice in line 1; remove one"
-    ]
+        "F has the key 'dim' more than once; remove one", "F has the key 'heads' more than once; remove one",
+    ]  # fmt: skip
     assert problems("a: [{b: 1, b: 2}]")
 
 
 def test_duplicate_keys_are_refused_wherever_settings_are_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = "training: {max_updates: 2}\ntraining: {seed: 3}\n"
-    (tmp_path / "mine.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"mine\.yaml must have each key once, .* 'training' in lines 1 and 2"):
+    (tmp_path / "mine.yaml").write_text("training: {max_updates: 2}\ntraining: {seed: 3}\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml has the key 'training'"):
         load_config(file=tmp_path / "mine.yaml")
-    with pytest.raises(ConfigError, match=r"'training' must have each key once, .* 'seed' twice in line 1"):
+    with pytest.raises(ConfigError, match="'training' has the key 'seed'"):
         load_config(settings=["training={seed: 1, seed: 2}"])
     monkeypatch.setattr("deepspeed_nmt.recipes.RECIPES", tmp_path)
     monkeypatch.setattr("deepspeed_nmt.recipes.SWEEPS", tmp_path)
     for load in (load_recipe, load_sweep):
-        with pytest.raises(ConfigError, match="'training' in lines 1 and 2"):
+        with pytest.raises(ConfigError, match="the key 'training'"):
             load("mine")
 
 

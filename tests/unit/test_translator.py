@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -124,12 +123,6 @@ def test_translate_returns_as_many_translations_as_are_asked_for() -> None:
     assert [[each.text for each in one] for one in translator.translate(LINES, nbest=1)] == [[each] for each in best]
     with pytest.raises(ConfigError, match="`nbest` is 4"):
         translator.translate(LINES, nbest=4)
-
-
-def test_given_targets_are_scored_by_name() -> None:
-    translator = opened()
-    by_name = translator.score(sources=["ab"], targets=["cd"])
-    assert [each.log_prob for each in by_name] == [each.log_prob for each in translator.score(["ab"], ["cd"])]
 
 
 def test_samples_depend_on_the_number_of_the_line_alone() -> None:
@@ -278,10 +271,3 @@ def test_arguments_of_another_name_or_type_are_refused() -> None:
             Translator.open("no run", **options)
     with pytest.raises(ConfigError, match="`suppress` has a lone surrogate"):
         suppressed(Letters(), ["\udcff"])  # type: ignore[arg-type]
-
-
-def test_keywords_are_shown_with_their_defaults() -> None:
-    signature = inspect.signature(Translator.stream)
-    assert signature.parameters["max_tokens"].default == 4096 and "token_scores" in signature.parameters
-    assert "tag_target" in inspect.signature(Translator.open).parameters
-    assert "in front of each source line" in (Translator.open.__doc__ or "")
