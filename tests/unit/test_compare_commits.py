@@ -1,0 +1,47 @@
+"""Sides of a comparison, and the update at which metrics part."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.support import ROOT
+
+
+@pytest.fixture(scope="module")
+def compare() -> Iterator[ModuleType]:
+    """benchmarks/compare_commits.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield importlib.import_module("compare_commits")
+        del sys.modules["compare_commits"]
+
+
+def test_a_side_has_a_checkout_a_layout_and_settings(compare: ModuleType, tmp_path: Path) -> None:
+    text = f"{tmp_path}:zero3,ranks=4,search.lengths=[1,2],model.dropout=0"
+    side = compare.Side.parse("old", text, "python", tmp_path)
+    assert (side.checkout, side.layout, side.ranks) == (tmp_path, "zero3", 4)
+    assert side.settings == ["search.lengths=[1,2]", "model.dropout=0"]
+    assert compare.Side.parse("new", f"{tmp_path}:plain,zero2", "python", tmp_path).layout == "zero2"
+    for wrong in ("zero9:plain", f"{tmp_path}:zero9", f"{tmp_path}:model.dim=2,zero9"):
+        with pytest.raises(ValueError, match="zero9"):
+            compare.Side.parse("new", wrong, "python", tmp_path)
+
+
+def test_metrics_part_at_their_first_difference(compare: ModuleType) -> None:
+    old = {"loss": {1: 2.0, 2: 4.0, 3: 8.0}, "norm": {1: 1.0, 2: 1.0}, "same": {1: math.nan}, "small": {1: 1e-9}}
+    new = {"loss": {1: 2.0, 2: 4.4, 3: 10.0}, "norm": {1: 1.5, 2: 1.0}, "same": {1: math.nan}, "small": {1: 2e-9}}
+    found = {row["metric"]: row for row in compare.find_partings(old, new, 0.0)}
+    assert list(found) == ["small", "norm", "loss"]
+    assert (found["loss"]["parts at"], found["loss"]["at"]) == (2, 3)
+    assert found["loss"]["by"] == pytest.approx(0.4 / 4.4) and found["loss"]["at most"] == pytest.approx(0.2)
+    assert found["norm"]["parts at"] == found["norm"]["at"] == 1
+    assert [row["metric"] for row in compare.find_partings(old, new, 1e-5)] == ["norm", "loss"]
+    (lacking,) = compare.find_partings({"loss": {1: 2.0}}, {"loss": {1: 2.0, 2: 3.0}}, 0.5)
+    assert lacking["parts at"] == 2 and math.isinf(lacking["by"])
