@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -40,7 +42,6 @@ from deepspeed_nmt.engine.optimizer import Groups
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.kernels import torch_ops
 from deepspeed_nmt.kernels.choice import Kernels, use_kernels
-from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy_ref
 from deepspeed_nmt.kernels.precision import Precision
 from deepspeed_nmt.methods import label_smoothed
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
@@ -48,6 +49,9 @@ from deepspeed_nmt.methods.transformer import TransformerConfig, build_transform
 from deepspeed_nmt.nn.embedding import sinusoids
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.optimizers.adam import AdamWConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.equations import projected_cross_entropy_ref
 
 DIM, FFN, HEADS, LAYERS, VOCABULARY, DROPOUT, SMOOTHING = 256, 1024, 4, 6, 8000, 0.1, 0.1
 TOKENS = 2048

@@ -9,10 +9,11 @@ Legend: S source length, T target length, D model width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -42,3 +43,31 @@ def attend(part: Any, heads: int, x_TD: Tensor, memory_SD: Tensor, causal: bool 
             found.append(weights @ value[:seen, of])
         rows.append(torch.cat(found))
     return linear(part.out_proj, torch.stack(rows))
+
+
+def projected_cross_entropy_ref(
+    states: Sequence[Tensor],
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    smoothing: float,
+    ignore_index: int,
+    divergence_weight: float = 0.0,
+    row_weights_N: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `projected_cross_entropy` from all logits at once, with torch's own functions."""
+    logits = [F.linear(x, weight_VD, bias) for x in states]
+    logits = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in logits]
+    options = {"ignore_index": ignore_index, "reduction": "none"}
+    loss_N, nll_N = (
+        torch.stack([F.cross_entropy(x, targets_N, label_smoothing=e, **options) for x in logits]).mean(0)  # type: ignore[arg-type]
+        for e in (smoothing, 0.0)
+    )
+    divergence_N = torch.zeros_like(nll_N)
+    if len(logits) == 2:
+        p, q = (torch.log_softmax(x, dim=1) for x in logits)
+        there, back = (F.kl_div(b, a, log_target=True, reduction="none").sum(1) for a, b in ((p, q), (q, p)))
+        divergence_N = torch.where(targets_N == ignore_index, 0.0, (there + back) / 2)
+    if row_weights_N is not None:
+        loss_N, divergence_N = loss_N * row_weights_N, divergence_N * row_weights_N
+    return loss_N.sum() + divergence_weight * divergence_N.sum(), nll_N, divergence_N.sum()

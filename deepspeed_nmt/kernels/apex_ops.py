@@ -38,13 +38,14 @@ def softmax(scores_BHTS: Tensor, mask: Tensor | None, causal: bool, scale: float
         return torch_ops.softmax(scores_BHTS, mask, causal, scale)
     if causal:
         flat = scores_BHTS.reshape(batch * heads, queries, keys)
-        return _Causal.apply(flat, scale).view_as(scores_BHTS)  # type: ignore[no-any-return,no-untyped-call]
+        extension = "scaled_upper_triang_masked_softmax_cuda"
+        return _Softmax.apply(extension, flat, scale).view_as(scores_BHTS)  # type: ignore[no-any-return,no-untyped-call]
     if mask is None:
         mask = torch.ones(1, 1, 1, keys, dtype=torch.bool, device=scores_BHTS.device)
-    hidden = ~mask.expand(batch, 1, queries, keys) if mask.shape[1] == 1 else None
-    if hidden is None:  # apex takes one mask for all heads
+    if mask.shape[1] != 1:  # apex takes one mask for all heads
         return torch_ops.softmax(scores_BHTS, mask, causal, scale)
-    weights: Tensor = _Masked.apply(scores_BHTS.contiguous(), hidden.contiguous(), scale)  # type: ignore[no-untyped-call]
+    hidden = (~mask.expand(batch, 1, queries, keys)).to(torch.uint8)
+    weights: Tensor = _Softmax.apply("scaled_masked_softmax_cuda", scores_BHTS, scale, hidden)  # type: ignore[no-untyped-call]
     # The weights of a query that sees nothing differ between versions of apex.
     return weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)
 
@@ -55,34 +56,19 @@ def _rows_per_block(keys: int) -> int:
     return 128 // min(width, 32) * (2 if width <= 128 else 1)
 
 
-class _Masked(torch.autograd.Function):
+class _Softmax(torch.autograd.Function):
+    """The softmax of one of apex's extensions, which take scores, a mask or nothing, and the scale."""
+
     @staticmethod
-    def forward(ctx: Any, scores_BHTS: Tensor, hidden: Tensor, scale: float) -> Tensor:
-        extension = importlib.import_module("scaled_masked_softmax_cuda")
-        weights: Tensor = extension.forward(scores_BHTS, hidden.to(torch.uint8), scale)
+    def forward(ctx: Any, extension: str, scores: Tensor, scale: float, *mask: Tensor) -> Tensor:
+        ctx.extension, ctx.scale = importlib.import_module(extension), scale
+        weights: Tensor = ctx.extension.forward(scores.contiguous(), *mask, scale)
         ctx.save_for_backward(weights)
-        ctx.scale = scale
         return weights
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        extension = importlib.import_module("scaled_masked_softmax_cuda")
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (weights,) = ctx.saved_tensors
         # apex overwrites the gradient that it is given.
-        return extension.backward(gradients[0].contiguous().clone(), weights, ctx.scale), None, None
-
-
-class _Causal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scores_NTT: Tensor, scale: float) -> Tensor:
-        extension = importlib.import_module("scaled_upper_triang_masked_softmax_cuda")
-        weights: Tensor = extension.forward(scores_NTT.contiguous(), scale)
-        ctx.save_for_backward(weights)
-        ctx.scale = scale
-        return weights
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        extension = importlib.import_module("scaled_upper_triang_masked_softmax_cuda")
-        (weights,) = ctx.saved_tensors
-        return extension.backward(gradients[0].contiguous().clone(), weights, ctx.scale), None
+        gradient = ctx.extension.backward(gradients[0].contiguous().clone(), weights, ctx.scale)
+        return None, gradient, None, *(None for _ in ctx.needs_input_grad[3:])

@@ -26,10 +26,7 @@ _MADE: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 def sdpa(
     q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, mask: Tensor | None, causal: bool, dropout_p: float
 ) -> Tensor:
-    """Compute attention by torch's SDPA; on the meta device, do the work and keep the memory of its GPU kernels.
-
-    Arguments and shapes are those of :meth:`deepspeed_nmt.kernels.choice.Kernels.attention`.
-    """
+    """Compute attention as :meth:`Kernels.attention` by SDPA; on the meta device, stand in for its GPU kernel."""
     if q_BHTK.device.type == "meta":
         return planned_attention(q_BHTK, k_BHSK, v_BHSK, k_BHSK.shape[2])
     if q_BHTK.device.type == "cpu" and q_BHTK.dtype == torch.bfloat16 and torch.is_grad_enabled():
@@ -42,17 +39,11 @@ def sdpa(
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask as numbers to add to scores, 0 for a key that is seen and -inf for another.
+    """Return a bool mask as numbers to add to scores, 0 for a key that is seen and -inf for another.
 
     torch's memory-efficient attention needs such a mask, in the dtype of the queries and with strides that are
     multiples of 8; from any other one it makes it in each call. Here it is made once and kept as long as ``mask``,
     whose values must not change.
-
-    Args:
-        mask: bool, True where a query sees a key. Shape: (..., S)
-        dtype: of the queries.
-
-    Shape: -> (..., S)
     """
     made = _MADE.get(mask)
     if made is None or made.dtype != dtype:
@@ -63,12 +54,8 @@ def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def planned_attention(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, seen: int) -> Tensor:
-    """Do the work and keep the memory of a fused kernel on the meta device, if each query sees ``seen`` keys.
-
-    Shape: (B,H,T,K), (B,H,S,K), (B,H,S,K) -> (B,H,T,K)
-    """
-    out: Tensor = _PlannedAttention.apply(q_BHTK, k_BHSK, v_BHSK, seen)  # type: ignore[no-untyped-call]
-    return out
+    """Do the work and keep the memory of a fused kernel on the meta device, if each query sees ``seen`` keys."""
+    return _PlannedAttention.apply(q_BHTK, k_BHSK, v_BHSK, seen)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def sdpa_is_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout_p: float) -> bool:
@@ -91,16 +78,7 @@ def attention_with_weights(
     dropout_p: float,
     softmax: Callable[[Tensor, Tensor | None, bool, float], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention in three steps.
-
-    Args:
-        q_BHTK: queries.
-        k_BHSK: keys.
-        v_BHSK: values.
-        mask: bool, broadcastable to (B, H, T, S), True where a query sees a key; None for all.
-        causal: query t sees keys 0..t only.
-        dropout_p: probability of dropping an attention weight.
-        softmax: of (scores, mask, causal, scale).
+    """Compute attention as :meth:`Kernels.attention` in three steps, by ``softmax`` of (scores, mask, causal, scale).
 
     Returns:
         The attended values, and the attention weights before dropout.

@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -61,26 +60,11 @@ Choices = dict[str, str]
 
 MEASURED: dict[Capability, dict[torch.dtype, Choices]] = {}
 """Fastest backends by compute capability and dtype, as `benchmarks/gpu/run.sh kernels` prints them. None so far."""
-EXPECTED: Choices = {
-    # torch has these as one kernel, a good one.
-    "linear": "torch",
-    "layer_norm": "torch",
-    # In torch these are several kernels, each of which reads and writes every element.
-    "branch_layer_norm": "triton",
-    "bias_dropout_add": "triton",
-    "bias_dropout_add_layer_norm": "triton",
-    "bias_relu_dropout": "triton",
-    "bias_gelu_dropout": "triton",
-    "softmax": "triton",
-    "cross_entropy": "triton",
-}
-"""Backends preferred on a GPU that has not been measured: expectations, not findings."""
+EXPECTED: Choices = {name: "torch" if name in ("linear", "layer_norm") else "triton" for name in OPERATIONS}
+"""Backends preferred on a GPU that has not been measured: Triton for what is several kernels in torch, each of which
+reads and writes every element. Expectations, not findings."""
 
 Function = Callable[..., Any]
-Arguments = tuple[Any, ...]
-
-ROWS, WIDTH = 10, 72
-"""Sizes of the comparison with torch: not multiples of the kernels' block sizes."""
 _APEX_EXTENSIONS = {
     "layer_norm": ("fused_layer_norm_cuda",),
     "softmax": ("scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda"),
@@ -88,10 +72,10 @@ _APEX_EXTENSIONS = {
 
 
 def parse_setting(setting: str, source: str) -> Choices:
-    """Parse "auto", a backend's name, or ``operation=backend`` separated by commas.
+    """Parse "auto", a backend's name, or ``operation=backend`` separated by commas; "" names no operation.
 
     Args:
-        setting: to be parsed; "" names no operation.
+        setting: to be parsed.
         source: of the setting, for messages.
 
     Returns:
@@ -100,29 +84,21 @@ def parse_setting(setting: str, source: str) -> Choices:
     Raises:
         ConfigError: if it names an unknown operation, or a backend that an operation does not have.
     """
-    if not setting:
-        return {}
-    if setting in ("auto", *BACKENDS):
+    if setting in ("", "auto", *BACKENDS):
         return {name: setting for name, backends in OPERATIONS.items() if setting in ("auto", *backends)}
     named: Choices = {}
     for part in setting.split(","):
         operation, equals, name = (word.strip() for word in part.partition("="))
         if not equals:
-            raise ConfigError(
-                f"{source} is {shown(setting)}; use auto, {', '.join(BACKENDS)}, or operation=backend separated by "
-                f"commas{did_you_mean(setting, BACKENDS)}"
-            )
-        if operation not in OPERATIONS:
-            raise ConfigError(
-                f"{source} names {shown(operation)}, which is no operation; use one of {', '.join(OPERATIONS)}"
-                f"{did_you_mean(operation, OPERATIONS)}"
-            )
-        if name not in ("auto", *OPERATIONS[operation]):
-            raise ConfigError(
-                f"{source}: {operation} is {shown(name)}; use auto, {' or '.join(OPERATIONS[operation])}"
-                f"{did_you_mean(name, OPERATIONS[operation])}"
-            )
-        named[operation] = name
+            wrong, value, known = "", setting, ["auto", *BACKENDS, "operation=backend,..."]
+        elif operation not in OPERATIONS:
+            wrong, value, known = ": an operation", operation, list(OPERATIONS)
+        elif name not in ("auto", *OPERATIONS[operation]):
+            wrong, value, known = f": {operation}", name, ["auto", *OPERATIONS[operation]]
+        else:
+            named[operation] = name
+            continue
+        raise ConfigError(f"{source}{wrong} is {shown(value)}; use {' or '.join(known)}{did_you_mean(value, known)}")
     return named
 
 
@@ -157,7 +133,7 @@ def cpu_vendor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
-        return next((name for name in ("AuthenticAMD", "GenuineIntel") if name in platform.processor()), "")
+        return ""
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
 
 
@@ -214,7 +190,7 @@ def compare(operation: str, ours: Function, theirs: Function, device: torch.devi
     ``theirs`` computes in fp64. An infinity or a NaN differs by infinity.
     """
     worst = 0.0
-    for arguments in cases(operation, device, dtype):
+    for arguments in _trial_arguments(operation, device, dtype):
         results = _outcome(operation, ours, arguments, dtype)
         expected = _outcome(operation, theirs, arguments, torch.float64)
         for one, other in zip(results, expected, strict=True):
@@ -223,54 +199,58 @@ def compare(operation: str, ours: Function, theirs: Function, device: torch.devi
     return worst
 
 
-def cases(operation: str, device: torch.device, dtype: torch.dtype) -> Iterator[Arguments]:
-    """Yield arguments of an operation, without dropout; tensors in ``dtype``."""
+_X, _V = (10, 72), (72,)
+"""Shapes of the comparison with torch: not multiples of the kernels' block sizes."""
+_TRIALS: dict[str, tuple[Any, ...]] = {
+    "linear": (_X, (72, 72), _V),
+    "layer_norm": (_X, _V, _V, 1e-5),
+    "branch_layer_norm": (_X, _V, _V, 1e-5),
+    "bias_dropout_add": (_X, _V, _X, 0.0, 1.7),
+    "bias_dropout_add_layer_norm": (_X, _V, _X, _V, _V, 0.0, 1.7, 1e-5),
+    "bias_relu_dropout": (_X, _V, 0.0),
+    "bias_gelu_dropout": (_X, _V, 0.0),
+}
+"""Arguments of the comparison: shapes of tensors, and numbers."""
+
+
+def _trial_arguments(operation: str, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(1)
 
     def of(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    if operation == "linear":
-        yield of(ROWS, WIDTH), of(WIDTH, WIDTH), of(WIDTH)
-    elif operation in ("layer_norm", "branch_layer_norm"):
-        yield of(ROWS, WIDTH), of(WIDTH), of(WIDTH), 1e-5
-    elif operation == "bias_dropout_add":
-        yield of(ROWS, WIDTH), of(WIDTH), of(ROWS, WIDTH), 0.0, 1.7
-    elif operation == "bias_dropout_add_layer_norm":
-        yield of(ROWS, WIDTH), of(WIDTH), of(ROWS, WIDTH), of(WIDTH), of(WIDTH), 0.0, 1.7, 1e-5
-    elif operation in ("bias_relu_dropout", "bias_gelu_dropout"):
-        yield of(ROWS, WIDTH), of(WIDTH), 0.0
-    elif operation == "softmax":
-        mask = torch.rand(4, 1, 1, WIDTH, generator=generator).to(device) < 0.8
+    if operation == "softmax":
+        mask = torch.rand(4, 1, 1, 72, generator=generator).to(device) < 0.8
         mask[1] = False  # a sentence that is all padding
-        yield of(4, 4, 16, WIDTH), mask, False, 0.3
+        yield of(4, 4, 16, 72), mask, False, 0.3
         yield of(4, 4, 16, 16), None, True, 0.3
+    elif operation == "cross_entropy":
+        index = torch.randint(0, 72, (10,), generator=generator).to(device)
+        here = (torch.arange(10) != 3).to(device)
+        rows = ChunkRows(index, here, here.float() * 1.3, 0.1, 72, 0.7, None)
+        yield [of(*_X)], rows
+        yield [of(*_X), of(*_X)], rows
     else:
-        assert operation == "cross_entropy", operation
-        index = torch.randint(0, WIDTH, (ROWS,), generator=generator).to(device)
-        here = (torch.arange(ROWS) != 3).to(device)
-        rows = ChunkRows(index, here, here.float() * 1.3, 0.1, WIDTH, 0.7, None)
-        yield [of(ROWS, WIDTH)], rows
-        yield [of(ROWS, WIDTH), of(ROWS, WIDTH)], rows
+        yield tuple(of(*value) if isinstance(value, tuple) else value for value in _TRIALS[operation])
 
 
-def _outcome(operation: str, function: Function, arguments: Arguments, dtype: torch.dtype) -> list[Tensor]:
+def _outcome(operation: str, function: Function, arguments: tuple[Any, ...], dtype: torch.dtype) -> list[Tensor]:
     """Compute the results, and the gradients of every tensor argument that has one."""
     if operation == "cross_entropy":
         logits, rows = arguments
         result = function([z.to(dtype, copy=True) for z in logits], rows, True)
         sums = [result.loss_N * rows.weights_N, result.nll_N * rows.here_N, *result.gradients]
         return sums if result.divergence_N is None else [*sums, result.divergence_N]
-    inputs = [x.to(dtype, copy=True) if _has_gradient(x) else x for x in arguments]
-    leaves = [x.requires_grad_() for x in inputs if _has_gradient(x)]
+    inputs = list(arguments)
+    leaves = []
+    for number, x in enumerate(arguments):
+        if isinstance(x, Tensor) and x.is_floating_point():
+            inputs[number] = x.to(dtype, copy=True).requires_grad_()
+            leaves.append(inputs[number])
     result = function(*inputs)
     results = result if isinstance(result, tuple) else (result,)
     upstream = [torch.linspace(-1.0, 1.0, x.numel(), device=x.device).view_as(x).to(x.dtype) for x in results]
     return [*(x.detach() for x in results), *torch.autograd.grad(results, leaves, upstream)]
-
-
-def _has_gradient(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def load(operation: str, name: str) -> Function:
@@ -297,16 +277,13 @@ class Kernels:
     For each operation, device type and dtype a backend is chosen once, the first of these that there is:
 
     1. the one in ``fixed``;
-    2. the one that the environment variable ``DEEPSPEED_NMT_KERNELS`` names;
-    3. the one that ``setting`` names;
-    4. on a GPU, the fastest one in :data:`MEASURED`, or if its capability has not
-       been measured, the one in :data:`EXPECTED`;
-    5. on a CPU, the one that :func:`preferred_on_cpu` gives;
-    6. torch.
-
-    A backend that is named but not available is an error. A backend that is chosen automatically is compared with
-    torch on a few numbers first; if it fails, torch is used and a warning logged: a GPU whose Triton finds no C
-    compiler must not end a program.
+    2. the one that the environment variable ``DEEPSPEED_NMT_KERNELS`` names, or else ``setting``: an error if it is
+       not available;
+    3. on a GPU, the one in :data:`MEASURED`, or in :data:`EXPECTED` if its capability has not been measured; it is
+       compared with torch on a few numbers first, and if it fails, torch is used and a warning logged: a GPU whose
+       Triton finds no C compiler must not end a program;
+    4. on a CPU, the one that :func:`preferred_on_cpu` gives;
+    5. torch.
 
     An instance is immutable but for its record of the choices made, so models may share one. Give it to a model by
     :func:`use_kernels`.
@@ -338,31 +315,30 @@ class Kernels:
         self._attention = attention
         self._fixed = dict(fixed or {})
         self._capability = capability
-        self._chosen: dict[tuple[str, str, torch.dtype], tuple[str, Callable[..., Any]]] = {}
+        self._chosen: dict[tuple[str, str, torch.dtype], tuple[str, Function]] = {}
         self._sdpa_is_fused: dict[tuple[object, ...], bool] = {}
 
     @classmethod
     def only(cls, backend: str) -> Kernels:
         """Return kernels of one backend where it has the operation, else of torch, regardless of the environment."""
-        assert backend in BACKENDS
         return cls(fixed={name: backend if backend in having else "torch" for name, having in OPERATIONS.items()})
-
-    def fall_back_to_torch(self, operations: Iterable[str]) -> Kernels:
-        """Return the same kernels with torch for some of the operations, regardless of settings and environment."""
-        return self.fixing(dict.fromkeys(operations, "torch"))
 
     def fixing(self, choices: Choices) -> Kernels:
         """Return the same kernels with these backends for some operations, regardless of settings and environment."""
         fixed = {**self._fixed, **choices}
         return Kernels(self._setting, self._attention, fixed=fixed, capability=self._capability)
 
-    def names(self, operation: str) -> bool:
-        """Return True if a setting or the environment names the backend of an operation."""
-        return self._named_backend(operation) != "auto"
+    def fall_back_to_torch(self, operations: Iterable[str]) -> Kernels:
+        """Return the same kernels with torch for some of the operations, regardless of settings and environment."""
+        return self.fixing(dict.fromkeys(operations, "torch"))
 
     def planned_for(self, capability: Capability | None) -> Kernels:
         """Return the same kernels, allocating on the meta device as on a GPU of this capability; None for a CPU."""
         return Kernels(self._setting, self._attention, fixed=self._fixed, capability=capability)
+
+    def names(self, operation: str) -> bool:
+        """Return True if a setting or the environment names the backend of an operation."""
+        return self._named_backend(operation) != "auto"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Kernels:
         """Return itself: a copied model shares its kernels with the original."""
@@ -370,13 +346,8 @@ class Kernels:
 
     # Choosing
 
-    def implementation(self, operation: str, x: Tensor, dtype: torch.dtype | None = None) -> Callable[..., Any]:
-        """Return the chosen backend's function for an operation on the device of ``x``.
-
-        Args:
-            operation: a key of OPERATIONS.
-            x: a tensor on the device.
-            dtype: to compute in; default that of ``x``.
+    def implementation(self, operation: str, x: Tensor, dtype: torch.dtype | None = None) -> Function:
+        """Return the chosen backend's function for an operation where ``x`` is, in ``dtype`` or that of ``x``.
 
         Raises:
             ConfigError: if a backend is named that is not available there.
@@ -388,11 +359,7 @@ class Kernels:
         return self._choice(operation, x, dtype)[0]
 
     def choices(self, device: torch.device, dtype: torch.dtype) -> Choices:
-        """Return the backend of every operation on a device.
-
-        Raises:
-            ConfigError: if a backend is named that is not available there.
-        """
+        """Return the backend of every operation on a device; raises as :meth:`implementation`."""
         x = torch.empty(0, dtype=dtype, device=device)
         return {operation: self.backend(operation, x) for operation in OPERATIONS}
 
@@ -420,7 +387,7 @@ class Kernels:
         """
         return torch.is_grad_enabled() and self.device_type(x) != "cpu"
 
-    def _choice(self, operation: str, x: Tensor, dtype: torch.dtype | None) -> tuple[str, Callable[..., Any]]:
+    def _choice(self, operation: str, x: Tensor, dtype: torch.dtype | None) -> tuple[str, Function]:
         if torch.compiler.is_compiling():  # the compiler fuses torch's operations itself
             return "torch", getattr(torch_ops, operation)
         key = (operation, x.device.type, dtype or x.dtype)
@@ -435,7 +402,13 @@ class Kernels:
             return self._fixed[operation]
         named = self._named_backend(operation)
         if device.type == "meta":
-            return self._choose_for_plan(operation, named, dtype)
+            if self._capability is None:
+                return "torch"
+            name = preferred_on_gpu(operation, self._capability, dtype) if named == "auto" else named
+            if not is_installed(operation, name):
+                _refuse(operation, name, f"{name} is not installed here, so its memory cannot be counted")
+            # apex's extensions have no meta device, and allocate as torch does.
+            return "torch" if name == "apex" else name
         if named != "auto":
             _refuse(operation, named, obstacle(operation, named, device, dtype))
             return named
@@ -454,15 +427,6 @@ class Kernels:
         """Return the backend that the environment or the setting names for an operation, or "auto"."""
         return {**self._named, **parse_setting(os.environ.get(ENVIRONMENT, ""), ENVIRONMENT)}.get(operation, "auto")
 
-    def _choose_for_plan(self, operation: str, named: str, dtype: torch.dtype) -> str:
-        if self._capability is None:
-            return "torch"
-        name = preferred_on_gpu(operation, self._capability, dtype) if named == "auto" else named
-        if not is_installed(operation, name):
-            _refuse(operation, name, f"{name} is not installed here, so its memory cannot be counted")
-        # apex's extensions have no meta device, and allocate as torch does.
-        return "torch" if name == "apex" else name
-
     # The operations. Statistics and sums are in fp32 or wider for every dtype.
 
     def linear(self, x: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
@@ -476,12 +440,9 @@ class Kernels:
         return normed
 
     def branch_layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return x and its LayerNorm; a fused kernel adds the gradients of both.
-
-        Shape: (..., D), (D,), (D,) -> (..., D), (..., D)
-        """
-        results: tuple[Tensor, Tensor] = self.implementation("branch_layer_norm", x)(x, weight, bias, eps)
-        return results
+        """Return x and its LayerNorm; a fused kernel adds the gradients of both."""
+        both: tuple[Tensor, Tensor] = self.implementation("branch_layer_norm", x)(x, weight, bias, eps)
+        return both
 
     def bias_dropout_add(
         self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, training: bool, alpha: float = 1.0
@@ -490,8 +451,8 @@ class Kernels:
 
         Shape: (..., D), (D,), (..., D) -> (..., D)
         """
-        carry_out = self.implementation("bias_dropout_add", x)
-        total: Tensor = carry_out(x, bias, residual, p if training else 0.0, alpha)
+        function = self.implementation("bias_dropout_add", x)
+        total: Tensor = function(x, bias, residual, p if training else 0.0, alpha)
         return total
 
     def bias_dropout_add_layer_norm(
@@ -510,11 +471,10 @@ class Kernels:
 
         Shape: (..., D), (D,), (..., D), (D,), (D,) -> (..., D), (..., D)
         """
-        carry_out = self.implementation("bias_dropout_add_layer_norm", x)
-        results: tuple[Tensor, Tensor] = carry_out(
-            x, bias, residual, weight, norm_bias, p if training else 0.0, alpha, eps
-        )
-        return results
+        function = self.implementation("bias_dropout_add_layer_norm", x)
+        p = p if training else 0.0
+        both: tuple[Tensor, Tensor] = function(x, bias, residual, weight, norm_bias, p, alpha, eps)
+        return both
 
     def bias_relu_dropout(self, x: Tensor, bias: Tensor | None, p: float, training: bool) -> Tensor:
         """Compute dropout(max(0, x + bias)). Shape: (..., D), (D,) -> (..., D)."""
@@ -522,17 +482,14 @@ class Kernels:
         return active
 
     def bias_gelu_dropout(self, x: Tensor, bias: Tensor | None, p: float, training: bool) -> Tensor:
-        """Compute dropout(gelu(x + bias)), with the exact GELU (Hendrycks and Gimpel 2016).
-
-        Shape: (..., D), (D,) -> (..., D)
-        """
+        """Compute dropout(gelu(x + bias)), with the exact GELU (Hendrycks and Gimpel 2016)."""
         active: Tensor = self.implementation("bias_gelu_dropout", x)(x, bias, p if training else 0.0)
         return active
 
     def softmax(
         self, scores_BHTS: Tensor, mask: Tensor | None = None, causal: bool = False, scale: float = 1.0
     ) -> Tensor:
-        """Turn scores into attention weights over the visible keys; a query that sees none gets zeros.
+        """Turn scores, times ``scale``, into attention weights over the visible keys; zeros for a query without any.
 
         Args:
             scores_BHTS: attention scores.
@@ -540,8 +497,6 @@ class Kernels:
             causal: query t sees the keys up to its own position; if S > T, the queries are at the last positions.
                 Excludes ``mask``.
             scale: factor on the scores.
-
-        Shape: (B,H,T,S) -> (B,H,T,S)
         """
         weights: Tensor = self.implementation("softmax", scores_BHTS)(scores_BHTS, mask, causal, scale)
         return weights
@@ -565,8 +520,6 @@ class Kernels:
                 zeros. Or the sentences in which queries see keys.
             causal: query t sees keys 0..t only (T = S), of its sentence. Excludes a mask that is a tensor.
             dropout_p: probability of dropping an attention weight; pass 0 when not training.
-
-        Shape: (B,H,T,K), (B,H,S,K), (B,H,S,K) -> (B,H,T,K)
         """
         if isinstance(mask, SegmentPair):
             if q_BHTK.device.type == "meta":
@@ -576,11 +529,13 @@ class Kernels:
             return _by_rows(q_BHTK, k_BHSK, v_BHSK, mask, causal, dropout_p, self.attention)
         assert not (causal and mask is not None), "padding is on the right, so causal attention needs no mask"
         arguments = (q_BHTK, k_BHSK, v_BHSK, mask, causal, dropout_p)
-        if self._takes_sdpa(*arguments):
-            if mask is not None and self._takes_additive(mask, q_BHTK):
-                mask = additive_mask(mask, q_BHTK.dtype)
-            return sdpa(q_BHTK, k_BHSK, v_BHSK, mask, causal, dropout_p)
-        return attention_with_weights(*arguments, softmax=self.softmax)[0]
+        if not self._takes_sdpa(*arguments):
+            return attention_with_weights(*arguments, softmax=self.softmax)[0]
+        # The layers of a model add a mask that is made once; in a search it may change.
+        is_constant = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if mask is not None and mask.dtype == torch.bool and is_constant and self.device_type(q_BHTK) != "cpu":
+            mask = additive_mask(mask, q_BHTK.dtype)
+        return sdpa(q_BHTK, k_BHSK, v_BHSK, mask, causal, dropout_p)
 
     def _takes_sdpa(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout_p: float
@@ -595,12 +550,6 @@ class Kernels:
         if key not in self._sdpa_is_fused:
             self._sdpa_is_fused[key] = sdpa_is_fused(q, k, v, mask, causal, dropout_p)
         return self._sdpa_is_fused[key]
-
-    def _takes_additive(self, mask: Tensor, q: Tensor) -> bool:
-        """Return True if the layers of a model should add a mask that is made once; in a search, it may change."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return False
-        return mask.dtype == torch.bool and self.device_type(q) != "cpu"
 
 
 def _refuse(operation: str, name: str, reason: str | None) -> None:

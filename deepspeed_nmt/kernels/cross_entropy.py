@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
@@ -45,7 +44,7 @@ def projected_cross_entropy(
 
     With e = ``smoothing``, the loss of a row is (1 - e) (-log p_target) + e/V sum_v (-log p_v). Of two predictions
     p, q of the same targets it is the mean, and the divergence 1/2 [KL(p || q) + KL(q || p)], summed over rows and
-    times ``divergence_weight``, is added to the sum.
+    times ``divergence_weight``, is added to the sum. Rows whose target is ``ignore_index`` do not count.
 
     Rows are taken in chunks. The gradient of a chunk is computed while its logits are held, so the backward pass only
     scales it.
@@ -59,8 +58,7 @@ def projected_cross_entropy(
         divergence_weight: factor on the divergence in the loss.
         row_weights_N: factors on each row's loss and divergence.
         vocabulary: the slice of the vocabulary whose rows ``weight_VD`` and ``bias`` are. Ranks then exchange a few
-            numbers for each row, and the gradient of the states; results are those of the whole vocabulary, on every
-            rank.
+            numbers for each row, and the gradient of the states; results are those of the whole vocabulary.
         bias: added to the logits.
         kernels: carry out the loss of a chunk.
 
@@ -74,36 +72,7 @@ def projected_cross_entropy(
     options = _Options(targets_N, smoothing, ignore_index, divergence_weight, row_weights_N, vocabulary, kernels)
     if not torch.is_grad_enabled():
         return _in_chunks(states, weight_VD, bias, options, with_gradient=False)[0]
-    result: _Sums = _ProjectedCrossEntropy.apply(weight_VD, bias, options, *states)  # type: ignore[no-untyped-call]
-    return result
-
-
-def projected_cross_entropy_ref(
-    states: Sequence[Tensor],
-    weight_VD: Tensor,
-    targets_N: Tensor,
-    smoothing: float,
-    ignore_index: int,
-    divergence_weight: float = 0.0,
-    row_weights_N: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute :func:`projected_cross_entropy` from all logits at once, with torch's own functions."""
-    logits = [F.linear(x, weight_VD, bias) for x in states]
-    logits = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in logits]
-    options = {"ignore_index": ignore_index, "reduction": "none"}
-    loss_N, nll_N = (
-        torch.stack([F.cross_entropy(x, targets_N, label_smoothing=e, **options) for x in logits]).mean(0)  # type: ignore[arg-type]
-        for e in (smoothing, 0.0)
-    )
-    divergence_N = torch.zeros_like(nll_N)
-    if len(logits) == 2:
-        p, q = (torch.log_softmax(x, dim=1) for x in logits)
-        there, back = (F.kl_div(b, a, log_target=True, reduction="none").sum(1) for a, b in ((p, q), (q, p)))
-        divergence_N = torch.where(targets_N == ignore_index, 0.0, (there + back) / 2)
-    if row_weights_N is not None:
-        loss_N, divergence_N = loss_N * row_weights_N, divergence_N * row_weights_N
-    return loss_N.sum() + divergence_weight * divergence_N.sum(), nll_N, divergence_N.sum()
+    return _ProjectedCrossEntropy.apply(weight_VD, bias, options, *states)  # type: ignore[no-any-return,no-untyped-call]
 
 
 _Sums = tuple[Tensor, Tensor, Tensor]
@@ -121,24 +90,13 @@ class _Options(NamedTuple):
     kernels: Kernels
 
 
-class _Gradients(NamedTuple):
-    """Gradients of the loss, those that are needed.
-
-    Attributes:
-        states: each (N,D), in the dtype of the states.
-        weight: (V,D), in fp32 or wider.
-        bias: (V,), in fp32 or wider.
-    """
-
-    states: list[Tensor]
-    weight: Tensor | None
-    bias: Tensor | None
-
-
 def _in_chunks(
     states: Sequence[Tensor], weight_VD: Tensor, bias_V: Tensor | None, options: _Options, with_gradient: bool
-) -> tuple[_Sums, _Gradients]:
-    """Compute the three results and, if requested, the gradients of the first."""
+) -> tuple[_Sums, list[Tensor | None]]:
+    """Compute the three results and, if requested, the gradients of the first by the matrix, the bias and the states.
+
+    Those of matrix and bias are in fp32 or wider, and None if they are not needed.
+    """
     targets_N, smoothing, ignore_index, divergence_weight, row_weights_N, vocabulary, kernels = options
     of_weight, of_bias = (with_gradient and x is not None and x.requires_grad for x in (weight_VD, bias_V))
     rows, held = states[0].shape[0], weight_VD.shape[0]
@@ -182,14 +140,14 @@ def _in_chunks(
     if vocabulary is not None:
         for gradient in d_states:
             vocabulary.sum(gradient)
-    return (loss + divergence_weight * divergence, nll_N, divergence), _Gradients(d_states, d_weight, d_bias)
+    return (loss + divergence_weight * divergence, nll_N, divergence), [d_weight, d_bias, *d_states]
 
 
 class _ProjectedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight_VD: Tensor, bias_V: Tensor | None, options: _Options, *states: Tensor) -> _Sums:
-        sums, computed = _in_chunks(states, weight_VD, bias_V, options, with_gradient=True)
-        ctx.save_for_backward(computed.weight, computed.bias, *computed.states)
+        sums, gradients = _in_chunks(states, weight_VD, bias_V, options, with_gradient=True)
+        ctx.save_for_backward(*gradients)
         ctx.dtype = weight_VD.dtype
         ctx.mark_non_differentiable(*sums[1:])
         return sums

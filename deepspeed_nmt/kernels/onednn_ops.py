@@ -36,12 +36,11 @@ _engine = Lock()
 
 
 def linear(x: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-    """Compute x W^T + b; torch does if ``x`` has another dtype than W. Shape: (..., D), (E,D), (E,) -> (..., E)."""
+    """Compute x W^T + b; torch does if ``x`` has another dtype than W."""
     if x.dtype != weight_ED.dtype:
         return F.linear(x, weight_ED, bias_E)
     if torch.is_grad_enabled() and (x.requires_grad or weight_ED.requires_grad):
-        product: Tensor = _Linear.apply(x, weight_ED, bias_E)  # type: ignore[no-untyped-call]
-        return product
+        return _Linear.apply(x, weight_ED, bias_E)  # type: ignore[no-any-return,no-untyped-call]
     return _product(x, weight_ED, bias_E)
 
 
@@ -65,8 +64,7 @@ def _in_few_sizes(x: Tensor) -> Tensor:
 
 def _product(x: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
     # The operation by which torch's compiler calls oneDNN. It rearranges a weight that is not packed.
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_ED, bias_E, "none", [], "")
-    return product
+    return torch.ops.mkldnn._linear_pointwise(x, weight_ED, bias_E, "none", [], "")  # type: ignore[no-any-return]
 
 
 class _Linear(torch.autograd.Function):
@@ -104,13 +102,7 @@ def obstacle(precision: str) -> str | None:
 
 
 class PackedWeight:
-    """A weight and a bias, rearranged for fast products.
-
-    Args:
-        weight_ED: the weight, in fp32 or bf16.
-        bias_E: the bias; None for none.
-        int8: True to round the weight to int8.
-    """
+    """A weight, in fp32 or bf16, and a bias or None, rearranged for fast products; ``int8`` rounds the weight."""
 
     def __init__(self, weight_ED: Tensor, bias_E: Tensor | None, int8: bool = False) -> None:
         self._bias = None if bias_E is None else bias_E.detach()
@@ -125,16 +117,12 @@ class PackedWeight:
         if self._int8 is not None:
             return self._multiply_int8(x, activation, residual)
         multiply = torch.ops.mkldnn._linear_pointwise
-        product: Tensor
         if residual is not None:
-            product = multiply.binary(x, residual.contiguous(), self._weight, self._bias, "add")
-        elif activation in (None, "relu"):
-            product = multiply(x, self._weight, self._bias, "none", [], "")
-            # oneDNN's own ReLU turns NaN into 0, which would hide damaged weights, and is no faster.
-            product = product if activation is None else torch.relu(product)
-        else:
-            product = multiply(x, self._weight, self._bias, activation, [], "none" if activation == "gelu" else "")
-        return product
+            return multiply.binary(x, residual.contiguous(), self._weight, self._bias, "add")  # type: ignore[no-any-return]
+        # oneDNN's own ReLU turns NaN into 0, which would hide damaged weights, and is no faster.
+        fused = "none" if activation in (None, "relu") else activation
+        product: Tensor = multiply(x, self._weight, self._bias, fused, [], "none" if fused == "gelu" else "")
+        return torch.relu(product) if activation == "relu" else product
 
     def _multiply_int8(self, x: Tensor, activation: Activation | None, residual: Tensor | None) -> Tensor:
         operations = torch.ops.quantized

@@ -6,11 +6,9 @@ from it. A row that its sentences fill has an empty tail.
 
 Attention within sentences is computed in one of two ways:
 
-- By ``torch.nn.attention.varlen`` (FlashAttention with cumulative lengths), on GPUs from sm_80 up in 16 bit. It
-  supports causal and cross-attention, where queries and keys have different lengths, and head widths up to 256 that
-  are multiples of 8, but no dropout of attention weights. FlexAttention, the alternative, supports no dropout
-  either, has to be compiled, and needs a block mask for each micro-batch, which is made on the device; so it offers
-  nothing that varlen lacks here.
+- By ``torch.nn.attention.varlen`` (FlashAttention with cumulative lengths), on GPUs from sm_80 up in 16 bit, for head
+  widths up to 256 that are multiples of 8, and without dropout of attention weights. FlexAttention lacks that, too,
+  and needs a compiler and a block mask for each micro-batch.
 - By rows: queries and keys are copied into a padded row for each sentence, and the results copied back. This works
   on every device, with dropout, and is the reference for tests.
 
@@ -24,7 +22,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,12 +52,7 @@ class Segments:
 
     @classmethod
     def of(cls, lengths: Sequence[int] | NDArray[np.int64], size: int) -> Segments:
-        """Return the segments of a row.
-
-        Args:
-            lengths: tokens of each sentence, one sentence or more.
-            size: tokens of the row, at least as many as the sentences have.
-        """
+        """Return the segments of a row of ``size`` tokens, the first of which are sentences of these lengths."""
         numbers = np.asarray(lengths, dtype=np.int64)
         total, longest = int(numbers.sum()), int(numbers.max())
         assert total <= size
@@ -102,13 +94,9 @@ class Segments:
         return x.flatten(dim, dim + 1).index_select(dim, self._place_of_token)
 
     def sums(self, x_ND: Tensor, counted_N: Tensor) -> Tensor:
-        """Sum the tokens of each sentence that count; rows of sentences would take far more memory.
+        """Sum the tokens of each sentence that count, those of the tail never; rows would take far more memory.
 
-        Args:
-            x_ND: a vector for each token.
-            counted_N: bool, True for tokens that count; any in the tail.
-
-        Shape: -> (B,D)
+        Shape: (N,D), bool (N,) -> (B,D)
         """
         sentence_N = torch.where(counted_N, self._sentence_of_token, len(self))
         return x_ND.new_zeros(len(self) + 1, x_ND.shape[1]).index_add(0, sentence_N, x_ND)[:-1]
@@ -168,9 +156,7 @@ Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float], Tenso
 def mask_between(queries: Segments | None, keys: Tensor | Segments | None) -> Mask:
     """Return the mask for attention from targets to sources, or within either.
 
-    Args:
-        queries: sentences of the queries; None in the padded layout.
-        keys: sentences of the keys; or in the padded layout a bool mask of them, or None.
+    ``queries`` are None in the padded layout, where ``keys`` are a bool mask, or None.
     """
     if not isinstance(keys, Segments):
         return keys
@@ -187,16 +173,9 @@ def attention_by_rows(
     dropout_p: float,
     attention: Attention,
 ) -> Tensor:
-    """Compute attention within sentences, each in a padded row.
+    """Compute attention within sentences, each in a padded row, by ``attention``.
 
-    Args:
-        q_PHNK: queries.
-        k_PHMK: keys.
-        v_PHMK: values.
-        pair: sentences of both.
-        causal: each query sees its own position and those before; queries and keys must have the same sentences.
-        dropout_p: probability of dropping an attention weight.
-        attention: computes attention over padded rows.
+    If ``causal``, queries and keys must have the same sentences.
 
     Shape: (P,H,N,K), (P,H,M,K), (P,H,M,K) -> (P,H,N,K)
     """
@@ -220,9 +199,9 @@ def attention_by_varlen(q_PHNK: Tensor, k_PHMK: Tensor, v_PHMK: Tensor, pair: Se
     from torch.nn.attention.varlen import varlen_attn  # imports the compiler
 
     bounds_q, bounds_k = (side.bounds(rows) for side in pair)
-    options: dict[str, Any] = {"window_size": (-1, 0 if causal else -1)}
-    if _takes_is_causal():
-        options = {"is_causal": causal}
+    options: dict[str, Any] = (
+        {"is_causal": causal} if _takes_is_causal() else {"window_size": (-1, 0 if causal else -1)}
+    )
     out = varlen_attn(q, k, v, bounds_q, bounds_k, pair.queries.widest, pair.keys.widest, **options)
     assert isinstance(out, Tensor)
     return out.view(rows, size, heads, width).transpose(1, 2)
@@ -237,7 +216,7 @@ def has_varlen(x: Tensor, dropout_p: float) -> bool:
 
 
 def _is_supported(device: torch.device) -> bool:
-    return _has_module() and has_flash_attention(capability_of(device))
+    return has_flash_attention(capability_of(device)) and bool(_parameters())
 
 
 def _takes_is_causal() -> bool:
@@ -250,12 +229,10 @@ CONSTANTS = (_is_supported, _takes_is_causal)
 
 
 @cache
-def _has_module() -> bool:
-    return find_spec("torch.nn.attention.varlen") is not None
-
-
-@cache
 def _parameters() -> frozenset[str]:
-    from torch.nn.attention.varlen import varlen_attn
-
+    """Return the names of the arguments of torch's function; none if this torch lacks it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
     return frozenset(inspect.signature(varlen_attn).parameters)

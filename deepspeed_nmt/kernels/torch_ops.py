@@ -154,8 +154,7 @@ def dropout(x: Tensor, p: float) -> Tensor:
         return x
     if _has_fast_dropout(x):
         return F.dropout(x, p, training=True)
-    dropped: Tensor = x * _mask(x, p)
-    return dropped
+    return x * _mask(x, p)
 
 
 def _has_fast_dropout(x: Tensor) -> bool:
@@ -286,11 +285,8 @@ def touch(x: Tensor, touched: Tensor) -> Tensor:
     """Return ``x`` with ``touched`` in its history, so that the origins of ``touched`` get zero gradients, not none.
 
     The value of ``touched`` is never used, so an infinity or a NaN in it does not reach ``x``.
-
-    Shape: any, any -> that of x
     """
-    result: Tensor = _Touch.apply(x, touched)  # type: ignore[no-untyped-call]
-    return result
+    return _Touch.apply(x, touched)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Touch(torch.autograd.Function):

@@ -37,8 +37,7 @@ def branch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tu
 
 def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, alpha: float) -> Tensor:
     """Compute alpha residual + dropout(x + bias)."""
-    joined: Tensor = _Pointwise.apply(x, bias, residual, p, alpha, IDENTITY)  # type: ignore[no-untyped-call]
-    return joined
+    return _Pointwise.apply(x, bias, residual, p, alpha, IDENTITY)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def bias_dropout_add_layer_norm(
@@ -52,26 +51,22 @@ def bias_dropout_add_layer_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Compute alpha residual + dropout(x + bias), and its LayerNorm."""
-    arguments = (x, bias, residual, weight, norm_bias, p, alpha, eps, True)
-    return _Norm.apply(*arguments)  # type: ignore[no-any-return,no-untyped-call]
+    return _Norm.apply(x, bias, residual, weight, norm_bias, p, alpha, eps, True)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def bias_relu_dropout(x: Tensor, bias: Tensor | None, p: float) -> Tensor:
     """Compute dropout(max(0, x + bias))."""
-    active: Tensor = _Pointwise.apply(x, bias, None, p, 1.0, RELU)  # type: ignore[no-untyped-call]
-    return active
+    return _Pointwise.apply(x, bias, None, p, 1.0, RELU)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def bias_gelu_dropout(x: Tensor, bias: Tensor | None, p: float) -> Tensor:
     """Compute dropout(gelu(x + bias))."""
-    active: Tensor = _Pointwise.apply(x, bias, None, p, 1.0, GELU)  # type: ignore[no-untyped-call]
-    return active
+    return _Pointwise.apply(x, bias, None, p, 1.0, GELU)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def softmax(scores_BHTS: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     """Turn scores into attention weights over the visible keys; zeros for a query that sees none."""
-    weights: Tensor = _Softmax.apply(scores_BHTS, mask, causal, scale)  # type: ignore[no-untyped-call]
-    return weights
+    return _Softmax.apply(scores_BHTS, mask, causal, scale)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def cross_entropy(logits: list[Tensor], rows: ChunkRows, with_gradient: bool) -> ChunkResult:
@@ -133,13 +128,8 @@ class _Pointwise(torch.autograd.Function):
         y = torch.empty_like(x, dtype=x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
         seed = _seed(p)
         block = min(512, _power_of_two(width))
-        flags: dict[str, int] = {
-            "HAS_BIAS": bias is not None,
-            "HAS_RESIDUAL": residual is not None,
-            "DROPOUT": p > 0.0,
-        }
         # Four elements per thread: with eight, four rows at once exceed its registers.
-        flags |= {"DROPOUT": p > 0.0, "ACTIVATION": activation, "BLOCK": block, "num_warps": _warps(2 * block)}
+        flags = _flags(bias, residual, p, block, _warps(2 * block)) | {"ACTIVATION": activation}
         grid = (triton.cdiv(rows, 4), triton.cdiv(width, block))
         _launch(kernels.pointwise_forward, grid, x, bias, residual, y, rows, width, alpha, p, seed, **flags)
         kept = {IDENTITY: None, RELU: y, GELU: x}[activation]
@@ -160,7 +150,7 @@ class _Pointwise(torch.autograd.Function):
         scaled = None if residual_dtype is None or is_same else torch.empty_like(d_y, dtype=residual_dtype)
         flags = {**ctx.flags, "HAS_RESIDUAL": scaled is not None}
         programs, groups = _division(triton.cdiv(rows, 4))
-        partial = None if bias is None else _partial(1, programs, width, d_y)
+        partial = None if bias is None else d_y.new_empty(1, programs, width, dtype=torch.float32)
         grid = (programs, triton.cdiv(width, flags["BLOCK"]))
         tensors = (d_y, kept, bias, d_x, scaled, partial)
         _launch(kernels.pointwise_backward, grid, *tensors, rows, width, groups, *ctx.numbers, **flags)
@@ -194,12 +184,7 @@ class _Norm(torch.autograd.Function):
         statistics_2N = torch.empty(2, rows, dtype=torch.float32, device=x.device)
         seed = _seed(p)
         block = _block(width)
-        flags: dict[str, int] = {
-            "HAS_BIAS": bias is not None,
-            "HAS_RESIDUAL": residual is not None,
-            "DROPOUT": p > 0.0,
-        }
-        flags |= {"DROPOUT": p > 0.0, "BLOCK": block, "num_warps": _warps(block)}
+        flags = _flags(bias, residual, p, block, _warps(block))
         programs, count = _division(rows) if interpreting() else (rows, 1)
         tensors = (x, bias, residual, weight, norm_bias, total, normed, *statistics_2N)
         _launch(kernels.norm_forward, (programs,), *tensors, rows, width, count, alpha, p, seed, eps, **flags)
@@ -223,7 +208,7 @@ class _Norm(torch.autograd.Function):
         d_x = torch.empty_like(total, dtype=x_dtype)
         d_residual = None if residual_dtype is None else torch.empty_like(total, dtype=residual_dtype)
         programs, count = _division(rows)
-        partial = _partial(len(parameter_dtypes), programs, width, total)
+        partial = total.new_empty(len(parameter_dtypes), programs, width, dtype=torch.float32)
         tensors = (d_total, d_normed, total, weight, *statistics_2N, d_x, d_residual, *partial)
         if bias_dtype is None:
             tensors += (None,)
@@ -262,15 +247,8 @@ class _Softmax(torch.autograd.Function):
         d_scores_BHTS = torch.empty_like(weights_BHTS)
         launch = _tile(count, keys)
         tensors = (gradients[0].contiguous(), weights_BHTS, d_scores_BHTS)
-        _launch(
-            kernels.softmax_backward,
-            (triton.cdiv(count, launch["ROWS"]),),
-            *tensors,
-            count,
-            keys,
-            ctx.scale,
-            **launch,
-        )
+        grid = (triton.cdiv(count, launch["ROWS"]),)
+        _launch(kernels.softmax_backward, grid, *tensors, count, keys, ctx.scale, **launch)
         return d_scores_BHTS, None, None, None
 
 
@@ -280,6 +258,11 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any)
     assert all(x.numel() < 2**31 for x in tensors), "offsets have 32 bits: use smaller micro-batches"
     if tensors[0].device.type != "meta" and min(grid) > 0:
         kernel[grid](*arguments, **options)
+
+
+def _flags(bias: Tensor | None, residual: Tensor | None, p: float, block: int, warps: int) -> dict[str, int]:
+    present = {"HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None, "DROPOUT": p > 0.0}
+    return {**present, "BLOCK": block, "num_warps": warps}
 
 
 def _sizes(x: Tensor) -> tuple[int, int]:
@@ -292,13 +275,8 @@ def _division(rows: int) -> tuple[int, int]:
     return triton.cdiv(rows, share), share
 
 
-def _partial(parameters: int, programs: int, width: int, like: Tensor) -> Tensor:
-    """Allocate the partial sums that programs write of the gradients of some parameters of one width."""
-    return torch.empty(parameters, programs, width, dtype=torch.float32, device=like.device)
-
-
 def _summed(partial: Tensor, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Add up the partial sums of each parameter, in its dtype. Shape: (parameters, programs, D) -> (D,) each."""
+    """Add up the partial sums that programs wrote of each parameter's gradient, in its dtype."""
     parameters, programs, width = partial.shape
     common = dtypes[0] if len(set(dtypes)) == 1 else torch.float32
     sums = torch.empty(parameters, width, dtype=common, device=partial.device)
@@ -313,7 +291,7 @@ def _power_of_two(size: int) -> int:
 
 
 def _block(width: int) -> int:
-    """Return the elements that a program holds of a row; four or more, because it draws four numbers at a time."""
+    """Return the elements that a program holds of a row: at least the four that it draws at a time."""
     assert width <= _WIDEST, f"rows of up to {_WIDEST} elements fit a program, but these have {width}"
     return _power_of_two(max(4, width))
 

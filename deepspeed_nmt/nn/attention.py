@@ -51,8 +51,6 @@ class MultiHeadAttention(nn.Module, UsesKernels, Sliceable):
     ) -> Product:
         """Attend, over whole sentences or from one position of each hypothesis.
 
-        The hypotheses of a sentence are computed together, as queries of one row of keys.
-
         Args:
             query_BTD: states that attend.
             memory: states to attend to, (B,S,D), the same object for self-attention; or what :meth:`project` returned
@@ -61,7 +59,7 @@ class MultiHeadAttention(nn.Module, UsesKernels, Sliceable):
                 when all are seen.
             causal: position t sees positions 0..t only, of its sentence.
             cache: in self-attention, when decoding position by position: keeps keys and values, and knows which of
-                them a hypothesis sees.
+                them a hypothesis sees. The hypotheses of a sentence are queries of one row of keys.
 
         Shape: (B,T,D), (B,S,D) -> (B,T,D), or (R,1,D) -> (R,1,D)
         """
@@ -94,25 +92,13 @@ class MultiHeadAttention(nn.Module, UsesKernels, Sliceable):
         return attended.reshape(rows, length, -1)
 
     def attend(self, query_BTD: Tensor, memory: KeysValues, mask: Mask, causal: bool) -> Tensor:
-        """Attend from projected queries to keys and values; to be overridden by other kinds of attention.
-
-        Args:
-            query_BTD: queries, of all heads.
-            memory: keys and values, (B,H,S,K).
-            mask: bool, broadcastable to (B,H,T,S), True where a query sees a key; or the sentences in which queries
-                see keys; None when all are seen.
-            causal: position t sees positions 0..t only.
+        """Attend from projected queries of all heads; to be overridden by other kinds of attention.
 
         Shape: (B,T,D), (B,H,S,K) -> (B,T,D)
         """
-        attended_BHTK = self.kernels.attention(
-            self._split(query_BTD),
-            memory.keys,
-            memory.values,
-            mask=mask,
-            causal=causal,
-            dropout_p=self.dropout_p if self.training else 0.0,
-        )
+        dropout_p = self.dropout_p if self.training else 0.0
+        query_BHTK = self._split(query_BTD)
+        attended_BHTK = self.kernels.attention(query_BHTK, memory.keys, memory.values, mask, causal, dropout_p)
         return attended_BHTK.transpose(1, 2).flatten(2)
 
     def project(self, memory_BSD: Tensor) -> KeysValues:
@@ -121,11 +107,6 @@ class MultiHeadAttention(nn.Module, UsesKernels, Sliceable):
 
     def weights(self, query_BTD: Tensor, memory: Tensor | KeysValues, mask: Mask = None) -> Tensor:
         """Compute the attention weights of whole sentences in the padded layout, as the mean of the heads.
-
-        Args:
-            query_BTD: states that attend.
-            memory: states to attend to, (B,S,D), or what :meth:`project` returned for them.
-            mask: bool (B,1,1,S), True for keys that are not padding; None when all are seen.
 
         Shape: (B,T,D), (B,S,D) -> fp32 (B,T,S)
         """

@@ -12,7 +12,7 @@ target positions of a sentence (those of all its hypotheses).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,13 +44,14 @@ class Ancestry:
     Attributes:
         sentences: B; 0 before the first step, which has one row per sentence.
         positions: P.
+        mask: of attention, bool (B,1,W,P); None if every hypothesis descends from all positions.
     """
 
     def __init__(self) -> None:
         self.sentences = 0
         self.positions = 0
         self._mask_RP = torch.empty(0, 0, dtype=torch.bool)
-        self._seen_BWP: Tensor | None = None
+        self.mask: Tensor | None = None
         self._additive: dict[bool, tuple[Tensor, Tensor]] = {}
         self._crowded = _CROWDED
 
@@ -64,7 +65,7 @@ class Ancestry:
         self.positions = self._mask_RP.shape[1]
         # One hypothesis per sentence: greedy, or the first step. All cached positions are its own.
         one_each = rows == self.sentences
-        self._seen_BWP = None if one_each else self._mask_RP.view(self.sentences, 1, -1, self.positions)
+        self.mask = None if one_each else self._mask_RP.view(self.sentences, 1, -1, self.positions)
 
     def select(self, rows_R: Tensor, sentences: int) -> None:
         """Continue the hypotheses ``rows_R``."""
@@ -75,8 +76,8 @@ class Ancestry:
         """Remove dead positions, if there are many and a quarter of them is dead.
 
         Returns:
-            For each sentence the positions that are kept, in their order, (B,M), M the most that are alive in one
-            sentence; some of the other sentences' are dead. None if nothing is removed.
+            The positions that are kept of each sentence, (B,M), M the most that are alive in one sentence; None if
+            nothing is removed.
         """
         # On a GPU the host would have to wait for the number.
         if self.positions < self._crowded or self._mask_RP.device.type != "cpu":
@@ -93,18 +94,8 @@ class Ancestry:
         self.positions = most
         return kept_BM
 
-    def mask(self) -> Tensor | None:
-        """Return the mask for attention, bool (B,1,W,P); None if every hypothesis descends from all positions."""
-        return self._seen_BWP
-
     def additive(self, mask: Tensor, of_source: bool, dtype: torch.dtype) -> Tensor:
-        """Return a mask as numbers to be added to scores, 0 or -inf, computed once for all layers.
-
-        Args:
-            mask: bool, True where a hypothesis sees a position.
-            of_source: True for the source's mask, False for that of the target.
-            dtype: of the scores.
-        """
+        """Return the bool mask of source or target as numbers to add to scores, 0 or -inf, once for all layers."""
         known = self._additive.get(of_source)
         if known is None or known[0] is not mask:
             numbers = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
@@ -112,6 +103,7 @@ class Ancestry:
         return known[1]
 
 
+@dataclass(eq=False)
 class SourceCache:
     """The source's part of a layer's cache; all applications of the layer share it.
 
@@ -120,24 +112,21 @@ class SourceCache:
             a layer without cross-attention.
     """
 
-    def __init__(self) -> None:
-        self.projected: KeysValues | None = None
+    projected: KeysValues | None = None
 
-    def select(self, sentences_B: Tensor) -> None:
-        """Keep the sentences ``sentences_B``."""
-        if self.projected is not None:
-            self.projected = self.projected.select(sentences_B)
+    def of(self, project: Callable[[Tensor], KeysValues], memory_BSD: Tensor | None) -> KeysValues:
+        """Return the keys and values, which the first call projects."""
+        if self.projected is None:
+            assert memory_BSD is not None
+            self.projected = project(memory_BSD)
+        return self.projected
 
 
 class LayerCache:
     """The cache of one layer *application*: a layer that is applied twice has two.
 
-    Args:
-        ancestry: of the decoder, shared by its layers.
-        source: of the layer, shared by its applications.
-
     Attributes:
-        source: keys and values of the source.
+        source: keys and values of the source, shared by the applications of a layer.
         length: target positions of a hypothesis so far.
     """
 
@@ -160,27 +149,20 @@ class LayerCache:
         rows, heads, length, width = new.keys.shape
         assert length == 1, "a decoder advances one position at a time"
         known, newest = self._advance(rows, heads, width, new.keys)
-        newest[0] = new.keys.view(self._ancestry.sentences, -1, heads, width).transpose(1, 2)
-        newest[1] = new.values.view(self._ancestry.sentences, -1, heads, width).transpose(1, 2)
-        return KeysValues(known[0], known[1]), self._ancestry.mask()
+        for number, x in enumerate((new.keys, new.values)):
+            newest[number] = x.view(self._ancestry.sentences, -1, heads, width).transpose(1, 2)
+        return KeysValues(known[0], known[1]), self._ancestry.mask
 
     def append_joint(self, new_R1E: Tensor, width: int) -> tuple[KeysValues, Tensor | None]:
-        """Append as :meth:`append` does.
-
-        Args:
-            new_R1E: the keys of all heads, then the values, E = 2 H K.
-            width: K.
-
-        Returns:
-            Keys and values of all positions of each sentence, and a mask, 0 or -inf, (B,1,W,P); None if every
-            hypothesis sees all.
+        """Append the keys of all heads, then the values, E = 2 H K; the mask returned is 0 or -inf.
 
         Shape: (R,1,E) -> (B,H,P,K)
         """
         rows, _, both = new_R1E.shape
-        known, newest = self._advance(rows, both // (2 * width), width, new_R1E)
-        newest.copy_(new_R1E.view(self._ancestry.sentences, -1, 2, both // (2 * width), width).permute(2, 0, 3, 1, 4))
-        mask = self._ancestry.mask()
+        heads = both // (2 * width)
+        known, newest = self._advance(rows, heads, width, new_R1E)
+        newest.copy_(new_R1E.view(self._ancestry.sentences, -1, 2, heads, width).permute(2, 0, 3, 1, 4))
+        mask = self._ancestry.mask
         additive = None if mask is None else self._ancestry.additive(mask, False, new_R1E.dtype)
         return KeysValues(known[0], known[1]), additive
 
@@ -205,18 +187,11 @@ class LayerCache:
             self._positions = kept_BM.shape[1]
 
     def _advance(self, rows: int, heads: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Make room for a position of each hypothesis.
-
-        Args:
-            rows: hypotheses, R.
-            heads: H.
-            width: K.
-            like: a tensor of the same device and dtype.
+        """Make room for a position of each hypothesis in the device and dtype of ``like``.
 
         Returns:
-            All keys and values, the newest still to be written, and those of the newest alone.
-
-        Shape: -> (2,B,H,P,K), (2,B,H,W,K)
+            All keys and values, (2,B,H,P,K), the newest still to be written, and those of the newest alone,
+            (2,B,H,W,K).
         """
         if self._positions == self._ancestry.positions:  # The first layer of this step.
             self._ancestry.advance(rows, like.device)
@@ -272,7 +247,8 @@ class DecoderCache:
             for layer in self.layers:
                 layer.select(sentences_B)
             for source in self._sources:
-                source.select(sentences_B)
+                if source.projected is not None:
+                    source.projected = source.projected.select(sentences_B)
         kept_BM = self._ancestry.clear()
         if kept_BM is not None:
             for layer in self.layers:

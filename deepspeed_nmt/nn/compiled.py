@@ -6,10 +6,8 @@ Nothing is compiled, and no compiler imported, before a layer is run or :func:`c
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -47,8 +45,7 @@ def check_compiler(device: torch.device) -> None:
     """Compile a function for a device.
 
     Raises:
-        ConfigError: if that fails, for example without a C++ compiler, or where a directory hides one of the
-            packages that torch imports.
+        ConfigError: if that fails, for example without a C++ compiler.
     """
     try:
         own = os.getpid()  # makes the code new, so that the compiler runs, rather than torch's cache
@@ -59,28 +56,11 @@ def check_compiler(device: torch.device) -> None:
     except Exception as problem:  # of torch, a compiler or a driver
         reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
         remedy = "set engine.compile=off"
-        if hidden := _hidden_by_directories():
-            names = " and ".join(hidden)
-            remedy = (
-                f"start in another directory than {Path.cwd()}, whose {names} is taken for a package, or {remedy}"
-            )
-        elif "compiler" in f"{type(problem).__name__} {problem}".lower():
+        if "compiler" in f"{type(problem).__name__} {problem}".lower():
             remedy = f"install a C++ compiler, or {remedy}"
         raise ConfigError(
             f"torch.compile, which engine.compile=layers needs, fails on {device.type}: {reason}; {remedy}"
         ) from problem
-
-
-def _hidden_by_directories() -> list[str]:
-    """Return the directories of the working directory that Python has imported for packages of their names."""
-    here = Path.cwd()
-    return [
-        name
-        for name, module in list(sys.modules.items())
-        if "." not in name
-        and getattr(module, "__file__", None) is None
-        and any(Path(path).absolute().parent == here for path in getattr(module, "__path__", ()))
-    ]
 
 
 def _in_training(forward: Callable[..., Any]) -> Callable[..., Any]:

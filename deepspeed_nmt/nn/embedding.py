@@ -37,10 +37,8 @@ def sinusoids(length: int, dim: int, device: torch.device | None = None) -> Tens
 def marian_sinusoids(length: int, dim: int, device: torch.device | None = None) -> Tensor:
     """Compute the positions 0..length-1 of Marian NMT, of wavelengths from 2 pi to less than 20000 pi.
 
-    The first half of the columns are sines, the second half cosines, and the wavelengths are those of Vaswani et al.
-    2017, 3.5: 10000^(2i/D), where :func:`sinusoids` has 10000^(i/(D/2 - 1)).
-
-    Shape: -> (length, dim), fp32
+    The wavelengths are those of Vaswani et al. 2017, 3.5: 10000^(2i/D), where :func:`sinusoids` has
+    10000^(i/(D/2 - 1)).
     """
     columns = torch.arange(dim, dtype=torch.float64)
     rates = 10000.0 ** (-2.0 * (columns // 2) / dim)
@@ -49,10 +47,7 @@ def marian_sinusoids(length: int, dim: int, device: torch.device | None = None) 
 
 
 def fairseq_sinusoids(length: int, dim: int, device: torch.device | None = None) -> Tensor:
-    """Compute the positions of fairseq, which are :func:`sinusoids` that begin at 2, above the number of padding.
-
-    Shape: -> (length, dim), fp32
-    """
+    """Compute the positions of fairseq: :func:`sinusoids` from 2 on, above the number of padding."""
     return sinusoids(length + 2, dim, device)[2:]
 
 
@@ -68,11 +63,6 @@ POSITIONS: Mapping[PositionName, Callable[[int, int, torch.device | None], Tenso
 
 class TokenEmbedding(nn.Module, Sliceable):
     """Embedding of tokens times sqrt(D), plus sinusoidal positions, then dropout.
-
-    Args:
-        weight_VD: the embedding matrix, possibly shared with others.
-        dropout_p: probability of dropping an element.
-        wavelengths: those of the positions.
 
     Attributes:
         positions: most positions of a sentence; None: any number.
@@ -105,12 +95,10 @@ class TokenEmbedding(nn.Module, Sliceable):
         return embedded
 
     def _positions(self, length: int) -> Tensor:
-        have = self._positions_TD
-        if have.shape[0] < length or have.device != self.weight.device or have.dtype != self.weight.dtype:
-            size = max(256, 1 << (length - 1).bit_length())
-            have = self.table(size).to(self.weight.dtype)
-            self._positions_TD = have
-        return have
+        kept, weight = self._positions_TD, self.weight
+        if kept.shape[0] < length or kept.device != weight.device or kept.dtype != weight.dtype:
+            self._positions_TD = self.table(max(256, 1 << (length - 1).bit_length())).to(weight.dtype)
+        return self._positions_TD
 
     def table(self, length: int) -> Tensor:
         """Compute the positions 0..length-1 on the embedding's device. Shape: -> (length, D), fp32."""
@@ -118,15 +106,10 @@ class TokenEmbedding(nn.Module, Sliceable):
 
 
 class LearnedEmbedding(nn.Module, Sliceable):
-    """Embedding of tokens plus learned positions plus BERT's token type 0, normalised, then dropout.
+    """Embedding of tokens plus learned positions plus token type 0, normalised, then dropout (Devlin et al. 2019).
 
-    That of BERT (Devlin et al. 2019).
-
-    Args:
-        weight_VD: the embedding matrix, possibly shared with others.
+    Attributes:
         positions: most positions of a sentence.
-        dropout_p: probability of dropping an element.
-        eps: of the LayerNorm.
     """
 
     def __init__(self, weight_VD: nn.Parameter, positions: int, dropout_p: float, eps: float) -> None:
@@ -155,13 +138,7 @@ class LearnedEmbedding(nn.Module, Sliceable):
 
 
 class PredictionTransform(nn.Module):
-    """LayerNorm(GELU(x W + b)), applied to states before the output projection of BERT (Devlin et al. 2019).
-
-    Args:
-        dim: model width D.
-        activation: the non-linearity.
-        eps: of the LayerNorm.
-    """
+    """LayerNorm(GELU(x W + b)), applied to states before the output projection of BERT (Devlin et al. 2019)."""
 
     def __init__(self, dim: int, activation: Activation, eps: float) -> None:
         super().__init__()
@@ -180,10 +157,6 @@ class Projection(nn.Module, UsesKernels, UsesPackedWeights, Sliceable):
 
     ``projection(states)`` gives logits. A loss passes a function that consumes states and output matrix without
     forming all logits. That runs inside ``forward`` because ZeRO-3 gathers a module's parameters only there.
-
-    Args:
-        weight_VD: the output matrix.
-        bias_V: added to the logits, or None.
     """
 
     def __init__(self, weight_VD: nn.Parameter, bias_V: nn.Parameter | None = None) -> None:

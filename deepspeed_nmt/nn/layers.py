@@ -53,14 +53,7 @@ class Dropout(nn.Module):
 
 
 class FeedForward(nn.Module, UsesKernels, Sliceable):
-    """max(0, x W1 + b1) W2 + b2 (Vaswani et al. 2017, eq. 2), or with GELU or swish.
-
-    Args:
-        dim: model width D.
-        ffn_dim: inner width F.
-        activation: the non-linearity.
-        dropout_p: probability of dropping an inner unit's output.
-    """
+    """max(0, x W1 + b1) W2 + b2 (Vaswani et al. 2017, eq. 2), or with GELU or swish; dropout of the inner units."""
 
     def __init__(self, dim: int, ffn_dim: int, activation: Activation = "relu", dropout_p: float = 0.0) -> None:
         super().__init__()
@@ -79,8 +72,9 @@ class FeedForward(nn.Module, UsesKernels, Sliceable):
         with self.ranks.drawing(p):
             if self.activation == "swish":  # has no fused kernel: only imported models have it
                 return torch_ops.dropout(F.silu(self.up_proj(x)), p)
-            product, bias = self.up_proj.product(x, f"bias_{self.activation}_dropout")
-            activate = self.kernels.bias_relu_dropout if self.activation == "relu" else self.kernels.bias_gelu_dropout
+            operation = f"bias_{self.activation}_dropout"
+            product, bias = self.up_proj.product(x, operation)
+            activate: Callable[..., Tensor] = getattr(self.kernels, operation)
             return activate(product, bias, self.dropout_p, self.training)
 
 
@@ -125,14 +119,13 @@ class Residual(nn.Module, UsesKernels):
 
         Shape: (..., D) -> (..., D)
         """
-        norm, dropping = self.norm, (self.dropout_p, self.training)
+        norm, dropping, branch = self.norm, (self.dropout_p, self.training), x if onto is None else onto
         parameters = norm.weight, norm.bias
-        branch, h = x if onto is None else onto, x
         if self.style == "pre" and onto is None:
-            branch, h = self.kernels.branch_layer_norm(x, *parameters, norm.eps)
+            branch, x = self.kernels.branch_layer_norm(x, *parameters, norm.eps)
         elif self.style == "pre":
-            h = self.norm(x)
-        output = sublayer(h)
+            x = self.norm(x)
+        output = sublayer(x)
         value, bias = output if isinstance(output, Product) else (output, None)
         if self.watch is not None:
             self.watch(value if bias is None else value + bias)
@@ -148,8 +141,6 @@ class Draw:
     """The numbers that determine the random choices of layers: the same on every rank, and in recomputation.
 
     Attributes:
-        seed: of the run.
-        update: number of the update.
         passes: numbers of the passes over the same sentences whose rows, in equal blocks, make up the batch.
         micro_batch: number of the micro-batch within the update on its rank, from 0.
     """
@@ -190,14 +181,11 @@ class Context:
     def of_passes(self, kept: Sequence[int]) -> Context:
         """Return the context of the rows of some of the passes, given by their indices, without a draw."""
         assert self.memory_BSD is not None and self.draw is not None
-        count = len(self.draw.passes)
-        return Context(
-            mask=select_blocks(self.mask, count, kept) if isinstance(self.mask, Tensor) else self.mask,
-            memory_BSD=select_blocks(self.memory_BSD, count, kept),
-            source=None
-            if self.source is None
-            else KeysValues(*(select_blocks(x, count, kept) for x in (self.source.keys, self.source.values))),
-        )
+        count, source = len(self.draw.passes), self.source
+        if source is not None:
+            source = KeysValues(*(select_blocks(x, count, kept) for x in (source.keys, source.values)))
+        mask = select_blocks(self.mask, count, kept) if isinstance(self.mask, Tensor) else self.mask
+        return Context(mask, select_blocks(self.memory_BSD, count, kept), source=source)
 
 
 def select_blocks(x: Tensor, count: int, kept: Sequence[int]) -> Tensor:
@@ -238,14 +226,7 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Base of decoder layers, whose sub-layers' updates of the state can be observed.
-
-    Attributes:
-        cross_attention: its cross-attention; None without such.
-        self_residual: the connection around self-attention; None without such.
-        cross_residual: the connection around cross-attention; None without such.
-        feed_forward_residual: the connection around the feed-forward network; None without such.
-    """
+    """Base of decoder layers, whose sub-layers can be observed; a layer may lack some of them."""
 
     cross_attention: MultiHeadAttention | None
     self_residual: Residual | None
@@ -259,39 +240,22 @@ class DecoderBlock(nn.Module):
 
         Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
         """
-        if self.cross_attention is None or self.cross_residual is None:
-            return x_BTD
         attention = self.cross_attention
-        source = self.source_of(context, cache)
-        crossed: Tensor = self.cross_residual(x_BTD, lambda h: attention(h, source, context.mask), onto_BTD)
+        if attention is None or self.cross_residual is None:
+            return x_BTD
+        memory = context.memory_BSD if context.source is None else context.source
+        if cache is not None:
+            memory = cache.source.of(attention.project, context.memory_BSD)
+        assert memory is not None
+        crossed: Tensor = self.cross_residual(x_BTD, lambda h: attention(h, memory, context.mask), onto_BTD)
         return crossed
 
-    def source_of(self, context: Context, cache: LayerCache | None) -> Tensor | KeysValues:
-        """Return what cross-attention attends to: states, or the keys and values that are kept for them.
-
-        Shape: -> (B,S,D), or two of (B,H,S,K)
-        """
-        assert self.cross_attention is not None and context.memory_BSD is not None
-        if cache is None:
-            return context.memory_BSD if context.source is None else context.source
-        if cache.source.projected is None:
-            cache.source.projected = self.cross_attention.project(context.memory_BSD)
-        return cache.source.projected
-
     def choose(self, context: Context) -> Context:
-        """Make the layer's random choices in training; called where they must be made outside of compiled code.
-
-        Returns:
-            The context with these choices, if there are any.
-        """
+        """Return the context with the layer's random choices in training, which compiled code cannot make."""
         return context
 
     def project_source(self, context: Context) -> KeysValues | None:
-        """Project the source for all applications of the layer.
-
-        Returns:
-            Keys and values for ``context.source``; None if no application attends to the source.
-        """
+        """Project the source for all applications of the layer; None if none of them attends to it."""
         assert context.memory_BSD is not None
         return None if self.cross_attention is None else self.cross_attention.project(context.memory_BSD)
 
@@ -357,8 +321,8 @@ class DecoderLayer(DecoderBlock, UsesPackedWeights):
             return None
         if self not in self.packed.steps:
             layer = self.in_inference()
-            fast = layer is not None and is_standard(layer)
-            self.packed.steps[self] = DecoderStep(layer, self.packed) if layer is not None and fast else None
+            is_fast = layer is not None and is_standard(layer)
+            self.packed.steps[self] = DecoderStep(layer, self.packed) if layer is not None and is_fast else None
         step: DecoderStep | None = self.packed.steps[self]
         return step
 
@@ -389,14 +353,10 @@ class DecoderStep:
     :func:`is_standard` checks for; any other layer decodes by its own ``forward``.
 
     Legend: W hypotheses of a sentence, R rows = B x W, H heads, K head width, P positions.
-
-    Args:
-        layer: the layer.
-        weights: its packed weights.
     """
 
     def __init__(self, layer: DecoderLayer, weights: PackedWeights) -> None:
-        own, self._feed_forward = layer.self_attention, layer.feed_forward
+        own, network = layer.self_attention, layer.feed_forward
         self._head_dim = own.head_dim
         self._around_self = _NormAround(layer.self_residual)
         self._keys_values_query = weights.of(own.k_proj, own.v_proj, own.q_proj)
@@ -408,8 +368,8 @@ class DecoderStep:
             self._query = weights.of(self._cross.q_proj)
             self._cross_out = weights.of(self._cross.out_proj)
         self._around_feed_forward = _NormAround(layer.feed_forward_residual)
-        self._up = weights.of(self._feed_forward.up_proj)
-        self._down = weights.of(self._feed_forward.down_proj)
+        self._activation: Activation = network.activation
+        self._up, self._down = weights.of(network.up_proj), weights.of(network.down_proj)
 
     def __call__(self, x_R1D: Tensor, context: Context, cache: LayerCache) -> Tensor:
         """Decode the next position of each hypothesis; ``cache`` keeps it. Shape: (R,1,D) -> (R,1,D)."""
@@ -419,15 +379,12 @@ class DecoderStep:
         attended = self._attend(query, known, mask)
         x_R1D = self._around_self.after(self._self_out(attended, residual=self._around_self.residual(x_R1D)))
         if self._cross is not None:
-            source = cache.source.projected
-            if source is None:
-                assert context.memory_BSD is not None
-                source = cache.source.projected = self._cross.project(context.memory_BSD)
+            source = cache.source.of(self._cross.project, context.memory_BSD)
             query = self._query(self._around_cross.before(x_R1D))
             attended = self._attend(query, source, cache.additive(context.mask, x_R1D.dtype))
             x_R1D = self._around_cross.after(self._cross_out(attended, residual=self._around_cross.residual(x_R1D)))
-        inner = self._up(self._around_feed_forward.before(x_R1D), self._feed_forward.activation)
         around = self._around_feed_forward
+        inner = self._up(around.before(x_R1D), self._activation)
         return around.after(self._down(inner, residual=around.residual(x_R1D)))
 
     def _attend(self, query_R1D: Tensor, to: KeysValues, mask: Tensor | None) -> Tensor:
@@ -440,7 +397,7 @@ class DecoderStep:
 
 
 class _NormAround:
-    """A residual connection in eval mode; see :class:`Residual`."""
+    """The operations around a sub-layer in eval mode; see :class:`Residual`."""
 
     def __init__(self, residual: Residual) -> None:
         norm: LayerNorm = residual.norm
@@ -449,15 +406,15 @@ class _NormAround:
         self._alpha = residual.alpha
 
     def before(self, x: Tensor) -> Tensor:
-        """Return the input of the sub-layer. Shape: (..., D) -> (..., D)."""
+        """Return the input of the sub-layer."""
         return torch.layer_norm(x, *self._weights) if self._before else x
 
     def residual(self, x: Tensor) -> Tensor:
-        """Return what is added to the output of the sub-layer. Shape: (..., D) -> (..., D)."""
+        """Return what is added to the output of the sub-layer."""
         return x if self._alpha == 1.0 else x * self._alpha
 
     def after(self, total: Tensor) -> Tensor:
-        """Return the output, given the sum. Shape: (..., D) -> (..., D)."""
+        """Return the output, given the sum."""
         return total if self._before else torch.layer_norm(total, *self._weights)
 
 
@@ -465,10 +422,7 @@ class _NormAround:
 class LayerParts:
     """Functions that make freshly initialised parts of a model's layers.
 
-    Attributes:
-        attention: makes self- or cross-attention, of another class than :class:`MultiHeadAttention` if one is given.
-        feed_forward: makes a feed-forward network.
-        residual: makes the connection around either.
+    ``attention`` makes self- or cross-attention, of another class than :class:`MultiHeadAttention` if one is given.
     """
 
     attention: Callable[..., MultiHeadAttention]

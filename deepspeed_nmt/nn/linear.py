@@ -42,9 +42,6 @@ class Weighted(Protocol):
 class PackedWeights:
     """Weights of a model that are rearranged for decoding on a CPU, each when it is first used.
 
-    Args:
-        int8: True to round them to int8.
-
     Attributes:
         int8: True if they are rounded to int8.
         steps: steps of decoder layers with these weights, each made by its layer when it is first taken.
@@ -78,13 +75,9 @@ class UsesPackedWeights:
 
 
 def pack_weights(model: nn.Module, int8: bool = False) -> None:
-    """Have a model multiply by rearranged weights from now on, for decoding on a CPU.
+    """Have a model multiply by rearranged weights from now on, for decoding on a CPU; ``int8`` rounds them.
 
-    The model must be in eval mode. Its weights stay as they are; if they change, call it again.
-
-    Args:
-        model: the model, in fp32 or bf16.
-        int8: True to round the weights to int8.
+    The model must be in eval mode, in fp32 or bf16. Its weights stay as they are; if they change, call it again.
 
     Raises:
         CheckpointError: if a weight is not finite and int8 would hide it.
@@ -151,10 +144,7 @@ class Linear(nn.Linear, UsesKernels, UsesPackedWeights):
     def product(self, x: Tensor, operation: str = "bias_dropout_add") -> Product:
         """Project, and leave the bias to the operation that follows if that adds it in its own kernel.
 
-        It runs no hooks of this module. Under ZeRO-3 the parameters must be gathered by a module around this one, as
-        those of layers are.
-
-        Shape: (..., D) -> (..., E)
+        It runs no hooks of this module: under ZeRO-3 a module around this one must gather its parameters.
         """
         if self.packed is None and self.bias is not None and self.kernels.takes_bias(operation, x):
             return Product(self.kernels.linear(x, self.weight), self.bias)
@@ -166,8 +156,6 @@ def project(x: Tensor, *layers: Linear) -> Sequence[Tensor]:
 
     The parameters stay apart, so that state and checkpoints do not depend on this. Under ZeRO-3 they must be gathered
     outside of the layers' own calls.
-
-    Shape: (..., D) -> (..., E) for each layer
     """
     first, widths = layers[0], [layer.weight.shape[0] for layer in layers]
     if first.packed is not None:

@@ -43,14 +43,10 @@ class LayerOrder:
 
 
 class LayerStack(nn.Module):
-    """Apply layers in a given order.
-
-    Args:
-        layers: the layers that have weights of their own.
-        order: of their application; default each once.
-        final_norm: applied to the state at every exit (a LayerNorm after pre-norm stacks), or None.
+    """Apply layers in a given order, by default each once.
 
     Attributes:
+        final_norm: applied to the state at every exit (a LayerNorm after pre-norm stacks), or None.
         recompute_every: k; in training, every k-th application keeps only its input and is run again in the backward
             pass, with the same random choices: 1 all, 0 none. Results are bit-identical.
     """
@@ -101,9 +97,6 @@ class LayerStack(nn.Module):
             caches: one for each application, when decoding position by position.
             exits: counted from 1; default the top.
 
-        Returns:
-            The states at the exits, normalised by ``final_norm``.
-
         Shape: (B,T,D) -> one (B,T,D) per exit
         """
         stages = [self.order.stages[exit - 1] for exit in (exits or (self.stages,))]
@@ -126,10 +119,9 @@ class LayerStack(nn.Module):
         return [states[number] if self.final_norm is None else self.final_norm(states[number]) for number in stages]
 
     def _contexts(self, context: Context, indices: Sequence[int]) -> dict[int, Context]:
-        """Return the contexts of the layers that are applied several times, by index.
+        """Return the contexts of the layers that are applied several times, with the source's keys and values.
 
-        They have the source's keys and values, which are equal in all applications. They are projected outside of
-        recomputation, because they outlive an application.
+        Those are equal in all applications, and projected outside of recomputation, because they outlive one.
         """
         contexts = {}
         for index, count in Counter(indices).items():

@@ -23,7 +23,7 @@ from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.settings import EngineConfig, resolve_engine
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels import cross_entropy, torch_ops
-from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy, projected_cross_entropy_ref
+from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
 from deepspeed_nmt.kernels.segments import Mask
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
@@ -33,6 +33,7 @@ from deepspeed_nmt.nn.embedding import Projection
 from deepspeed_nmt.parallel.tensor import SLICE, parallelize, scatter
 from deepspeed_nmt.parallel.world import World, join_world, leave_world
 from deepspeed_nmt.train.optimizers.adam import AdamConfig
+from tests.equations import projected_cross_entropy_ref
 
 V = Vocabulary(61)
 

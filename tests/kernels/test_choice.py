@@ -249,7 +249,7 @@ def test_a_plan_with_kernels_that_are_not_installed_is_refused(
     ("setting", "message"),
     [
         ("tritn", "engine.kernels is 'tritn'.* did you mean 'triton'"),
-        ("softmx=triton", "names 'softmx'.* did you mean 'softmax'"),
+        ("softmx=triton", "operation is 'softmx'.* did you mean 'softmax'"),
         ("softmax=cuda", "softmax is 'cuda'.*torch or triton or apex"),
         ("cross_entropy=apex", "cross_entropy is 'apex'.*torch or triton"),
     ],

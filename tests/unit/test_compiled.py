@@ -6,11 +6,8 @@ Layers are traced, but no code is generated for them.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
@@ -193,23 +190,3 @@ def test_compile_is_off_or_layers() -> None:
     assert load_config(settings=["engine.compile=off"]).engine.compile == "off"
     with pytest.raises(ConfigError, match=r"engine\.compile is true"):
         load_config(settings=["engine.compile=yes"])
-
-
-def test_a_directory_that_hides_a_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "z3").mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend("")
-    monkeypatch.delitem(sys.modules, "z3", raising=False)
-
-    def fail(x: Tensor) -> Tensor:
-        import z3  # type: ignore[import-not-found,unused-ignore]
-
-        return cast(Tensor, z3.simplify(x))
-
-    monkeypatch.setattr(compiled.torch, "compile", lambda function: fail)
-    with pytest.raises(ConfigError, match=r"'simplify'; start in another directory than .*, whose z3 is"):
-        check_compiler(torch.device("cpu"))
-    monkeypatch.delitem(sys.modules, "z3")
-    monkeypatch.setattr(compiled.torch, "compile", lambda function: (_ for _ in ()).throw(OSError("no space left")))
-    with pytest.raises(ConfigError, match=r"fails on cpu: no space left; set engine\.compile=off"):
-        check_compiler(torch.device("cpu"))

@@ -7,9 +7,10 @@ import torch
 
 from deepspeed_nmt.kernels import cross_entropy, torch_ops
 from deepspeed_nmt.kernels.choice import Kernels
-from deepspeed_nmt.kernels.cross_entropy import chunk_rows, projected_cross_entropy, projected_cross_entropy_ref
+from deepspeed_nmt.kernels.cross_entropy import chunk_rows, projected_cross_entropy
 from deepspeed_nmt.parallel import tensor
 from deepspeed_nmt.parallel.world import World
+from tests.equations import projected_cross_entropy_ref
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
