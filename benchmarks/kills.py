@@ -294,7 +294,7 @@ def run(arguments: argparse.Namespace) -> Iterator[Results]:
         text = directory / "text"
         words = ["prepare", "--out", str(directory / "second"), "--vocab-from", str(data[0])]
         for split in ("train", "valid"):
-            words += [f"--{split}-source", str(text / f"{split}.en"), f"--{split}-target", str(text / f"{split}.de")]
+            words += [f"--{split}-source", str(text / f"{split}.de"), f"--{split}-target", str(text / f"{split}.en")]
         assert main(words) == 0
         data.append(directory / "second")
         for fault, layout in itertools.product(arguments.fault or FAULTS, arguments.layout or LAYOUTS):

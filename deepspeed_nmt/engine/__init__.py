@@ -7,6 +7,7 @@ import copy
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.engine.contract import Engine
+from deepspeed_nmt.engine.eager import without_dynamo
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.engine.settings import EngineSettings
 from deepspeed_nmt.errors import ConfigError
@@ -27,10 +28,11 @@ def build_engine(settings: EngineSettings, module: TrainModule, world: World, du
     """
     if settings.ds_config is None:
         return PlainEngine(module, settings.optimizer, settings.precision, world)
-    try:
-        from deepspeed_nmt.engine.deepspeed import DeepSpeedEngine
-    except ImportError as error:
-        raise ConfigError(
-            f"engine.name is deepspeed, but it cannot be imported ({error}); install it, or use engine.name=plain"
-        ) from error
-    return DeepSpeedEngine(module, settings.optimizer, copy.deepcopy(dict(settings.ds_config)), world, dummy)
+    with without_dynamo():  # DeepSpeed imports some of its modules as it is initialised
+        try:
+            from deepspeed_nmt.engine.deepspeed import DeepSpeedEngine
+        except ImportError as error:
+            raise ConfigError(
+                f"engine.name is deepspeed, but it cannot be imported ({error}); install it, or use engine.name=plain"
+            ) from error
+        return DeepSpeedEngine(module, settings.optimizer, copy.deepcopy(dict(settings.ds_config)), world, dummy)

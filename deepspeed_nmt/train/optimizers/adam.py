@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
+from deepspeed_nmt.engine.eager import eager
 from deepspeed_nmt.engine.optimizer import Groups, OptimizerConfig
 
 
@@ -26,7 +27,7 @@ class AdamConfig(OptimizerConfig):
 
     @override
     def build(self, groups: Groups) -> torch.optim.Optimizer:
-        return torch.optim.Adam(groups, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps, fused=True)
+        return eager(torch.optim.Adam)(groups, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps, fused=True)
 
     @override
     def squared_changes(
@@ -67,4 +68,4 @@ class AdamWConfig(AdamConfig):
 
     @override
     def build(self, groups: Groups) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(groups, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps, fused=True)
+        return eager(torch.optim.AdamW)(groups, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps, fused=True)
