@@ -46,8 +46,6 @@ UPDATES = 10
 """Number of updates that each engine makes when engines are compared."""
 BATCH = BatchConfig(update_tokens=700, micro_tokens=260)
 _CLIP_NORM = 0.5
-_SUMS = ("loss", "nll")
-"""Sums that every objective has."""
 
 
 def methods(quick: bool = False) -> list[str]:
@@ -56,12 +54,7 @@ def methods(quick: bool = False) -> list[str]:
 
 
 def settings_of(method: str, dropout: float = 0.0) -> RunConfig:
-    """Return the settings of a case.
-
-    Args:
-        method: name of the case.
-        dropout: dropout probability of the model, if it has such a setting.
-    """
+    """Return the settings of a case, with a dropout probability of the model if it has such a setting."""
     config = validate({**self_tests()[method].settings, "training": {"seed": 7}})
     if "dropout" not in type(config.model).model_fields:
         return config
@@ -69,14 +62,7 @@ def settings_of(method: str, dropout: float = 0.0) -> RunConfig:
 
 
 class Saved:
-    """State of an engine in memory, a :class:`deepspeed_nmt.engine.contract.SavedState`.
-
-    Args:
-        states: of all parameters.
-
-    Attributes:
-        weights: unsharded weights by parameter name.
-    """
+    """State of an engine in memory; a :class:`deepspeed_nmt.engine.contract.SavedState`."""
 
     def __init__(self, states: Iterable[ParameterState]) -> None:
         self._states = {state.name: state for state in states}
@@ -92,13 +78,7 @@ class Saved:
 
 
 def write_corpus(directory: Path, pairs: int = 300, longest: int = 30) -> None:
-    """Write a training corpus of random tokens, the same on every machine.
-
-    Args:
-        directory: to write into.
-        pairs: number of sentence pairs.
-        longest: bound on the length of a sentence.
-    """
+    """Write a training corpus of random tokens, of at most ``longest`` in a sentence, the same on every machine."""
 
     def tokens(count: int, *parts: int) -> list[int]:
         low = VOCABULARY.unk + 1
@@ -112,14 +92,7 @@ def write_corpus(directory: Path, pairs: int = 300, longest: int = 30) -> None:
 
 
 def loader_of(directory: Path, world: World, engine: str = "plain", batch: BatchConfig = BATCH) -> TrainLoader:
-    """Return a loader of this rank's micro-batches, over the corpus in ``directory``.
-
-    Args:
-        directory: directory of the corpus.
-        world: the ranks.
-        engine: name of the engine, as :func:`build` takes it.
-        batch: sizes of batches.
-    """
+    """Return a loader of this rank's micro-batches, over a corpus, for an engine that :func:`build` makes."""
     batch = batch.model_copy(update={"layout": "packed" if "packed" in engine.split("+") else "padded"})
     return TrainLoader.of_corpus(Corpus(directory, "train"), batch, 5, world.data_rank, world.data_ranks, VOCABULARY)
 
@@ -141,9 +114,9 @@ def build(
             (ZeRO-3 with weights and optimizer state in the host's memory). The layout of batches is the loader's.
         world: the ranks, of which ``tensor_ranks`` share a model.
         directory: directory of the corpus; each rank writes its DeepSpeed configuration there.
-        dropout: dropout probability of the model.
+        dropout: of the model.
         weights: initial weights by parameter name; None for random ones.
-        kernels: of the model's fused operations.
+        kernels: of the model.
     """
     config = settings_of(method, dropout)
     module = TrainModule(build_model(config, VOCABULARY, kernels), build_objective(config, VOCABULARY))
@@ -178,35 +151,27 @@ def build(
 
 
 def train(engine: Engine, loader: TrainLoader, world: World, first: int, last: int, cursor: Cursor) -> dict[str, Any]:
-    """Make some updates from a position in the data.
-
-    Args:
-        engine: to train.
-        loader: of this rank.
-        world: the ranks.
-        first: number of the first update.
-        last: number of the last update.
-        cursor: position in the data of the first update.
+    """Make the updates ``first`` to ``last`` from a position in the data.
 
     Returns:
         Lists with an entry for each update: "loss" (per target token), "norm" (of the gradient), "counts"
         (micro-batches of a rank), "skipped", "metrics" (further sums per target token); and of the last update
         "cursor", the position after it, and "gradient" and "change", sums of squares by parameter.
     """
-    losses, norms, counts, skipped, metrics = [], [], [], [], []
+    lists: dict[str, Any] = {name: [] for name in ("loss", "norm", "counts", "skipped", "metrics")}
     for update in loader.updates(cursor, first):
         lr, ends = 3e-3 * min(1.0, update.number / 5), update.number == last
         result = engine.update(update.micro_batches, update.target_tokens, lr, measure=ends)
         total = sum_over_data_ranks({name: float(value) for name, value in result.sums.items()}, world)
-        metrics.append({name: value / update.target_tokens for name, value in total.items() if name not in _SUMS})
-        losses.append(total["loss"] / update.target_tokens)
-        norms.append(result.grad_norm)
-        counts.append(len(update.micro_batches))
-        skipped.append(result.skipped)
+        means = {name: value / update.target_tokens for name, value in total.items()}
+        lists["loss"].append(means.pop("loss"))
+        lists["norm"].append(result.grad_norm)
+        lists["counts"].append(len(update.micro_batches))
+        lists["skipped"].append(result.skipped)
+        lists["metrics"].append({name: value for name, value in means.items() if name != "nll"})
         cursor = update.after
         if ends:
             break
-    lists = {"loss": losses, "norm": norms, "counts": counts, "skipped": skipped, "metrics": metrics}
     squares = result.squares or Squares({}, {})
     return {**lists, "cursor": cursor, "gradient": squares.gradient, "change": squares.change}
 
@@ -246,37 +211,32 @@ class Row:
     @property
     def passed(self) -> bool:
         """True if no difference exceeds the tolerance; False for NaN."""
-        return not self.problem and all(
-            value <= self.tolerance for value in (self.loss, self.norm, self.weights, self.resumed)
-        )
+        differences = (self.loss, self.norm, self.weights, self.resumed)
+        return not self.problem and all(value <= self.tolerance for value in differences)
 
 
 def engines(world: World, method: str) -> Iterator[tuple[str, int]]:
     """Yield the engines to compare, each with the number of ranks that share a model."""
-    has_deepspeed = importlib.util.find_spec("deepspeed") is not None
+    on_gpu, has_bf16_here = world.device.type == "cuda", has_bf16(capability_of(world.device))
     packed = "+packed" if settings_of(method).model.packed else ""
     names = ["plain", "plain+recompute", *([f"plain{packed}"] if packed else [])]
     # On a GPU packed sentences attend by another kernel in 16 bit than in fp32.
-    packed_bf16 = bool(packed) and world.device.type == "cuda" and _has_bf16(world)
+    packed_bf16 = bool(packed) and on_gpu and has_bf16_here
     names += ["plain:bf16+packed"] if packed_bf16 else []
-    if has_deepspeed:
+    shared = ["plain"]
+    if importlib.util.find_spec("deepspeed") is not None:
         names += ["zero0", "zero1", "zero2+recompute", "zero3", f"zero3+recompute{packed}", "offload"]
-        names += ["zero2:fp16"] if world.device.type == "cuda" else []
-        names += ["zero1:bf16", "zero3:bf16+recompute"] if _has_bf16(world) else []
+        names += ["zero2:fp16"] if on_gpu else []
+        names += ["zero1:bf16", "zero3:bf16+recompute"] if has_bf16_here else []
         names += ["zero1:bf16+packed"] if packed_bf16 else []
+        shared += [f"zero1{packed}", "zero3+recompute"]
     yield from ((name, 1) for name in names)
     if world.ranks % 2 == 0:
-        names = ["plain", *([f"zero1{packed}", "zero3+recompute"] if has_deepspeed else [])]
-        yield from ((name, 2) for name in names)
+        yield from ((name, 2) for name in shared)
 
 
 def rows(world: World, quick: bool = False) -> Iterator[Row]:
-    """Yield the comparison of each method and engine. All ranks iterate together and get the same rows.
-
-    Args:
-        world: all ranks, without tensor parallelism.
-        quick: True for the quick cases only.
-    """
+    """Yield the comparison of each method, or each quick one, and engine. All ranks get the same rows together."""
     grids = {1: world, **({2: world.regrouped(2)} if world.ranks % 2 == 0 else {})}
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
@@ -293,7 +253,8 @@ def rows(world: World, quick: bool = False) -> Iterator[Row]:
 def _compare(
     method: str, engine: str, world: World, directory: Path, reference: dict[str, Any], weights: dict[str, Any]
 ) -> Row:
-    row = Row(method, engine, world.ranks, world.tensor_ranks, _tolerance(engine, world))
+    tolerance = 0.05 if ":" in engine else 1e-5 if world.device.type == "cpu" else 1e-3
+    row = Row(method, engine, world.ranks, world.tensor_ranks, tolerance)
     started = time.monotonic()
     try:
         loader = loader_of(directory, world, engine)
@@ -336,13 +297,3 @@ def _resumed(method: str, engine: str, world: World, directory: Path, straight: 
 def _difference(ours: list[float], theirs: list[float]) -> float:
     """Return max_i |a_i - b_i| / max(1, |b_i|)."""
     return max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(ours, theirs, strict=True))
-
-
-def _tolerance(engine: str, world: World) -> float:
-    if ":" in engine:
-        return 0.05
-    return 1e-5 if world.device.type == "cpu" else 1e-3
-
-
-def _has_bf16(world: World) -> bool:
-    return has_bf16(capability_of(world.device))

@@ -24,10 +24,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MUL_1 = 0xBF58476D1CE4E5B9
 _MUL_2 = 0x94D049BB133111EB
-
-
-_ROUNDS = 8
-"""Rounds of the network that permutes without a table."""
+_ROUNDS = 8  # of the network that permutes without a table
 
 
 class Purpose(IntEnum):
@@ -72,10 +69,7 @@ def uniform(*parts: int) -> float:
 
 
 def keys(count: int, *parts: int, start: int = 0) -> NDArray[np.uint64]:
-    """Return ``key(*parts, i)`` for i in start..start+count-1.
-
-    Shape: -> (count,)
-    """
+    """Return ``key(*parts, i)`` for i in start..start+count-1. Shape: -> (count,)."""
     return _mixed(np.arange(start, start + count, dtype=np.uint64), *parts)
 
 
@@ -91,10 +85,7 @@ def _mixed(values: NDArray[np.uint64], *parts: int) -> NDArray[np.uint64]:
 
 
 def permutation(count: int, *parts: int) -> NDArray[np.int64]:
-    """Return a random permutation of 0..count-1, as a function of ``parts``.
-
-    Shape: -> (count,)
-    """
+    """Return a random permutation of 0..count-1, as a function of ``parts``. Shape: -> (count,)."""
     return np.argsort(keys(count, *parts), kind="stable")
 
 
@@ -105,12 +96,7 @@ def permuted(positions: NDArray[np.int64], count: int, *parts: int) -> NDArray[n
     Feistel network over a rectangle of at least ``count`` cells (Black and Rogaway: Ciphers with arbitrary finite
     domains, 2002). A cell outside of 0..count-1 is permuted again until it is inside.
 
-    Args:
-        positions: within 0..count-1. Shape: (N,)
-        count: length of the permutation.
-        parts: key of the permutation.
-
-    Shape: -> (N,)
+    Shape: (N,) -> (N,)
     """
     width = isqrt(max(0, count - 1)) + 1
     height = np.uint64(-(-count // width))
@@ -133,19 +119,11 @@ def uniforms(numbers_B: Tensor, count: int, *parts: int) -> Tensor:
     """Return ``uniform(*parts, number, i)`` for each number and i in 0..count-1, on the device of the numbers.
 
     Shape: int64 (B,) -> fp64 (B, count)
-
-    Args:
-        numbers_B: the number of each row.
-        count: values per row.
-        parts: the first parts of every key.
     """
     import torch  # takes seconds, and the order of sentences needs none
 
-    golden = _signed(_GOLDEN)
     base_B = _mix_tensor(numbers_B + _signed((key(*parts) + _GOLDEN) & _MASK))
-    positions = torch.arange(count, device=numbers_B.device)
-    keys_BN = _mix_tensor(base_B.unsqueeze(1) + golden + positions)
-    return _shifted(keys_BN, 11).double() * 2.0**-53
+    return uniform_after(base_B.unsqueeze(1), torch.arange(count, device=numbers_B.device))
 
 
 def key_tensor(values: Iterable[int], device: torch.device | str | None = None) -> Tensor:
@@ -155,12 +133,9 @@ def key_tensor(values: Iterable[int], device: torch.device | str | None = None) 
     return torch.tensor([_signed(value) for value in values], dtype=torch.long, device=device)
 
 
-def uniform_after(keys_N: Tensor, part: int) -> Tensor:
-    """Return ``uniform(*parts, part)`` for each ``key(*parts)``, on the device of the keys.
-
-    Shape: int64 (N,) -> fp64 (N,)
-    """
-    return _shifted(_mix_tensor(keys_N + _signed((_GOLDEN + part) & _MASK)), 11).double() * 2.0**-53
+def uniform_after(keys: Tensor, part: int | Tensor) -> Tensor:
+    """Return ``uniform(*parts, part)`` for each ``key(*parts)``, on the device of the keys. Shape: int64 -> fp64."""
+    return _shifted(_mix_tensor(keys + _signed(_GOLDEN) + part), 11).double() * 2.0**-53
 
 
 def _signed(value: int) -> int:

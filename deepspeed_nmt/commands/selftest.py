@@ -80,22 +80,22 @@ def _run_rank(arguments: argparse.Namespace) -> int:
     failed = 0
     world = join_world(arguments.device, timeout_s=300.0)
     setup_logging(world.rank)
+    prints_table = world.is_main and not arguments.json
     try:
-        if world.is_main and not arguments.json:
+        if prints_table:
             output(f"kernels: {DEFAULT.describe(world.device, torch.float32)}")
             output(_HEAD)
         for row in rows(world, quick=arguments.quick):
             failed += not row.passed
-            if world.is_main:
-                output(json.dumps({**asdict(row), "passed": row.passed}) if arguments.json else _line(row))
+            if prints_table:
+                output(_line(row))
+            elif world.is_main:
+                output(json.dumps({**asdict(row), "passed": row.passed}))
     finally:
         leave_world()
-    if world.is_main and not arguments.json:
-        output(
-            "all agree"
-            if not failed
-            else f"{failed} differ: do not train with these engines on this machine, and report the table"
-        )
+    if prints_table:
+        warning = f"{failed} differ: do not train with these engines on this machine, and report the table"
+        output(warning if failed else "all agree")
     return 1 if failed else 0
 
 

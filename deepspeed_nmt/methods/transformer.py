@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from typing_extensions import override
 
-from deepspeed_nmt.core.description import LinearWeights, NotStandardError, StandardTransformer, describe
+from deepspeed_nmt.core.description import NotStandardError, StandardTransformer, describe
 from deepspeed_nmt.core.model import TOP, Exits, Memory, TranslationModel
 from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH, LayerConfig, ModelConfig, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
@@ -236,10 +236,8 @@ class Transformer(TranslationModel):
             raise NotStandardError("it predicts masked tokens, and not one token after another")
         if type(self.projection) is not Projection:
             raise NotStandardError("its projection is not that of a standard Transformer")
-        bias: Tensor | None = self.projection.bias
-        output = LinearWeights(self.projection.weight.detach(), None if bias is None else bias.detach())
-        weights = source.weight, target.weight
-        return describe(*weights, output, target.scale, target.table, self.encoder, self.decoder)
+        weights = source.weight, target.weight, self.projection
+        return describe(*weights, target.scale, target.table, self.encoder, self.decoder)
 
     @override
     def begin(self) -> DecoderCache:

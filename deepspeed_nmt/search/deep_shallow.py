@@ -33,15 +33,12 @@ from deepspeed_nmt.search.base import MAX_EXPONENT, Hypothesis, Request
 from deepspeed_nmt.search.beam import BeamSearch, BeamSettings
 from deepspeed_nmt.search.forced import token_log_probs
 
-_LogProbs = dict[tuple[int, ...], float]
-"""Log-probabilities (nats) of candidates by their tokens."""
-
 
 class DeepShallowConfig(BeamSettings):
     """Settings of deep-shallow decoding."""
 
     needs_exits: ClassVar[tuple[str, ...]] = EXITS
-    lists: ClassVar[int] = len(needs_exits)
+    lists: ClassVar[int] = len(EXITS)
     name: Literal["deep_shallow"] = "deep_shallow"
     alpha: float = Field(default=ALPHA, ge=0.0, le=1.0, description="weight of the exit that proposed a candidate")
     exponent: float = Field(
@@ -50,21 +47,12 @@ class DeepShallowConfig(BeamSettings):
 
 
 class DeepShallow:
-    """Deep-shallow decoding with a model that has the exits ``deep`` and ``shallow``.
-
-    Args:
-        config: settings.
-        model: A model, which must be in eval mode when :meth:`search` is called.
-        vocabulary: special tokens.
-
-    Raises:
-        ConfigError: if the model has no such exits.
-    """
+    """Deep-shallow decoding with a model that has the exits ``deep`` and ``shallow``."""
 
     def __init__(self, config: DeepShallowConfig, model: TranslationModel, vocabulary: Vocabulary) -> None:
         self.config = config
-        self.models = [model.at_exit(name) for name in config.needs_exits]
-        self.searches = [BeamSearch(config, each, vocabulary) for each in self.models]
+        self.models = [model.at_exit(name) for name in EXITS]
+        self.searches = [BeamSearch(config, exit, vocabulary) for exit in self.models]
         self.vocabulary = vocabulary
 
     @torch.inference_mode()
@@ -75,50 +63,30 @@ class DeepShallow:
 
         See :meth:`RequestSearch.search`.
         """
-        lists = [search.search(source_BS, padded, requests) for search in self.searches]
-        own = [[{tuple(each.tokens): each.log_prob for each in one} for one in each_list] for each_list in lists]
-        scores = [
-            self._completed(model, ours, theirs, source_BS, padded)
-            for model, ours, theirs in zip(self.models, own, reversed(own), strict=True)
+        # For each exit and sentence, the log-probabilities (nats) of candidates by their tokens.
+        own = [
+            [{tuple(new.tokens): new.log_prob for new in beam} for beam in search.search(source_BS, padded, requests)]
+            for search in self.searches
         ]
-        results = []
-        for row, (deep, shallow) in enumerate(zip(*own, strict=True)):
-            found = [
-                self._hypothesis(
-                    tokens, [score[row][tokens] for score in scores], [tokens in deep, tokens in shallow]
-                )
-                for tokens in {**deep, **shallow}
+        totals = []
+        for model, ours, theirs in zip(self.models, own, reversed(own), strict=True):
+            missing = [
+                [tokens for tokens in other if tokens not in known] for known, other in zip(ours, theirs, strict=True)
             ]
-            results.append(sorted(found, key=lambda hypothesis: -hypothesis.score))
+            scored = token_log_probs([model], self.vocabulary, source_BS, padded, missing)
+            sums = (dict(zip(new, map(math.fsum, p), strict=True)) for new, p in zip(missing, scored, strict=True))
+            totals.append([known | new for known, new in zip(ours, sums, strict=True)])
+        results = []
+        for row, proposed in enumerate(zip(*own, strict=True)):
+            candidates = [
+                self._hypothesis(tokens, [total[row][tokens] for total in totals], [tokens in by for by in proposed])
+                for tokens in {**proposed[0], **proposed[1]}
+            ]
+            results.append(sorted(candidates, key=lambda hypothesis: -hypothesis.score))
         return results
 
-    def _completed(
-        self, model: TranslationModel, ours: list[_LogProbs], theirs: list[_LogProbs], source_BS: Tensor, padded: bool
-    ) -> list[_LogProbs]:
-        """Return the log-probabilities of all candidates by a model, which has scored its own in its search.
-
-        Args:
-            model: at one of the exits.
-            ours: log-probabilities of its own candidates of each sentence.
-            theirs: candidates of the other exit.
-            source_BS: source tokens.
-            padded: False promises that no position is padding.
-        """
-        missing = [[each for each in other if each not in own] for own, other in zip(ours, theirs, strict=True)]
-        scored = token_log_probs([model], self.vocabulary, source_BS, padded, missing)
-        return [
-            own | {tokens: math.fsum(log_probs) for tokens, log_probs in zip(asked, found, strict=True)}
-            for own, asked, found in zip(ours, missing, scored, strict=True)
-        ]
-
     def _hypothesis(self, tokens: tuple[int, ...], log_probs: list[float], proposed: list[bool]) -> Hypothesis:
-        """Return a candidate with its total.
-
-        Args:
-            tokens: of the candidate.
-            log_probs: its log-probability by each exit.
-            proposed: for each exit, True if it proposed the candidate.
-        """
+        """Return a candidate, given for each exit its log-probability, and True if the exit proposed it."""
         length = len(tokens) + 1
         means = [log_prob / length for log_prob in log_probs]
         total = max(
@@ -126,7 +94,6 @@ class DeepShallow:
             for own in range(2)
             if proposed[own]
         )
-        names = self.config.needs_exits
-        features = dict(zip(names, means, strict=True))
-        features |= {f"by_{name}": float(by) for name, by in zip(names, proposed, strict=True)}
+        features = dict(zip(EXITS, means, strict=True))
+        features |= {f"by_{name}": float(by) for name, by in zip(EXITS, proposed, strict=True)}
         return Hypothesis(list(tokens), total, log_probs[0], features)

@@ -10,7 +10,7 @@ Utilities are metrics of sacreBLEU. Legend: N texts, G n-grams.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -25,23 +25,12 @@ UtilityName = Literal["chrf", "bleu"]
 Matrix = NDArray[np.float64]
 
 
-def pairwise(name: UtilityName, texts: Sequence[str]) -> Matrix:
-    """Return the utility (0 to 100) of each text (row) with each text (column) as its reference.
-
-    - chrf: sentence chrF2 with sacreBLEU's defaults
-    - bleu: sentence BLEU with effective order, 13a and exponential smoothing, sacreBLEU's defaults
-
-    Shape: -> (N,N)
-    """
-    return _UTILITIES[name](texts)
-
-
 def _matches(counters: Sequence[Counter[Hashable]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the number of n-grams that each pair of texts shares, and the number of n-grams of each.
 
     Shape: -> (N,N), (N,)
     """
-    index = {ngram: column for column, ngram in enumerate({ngram for each in counters for ngram in each})}
+    index = {ngram: column for column, ngram in enumerate(set().union(*counters))}
     counts_NG = np.zeros((len(counters), len(index)), dtype=np.int64)
     for row, counter in enumerate(counters):
         for ngram, count in counter.items():
@@ -58,7 +47,7 @@ def _chrf(texts: Sequence[str]) -> Matrix:
     ngrams = [extract_all_char_ngrams(text, metric.char_order, metric.whitespace) for text in texts]
     precision, recall, orders = (np.zeros((len(texts), len(texts))) for _ in range(3))
     for order in range(metric.char_order):
-        shared_NN, total_N = _matches([each[order] for each in ngrams])
+        shared_NN, total_N = _matches([counters[order] for counters in ngrams])
         counts = (total_N[:, None] > 0) & (total_N[None, :] > 0)
         precision += np.where(counts, shared_NN / np.maximum(total_N[:, None], 1), 0.0)
         recall += np.where(counts, shared_NN / np.maximum(total_N[None, :], 1), 0.0)
@@ -75,31 +64,34 @@ def _bleu(texts: Sequence[str]) -> Matrix:
     from sacrebleu.metrics.helpers import extract_all_word_ngrams
 
     metric = BLEU(effective_order=True)
-    found = [extract_all_word_ngrams(metric.tokenizer(text.rstrip()), 1, metric.max_ngram_order) for text in texts]
-    lengths = [length for _, length in found]
+    ngrams = [extract_all_word_ngrams(metric.tokenizer(text.rstrip()), 1, metric.max_ngram_order) for text in texts]
     by_order = [
-        _matches([Counter({ngram: n for ngram, n in each.items() if len(ngram) == order}) for each, _ in found])
+        _matches([Counter({ngram: n for ngram, n in counts.items() if len(ngram) == order}) for counts, _ in ngrams])
         for order in range(1, metric.max_ngram_order + 1)
     ]
-    return np.array(
-        [
-            [
-                metric.compute_bleu(
-                    correct=[int(shared_NN[row, column]) for shared_NN, _ in by_order],
-                    total=[int(total_N[row]) for _, total_N in by_order],
-                    sys_len=lengths[row],
-                    ref_len=lengths[column],
-                    smooth_method=metric.smooth_method,
-                    effective_order=True,
-                ).score
-                for column in range(len(texts))
-            ]
-            for row in range(len(texts))
-        ]
-    )
+
+    def score(row: int, column: int) -> float:
+        return metric.compute_bleu(
+            correct=[int(shared_NN[row, column]) for shared_NN, _ in by_order],
+            total=[int(total_N[row]) for _, total_N in by_order],
+            sys_len=ngrams[row][1],
+            ref_len=ngrams[column][1],
+            smooth_method=metric.smooth_method,
+            effective_order=True,
+        ).score
+
+    return np.array([[score(row, column) for column in range(len(texts))] for row in range(len(texts))])
 
 
-_UTILITIES: dict[UtilityName, Callable[[Sequence[str]], Matrix]] = {"chrf": _chrf, "bleu": _bleu}
+def pairwise(name: UtilityName, texts: Sequence[str]) -> Matrix:
+    """Return the utility (0 to 100) of each text (row) with each text (column) as its reference.
+
+    - chrf: sentence chrF2 with sacreBLEU's defaults
+    - bleu: sentence BLEU with effective order, 13a and exponential smoothing, sacreBLEU's defaults
+
+    Shape: -> (N,N)
+    """
+    return _chrf(texts) if name == "chrf" else _bleu(texts)
 
 
 class MinimumBayesRiskConfig(SamplingSettings):
