@@ -39,7 +39,7 @@ positions to predict, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar, Literal
 
@@ -60,7 +60,7 @@ from deepspeed_nmt.methods.bert import SMALL_BERT, BertPair, Loader
 from deepspeed_nmt.methods.masked_tokens import LENGTH, MaskedTokensConfig, mask_token
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import LayerCache
-from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform
+from deepspeed_nmt.nn.embedding import PredictionTransform
 from deepspeed_nmt.nn.layers import (
     Context,
     DecoderBlock,
@@ -227,7 +227,7 @@ class AbNet(MaskedModel):
         self.longest_source, self.longest_target = config.source.positions, config.target.positions - 1
         bert.initialise(self)
         frozen = [self.source_embedding, self.target_embedding, transform, self.projection]
-        for module in [*frozen, *(layer.layer for layer in [*self._encoder_layers(), *self._decoder_layers()])]:
+        for module in [*frozen, *_berts_layers(self.encoder), *_berts_layers(self.decoder)]:
             module.requires_grad_(False)
 
     @property
@@ -293,29 +293,22 @@ class AbNet(MaskedModel):
     @override
     def load_pretrained(self) -> bool:
         assert isinstance(self.decoder.final_norm, PredictionTransform)
-        source = Loader(self.config.source_encoder, "source")
-        _load(source, self.source_embedding, [layer.layer for layer in self._encoder_layers()])
+        Loader(self.config.source_encoder, "source").encoder(self.source_embedding, _berts_layers(self.encoder))
         target = Loader(self.config.target_encoder, "target")
         if not target.has_head:
             raise ConfigError(
                 f"{self.config.target_encoder} was saved without its language-model head, and model.name=abnet does "
                 "not train one; name another BERT as model.target_encoder"
             )
-        _load(target, self.target_embedding, [layer.layer for layer in self._decoder_layers()])
+        target.encoder(self.target_embedding, _berts_layers(self.decoder))
         target.head(self.decoder.final_norm, self.projection)
         return True
 
-    def _encoder_layers(self) -> list[AdaptedEncoderLayer]:
-        return [layer for layer in self.encoder.layers if isinstance(layer, AdaptedEncoderLayer)]
 
-    def _decoder_layers(self) -> list[AdaptedDecoderLayer]:
-        return [layer for layer in self.decoder.layers if isinstance(layer, AdaptedDecoderLayer)]
-
-
-def _load(loader: Loader, embedded: LearnedEmbedding, layers: Sequence[EncoderLayer]) -> None:
-    loader.embedding(embedded)
-    for number, layer in enumerate(layers):
-        loader.layer(layer, number)
+def _berts_layers(stack: LayerStack) -> list[EncoderLayer]:
+    """Return the frozen layers within those of a stack."""
+    adapted = (layer for layer in stack.layers if isinstance(layer, (AdaptedEncoderLayer, AdaptedDecoderLayer)))
+    return [layer.layer for layer in adapted]
 
 
 def build_abnet(config: AbNetConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer | None = None) -> AbNet:

@@ -12,14 +12,10 @@ mean of the top decoder states over target positions. With the temperature tau,
 
 per sentence, averaged over sentences.
 
-The paper leaves open, and this module decides:
-
-- The weight of the regularizer, lambda, is 1.0 by default.
-- In a sentence of n tokens, round(gamma n) and round((1 - gamma) n) tokens are replaced.
-- Both sets of tokens are prefixes of one random order, so X- lacks every token that X+ lacks.
-- gamma and the order are functions of (seed, update, sentence), so all ranks and engines agree.
-- If pairs have weights, the loss of each is multiplied by its own before the mean over all sentences.
-- The top states are those that the projection reads, after the final LayerNorm of a pre-norm decoder.
+In a sentence of n tokens, round(gamma n) and round((1 - gamma) n) are replaced, both the first of one random order,
+so X- lacks every token that X+ lacks. gamma and the order are functions of (seed, update, sentence). The top states
+are those that the projection reads, after the final LayerNorm of a pre-norm decoder. Choices where the paper is
+silent are in docs/papers/deep-decoder.md.
 
 Legend: B sentences, S source length, T target length, D model width.
 """
@@ -107,14 +103,9 @@ class ALD(Regularizer):
 
 
 def sentence_states(states_BTD: Tensor, real_BT: Tensor, segments: Segments | None = None) -> Tensor:
-    """Compute the mean state of each sentence over its real positions, in fp32 or wider.
+    """Compute G: the mean state of each sentence over its real positions, in fp32 or wider.
 
-    Args:
-        states_BTD: states, in the layout of a batch.
-        real_BT: True for positions that are not padding.
-        segments: sentences of the positions in the packed layout; None in the padded layout.
-
-    Shape: (B,T,D), (B,T) -> (B,D)
+    Shape: (B,T,D), (B,T), in the layout of a batch -> (B,D)
     """
     states_BTD = states_BTD.to(torch.promote_types(states_BTD.dtype, torch.float32))
     if segments is not None:
@@ -125,15 +116,9 @@ def sentence_states(states_BTD: Tensor, real_BT: Tensor, segments: Segments | No
 
 
 def contrastive_loss(whole_BD: Tensor, fuller_BD: Tensor, emptier_BD: Tensor, tau: float) -> Tensor:
-    """Compute softplus((s- - s+) / tau) for each sentence.
+    """Compute softplus((s- - s+) / tau) of each sentence from G(X, Y), G(X+, Y) and G(X-, Y).
 
     Shape: (B,D), (B,D), (B,D) -> (B,)
-
-    Args:
-        whole_BD: G(X, Y).
-        fuller_BD: G(X+, Y), whose cosine similarity with ``whole_BD`` is s+.
-        emptier_BD: G(X-, Y), whose cosine similarity with ``whole_BD`` is s-.
-        tau: temperature.
     """
     closer_B = F.cosine_similarity(whole_BD, fuller_BD, dim=1)
     farther_B = F.cosine_similarity(whole_BD, emptier_BD, dim=1)

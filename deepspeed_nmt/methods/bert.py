@@ -14,7 +14,7 @@ Legend: D model width, V vocabulary, P positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -261,10 +261,12 @@ class Loader:
         self._linear(to.down_proj, f"{prefix}.output.dense")
         self._norm(around.norm, f"{prefix}.output.LayerNorm")
 
-    def layer(self, to: EncoderLayer, layer: int) -> None:
-        """Load layer ``layer``."""
-        self.attention(to.self_attention, to.self_residual, layer)
-        self.feed_forward(to.feed_forward, to.feed_forward_residual, layer)
+    def encoder(self, embedded: LearnedEmbedding, layers: Iterable[EncoderLayer]) -> None:
+        """Load the embeddings and all layers."""
+        self.embedding(embedded)
+        for number, layer in enumerate(layers):
+            self.attention(layer.self_attention, layer.self_residual, number)
+            self.feed_forward(layer.feed_forward, layer.feed_forward_residual, number)
 
     def head(self, transform: PredictionTransform, projection: Projection) -> None:
         """Load the output matrix, and the rest of the language-model head if the BERT was saved with one."""

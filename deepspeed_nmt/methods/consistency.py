@@ -5,19 +5,12 @@
 - R-Drop encodes twice and decodes twice. Liang, Wu, Li, Wang, Meng, Qin, Chen, Zhang, Liu: "R-Drop: Regularized
   Dropout for Neural Networks", 2021.
 
-The two passes have different dropout masks and different coins of cross-attention drop. Per target token,
+The passes have different dropout masks and different coins of cross-attention drop. Per target token,
 
     L = 1/2 [NLL_1 + NLL_2] + lambda * 1/2 [KL(P_1 || P_2) + KL(P_2 || P_1)].
 
-Gradients flow through both arguments of both divergences, as in R-Drop. The divergence is computed with the
-cross-entropy, chunk by chunk, without storing full distributions
-(:func:`deepspeed_nmt.kernels.cross_entropy.projected_cross_entropy`).
-
-Deviations: the deep-decoder paper does not state lambda, which is 1.0 by default. R-Drop's authors minimise
-
-    NLL_1 + NLL_2 + alpha * 1/2 [KL(P_1 || P_2) + KL(P_2 || P_1)],
-
-twice this loss with lambda = alpha / 2: their alpha = 5 is lambda = 2.5 here.
+Gradients flow through both arguments of both divergences. The likelihood computes the divergence with the
+cross-entropy. R-Drop's authors sum the two NLLs, so their alpha = 5 is lambda = 2.5 here.
 """
 
 from __future__ import annotations

@@ -13,20 +13,12 @@ every layer that has cross-attention applies it.
 
 A choice (coin) is a function of (seed, update, pass, layer), so it is the same on all ranks, in all micro-batches of
 an update, and in recomputation. With ``coins: micro_batch`` it is also a function of the micro-batch's number on its
-rank. The k-th micro-batches of all ranks share their coins, because under ZeRO all ranks must run the same
-sub-layers. An update then averages over several networks, but depends on how it is divided into micro-batches, and so
-on the number of ranks.
+rank: the k-th micro-batches of all ranks share their coins, because under ZeRO all ranks must run the same
+sub-layers.
 
-A skipped sub-layer has no cost per token, and its parameters get zero gradients.
-
-Deviations from the paper:
-
-- ``beyond`` is 0.0 by default. Section 3.3 gives 1.0, but then no layer above ``drop_depth`` would have
-  cross-attention, which contradicts the experiments of section 4.3.
-- The two indicator functions printed in section 3.3 do not add up to the sentence below them. The sentence is
-  implemented.
-- A layer with p_l = 1.0 has no cross-attention at all, neither parameters nor cache. The parameter counts of Table 1
-  can only be reached in this way.
+A skipped sub-layer has no cost per token, and its parameters get zero gradients. A layer with p_l = 1 has no
+cross-attention at all, neither parameters nor cache, as the paper's Table 1 requires. docs/papers/deep-decoder.md has
+the deviations from the paper's text.
 
 Legend: T target length, D model width, P passes, B sentences.
 """

@@ -20,14 +20,9 @@ final LayerNorm, and the top has its own.
 The model has two exits, which share the output projection: ``shallow`` (enc1 and dec1, the bottom itself) and
 ``deep``. Stage 2 minimises the loss of the deep exit only, and does not compute shallow logits.
 
-Deviations from the paper:
-
-- The equations contain no r. It comes from the authors' code; ``residual_norm=false`` replaces it by the identity.
-- In the authors' code, the encoder adds r(x) to h1 in place, so that dec1 below the top attends to h1 + r(x).
-  ``attend=h1_plus_input`` does the same; by default dec1 attends to h1, as in equation 2. The shallow exit attends to
-  h1 in either case.
-- The paper does not mention dropout in the frozen module. It stays on in stage 2, as in the authors' code;
-  ``frozen_dropout=false`` turns it off.
+The equations contain no r, which comes from the authors' code; ``residual_norm=false`` replaces it by the identity.
+In their code dec1 below the top attends to h1 + r(x), as with ``attend=h1_plus_input``; the shallow exit attends to
+h1 in either case. docs/papers/depth-growing.md has all deviations.
 
 Legend: B sentences, S source length, T target length, D model width, R rows = B x beam.
 """
@@ -142,6 +137,11 @@ class DepthGrowing(TranslationModel):
         top_decoder: dec2.
         config: settings.
     """
+
+    not_standard = (
+        "its deep exit runs two models, and the upper one reads the embedded tokens again; the shallow exit can be "
+        "exported (--exit shallow)"
+    )
 
     def __init__(
         self, bottom: Transformer, top_encoder: LayerStack, top_decoder: LayerStack, config: DepthGrowingConfig

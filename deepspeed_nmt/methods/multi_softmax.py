@@ -15,20 +15,15 @@ stack.
 The N encoder exits are blocks of rows of one batch, so that each decoder layer runs once. The cross-entropy of all
 exits is computed chunk by chunk, which bounds the memory of the logits.
 
-Extensions of the paper:
+Extensions of the paper: ``exits=AxB`` draws A encoder exits and B decoder exits for each update, as a function of
+(seed, update). Full depth is always among them. Each drawn exit e is weighted by the inverse of its inclusion
+probability pi_e (Horvitz, Thompson: "A Generalization of Sampling Without Replacement from a Finite Universe", 1952),
 
-- ``exits=AxB`` draws A encoder exits and B decoder exits for each update, as a function of (seed, update), to reduce
-  the cost. Full depth is always among them. Each drawn exit e is weighted by the inverse of its inclusion probability
-  pi_e (Horvitz, Thompson: "A Generalization of Sampling Without Replacement from a Finite Universe", 1952),
+    loss = sum_{e drawn} (w_e / pi_e) CE_e / sum_{e with pi_e > 0} w_e,
 
-      loss = sum_{e drawn} (w_e / pi_e) CE_e / sum_{e with pi_e > 0} w_e,
-
-  so that its expectation, and that of its gradient, is the (weighted) mean over all exits that can be drawn: all of
-  them if A, B > 1. On a side with N stages, pi is 1 for the last and (A - 1)/(N - 1) for the others.
-- ``inverse_probability=false`` takes the mean over the drawn exits, in which full depth counts more: at 2x2 of 6x6 a
-  quarter instead of 1/36.
-- ``weights`` (w_e) makes the mean a weighted one.
-- In recurrent stacks an exit is a number of loops.
+so that its expectation, and that of its gradient, is the mean, weighted by ``weights`` (w_e), over all exits that can
+be drawn. On a side with N stages, pi is 1 for the last and (A - 1)/(N - 1) for the others.
+``inverse_probability=false`` takes the mean over the drawn exits. In recurrent stacks an exit is a number of loops.
 
 Legend: N rows of the projection, E exits, T target length, D model width.
 """

@@ -25,19 +25,12 @@ and is initialised as follows:
 - ``coordinator``: S and F from BERT layer n; the layers above are random. The external coordinator is the paper's
   baseline after Duan and Zhao (2023).
 
-**Fusion scale.** Each of S, C, F and F_c ends in a LayerNorm, so its result has the scale of BERT's states, and a sum
-of two has more. Since F_c starts as F, H' starts as 2 g_2 F(A). With g_2 = 1 the states have twice the RMS of BERT's,
-and the logits of self-attention are 4 times BERT's from layer 2 up. ``fusion_scale`` sets both factors:
-
-- ``1``: the paper's equations, the default.
-- ``0.5``: both sums are means, so H' starts as F(A), which has BERT's scale.
-- ``learned``: g_1 and g_2 are trained, two numbers for each layer that start at 0.5. The pretrained layers then work
-  as before from the first update on; starting at 1, the factors would need thousands of updates to reach 0.5, since
-  Adam moves each by at most about the learning rate per update.
+``fusion_scale`` sets g_1 and g_2: 1, the paper's equations; another number; or ``learned``, two numbers for each
+layer that start at 0.5. Since F_c starts as F, H' starts as 2 g_2 F(A), which has the scale of BERT's states if g_2 =
+0.5.
 
 BERT's language-model head follows the top layer. ``freeze`` excludes parts from training: the encoding sub-layers (S
-and F, or S and F_1), the embeddings of both sides with the output matrix tied to them, or the encoder. All rows of
-the paper that start from BERTs freeze the embeddings, except the coordinator, which has an output matrix of its own.
+and F, or S and F_1), the embeddings of both sides with the output matrix tied to them, or the encoder.
 
 Deviation: the paper's text has each feed-forward network read one attention, equations 8 to 10 have both read the
 sum. The equations are implemented.
@@ -175,17 +168,10 @@ class Encoding(DecoderBlock):
         self.fusion_residual = parts.residual()
 
     def attend(self, x_BTD: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
-        """Apply S.
-
-        Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
-        """
+        """Apply S. Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)."""
         mask, attention = context.target_mask, self.self_attention
         attended: Tensor = self.self_residual(x_BTD, lambda h: attention(h, h, mask, True, cache))
         return attended
-
-    def encoding(self) -> list[nn.Module]:
-        """Return the modules of the encoding sub-layer."""
-        return [self.self_attention, self.self_residual, self.feed_forward, self.feed_forward_residual]
 
 
 class ParallelLayer(Encoding):
@@ -205,10 +191,7 @@ class ParallelLayer(Encoding):
             self._fixed_scale = scale
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        """Apply the layer.
-
-        Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
-        """
+        """Apply the layer. Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)."""
         crossed_BTD = self.cross(x_BTD, context, cache)
         sum_BTD = self._scaled(self.attend(x_BTD, context, cache) + crossed_BTD, 0)
         fused_BTD = self.fusion_residual(sum_BTD, self.fusion)
@@ -225,10 +208,7 @@ class SerialLayer(Encoding):
     """Decoder layer H' = F_2(C(F_1(S(H)))), where ``fusion`` is F_2."""
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        """Apply the layer.
-
-        Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
-        """
+        """Apply the layer. Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)."""
         x_BTD = self.attend(x_BTD, context, cache)
         x_BTD = self.feed_forward_residual(x_BTD, self.feed_forward)
         x_BTD = self.cross(x_BTD, context, cache)
@@ -249,10 +229,7 @@ class CoordinatorLayer(DecoderBlock):
         self.feed_forward_residual: Residual = parts.residual()
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        """Apply the layer.
-
-        Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
-        """
+        """Apply the layer. Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)."""
         x_BTD = self.cross(x_BTD, context, cache)
         x_BTD = self.feed_forward_residual(x_BTD, self.feed_forward)
         return x_BTD
@@ -262,39 +239,29 @@ class BertTransformer(Transformer):
     """Transformer whose encoder and decoder have the layers of two BERTs. Built by :func:`build_bert_decoder`."""
 
     config: BertDecoderConfig
+    source_embedding: LearnedEmbedding
+    target_embedding: LearnedEmbedding
 
     @override
     def load_pretrained(self) -> bool:
         config = self.config
         if not config.pretrained:
             return False
-        assert isinstance(self.source_embedding, LearnedEmbedding)
-        assert isinstance(self.target_embedding, LearnedEmbedding)
         assert isinstance(self.decoder.final_norm, PredictionTransform)
-        source = Loader(config.source_encoder, "source")
-        source.embedding(self.source_embedding)
-        for number, layer in enumerate(self.encoder.layers):
-            assert isinstance(layer, EncoderLayer)
-            source.layer(layer, number)
+        layers = [layer for layer in self.encoder.layers if isinstance(layer, EncoderLayer)]
+        Loader(config.source_encoder, "source").encoder(self.source_embedding, layers)
         target = Loader(config.target_encoder, "target")
         target.embedding(self.target_embedding)
         target.head(self.decoder.final_norm, self.projection)
         for number, layer in enumerate(self.decoder.layers):
-            _load_decoder_layer(target, layer, number)
+            first, second = (2 * number, 2 * number + 1) if isinstance(layer, SerialLayer) else (number, number)
+            if isinstance(layer, (Encoding, DecoderLayer)):
+                target.attention(layer.self_attention, layer.self_residual, first)
+                target.feed_forward(layer.feed_forward, layer.feed_forward_residual, first)
+            if isinstance(layer, Encoding):
+                target.attention(layer.cross_attention, layer.cross_residual, second)
+                target.feed_forward(layer.fusion, layer.fusion_residual, second)
         return True
-
-
-def _load_decoder_layer(target: Loader, layer: nn.Module, number: int) -> None:
-    """Load the weights of decoder layer ``number``, counted from 0."""
-    if isinstance(layer, CoordinatorLayer):
-        return
-    assert isinstance(layer, (Encoding, DecoderLayer))
-    first, second = (2 * number, 2 * number + 1) if isinstance(layer, SerialLayer) else (number, number)
-    target.attention(layer.self_attention, layer.self_residual, first)
-    target.feed_forward(layer.feed_forward, layer.feed_forward_residual, first)
-    if isinstance(layer, Encoding):
-        target.attention(layer.cross_attention, layer.cross_residual, second)
-        target.feed_forward(layer.fusion, layer.fusion_residual, second)
 
 
 def build_bert_decoder(
@@ -334,10 +301,9 @@ def _parts(model: BertTransformer, part: Part) -> list[nn.Module]:
         return [model.encoder]
     if part == "embeddings":
         return [model.source_embedding, model.target_embedding]
-    modules: list[nn.Module] = []
-    for layer in model.decoder.layers:
-        if isinstance(layer, Encoding):
-            modules += layer.encoding()
-        elif isinstance(layer, DecoderLayer):
-            modules += [layer.self_attention, layer.self_residual, layer.feed_forward, layer.feed_forward_residual]
-    return modules
+    encoding = (layer for layer in model.decoder.layers if isinstance(layer, (Encoding, DecoderLayer)))
+    return [
+        module
+        for layer in encoding
+        for module in (layer.self_attention, layer.self_residual, layer.feed_forward, layer.feed_forward_residual)
+    ]

@@ -18,8 +18,7 @@ Encoder and decoder have a T each; T = 1 is an ordinary stack. Parameters exist 
 a cache of its own for the target; the source's keys and values are equal in all applications of a layer, and are
 projected and kept once. An exit is a number of loops. DeepNorm's constants count applications.
 
-Deviations: equation 9 prints dS6/dW2 as a product, where the chain yields a sum. The paper's conclusion and Table 3
-name parts of another method ("RTAL", binary trees), which are not implemented.
+Deviations are in docs/papers/recurrent-layers.md.
 """
 
 from __future__ import annotations

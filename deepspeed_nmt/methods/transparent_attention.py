@@ -11,13 +11,8 @@ the cross-attention of decoder layer j of M reads keys and values from
 where W is a learned (N + 1) x M matrix, to which dropout is applied in training. So the gradient of the loss reaches
 each encoder layer directly, which makes deep encoders (N = 16) trainable. The rest is a Transformer.
 
-Choices where the paper is silent:
-
-- W begins with zeros, so that each mixture begins as the mean of all states, and its dropout of 0.1 precedes the
-  softmax: both as in Lingvo, the framework of the authors (its ``WeightedSumLayer``).
-- With a pre-norm encoder every h_i, the embeddings included, passes through the stack's final LayerNorm before it is
-  mixed, as a state of the encoder does wherever a decoder reads it.
-
+W begins with zeros, and its dropout precedes the softmax, both as in Lingvo, the framework of the authors. With a
+pre-norm encoder every h_i, the embeddings included, passes through the stack's final LayerNorm before it is mixed.
 The mixtures have weights for the whole encoder and the whole decoder only, so the top is the only exit.
 
 Legend: B sentences, S source length, D model width, N encoder layers, M decoder layers, T target length, R rows = B x
@@ -69,13 +64,7 @@ SELF_TEST = SelfTest(
 
 
 class Mixtures(nn.Module):
-    """Learned convex combinations of the encoder's states, one for each decoder layer.
-
-    Args:
-        states: number of states to mix, N + 1.
-        mixtures: number of mixtures, M.
-        dropout_p: probability of dropping a logit.
-    """
+    """Learned convex combinations of the encoder's ``states`` = N + 1 states, M ``mixtures`` of them."""
 
     def __init__(self, states: int, mixtures: int, dropout_p: float) -> None:
         super().__init__()
@@ -89,12 +78,7 @@ class Mixtures(nn.Module):
 
 
 class MixtureLayer(nn.Module):
-    """Decoder layer that attends to its own mixture.
-
-    Args:
-        layer: the decoder layer.
-        number: of its mixture, from 0.
-    """
+    """Decoder layer that attends to its own mixture, by its number from 0."""
 
     def __init__(self, layer: nn.Module, number: int) -> None:
         super().__init__()
@@ -124,10 +108,6 @@ class TransparentTransformer(Transformer):
     """Transformer whose decoder layers attend to mixtures. Built by :func:`build_transparent_attention`.
 
     Its :class:`Memory` has a mixture for each decoder layer: states of (B,M,S,D).
-
-    Args:
-        transformer: embeddings, stacks and projection.
-        dropout_p: probability of dropping a logit of the mixtures.
     """
 
     not_standard = "its decoder layers attend to different mixtures of the encoder's layers"
@@ -168,12 +148,12 @@ class TransparentTransformer(Transformer):
 
     @override
     def at_exit(self, name: str) -> TransparentTransformer:
-        if name == TOP:
-            return self
-        raise ConfigError(
-            f"the exit is '{name}', but each decoder layer of model.name=transparent_attention attends to all "
-            f"encoder layers; use {TOP}, or omit it"
-        )
+        if name != TOP:
+            raise ConfigError(
+                f"the exit is '{name}', but each decoder layer of model.name=transparent_attention attends to all "
+                f"encoder layers; use {TOP}, or omit it"
+            )
+        return self
 
 
 def build_transparent_attention(
