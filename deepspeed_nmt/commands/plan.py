@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 HELP = "plan memory and speed of a recipe, or list a sweep"
 _MAX_GPUS = 1_000_000
-_NUM_GPUS, _MFU, _WRITE_SPEED = 1, 0.3, 300.0
+_TIMES = dict.fromkeys(("mtbf", "run", "saving_time", "restart_time"))
+_DEFAULTS = {"vocab_size": None, "data": None, "gpu": None, "num_gpus": 1, "mfu": 0.3, "write_speed": 300.0}
+_DEFAULTS |= {"json": False, **_TIMES}
 _RESTART_S = 120.0
 """Seconds from a failure to the next update, if nothing is known: a rank is missed, and the job starts again."""
 
@@ -57,16 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="data to plan for, as `train` takes it; prints what each layout makes of it",
     )
     parser.add_argument("--gpu", metavar="G", help="GPU to plan memory and speed for (default: none)")
+    parser.add_argument("--num-gpus", type=int, metavar="N", help="number of GPUs (default: %(default)s)")
     parser.add_argument(
-        "--num-gpus", type=int, default=_NUM_GPUS, metavar="N", help="number of GPUs (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--mfu", type=float, default=_MFU, metavar="U", help="expected share of the GPU's peak (default: %(default)s)"
+        "--mfu", type=float, metavar="U", help="expected share of the GPU's peak (default: %(default)s)"
     )
     parser.add_argument(
         "--write-speed",
         type=float,
-        default=_WRITE_SPEED,
         metavar="MB/S",
         help="assumed speed of writing checkpoints, their hashes included (default: %(default)g)",
     )
@@ -92,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print a JSON object for each recipe or point, one a line"
     )
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, which override the recipe")
+    parser.set_defaults(**_DEFAULTS)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -102,6 +102,11 @@ def _check(arguments: argparse.Namespace) -> None:
     """
     from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY
     from deepspeed_nmt.errors import ConfigError, shown
+
+    def given(*names: str) -> str:
+        return " and ".join(
+            f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) != _DEFAULTS[name]
+        )
 
     problems = []
     if arguments.recipe is None and arguments.sweep is None and arguments.config is None:
@@ -121,27 +126,15 @@ def _check(arguments: argparse.Namespace) -> None:
         problems.append(f"--mfu is {arguments.mfu}; give a share above 0, at most 1")
     if not 0.0 < arguments.write_speed < math.inf:
         problems.append(f"--write-speed is {arguments.write_speed}; give a positive number of MB/s")
-    defaults = {"vocab_size": None, "data": None, "gpu": None, "num_gpus": _NUM_GPUS, "mfu": _MFU}
-    defaults |= {"write_speed": _WRITE_SPEED, "json": False}
-    times = dict.fromkeys(("mtbf", "run", "saving_time", "restart_time"))
-    defaults |= times
-    if arguments.mtbf is None and (
-        unused := [f"--{name.replace('_', '-')}" for name in times if getattr(arguments, name)]
-    ):
-        problems.append(f"{' and '.join(unused)} without --mtbf; give it too")
-    given = {name for name, default in defaults.items() if getattr(arguments, name) != default}
+    if arguments.mtbf is None and (unused := given("run", "saving_time", "restart_time")):
+        problems.append(f"{unused} without --mtbf; give it too")
     if arguments.point is not None and arguments.sweep is None:
         problems.append("--point is the number of a point of --sweep, which is missing; give both")
-    elif arguments.point is not None and given:
-        unused = [f"--{name.replace('_', '-')}" for name in defaults if name in given]
-        problems.append(
-            f"--point prints the arguments of a point for `train` and plans nothing; leave out {' and '.join(unused)}"
-        )
-    elif not problems and arguments.gpu is None:
-        # The layouts of data depend on the number of GPUs.
-        unused = ["--num-gpus"] * ("num_gpus" in given and arguments.data is None) + ["--mfu"] * ("mfu" in given)
-        if unused:
-            problems.append(f"{' and '.join(unused)} without --gpu; give it too")
+    elif arguments.point is not None and (unused := given(*_DEFAULTS)):
+        problems.append(f"--point prints the arguments of a point and plans nothing; leave out {unused}")
+    # The layouts of data depend on the number of GPUs.
+    elif arguments.gpu is None and (unused := given(*["num_gpus"] * (arguments.data is None), "mfu")):
+        problems.append(f"{unused} without --gpu; give it too")
     if problems:
         raise ConfigError(problems)
 
@@ -182,38 +175,39 @@ def run(arguments: argparse.Namespace) -> int:
         recipe, precision = recipe or str(file), None
         vocabulary = planned_vocabulary(arguments.vocab_size, config, None if data is None else data.main)
         trained, count = plans.parameters(config, vocabulary)
-        result: dict[str, object] = {"recipe": recipe, "vocab_size": vocabulary.size, "parameters": count}
-        if trained != count:
-            result["trained"] = trained
-        if arguments.sweep is not None:
-            result = {"point": number, **result, "settings": settings}
-        text = f"{recipe} with a vocabulary of {tokens_of(vocabulary)}: {count:,} parameters"
-        if trained != count:
-            text += f", {trained:,} of them trained"
         kept, states = config.training, len(config.optimizer.states)
         size = checkpoint_bytes(trained, count - trained, states)
         checkpoints = CheckpointPlan(size, kept.keep_last, kept.keep_best, arguments.write_speed)
-        result |= checkpoints.as_json()
+        point = {} if arguments.sweep is None else {"point": number}
+        result = {**point, "recipe": recipe, "vocab_size": vocabulary.size, "parameters": count}
+        result |= {"trained": trained} if trained != count else {}
+        result |= {**({"settings": settings} if point else {}), **checkpoints.as_json()}
         update_s: float | None = None
+        lines = [
+            f"{recipe} with a vocabulary of {tokens_of(vocabulary)}: {count:,} parameters"
+            + (f", {trained:,} of them trained" if trained != count else "")
+        ]
         if gpu is not None:
             on_gpu = plans.on(gpu, arguments.num_gpus, config, vocabulary)
             precision = on_gpu.engine.precision
             planned, table = _plan(on_gpu, config, arguments, gpu)
             if speed := planned["tokens_per_s"]:
                 update_s = config.batch.update_tokens / speed
-            result, text = {**result, **planned}, f"{text}\n{table}\n{checkpoints}"
-        elif arguments.sweep is not None:
-            text = f"{number:>3}  {count:>13,} parameters  --recipe {recipe} {' '.join(settings)}"
+            result |= planned
+            lines += [table, str(checkpoints)]
+        elif point:
+            lines = [f"{number:>3}  {count:>13,} parameters  --recipe {recipe} {' '.join(settings)}"]
         else:
-            text = f"{text}\n{checkpoints}"
+            lines.append(str(checkpoints))
         if arguments.mtbf is not None:
             interval = _interval(arguments, checkpoints, update_s)
-            result["saving"], text = interval.as_json(), f"{text}\n{interval}"
+            result["saving"] = interval.as_json()
+            lines.append(str(interval))
         if data is not None:
             layouts = layout_estimates(config, data, arguments.num_gpus)
-            lines = [text, *map(str, layouts), *layout_notes(config, layouts, gpu, precision)]
-            result["layouts"], text = list(map(vars, layouts)), "\n".join(lines)
-        output(json.dumps(result) if arguments.json else text)
+            result["layouts"] = list(map(vars, layouts))
+            lines += [*map(str, layouts), *layout_notes(config, layouts, gpu, precision)]
+        output(json.dumps(result) if arguments.json else "\n".join(lines))
     return 0
 
 
@@ -241,7 +235,7 @@ def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gp
     from deepspeed_nmt.console import logger
     from deepspeed_nmt.kernels.choice import is_installed
     from deepspeed_nmt.kernels.precision import DTYPES
-    from deepspeed_nmt.planning.planner import as_text
+    from deepspeed_nmt.planning.planner import as_text, plan_for
 
     if not is_installed("softmax", "triton"):
         logger.warning(
@@ -253,7 +247,7 @@ def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gp
     advised, plain = planner.advised(gpu), planner.as_set(gpu.usable_gib)
     columns = {"as set": plain, "advised": advised}
     if any(advised.recompute):
-        columns["... without recomputation"] = planner.unrecomputed(advised)
+        columns["... without recomputation"] = plan_for(planner.counts, advised.layout, advised.micro_tokens, (0, 0))
     speed = None if engine.precision == "fp32" else advised.tokens_per_second(gpu, ranks, arguments.mfu)
     updates, tokens = config.training.max_updates, config.batch.update_tokens
     days = None if speed is None else updates * tokens / speed * ranks / 86_400

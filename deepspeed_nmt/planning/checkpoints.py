@@ -1,8 +1,7 @@
 """Checkpoints of a run before it starts: disk space, time, and the interval at which failures cost least.
 
-A job that fails at random loses the updates since its last checkpoint. Few checkpoints lose much at each failure,
-many cost more than they save. With a mean time M between failures, a checkpoint that stops training for D seconds,
-and R seconds from a failure to the next update, T seconds of training between two checkpoints take on average
+With a mean time M between failures, a checkpoint that stops training for D seconds, and R seconds from a failure to
+the next update, T seconds of training between two checkpoints take on average
 
     M exp(R / M) (exp((T + D) / M) - 1)
 
@@ -25,10 +24,10 @@ _MAX_S = 1e9
 
 
 def seconds_of(text: str, option: str) -> float:
-    """Return the seconds of a time such as 90, 90s, 45m, 3h or 2d.
+    """Return the seconds of a time such as 90, 90s, 45m, 3h or 2d, the value of ``option``.
 
     Raises:
-        ConfigError: if it is no positive time, or above thirty years; ``option`` names it.
+        ConfigError: if it is no positive time, or above thirty years.
     """
     number, unit = (text[:-1], text[-1:]) if text[-1:] in _UNITS else (text, "s")
     try:
@@ -41,20 +40,12 @@ def seconds_of(text: str, option: str) -> float:
 
 
 def young_interval(saving_s: float, mtbf_s: float) -> float:
-    """Return the seconds of training between two checkpoints that are best to first order.
-
-    Args:
-        saving_s: seconds for which a checkpoint stops training.
-        mtbf_s: mean seconds between two failures of the job.
-    """
+    """Return the best interval T to first order."""
     return math.sqrt(2.0 * saving_s * mtbf_s)
 
 
 def daly_interval(saving_s: float, mtbf_s: float) -> float:
-    """Return the best interval to higher order; arguments as in :func:`young_interval`.
-
-    If saving takes longer than two times the mean time between failures, it is that mean time.
-    """
+    """Return the best interval T to higher order; M if a checkpoint takes two times as long."""
     if saving_s >= 2.0 * mtbf_s:
         return mtbf_s
     ratio = saving_s / (2.0 * mtbf_s)
@@ -62,14 +53,7 @@ def daly_interval(saving_s: float, mtbf_s: float) -> float:
 
 
 def expected_seconds(interval_s: float, saving_s: float, restart_s: float, mtbf_s: float) -> float:
-    """Return the expected seconds for ``interval_s`` seconds of training and a checkpoint, failures included.
-
-    Args:
-        interval_s: seconds of training between two checkpoints.
-        saving_s: seconds for which a checkpoint stops training.
-        restart_s: seconds from a failure to the next update.
-        mtbf_s: mean seconds between two failures of the job.
-    """
+    """Return the expected seconds for ``interval_s`` seconds of training and a checkpoint, failures included."""
     try:
         return mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((interval_s + saving_s) / mtbf_s)
     except OverflowError:  # it practically never ends
@@ -103,11 +87,7 @@ class IntervalPlan:
         return None if self.update_s is None else max(1, round(self.interval_s / self.update_s))
 
     def goodput(self, restart_s: float | None = None) -> float:
-        """Return the expected share of time in updates that survive and their checkpoints, as ``perf/goodput``.
-
-        Args:
-            restart_s: seconds from a failure to the next update; None for those of the plan.
-        """
+        """Return the expected share of time in updates that survive and their checkpoints, as ``perf/goodput``."""
         useful, restart_s = self.interval_s + self.saving_s, self.restart_s if restart_s is None else restart_s
         return useful / expected_seconds(self.interval_s, self.saving_s, restart_s, self.mtbf_s)
 
@@ -151,20 +131,15 @@ class CheckpointPlan:
     mb_per_s: float
 
     @property
-    def disk(self) -> int:
-        """Bytes of the largest number of checkpoints at once, the one being written included."""
-        return self.size * (self.keep_last + int(self.keep_best) + 1)
-
-    @property
     def seconds(self) -> float:
         """Time to write one checkpoint."""
         return self.size / (self.mb_per_s * 1e6)
 
     def as_json(self) -> dict[str, object]:
-        """Return the plan as values for JSON."""
+        """Return the plan as values for JSON; the disk also has room for the checkpoint being written."""
         return {
             "checkpoint_bytes": self.size,
-            "disk_bytes": self.disk,
+            "disk_bytes": self.size * (self.keep_last + int(self.keep_best) + 1),
             "write_mb_per_s": self.mb_per_s,
             "save_seconds": self.seconds,
         }
@@ -174,5 +149,5 @@ class CheckpointPlan:
         return (
             f"a checkpoint has {shown_bytes(self.size)} and is written in {self.seconds:,.0f} s at "
             f"{self.mb_per_s:g} MB/s (--write-speed); training.keep_last={self.keep_last}{best} and the one being "
-            f"written need {shown_bytes(self.disk)} of disk"
+            f"written need {shown_bytes(self.size * (self.keep_last + int(self.keep_best) + 1))} of disk"
         )

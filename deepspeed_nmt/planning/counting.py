@@ -1,11 +1,11 @@
 """Work and activations of a model, counted while an update of it runs.
 
-Nothing is estimated: updates of the run's own model and objective run forward and backward on the meta device, where
-tensors have shapes and no data, so a model of any size can be counted on any machine.
+Nothing is estimated: updates of the run's own model and objective run forward and backward on the meta device.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -34,9 +34,7 @@ holds all logits at once, from there on a chunk of them (:func:`deepspeed_nmt.ke
 
 
 class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counter of tensor memory and of matrix products inside its ``with`` block.
-
-    Tensors made before the block are not counted; gradients made inside are.
+    """Counter of tensor memory and of matrix products inside its ``with`` block; older tensors are not counted.
 
     Attributes:
         bytes: memory held now by tensors made inside.
@@ -120,43 +118,26 @@ def count_update(
     vocabulary: Vocabulary,
     tokens: int,
     recompute: RecomputedLayers,
-    updates: int = 1,
 ) -> Work:
-    """Run micro-batches of a model on the meta device, one for each of some updates, and count.
+    """Run a micro-batch of a model on the meta device, in the dtype it is trained in, and count.
 
-    Random choices differ between updates: memory is their maximum, work their mean.
-
-    Args:
-        model: on the meta device, in the dtype it is trained in.
-        objective: of the run.
-        vocabulary: of the data.
-        tokens: padded target tokens, and as many source tokens, of a micro-batch.
-        recompute: every k-th layer application of each side; 0 none.
-        updates: number of updates to count.
+    ``tokens`` is its number of padded target tokens, and of source tokens.
     """
     model.recompute(*recompute)
     module = TrainModule(model, objective).train()
     for parameter in model.parameters():
         # Gradients exist already, as in the second micro-batch of an update.
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    counts = []
-    for update in range(1, updates + 1):
-        batch = _batch(tokens, vocabulary, update)
-        kept: list[int] = []
-        with Tally() as tally:
-            hook = model.projection.register_forward_pre_hook(lambda *_, t=tally, k=kept: k.append(t.bytes))
-            module(batch).loss.backward()
-            hook.remove()
-        counts.append((kept[0], tally.peak_bytes - kept[0], tally.flops))
+    batch = _batch(tokens, vocabulary, 1)
+    kept: list[int] = []
+    with Tally() as tally:
+        hook = model.projection.register_forward_pre_hook(lambda *_: kept.append(tally.bytes))
+        module(batch).loss.backward()
+        hook.remove()
     for parameter in model.parameters():
         parameter.grad = None
     model.recompute(0, 0)
-    return Work(
-        tokens=batch.target_tokens,
-        activations=max(kept for kept, _, _ in counts),
-        logits=max(logits for _, logits, _ in counts),
-        flops=sum(flops for _, _, flops in counts) // updates,
-    )
+    return Work(batch.target_tokens, kept[0], tally.peak_bytes - kept[0], tally.flops)
 
 
 @dataclass(frozen=True)
@@ -172,16 +153,15 @@ class Rates:
     target: float
 
 
-def count_rates(model: TranslationModel, objective: Objective, vocabulary: Vocabulary, updates: int = 2) -> Rates:
-    """Count the work of a model on the meta device, as the mean over some updates."""
+def count_rates(model: TranslationModel, objective: Objective, vocabulary: Vocabulary) -> Rates:
+    """Count the work of a model on the meta device, as the mean over two updates, whose random choices differ."""
     module = TrainModule(model, objective).train()
-    rows, flops = 8, []
+    tokens, flops = 8 * LENGTH, []
     for source_length in (LENGTH, 2 * LENGTH):
         with Tally() as tally:
-            for update in range(1, updates + 1):
-                module(_batch(rows * LENGTH, vocabulary, update, source_length)).loss.backward()
-        flops.append(tally.flops / updates)
-    tokens = rows * LENGTH
+            for update in (1, 2):
+                module(_batch(tokens, vocabulary, update, source_length)).loss.backward()
+        flops.append(tally.flops / 2)
     source = (flops[1] - flops[0]) / tokens
     return Rates(source, flops[0] / tokens - source)
 
@@ -189,12 +169,8 @@ def count_rates(model: TranslationModel, objective: Objective, vocabulary: Vocab
 def _batch(tokens: int, vocabulary: Vocabulary, update: int, source_length: int | None = None) -> Batch:
     length = min(LENGTH, tokens)
     rows = max(1, tokens // length)
-    source_length = source_length or length
-
-    def of(*shape: int) -> Tensor:
-        return torch.zeros(*shape, dtype=torch.int64, device="meta")
-
-    count = rows * length
+    source_length, count = source_length or length, rows * length
+    of = functools.partial(torch.zeros, dtype=torch.int64, device="meta")
     # One source position counts as padding: batches without any are rare.
     return Batch(
         source_BS=of(rows, source_length),
@@ -216,14 +192,9 @@ Samples = tuple[Work, ...]
 def interpolated(none: Samples, encoder: Samples, decoder: Samples, applications: tuple[int, int]) -> WorkOf:
     """Return a function from micro-batch size and recomputation to work, interpolated between counts.
 
-    Everything is affine in the number of tokens between two counts, and beyond the first and the last. If every k-th
-    of n applications is recomputed, n // k of them save their share.
-
-    Args:
-        none: counts without recomputation.
-        encoder: counts with all of the encoder recomputed.
-        decoder: counts with all of the decoder recomputed.
-        applications: number of layer applications of encoder and decoder.
+    The counts are without recomputation, with all of the encoder, and with all of the decoder recomputed. Everything
+    is affine in the number of tokens between two counts, and beyond the first and the last. If every k-th of n
+    applications is recomputed, n // k of them save their share.
     """
 
     def line(tokens: int, counts: Samples, what: str) -> float:
@@ -252,13 +223,7 @@ def interpolated(none: Samples, encoder: Samples, decoder: Samples, applications
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of a model that all its plans share. They take seconds, plans none.
-
-    Attributes:
-        work: work of a micro-batch on one rank.
-        trained: number of trained parameters on one rank.
-        frozen: number of frozen parameters on one rank.
-    """
+    """Counts of a model on one rank that all its plans share: work of a micro-batch, and numbers of parameters."""
 
     work: WorkOf
     trained: int
@@ -268,14 +233,7 @@ class Counts:
 def count_model(
     model: TranslationModel, objective: Objective, vocabulary: Vocabulary, precision: Precision, tensor_ranks: int
 ) -> Counts:
-    """Count a model.
-
-    Args:
-        model: on the meta device, with kernels planned for the GPUs; sliced here, and converted to ``precision``.
-        objective: of the run.
-        vocabulary: of the data.
-        precision: that the model is trained in.
-        tensor_ranks: number of GPUs that share the model.
+    """Count a model on the meta device with kernels planned for the GPUs, which is sliced and converted here.
 
     Raises:
         ConfigError: if ``tensor_ranks`` does not divide the model.

@@ -48,15 +48,10 @@ def estimates(
     layouts: Sequence[str] = ("padded", "packed"),
     updates_sampled: int = _SAMPLED_UPDATES,
 ) -> list[LayoutEstimate]:
-    """Estimate the micro-batches of layouts.
+    """Estimate the micro-batches of layouts on some data-parallel ranks.
 
-    Args:
-        updates: updates that stand for those of the run.
-        longest: tokens of the longest sentence of the training text.
-        config: sizes of batches.
-        ranks: number of data-parallel ranks.
-        layouts: to return.
-        updates_sampled: number of updates that are divided, or some more.
+    ``updates`` stand for those of the run; ``updates_sampled`` of them, or some more, are divided. ``longest`` is the
+    number of tokens of the longest sentence of the training text.
     """
     # The last update of an epoch may be what is left.
     sample = range(0, max(1, len(updates) - 1), max(1, len(updates) // updates_sampled))

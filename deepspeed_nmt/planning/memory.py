@@ -58,10 +58,7 @@ class Layout:
 def state_bytes(trained: int, frozen: int, layout: Layout) -> dict[str, int]:
     """Return the bytes that one GPU holds besides activations and logits, by part.
 
-    Args:
-        trained: number of trained parameters in this rank's slice of the model.
-        frozen: number of frozen ones.
-        layout: of the model over the ranks.
+    ``trained`` and ``frozen`` are numbers of parameters in this rank's slice of the model.
     """
     zero = dict(layout.zero or {})
     n = layout.ranks // layout.tensor_ranks
@@ -86,9 +83,9 @@ def state_bytes(trained: int, frozen: int, layout: Layout) -> dict[str, int]:
         live = _elements(zero, "stage3_max_live_parameters", 1e9)
         ahead = _elements(zero, "stage3_prefetch_bucket_size", 5e7)
         buffers += width * min(count, live + ahead)
-    if zero.get("offload_optimizer", {}).get("device", "none") != "none":
+    if _offloads(zero, "optimizer"):
         optimizer, buffers = 0, buffers - 4 * trained // n
-    if zero.get("offload_param", {}).get("device", "none") != "none":
+    if _offloads(zero, "param"):
         weights = 0
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "buffers": buffers}
 
@@ -109,18 +106,14 @@ def host_bytes(trained: int, frozen: int, layout: Layout, ranks: int) -> int:
     what is offloaded. One rank holds a copy of weights and optimizer states in fp32, from which checkpoints are
     written in the background; otherwise a file of weights and one of states while a checkpoint is written.
 
-    Args:
-        trained: number of trained parameters in a rank's slice of the model.
-        frozen: number of frozen ones.
-        layout: of the model over all ranks.
-        ranks: number of ranks of the host.
+    ``trained`` and ``frozen`` are numbers of parameters in a rank's slice, and ``ranks`` is that of the host's ranks.
     """
     zero = dict(layout.zero or {})
     n = layout.ranks // layout.tensor_ranks
     whole, kept = (trained + frozen) * layout.tensor_ranks, 4 * frozen
-    if zero.get("offload_optimizer", {}).get("device", "none") != "none":
+    if _offloads(zero, "optimizer"):
         kept += 4 * (2 + layout.states) * trained // n
-    if zero.get("offload_param", {}).get("device", "none") != "none":
+    if _offloads(zero, "param"):
         kept += layout.bits // 8 * (trained + frozen) // n
     states = 4 * layout.states * trained * layout.tensor_ranks
     copy = 4 * whole + states if layout.copies else min(SHARD_BYTES, 4 * whole) + min(SHARD_BYTES, states)
@@ -129,13 +122,14 @@ def host_bytes(trained: int, frozen: int, layout: Layout, ranks: int) -> int:
 
 
 def cpu_bytes(trained: int, frozen: int, layout: Layout, ranks: int) -> int:
-    """Return the bytes of memory that the tensors of the ranks of one host take if they train on its CPUs.
-
-    Activations, logits and buffers are not counted. Arguments as in :func:`host_bytes`.
-    """
+    """Return the bytes as :func:`host_bytes` if the ranks train on CPUs, without activations, logits and buffers."""
     state, copy = state_bytes(trained, frozen, layout), 4 * (trained + frozen) * layout.tensor_ranks
     training = sum(state[part] for part in ("weights", "gradients", "optimizer"))
     return max(host_bytes(trained, frozen, layout, ranks), ranks * (training + copy))
+
+
+def _offloads(zero: Mapping[str, Any], what: str) -> bool:
+    return bool(zero.get(f"offload_{what}", {}).get("device", "none") != "none")
 
 
 def _elements(zero: Mapping[str, Any], key: str, default: float) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from deepspeed_nmt.planning.counting import Counts, RecomputedLayers
 from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.memory import GIB, PARTS, Layout, host_bytes, state_bytes, validation_bytes
 
-_SMALLEST_MICRO_TOKENS, _LARGEST_MICRO_TOKENS = 512, 32768
+_MICRO_TOKENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 _RANKS_OF_A_HOST = 8
 """Largest number of GPUs that are assumed to be in one host."""
 _RECOMPUTE = (0, 4, 2, 1)
@@ -23,8 +23,6 @@ _IDLE_TOKENS = 400
 """Overhead of a micro-batch in tokens: a GPU needs work to hide the launch of its kernels."""
 _SLOWER = {None: 1.0, 0: 1.0, 1: 1.0, 2: 1.02, 3: 1.15}
 """Relative time of an update under a ZeRO stage, for communication that is not hidden. A rule of thumb."""
-_TRAINING = frozenset({"activations", "logits"})
-"""Parts that make room for validation."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +52,15 @@ class Plan:
     seconds_per_token: float
 
     @property
-    def absent(self) -> frozenset[str]:
-        """Parts that are not held at the peak: validation, or what makes room for it."""
-        held = sum(self.parts[part] for part in _TRAINING)
-        return _TRAINING if held < self.parts["validation"] else frozenset({"validation"})
+    def absent(self) -> set[str]:
+        """Parts that are not held at the peak: validation, or activations and logits, which make room for it."""
+        training = {"activations", "logits"}
+        held = sum(self.parts[part] for part in training)
+        return training if held < self.parts["validation"] else {"validation"}
 
     @property
     def total(self) -> int:
-        """Peak bytes on one GPU: activations and logits make room for validation."""
+        """Peak bytes on one GPU."""
         return sum(size for part, size in self.parts.items() if part not in self.absent)
 
     def fits(self, gib: float) -> bool:
@@ -87,14 +86,7 @@ class Plan:
 
 
 def plan_for(counts: Counts, layout: Layout, micro_tokens: int, recompute: RecomputedLayers) -> Plan:
-    """Compute memory and cost of one way to train.
-
-    Args:
-        counts: of the model.
-        layout: of the model over the ranks.
-        micro_tokens: padded tokens of a micro-batch.
-        recompute: every k-th layer of encoder and decoder; 0 none.
-    """
+    """Compute memory and cost of one way to train."""
     work, unrecomputed = counts.work(micro_tokens, recompute), counts.work(micro_tokens, (0, 0))
     size = (counts.trained, counts.frozen, layout)
     parts = {
@@ -129,15 +121,17 @@ def advise(
         counts: of the model.
         gpu: to plan for.
         layout: ranks and precision to plan for; its stage is chosen here.
-        update_tokens: target tokens of an update over all ranks, which bound a micro-batch.
+        update_tokens: target tokens of an update over all ranks, whose share on a GPU bounds a micro-batch.
         zero: section ``zero_optimization`` of the DeepSpeed configuration for each stage.
     """
     stages: tuple[int | None, ...] = (None,) if layout.ranks == 1 else (1, 2, 3)
+    share = update_tokens * layout.tensor_ranks // layout.ranks
     plans = [
         plan_for(counts, replace(layout, stage=stage, zero=zero.get(stage or 0)), tokens, recompute)
         for stage in stages
         for recompute in itertools.product(_RECOMPUTE, _RECOMPUTE)
-        for tokens in _micro_tokens(update_tokens * layout.tensor_ranks // layout.ranks)
+        for tokens in _MICRO_TOKENS
+        if tokens <= max(_MICRO_TOKENS[0], share)
     ]
     fitting = [plan for plan in plans if plan.fits(gpu.usable_gib)]
     if not fitting:
@@ -145,16 +139,8 @@ def advise(
     return min(fitting, key=lambda plan: (plan.seconds_per_token, plan.total))
 
 
-def _micro_tokens(share: int) -> Iterator[int]:
-    """Yield sizes to try: powers of two up to a GPU's share of an update."""
-    tokens = _SMALLEST_MICRO_TOKENS
-    while tokens <= max(_SMALLEST_MICRO_TOKENS, min(share, _LARGEST_MICRO_TOKENS)):
-        yield tokens
-        tokens *= 2
-
-
 def layout_of(settings: EngineSettings, ranks: int, tensor_ranks: int, copies: bool) -> Layout:
-    """Return the layout of a model over GPUs that an engine's settings describe; arguments as in :class:`Layout`."""
+    """Return the layout of a model over GPUs that an engine's settings describe."""
     zero = None if settings.ds_config is None else settings.ds_config.get("zero_optimization", {})
     bits = 32 if settings.precision == "fp32" else 16
     return Layout(settings.zero_stage, ranks, tensor_ranks, bits, zero, copies, len(settings.optimizer.states))
@@ -165,10 +151,10 @@ class Planner:
 
     Args:
         counts: of the model.
-        engine: settings of the user; ``tensor_parallel`` is respected by all plans.
+        engine: settings of the user; ``tensor_parallel``, which divides ``ranks``, is respected by all plans.
         settings: the same settings, resolved.
         batch: sizes of updates and micro-batches.
-        ranks: number of GPUs, a multiple of ``engine.tensor_parallel``.
+        ranks: number of GPUs.
         copies: True if checkpoints are written from a copy of the training state in host memory.
     """
 
@@ -202,10 +188,6 @@ class Planner:
         zero = {stage: load_ds_config(f"zero{stage}")["zero_optimization"] for stage in (1, 2, 3)}
         return advise(self.counts, gpu, self._layout, self._batch.update_tokens, zero)
 
-    def unrecomputed(self, plan: Plan) -> Plan:
-        """Return the same plan without recomputation."""
-        return plan_for(self.counts, plan.layout, plan.micro_tokens, (0, 0))
-
     def settings(self, plan: Plan) -> list[str]:
         """Return the settings of a plan, as arguments of ``train``."""
         stage = plan.layout.stage
@@ -231,19 +213,16 @@ def as_text(columns: Mapping[str, Plan], advice: list[str], update_tokens: int, 
     """
     plans, plan = columns.values(), columns["advised"]
 
-    def row(name: str, text_of: Callable[[Plan], str]) -> list[str]:
-        return [name, *map(text_of, plans)]
+    def cell(size: int, absent: bool = False) -> str:
+        return f"({size / GIB:.2f})" if absent else f"{size / GIB:.2f}"
 
-    def part_row(part: str) -> list[str]:
-        frames = {True: "({:.2f})", False: "{:.2f}"}
-        return row(part, lambda plan: frames[part in plan.absent].format(plan.parts[part] / GIB))
-
-    rows = [["GiB on a GPU", *columns], *map(part_row, PARTS)]
-    rows.append(row("total", lambda plan: f"{plan.total / GIB:.2f}"))
-    rows.append(row("fits", lambda plan: "yes" if plan.fits(gpu.usable_gib) else "no"))
-    rows.append(row("host, a rank", lambda plan: f"{plan.host / GIB:.2f}"))
+    rows = [["GiB on a GPU", *columns]]
+    rows += [[part, *(cell(plan.parts[part], part in plan.absent) for plan in plans)] for part in PARTS]
+    rows.append(["total", *(cell(plan.total) for plan in plans)])
+    rows.append(["fits", *("yes" if plan.fits(gpu.usable_gib) else "no" for plan in plans)])
+    rows.append(["host, a rank", *(cell(plan.host) for plan in plans)])
     if plan.host_ranks > 1:
-        rows.append(row(f"host, {plan.host_ranks} ranks", lambda plan: f"{plan.host_sum / GIB:.2f}"))
+        rows.append([f"host, {plan.host_ranks} ranks", *(cell(plan.host_sum) for plan in plans)])
     lines = [table(rows)]
     if plan.layout.ranks > plan.host_ranks:
         lines.append(f"(a host is assumed to have {plan.host_ranks} GPUs)")
@@ -255,7 +234,7 @@ def as_text(columns: Mapping[str, Plan], advice: list[str], update_tokens: int, 
             "engine.tensor_parallel), or offload (engine.name=deepspeed engine.ds_config=zero3_offload)"
         )
     share = update_tokens * plan.layout.tensor_ranks // plan.layout.ranks
-    if share < _SMALLEST_MICRO_TOKENS:
+    if share < _MICRO_TOKENS[0]:
         lines.append(
             f"an update of {update_tokens:,} tokens leaves {share} for a GPU, too few to be fast: use fewer GPUs, or "
             "raise batch.update_tokens"
