@@ -44,7 +44,7 @@ from deepspeed_nmt.run.plans import make_planner
 from deepspeed_nmt.run.validation_sets import SPLIT, title
 from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.log import Workload
-from deepspeed_nmt.train.saving import DiskWatch, Rotation, check_can_save
+from deepspeed_nmt.train.saving import check_can_save, warn_of_room
 
 RESOLVED_FILE = "resolved.json"
 """File with the resolved settings of the last start."""
@@ -298,10 +298,9 @@ def check_room(run: Path, config: RunConfig, data: TrainingData) -> None:
         config.model.check_data(tokenizer)
     model = build_meta_model(config, tokenizer.vocabulary)
     size = checkpoint_size(model, config)
-    rotation = Rotation(training.keep_last, training.keep_best)
-    check_can_save(store.directory, size, rotation, len(names))
+    check_can_save(store.directory, size, training, len(names))
     with made(store.directory):
-        DiskWatch(store.directory, rotation)(size, len(names))
+        warn_of_room(store.directory, size, training, len(names))
 
 
 def sizes(model: TranslationModel) -> tuple[int, int]:

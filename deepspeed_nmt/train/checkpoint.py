@@ -136,11 +136,9 @@ class State(Config):
 
 
 class Checkpoint:
-    """A checkpoint on disk, verified against its manifest.
+    """A checkpoint in a directory, verified against its manifest.
 
-    Args:
-        path: its directory.
-        verify: True to verify the hashes of all its files, False to compare only sizes of files with tensors.
+    With ``verify`` the hashes of all its files are verified, without it only the sizes of files with tensors.
 
     Raises:
         CheckpointError: if it is missing, incomplete, or its content is not what was written.
@@ -149,7 +147,7 @@ class Checkpoint:
     def __init__(self, path: Path, verify: bool = True) -> None:
         self.path = path
         try:
-            self._manifest = self._read_manifest()
+            self._manifest = CheckpointManifest.model_validate_json(read_record(path / MANIFEST_FILE))
             for name, record in self._manifest.files.items():
                 if problem := record.problem(path / name, verify or name.endswith(".json")):
                     raise CheckpointError(f"{path / name} {problem}: the checkpoint is damaged")
@@ -162,9 +160,6 @@ class Checkpoint:
         except (ValidationError, DamagedRecordError, *_UNREADABLE) as error:
             raise CheckpointError(f"{path} is no checkpoint of this program: {_reason(error)}") from error
 
-    def _read_manifest(self) -> CheckpointManifest:
-        return CheckpointManifest.model_validate_json(read_record(self.path / MANIFEST_FILE))
-
     def _locate(self, files: Mapping[str, list[str]]) -> dict[str, Path]:
         """Return the file of each tensor, after comparing the names in the manifest with those in the files."""
         for name, tensors in files.items():
@@ -175,11 +170,7 @@ class Checkpoint:
 
     @property
     def run(self) -> RunRecord | None:
-        """Record of the run; None if there is none.
-
-        Raises:
-            CheckpointError: if it cannot be read.
-        """
+        """Record of the run; None if there is none."""
         if self._manifest.run is None:
             return None
         try:
@@ -189,9 +180,6 @@ class Checkpoint:
 
     def restate(self, progress: Progress) -> None:
         """Replace the recorded progress atomically; weights and optimizer states stay.
-
-        Args:
-            progress: to record.
 
         Raises:
             OSError: if it cannot be written; the checkpoint is then unchanged.
@@ -217,7 +205,7 @@ class Checkpoint:
 
     def weights(self) -> dict[str, Tensor]:
         """Return all weights by parameter name, fp32 on the CPU."""
-        return {name: self._tensor("weights", name) for name in self._where["weights"]}
+        return {name: self.weight(name) for name in self._where["weights"]}
 
     def weight(self, name: str) -> Tensor:
         """Return the weight of a parameter, fp32 on the CPU."""
@@ -235,7 +223,10 @@ class Checkpoint:
         Raises:
             CheckpointError: if names or shapes differ, naming the first difference.
         """
-        shapes = self._shapes()
+        shapes: dict[str, tuple[int, ...]] = {
+            name: tuple(self._read("weights", name, lambda file, name=name: file.get_slice(name).get_shape()))
+            for name in self._where["weights"]
+        }
         own = dict(model.named_parameters())
         differences = [
             *(f"{name} is missing" for name in sorted(own.keys() - shapes.keys())),
@@ -255,24 +246,17 @@ class Checkpoint:
             for name, parameter in own.items():
                 parameter.copy_(self.weight(name))  # one at a time: all at once would double the host memory
 
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all weights by parameter name."""
-        return {
-            name: tuple(self._read("weights", name, lambda file, name: file.get_slice(name).get_shape()))
-            for name in self._where["weights"]
-        }
-
     def _tensor(self, kind: str, name: str) -> Tensor:
-        tensor: Tensor = self._read(kind, name, lambda file, name: file.get_tensor(name))
+        tensor: Tensor = self._read(kind, name, lambda file: file.get_tensor(name))
         return tensor
 
-    def _read(self, kind: str, name: str, of: Callable[[Any, str], Any]) -> Any:
-        """Return what ``of`` reads of a tensor from an open file."""
+    def _read(self, kind: str, name: str, of: Callable[[Any], Any]) -> Any:
+        """Return what ``of`` reads of a tensor from its open file."""
         if name not in self._where[kind]:
             raise CheckpointError(f"{self.path} has no {name}: it belongs to another model")
         try:
             with safe_open(self._where[kind][name], framework="pt") as file:
-                return of(file, name)
+                return of(file)
         except _UNREADABLE as error:
             if not self.path.exists():
                 raise CheckpointError(
@@ -299,11 +283,7 @@ _LOCK_S = 60.0
 class Chosen(Config):
     """The content of ``chosen.json``: the best checkpoint by late scores.
 
-    Attributes:
-        update: of the checkpoint.
-        by: description of the measure.
-        score: value by which it is the best, greater is better.
-        loss: its validation loss.
+    ``by`` describes the measure of ``score``, of which greater is better.
     """
 
     update: Count
@@ -333,11 +313,8 @@ class CheckpointStore:
         record: RunRecord | None = None,
         awaiting: Callable[[], Iterable[int]] = tuple,
     ) -> None:
-        self.directory = directory
-        self._awaiting = awaiting
-        self._record = record
-        self._keep_last = keep_last
-        self._keep_best = keep_best
+        self.directory, self._awaiting, self._record = directory, awaiting, record
+        self._keep_last, self._keep_best = keep_last, keep_best
 
     def names(self) -> list[str]:
         """Return the names of the run's checkpoints, oldest first; all were written in full, some may be damaged.
@@ -351,8 +328,8 @@ class CheckpointStore:
                 f"{self.directory} is a link to {self.directory.readlink()}, which does not exist; bring that back, "
                 "or remove the link"
             )
-        found = (_NAME.fullmatch(path.name) for path in self.directory.glob("update-*") if path.is_dir())
-        return [match[0] for match in sorted(filter(None, found), key=lambda match: int(match[1]))]
+        names = (path.name for path in self.directory.glob("update-*") if path.is_dir())
+        return sorted(filter(_NAME.fullmatch, names), key=self.update_of)
 
     def restore(self) -> None:
         """Restore checkpoints that a killed process had moved away to replace them."""
@@ -361,19 +338,16 @@ class CheckpointStore:
     @staticmethod
     def update_of(name: str) -> int:
         """Return the update of a checkpoint's name."""
-        return _update(name)
+        return int(name.removeprefix("update-"))
 
     def best(self, until: str | None = None) -> str | None:
         """Return the name of the best checkpoint; None if there is none.
 
         It is the one that `choose-best` has chosen, as long as the same measure chooses, or the one that the newest
         checkpoint records. That may be missing because it could not be written. Then it is the best one that a
-        checkpoint before it records.
-
-        Args:
-            until: name of the newest checkpoint that counts; None for any.
+        checkpoint before it records. Checkpoints after ``until`` do not count.
         """
-        names = [name for name in self.names() if until is None or _update(name) <= _update(until)]
+        names = self._names_until(until)
         chosen = self.chosen()
         for progress in filter(None, map(self.progress, reversed(names))):
             if chosen is not None and chosen.by == progress.best_by and _name(chosen.update) in names:
@@ -382,6 +356,9 @@ class CheckpointStore:
             if progress.best_score is not None and _name(progress.best_update) in names:
                 return _name(progress.best_update)
         return None
+
+    def _names_until(self, newest: str | None) -> list[str]:
+        return [n for n in self.names() if newest is None or self.update_of(n) <= self.update_of(newest)]
 
     def chosen(self) -> Chosen | None:
         """Return the best checkpoint by late scores; None if `choose-best` has chosen none."""
@@ -416,10 +393,6 @@ class CheckpointStore:
     def read(self, name: str, verify: bool = True) -> Checkpoint:
         """Read one of the run's checkpoints.
 
-        Args:
-            name: its name, one of :meth:`names`.
-            verify: True to verify the hashes of its files.
-
         Raises:
             CheckpointError: if it is damaged.
         """
@@ -441,18 +414,15 @@ class CheckpointStore:
         return None
 
     def newest(self, until: int | None = None) -> Checkpoint | None:
-        """Return the newest good checkpoint, skipping damaged ones with a warning; None if the run has none.
+        """Return the newest good checkpoint of an update up to ``until``; None if the run has none.
 
-        Args:
-            until: upper bound on its update; None for any.
+        Damaged ones are skipped with a warning.
 
         Raises:
             CheckpointError: if all checkpoints are damaged.
         """
         broken = []
-        for name in reversed(self.names()):
-            if until is not None and _update(name) > until:
-                continue
+        for name in reversed(self._names_until(None if until is None else _name(until))):
             try:
                 checkpoint = self.read(name)
             except CheckpointError as error:
@@ -470,30 +440,29 @@ class CheckpointStore:
         return None
 
     def open(self, which: str, option: str = "", verify: bool = True) -> Checkpoint:
-        """Open the checkpoint called ``best``, ``last``, ``average``, or found at a path.
+        """Open the checkpoint called ``best``, ``last`` (always verified), ``average``, or found at a path.
 
         Args:
             which: its name or path.
             option: option by which the user named it, for messages; "" for that of most commands and of the API.
-            verify: True to verify the hashes of its files; ``last`` is always verified.
+            verify: True to verify the hashes of its files.
 
         Raises:
             CheckpointError: if there is none, or it is damaged.
         """
         option = option or option_named("checkpoint")
-        if which == "last":
-            newest = self.newest()
-            if newest is None:
-                raise self._empty()
+        if which in ("last", "best") and not self.names():
+            raise CheckpointError(f"no checkpoint in {self.directory}; train first")
+        if which == "last" and (newest := self.newest()) is not None:
             return newest
         if which == "best":
             return self._best(option, verify)
         if which == "average":
-            if not (self.directory / "average").is_dir():
+            if not (self.directory / _AVERAGE).is_dir():
                 raise CheckpointError(
                     f"{self.directory} has no average; make one with `deepspeed-nmt average --run ... --last N`"
                 )
-            average = Checkpoint(self.directory / "average", verify)
+            average = Checkpoint(self.directory / _AVERAGE, verify)
             if average.resumable:
                 raise CheckpointError(f"{average.path} is a checkpoint of training, and no average")
             return average
@@ -506,8 +475,6 @@ class CheckpointStore:
         )
 
     def _best(self, option: str, verify: bool) -> Checkpoint:
-        if not self.names():
-            raise self._empty()
         try:
             self.read(self.names()[-1], verify=False)  # it records which one is the best
             while (best := self.best()) is not None:
@@ -524,9 +491,6 @@ class CheckpointStore:
             f"{self.directory} has no best checkpoint: the run was not validated yet; use {option} last"
         )
 
-    def _empty(self) -> CheckpointError:
-        return CheckpointError(f"no checkpoint in {self.directory}; train first")
-
     def save(
         self,
         progress: Progress,
@@ -534,13 +498,7 @@ class CheckpointStore:
         states: Iterable[ParameterState],
         log: Sequence[LogState] = (),
     ) -> None:
-        """Write a checkpoint, then remove those that are no longer kept.
-
-        Args:
-            progress: to record.
-            scalars: to record.
-            states: of all parameters.
-            log: to record.
+        """Write a checkpoint with the states of all parameters, then remove those that are no longer kept.
 
         Raises:
             OSError: if it cannot be written; older checkpoints are unchanged. ``states`` is exhausted even then,
@@ -563,16 +521,12 @@ class CheckpointStore:
     def rewind(self, checkpoint: Checkpoint, progress: Progress) -> None:
         """Make an older checkpoint the newest one, with other progress; later checkpoints are removed.
 
-        Args:
-            checkpoint: to continue from.
-            progress: to record in it.
-
         Raises:
             OSError: if it cannot be written.
         """
         checkpoint.restate(progress)
         for name in self.names():
-            if _update(name) > progress.update:
+            if self.update_of(name) > progress.update:
                 remove_directory(self.directory / name)
         self._write_pointers(checkpoint.path.name)
 
@@ -587,13 +541,7 @@ class CheckpointStore:
         self._write(_AVERAGE, State(progress=newest.progress, engine=EngineScalars()), states, newest.run)
         return self.directory / _AVERAGE
 
-    def _write(
-        self,
-        name: str,
-        state: State,
-        states: Iterator[ParameterState],
-        record: RunRecord | None,
-    ) -> None:
+    def _write(self, name: str, state: State, states: Iterator[ParameterState], record: RunRecord | None) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         # One process at a time trains here, and one averages: what else is hidden is of killed processes.
         names = name if name == _AVERAGE else _NAME.pattern
@@ -619,15 +567,12 @@ class CheckpointStore:
             raise OSError(str(error)) from error
 
     def _prune(self, saved: str) -> None:
-        """Remove old checkpoints.
+        """Remove old checkpoints after ``saved`` was written.
 
-        Checkpoints later than the one just saved are damaged and do not count. The newest one from before a streak of
-        skipped updates is kept, because the run may be rolled back to it.
-
-        Args:
-            saved: name of the checkpoint just saved.
+        Checkpoints later than that are damaged and do not count. The newest one from before a streak of skipped
+        updates is kept, because the run may be rolled back to it.
         """
-        names = [name for name in self.names() if _update(name) <= _update(saved)]
+        names = self._names_until(saved)
         best = self.best(saved) if self._keep_best else None
         kept = {best or "", next(filter(self._before_skips, reversed(names)), ""), *map(_name, self._awaiting())}
         for name in names[: -self._keep_last]:
@@ -642,7 +587,6 @@ class CheckpointStore:
             return None
 
     def _before_skips(self, name: str) -> bool:
-        """Return True if a checkpoint is outside a streak of skipped updates."""
         progress = self.progress(name)
         return progress is not None and progress.skipped == 0
 
@@ -660,10 +604,6 @@ class CheckpointStore:
 
 def _name(update: int) -> str:
     return f"update-{update:07d}"
-
-
-def _update(name: str) -> int:
-    return int(name.removeprefix("update-"))
 
 
 def _is_whole(path: Path) -> bool:

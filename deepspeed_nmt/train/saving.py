@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -39,7 +38,7 @@ _SHARE = 0.5
 """Largest share of the available host memory that the copy takes. On a CPU, the optimizer's states and gradients
 are still to come when it is allocated, and they are as large."""
 _REPORT_S = 60.0
-"""Seconds between warnings while training waits for a checkpoint."""
+"""Seconds before a warning that training waits for a checkpoint."""
 
 
 class Saver:
@@ -74,13 +73,12 @@ class Saver:
     ) -> None:
         self.saved_at = saved_at
         self._store, self._engine, self._world, self._watchdog = store, engine, world, watchdog
-        self._disk = DiskWatch(store.directory, Rotation(config.keep_last, config.keep_best))
+        self._config, self._size, self._events = config, size, events
         self._pending: int | None = None
         self._thread: threading.Thread | None = None
         self._problem = ""
         self._error: Exception | None = None
-        self._size = size
-        self._is_first, self._events, self._reported = True, events, False
+        self._is_first, self._reported, self._warned = True, False, False
         self._buffer = _buffer(config.save, size, engine) if world.is_main else None
         self._in_background: bool = from_main(self._buffer is not None, world)
 
@@ -148,19 +146,16 @@ class Saver:
             self._buffer.close()
 
     def _join(self) -> None:
-        """Wait for the thread; say so while that takes long."""
         if self._thread is None:
             return
-        since = time.monotonic()
-        while self._thread.is_alive():
-            self._thread.join(_REPORT_S)
-            if self._thread.is_alive():
-                logger.warning(
-                    "training waits for the checkpoint of update %s, which has been written to %s for %.0f s",
-                    self._pending,
-                    self._store.directory,
-                    time.monotonic() - since,
-                )
+        self._thread.join(_REPORT_S)
+        if self._thread.is_alive():
+            logger.warning(
+                "training waits for the checkpoint of update %s, which is still written to %s",
+                self._pending,
+                self._store.directory,
+            )
+            self._thread.join()
         self._thread = None
 
     def _write(
@@ -173,37 +168,36 @@ class Saver:
         since: float,
     ) -> None:
         """Write a checkpoint, and record the problem if there is one; in a thread, or while training waits."""
-        waited = time.monotonic() - since
+        waited, store, update = time.monotonic() - since, self._store, progress.update
         try:
             self._problem = ""
-            self._store.save(progress, scalars, states, log)
+            store.save(progress, scalars, states, log)
         except OSError as error:
             self._problem = str(error)
             if not must:
-                logger.error("%s; training continues", self._failure(progress.update))
+                logger.error("%s; training continues", self._failure(update))
                 if not self._reported:
                     self._reported = True
-                    self._events.record("unsaved", progress.update, self._failure(progress.update))
+                    self._events.record("unsaved", update, self._failure(update))
             return
         except Exception as error:  # for the main thread to raise
             self._error = error
             return
         self._reported = False
-        if self._is_first and not self.saved_at:
-            text = f"the first checkpoint is that of update {progress.update}"
-            self._events.record("saved", progress.update, text)
         took = time.monotonic() - since
-        with suppress(OSError):
-            self._disk(self._size, len(self._store.names()))
         if self._is_first:
+            self._is_first = False
+            if not self.saved_at:
+                self._events.record("saved", update, f"the first checkpoint is that of update {update}")
             logger.info(
                 "checkpoint of update %d: %s, written in %.1f s, of which training waited %.1f s",
-                progress.update,
+                update,
                 shown_bytes(self._size),
                 took,
                 took if must or self._buffer is None else waited,
             )
-        self._is_first = False
+        with suppress(OSError):
+            self._warned = self._warned or warn_of_room(store.directory, self._size, self._config, len(store.names()))
 
     def _failure(self, update: int) -> str:
         last = f"the last good one is of update {self.saved_at}" if self.saved_at else "there is none yet"
@@ -219,10 +213,8 @@ def _buffer(save: Save, size: int, engine: Engine) -> HostBuffer | None:
         return None
     available = available_bytes()
     if size <= _SHARE * available:
-        try:
+        with suppress(RuntimeError):  # how torch reports that there is none
             return HostBuffer(size // 4, engine.device)
-        except RuntimeError:  # how torch reports that there is none
-            pass
     logger.warning(
         "training waits while checkpoints are written: for the background, their copy of %s may take half of the "
         "available host memory, but that is %s",
@@ -235,37 +227,12 @@ def _buffer(save: Save, size: int, engine: Engine) -> HostBuffer | None:
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """Number of checkpoints of a run that are on disk at once.
-
-    Attributes:
-        keep_last: number of newest checkpoints that are kept.
-        keep_best: True if the best one is kept besides.
-    """
-
-    keep_last: int
-    keep_best: bool
-
-    @property
-    def most(self) -> int:
-        """Largest number at once: those that are kept, and the one being written."""
-        return self.keep_last + int(self.keep_best) + 1
-
-    def to_come(self, present: int) -> int:
-        """Return the number of checkpoints that are still to be written before one is removed for each.
-
-        Args:
-            present: number of checkpoints that exist.
-        """
-        return max(1, self.most - present)
-
-    def __str__(self) -> str:
-        best = " and the best one" if self.keep_best else ""
-        return f"training.keep_last={self.keep_last}{best}"
+def to_come(config: TrainingConfig, present: int) -> int:
+    """Return the number of checkpoints, besides those present, still to be written before one is removed for each."""
+    return max(1, config.keep_last + int(config.keep_best) + 1 - present)
 
 
-def check_can_save(directory: Path, size: int, rotation: Rotation, present: int) -> None:
+def check_can_save(directory: Path, size: int, config: TrainingConfig, present: int) -> None:
     """Check that checkpoints can be written: by a file, by the free space, and by reserving the room of two of them.
 
     Reserving finds quotas, which the free space of a disk does not show. Some file systems cannot reserve.
@@ -273,13 +240,13 @@ def check_can_save(directory: Path, size: int, rotation: Rotation, present: int)
     Args:
         directory: of the checkpoints; made while it is checked, if it does not exist.
         size: of a checkpoint in bytes.
-        rotation: number of checkpoints that are on disk at once.
+        config: how many are kept.
         present: number of checkpoints that exist.
 
     Raises:
         ConfigError: if the directory cannot be written to, or has no room.
     """
-    count = min(2, rotation.to_come(present))
+    count = min(2, to_come(config, present))
     try:
         with made(directory):
             free, within_quota = shutil.disk_usage(directory).free, True
@@ -295,11 +262,11 @@ def check_can_save(directory: Path, size: int, rotation: Rotation, present: int)
             "that, or give another --run"
         ) from error
     if free < count * size or not within_quota:
-        remedies = "give another --run, or lower training.keep_last" if present else "or give another --run"
         quota = "" if within_quota else ", of which a quota leaves less"
         raise ConfigError(
             f"the disk of {directory} has {shown_bytes(free)} free{quota}, and {count} more "
-            f"checkpoint{'s' * (count > 1)} of {shown_bytes(size)} are to come; free some space, {remedies}"
+            f"checkpoint{'s' * (count > 1)} of {shown_bytes(size)} are to come; free some space, give another --run, "
+            "or lower training.keep_last"
         )
 
 
@@ -316,40 +283,19 @@ def _reserve(descriptor: int, size: int) -> bool:
     return fallocate(descriptor, 0, 0, max(1, size)) == 0 or ctypes.get_errno() not in _FULL
 
 
-class DiskWatch:
-    """Warnings of a disk that has no room for all checkpoints to come.
-
-    Args:
-        directory: of the checkpoints.
-        rotation: number of checkpoints that are on disk at once.
-    """
-
-    def __init__(self, directory: Path, rotation: Rotation) -> None:
-        self._directory = directory
-        self._rotation = rotation
-        self._room: int | None = None
-
-    def __call__(self, size: int, present: int) -> None:
-        """Warn if the disk has too little room, unless it has as much as at the warning before.
-
-        Args:
-            size: of a checkpoint in bytes.
-            present: number of checkpoints that exist.
-        """
-        free = shutil.disk_usage(self._directory).free
-        needed, room = self._rotation.to_come(present), free // max(1, size)
-        if room >= needed:
-            self._room = None
-            return
-        if room != self._room:
-            logger.warning(
-                "the disk of %s is nearly full: it has %s free, room for %d of the %d checkpoints of %s that %s "
-                "still need, the one being written included; free some space, or lower training.keep_last",
-                self._directory,
-                shown_bytes(free),
-                room,
-                needed,
-                shown_bytes(size),
-                self._rotation,
-            )
-        self._room = room
+def warn_of_room(directory: Path, size: int, config: TrainingConfig, present: int) -> bool:
+    """Warn if the disk has no room for all checkpoints to come, and return True then; arguments as above."""
+    free, needed = shutil.disk_usage(directory).free, to_come(config, present)
+    if free >= needed * size:
+        return False
+    logger.warning(
+        "the disk of %s is nearly full: it has %s free, room for %d of the %d checkpoints of %s that "
+        "training.keep_last=%d and the one being written still need; free some space, or lower training.keep_last",
+        directory,
+        shown_bytes(free),
+        free // max(1, size),
+        needed,
+        shown_bytes(size),
+        config.keep_last,
+    )
+    return True

@@ -220,12 +220,6 @@ def test_a_retrained_update_replaces_a_damaged_checkpoint(store: CheckpointStore
     assert newest(store).progress.update == 2 and store.open("best").progress.update == 2
 
 
-def test_a_checkpoint_of_the_same_update_is_replaced(store: CheckpointStore) -> None:
-    save(store, 2)
-    store.save(Progress(update=2, train_seconds=9.0), EngineScalars(), states(5.0))
-    assert torch.equal(newest(store).weight("a"), torch.full((2, 3), 5.0))
-
-
 def test_a_damaged_later_checkpoint_does_not_displace_an_intact_one(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
     save(store, 8)
@@ -254,13 +248,6 @@ def test_files_hashed_by_another_rank_are_checked_by_size(store: CheckpointStore
     damage(store, 1)
     with pytest.raises(CheckpointError, match="is damaged"):
         Checkpoint(file.parent, verify=False)
-
-
-def test_the_manifest_lists_the_tensors_of_each_file(store: CheckpointStore) -> None:
-    save(store, 1)
-    content = json.loads((store.directory / "update-0000001" / "manifest.json").read_text())
-    assert content["weights"] == {"weights-00001.safetensors": ["a", "b.weight", "c"]}
-    assert len(content["files"]["weights-00001.safetensors"]["sha256"]) == 64
 
 
 def test_a_run_can_be_rewound_to_an_older_checkpoint(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from deepspeed_nmt.train import saving
 from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.configuration import Save, TrainingConfig
 from deepspeed_nmt.train.progress import Progress
-from deepspeed_nmt.train.saving import DiskWatch, Rotation, Saver, check_can_save
+from deepspeed_nmt.train.saving import Saver, check_can_save, warn_of_room
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 SHAPE = (5, 3)
@@ -194,7 +194,7 @@ def test_training_that_waits_long_for_a_disk_says_so(
         saver.save(Progress(update=7), must=False)
         threading.Timer(0.3, slow.go_on.set).start()
         saver.finish()
-    assert f"training waits for the checkpoint of update 7, which has been written to {tmp_path} for " in caplog.text
+    assert f"training waits for the checkpoint of update 7, which is still written to {tmp_path}" in caplog.text
 
 
 @pytest.fixture
@@ -211,11 +211,11 @@ def test_a_run_that_has_no_room_for_its_checkpoints_is_refused(
 ) -> None:
     monkeypatch.setattr(saving, "_reserve", lambda descriptor, size: True)
     free.free = needed * GIB
-    check_can_save(tmp_path / "new", GIB, Rotation(5, True), present)
+    check_can_save(tmp_path / "new", GIB, TrainingConfig(), present)
     free.free -= 1
     words = rf"has .* free, and {needed} more checkpoints? of 1.0 GiB are to come; free some space, "
     with pytest.raises(ConfigError, match=words):
-        check_can_save(tmp_path / "new", GIB, Rotation(5, True), present)
+        check_can_save(tmp_path / "new", GIB, TrainingConfig(), present)
     assert not (tmp_path / "new").exists(), "nothing is left that was not there"
 
 
@@ -238,42 +238,23 @@ def test_a_quota_is_found_by_reserving(
     monkeypatch.setattr(saving.ctypes, "CDLL", lambda *_, **__: Library)
     words = r"has 100.0 GiB free, of which a quota leaves less, and 2 more .*; free some"
     with pytest.raises(ConfigError, match=words) if refused else nullcontext():
-        check_can_save(tmp_path, GIB, Rotation(1, False), 0)
+        check_can_save(tmp_path, GIB, TrainingConfig(keep_last=1, keep_best=False), 0)
     assert asked == [(0, 0, 2 * GIB)]
-
-
-def test_room_is_reserved_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reserve, sizes = saving._reserve, []
-
-    def watched(descriptor: int, size: int) -> bool:
-        has_room = reserve(descriptor, size)
-        sizes.append(saving.os.fstat(descriptor).st_blocks * 512)
-        return has_room
-
-    monkeypatch.setattr(saving, "_reserve", watched)
-    check_can_save(tmp_path, 3 << 20, Rotation(1, False), 0)
-    assert sizes[-1] >= 6 << 20 and not list(tmp_path.iterdir())
 
 
 def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot be written to .*; correct that, or give"):
-        check_can_save(tmp_path / "file" / "checkpoints", 1, Rotation(5, True), 0)
+        check_can_save(tmp_path / "file" / "checkpoints", 1, TrainingConfig(), 0)
 
 
-def test_a_disk_that_fills_up_is_announced_once_at_each_level(
+def test_a_disk_that_fills_up_is_announced(
     tmp_path: Path, free: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
-    watch = DiskWatch(tmp_path, Rotation(3, True))
-    said = []
-    for present, room in ((1, 4), (2, 2.5), (2, 2.2), (3, 1), (4, 1), (4, 0), (4, 5), (4, 0)):
-        caplog.clear()
+    config = TrainingConfig(keep_last=3)
+    warned = []
+    for present, room in ((1, 4), (2, 2.5), (3, 2), (4, 1), (4, 0.5)):
         free.free = int(room * GIB)
-        watch(GIB, present)
-        said.append("room for" in caplog.text)
-        if (present, room) == (2, 2.5):
-            assert (
-                "has 2.5 GiB free, room for 2 of the 3 checkpoints of 1.0 GiB that training.keep_last=3 and the best "
-                "one still need" in caplog.text
-            )
-    assert said == [False, True, False, True, False, True, False, True]
+        warned.append(warn_of_room(tmp_path, GIB, config, present))
+    assert warned == [False, True, False, False, True]
+    assert "has 2.5 GiB free, room for 2 of the 3 checkpoints of 1.0 GiB" in caplog.text
