@@ -26,15 +26,7 @@ def barrier(world: World) -> None:
 
 
 def sum_over_ranks(values: dict[str, float], world: World) -> dict[str, float]:
-    """Sum each value over all ranks, in double precision.
-
-    Args:
-        values: numbers by name; all ranks pass the same names.
-        world: the ranks.
-
-    Returns:
-        The sums by name, equal on all ranks.
-    """
+    """Sum each value over all ranks, which pass the same names, in double precision."""
     if world.ranks == 1:
         return dict(values)
     names = sorted(values)
@@ -54,13 +46,6 @@ def sum_over_data_ranks(values: dict[str, float], world: World) -> dict[str, flo
     """Sum each value over data-parallel ranks, in double precision.
 
     Tensor-parallel ranks process the same micro-batch, so only the first of each group contributes.
-
-    Args:
-        values: numbers by name, computed from this rank's micro-batches; all ranks pass the same names.
-        world: the ranks.
-
-    Returns:
-        The sums by name, equal on all ranks.
     """
     return sum_over_ranks(values if world.tensor_rank == 0 else dict.fromkeys(values, 0.0), world)
 
@@ -71,15 +56,7 @@ def any_rank(flag: bool, world: World) -> bool:
 
 
 def from_main(value: Any, world: World) -> Any:
-    """Broadcast a value from rank 0.
-
-    Args:
-        value: anything that JSON can represent; ignored on ranks other than 0.
-        world: the ranks.
-
-    Returns:
-        Rank 0's value, on every rank.
-    """
+    """Return rank 0's value, which JSON can represent, on every rank."""
     if world.ranks == 1:
         return value
     data = json.dumps(value).encode() if world.is_main else b""
@@ -93,15 +70,7 @@ def from_main(value: Any, world: World) -> Any:
 
 
 def gather_lists(items: list[Any], world: World) -> list[Any]:
-    """Concatenate the lists of all ranks, in the order of ranks.
-
-    Args:
-        items: this rank's list, of items that JSON can represent; lengths may differ between ranks.
-        world: the ranks.
-
-    Returns:
-        The concatenated list, on every rank.
-    """
+    """Concatenate the lists of all ranks, of items that JSON can represent, in the order of ranks, on every rank."""
     if world.ranks == 1:
         return list(items)
     data = json.dumps(items).encode()
@@ -132,13 +101,9 @@ def all_reduce_over_data_ranks(tensor: Tensor, world: World) -> None:
 
 
 def all_reduce_in_buckets(tensors: Iterable[Tensor], world: World) -> None:
-    """Sum tensors over data-parallel ranks, in place.
+    """Sum tensors of one dtype over data-parallel ranks, in place, many at once.
 
-    Tensors are flattened into buckets, so that a message contains several of them.
-
-    Args:
-        tensors: of one dtype; all ranks pass the same shapes in the same order.
-        world: the ranks.
+    All ranks pass the same shapes in the same order.
     """
     if world.data_ranks == 1:
         return
@@ -150,12 +115,11 @@ def all_reduce_in_buckets(tensors: Iterable[Tensor], world: World) -> None:
         if elements >= _BUCKET_ELEMENTS:
             _reduce_bucket(bucket, world)
             bucket, elements = [], 0
-    _reduce_bucket(bucket, world)
+    if bucket:
+        _reduce_bucket(bucket, world)
 
 
 def _reduce_bucket(bucket: list[Tensor], world: World) -> None:
-    if not bucket:
-        return
     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
     all_reduce_over_data_ranks(flat, world)
     offset = 0
@@ -171,14 +135,9 @@ def fail_together(world: World) -> Iterator[None]:
     All ranks must enter the block, and nothing inside it may wait for other ranks. If several ranks fail with the
     same message, the first of them reports it.
 
-    Args:
-        world: the ranks that enter the block.
-
     Raises:
-        UserError: the error of the block, if there is only one rank.
-        TrainingError: the same.
-        OSError: the same.
-        ReportedError: on every rank, if there are several ranks and the block failed on any of them.
+        ReportedError: on every rank, if there are several ranks and the block failed on any of them. A single rank
+            raises the error of the block: a UserError, TrainingError or OSError.
     """
     problem: Exception | None = None
     try:

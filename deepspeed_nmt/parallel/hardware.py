@@ -36,11 +36,7 @@ class HostMemory(NamedTuple):
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Return the memory of this host.
-
-    Args:
-        root: root of the file system that describes it.
-    """
+    """Return the memory of this host, by the files under ``root``."""
     sizes = {"MemTotal": UNKNOWN, "MemAvailable": UNKNOWN}
     for line in _lines(root / "proc/meminfo"):
         name, _, size = line.partition(":")
@@ -50,11 +46,6 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     total = min([sizes["MemTotal"], *(limit for limit, _ in groups)])
     available = min([sizes["MemAvailable"], *(limit - used for limit, used in groups)])
     return HostMemory(total, max(0, available), total < sizes["MemTotal"])
-
-
-def available_bytes() -> int:
-    """Return the host memory in bytes that this process can still take."""
-    return host_memory().available
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
@@ -91,14 +82,10 @@ def _lines(file: Path) -> list[str]:
 
 
 def uses_cuda(device: str, option: str) -> bool:
-    """Return True if a GPU is used: for "cuda", and for "auto" if there is one.
-
-    Args:
-        device: "auto", "cpu" or "cuda".
-        option: setting or option that contains it, for messages.
+    """Return True if a GPU is used: for "cuda", and for "auto" if there is one; never for "cpu".
 
     Raises:
-        ConfigError: if ``device`` is another word, or is "cuda" and there is no GPU.
+        ConfigError: if ``option`` is another word, or is "cuda" and there is no GPU.
     """
     import torch
 
@@ -116,9 +103,6 @@ def prepare_gpu(device: torch.device) -> None:
     cuDNN builds a plan for every new shape of its tensors, which takes longer than the attention itself, and nearly
     every micro-batch and every batch of a search has a shape of its own. SDPA's other kernels take any shape.
 
-    Args:
-        device: a GPU.
-
     Raises:
         ConfigError: if torch has no kernels for it.
     """
@@ -131,10 +115,7 @@ def prepare_gpu(device: torch.device) -> None:
 
 
 def kernel_problem(device: torch.device) -> str | None:
-    """Return a sentence if this torch has no kernels for a GPU, with the lock that has; None if it has.
-
-    Without this check the first operation on the GPU would fail, long after the start.
-    """
+    """Return a sentence if this torch has no kernels for a GPU, with the lock that has; None if it has."""
     import torch
 
     architectures = torch.cuda.get_arch_list()
@@ -151,10 +132,6 @@ def runs_on(capability: tuple[int, int], architectures: list[str]) -> bool:
     """Return True if code for some of these architectures runs on a GPU, or they are of no NVIDIA GPU.
 
     Code for sm_80 runs on sm_80 and sm_86, but not on sm_90. The driver compiles compute_80's for any later GPU.
-
-    Args:
-        capability: of the GPU.
-        architectures: as ``torch.cuda.get_arch_list`` names them.
     """
     builds = [match.groups() for text in architectures if (match := _ARCHITECTURE.fullmatch(text))]
     for kind, digits, suffix in builds:
@@ -171,25 +148,13 @@ def runs_on(capability: tuple[int, int], architectures: list[str]) -> bool:
 
 
 def lock_for(capability: tuple[int, int], driver: str | None = None) -> str:
-    """Return the lock whose torch runs on a GPU.
-
-    Args:
-        capability: of the GPU.
-        driver: version of its driver; None for one that is new enough.
-    """
+    """Return the lock whose torch runs on a GPU with a driver; None for one that is new enough."""
     old = driver is not None and _major(driver) < _DRIVERS[13]
     return f"requirements/{'v100' if capability < _OLDEST_OF_CUDA_13 or old else 'cuda'}.txt"
 
 
 def driver_problem(driver: str, capability: tuple[int, int], torch_version: str, cuda: str | None) -> str | None:
-    """Return a sentence if a driver is too old for a build of torch, None if it is not.
-
-    Args:
-        driver: its version, such as "535.104.05".
-        capability: of the GPU.
-        torch_version: version of torch.
-        cuda: version of CUDA that it is built for; None if for CPUs.
-    """
+    """Return a sentence if a driver, such as "535.104.05", is too old for a build of torch for ``cuda``, or None."""
     needed = None if cuda is None else _DRIVERS.get(_major(cuda))
     if needed is None or _major(driver) >= needed:
         return None

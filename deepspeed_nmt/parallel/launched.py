@@ -45,11 +45,13 @@ def place() -> RankPlace:
     """Return the place of this process: rank 0 of 1 if no launcher started it.
 
     Raises:
-        ConfigError: if an environment variable of the launcher is not a number, or there is no such rank.
+        ConfigError: if a variable of the launcher is not a number, or there is no such rank.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _place("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    if "SLURM_PROCID" in os.environ and "SLURM_NTASKS" in os.environ and _started_by_srun():
+    # The shell of a job also has SLURM_PROCID and SLURM_NTASKS, but what a user starts in it is the only rank.
+    is_task = "SLURM_STEP_ID" in os.environ and _number("SLURM_STEP_ID") < _SPECIAL_STEPS
+    if is_task and "SLURM_PROCID" in os.environ and "SLURM_NTASKS" in os.environ:
         return _place("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
     return RankPlace(0, 1, 0)
 
@@ -62,15 +64,6 @@ def _place(rank: str, ranks: str, local_rank: str) -> RankPlace:
             "both, or start with `deepspeed`, `torchrun` or `srun`, which set them"
         )
     return here
-
-
-def _started_by_srun() -> bool:
-    """Return True if this process is a task of an `srun` step.
-
-    The shell of a job also has SLURM_PROCID and SLURM_NTASKS, but a process that a user starts in it is the only
-    rank.
-    """
-    return "SLURM_STEP_ID" in os.environ and _number("SLURM_STEP_ID") < _SPECIAL_STEPS
 
 
 def requeued() -> bool:
@@ -144,9 +137,7 @@ def once_per_host() -> Iterator[None]:
 
     For errors that all ranks of a host find alike: wrong settings, missing files, a missing GPU.
 
-    Raises:
-        UserError: the error of the block, on the first rank of each host.
-        ReportedError: in its place, on the other ranks.
+    On the other ranks of the host, a ReportedError takes its place.
     """
     try:
         yield
@@ -161,18 +152,13 @@ def once_per_host() -> Iterator[None]:
 def pointing_to_doctor() -> Iterator[None]:
     """Let the message of an error end with a hint at the command that examines the hosts.
 
-    For the part of a start that depends on GPUs, drivers and the network.
-
-    Raises:
-        ConfigError: the error of the block, with the hint.
-        TrainingError: the same; also in place of an error of torch, such as a lost connection.
+    For the part of a start that depends on GPUs, drivers and the network. An error of torch, such as a lost
+    connection, becomes a TrainingError.
     """
     try:
         yield
-    except ConfigError as error:
-        raise ConfigError(f"{error}{_POINTER}") from error
-    except TrainingError as error:
-        raise TrainingError(f"{error}{_POINTER}") from error
+    except (ConfigError, TrainingError) as error:
+        raise type(error)(f"{error}{_POINTER}") from error
     except RuntimeError as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise TrainingError(

@@ -15,6 +15,7 @@ since the last answer.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import sys
@@ -78,12 +79,7 @@ class Watchdog:
         self._store: Any = None
 
     def at(self, what: str, slow: bool = False) -> None:
-        """Record the step that the main thread begins.
-
-        Args:
-            what: description of the step, for messages.
-            slow: True for a step with the time limit ``slow_s`` (saving, validating).
-        """
+        """Record the step that the main thread begins; a slow one (saving, validating) has the limit ``slow_s``."""
         self._at = (what, self._at[1] + 1, time.monotonic(), self._slow_s if slow else self._stuck_s)
 
     def __enter__(self) -> Watchdog:
@@ -119,7 +115,7 @@ class Watchdog:
                 self._done()
 
     def _done(self) -> None:
-        """Record that this rank is done; on rank 0, which hosts the store, also wait until all ranks are."""
+        """Record that this rank is done; rank 0, which hosts the store, waits until all ranks are."""
         self._store.set(f"{_KEY}/{self._world.rank}", json.dumps({"done": True}))
         deadline = time.monotonic() + self._silent_s
         while self._world.is_main and time.monotonic() < deadline:
@@ -159,7 +155,10 @@ class Watchdog:
                 if not verdict and self._world.is_main and (verdict := self._judge(heard)):
                     self._publish(verdict)
                 elif not verdict:
-                    main = self._main_heartbeat(main)
+                    # The store can still answer when rank 0's own threads have stopped.
+                    heartbeat = self._heartbeat(0)
+                    if heartbeat.get("done") or heartbeat.get("beat", -1) != main[0]:
+                        main = (heartbeat.get("beat", -1), time.monotonic())
                     if time.monotonic() - main[1] > self._silent_s + self._interval_s:
                         verdict = _GONE.format(f"no heartbeat for {self._silent_s:.0f} s")
                 self._answered = time.monotonic()
@@ -167,16 +166,6 @@ class Watchdog:
                 verdict = "" if self._ended.is_set() else _GONE.format(str(problem).split("\n")[0])
             if verdict:
                 self._stop(verdict)
-
-    def _main_heartbeat(self, before: tuple[int, float]) -> tuple[int, float]:
-        """Return the number of rank 0's last heartbeat, and the time at which it was new.
-
-        The store can still answer when rank 0's own threads have stopped.
-        """
-        heartbeat = self._heartbeat(0)
-        if heartbeat.get("done") or heartbeat.get("beat", -1) != before[0]:
-            return heartbeat.get("beat", -1), time.monotonic()
-        return before
 
     def _heartbeat(self, rank: int) -> dict[str, Any]:
         """Return the last heartbeat of a rank; empty if it has sent none."""
@@ -200,13 +189,9 @@ class Watchdog:
         self._store.compare_set(f"{_KEY}/verdict", "", text)
 
     def _judge(self, heard: dict[int, tuple[int, float, str]]) -> str:
-        """Check the heartbeats of all ranks.
+        """Return the verdict on the heartbeats of all ranks; "" if no rank is lost or stuck.
 
-        Args:
-            heard: for each rank the number of its last new heartbeat, its time and its step; updated in place.
-
-        Returns:
-            The verdict; "" if no rank is lost or stuck.
+        ``heard`` has for each rank the number of its last new heartbeat, its time and its step; updated in place.
         """
         now = time.monotonic()
         heartbeats = {rank: self._heartbeat(rank) for rank in range(self._world.ranks)}
@@ -235,8 +220,7 @@ class Watchdog:
             return ""
         where = "; ".join(f"rank {rank} on {at_work[rank]['host']} in {at_work[rank]['line']}" for rank in behind[:8])
         who = f"rank {behind[0]}" if len(behind) == 1 else f"one of {len(behind)} ranks"
-        more = "" if len(behind) <= 8 else f"; and {len(behind) - 8} more"
-        return f"{who} is stuck in {heartbeat['at']}, which exceeds its time limit ({where}{more})"
+        return f"{who} is stuck in {heartbeat['at']}, which exceeds its time limit ({where})"
 
     def _stop(self, verdict: str) -> None:
         """Log the verdict and end the process, unless this rank's main thread is failing already."""
@@ -250,11 +234,8 @@ class Watchdog:
         if self._world.is_main:
             reporting.start()
         # One rank of each host reports; if rank 0 is gone, another rank of its host.
-        reporters = (0, 1) if verdict.startswith("rank 0") else (0,)
-        if self._world.local_rank in reporters:
-            logger.error(_MESSAGE, verdict)
-        else:
-            logger.info(_MESSAGE, verdict)
+        reports = self._world.local_rank in ((0, 1) if verdict.startswith("rank 0") else (0,))
+        logger.log(logging.ERROR if reports else logging.INFO, _MESSAGE, verdict)
         time.sleep(stay_s)
         if self._world.is_main:
             reporting.join(report_s)

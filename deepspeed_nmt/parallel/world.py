@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -50,8 +50,7 @@ class World:
         device: device of its tensors.
         tensor_ranks: size of a tensor-parallel group.
         tensor_group: process group of this rank's tensor-parallel group; None if ``tensor_ranks`` is 1.
-        data_group: process group of this rank's data-parallel group; None if ``tensor_ranks`` is 1, when
-            it contains all ranks.
+        data_group: process group of this rank's data-parallel group; None for all ranks.
     """
 
     rank: int
@@ -83,13 +82,7 @@ class World:
         return self.ranks // self.tensor_ranks
 
     def regrouped(self, tensor_ranks: int) -> World:
-        """Return the same ranks as a grid of another shape.
-
-        Collective: all ranks must call it.
-
-        Args:
-            tensor_ranks: size of a tensor-parallel group; divides the number of ranks.
-        """
+        """Return the same ranks as a grid of another shape. All ranks call it together."""
         if tensor_ranks == 1:
             return World(self.rank, self.ranks, self.local_rank, self.device)
         # torch requires every rank to create every group, in the same order.
@@ -158,11 +151,7 @@ def join_world(
 
 
 def take_gpu(local_rank: int) -> None:
-    """Make a rank's GPU the current one.
-
-    Raises:
-        ConfigError: if there is no GPU for the rank.
-    """
+    """Make a rank's GPU the current one."""
     torch.cuda.set_device(gpu_of(local_rank))
 
 
@@ -205,15 +194,7 @@ def leave_world() -> None:
 
 
 def meet(place: RankPlace, timeout_s: float, stop_requested: Callable[[], object]) -> Any:
-    """Wait until all ranks have registered at MASTER_ADDR and MASTER_PORT.
-
-    Args:
-        place: of this process.
-        timeout_s: seconds after which this rank stops waiting.
-        stop_requested: returns a true value when the ranks are to stop instead of waiting.
-
-    Returns:
-        The store that all ranks share.
+    """Wait until all ranks have registered at MASTER_ADDR and MASTER_PORT, and return the store that they share.
 
     Raises:
         ConfigError: if MASTER_PORT is not a port, or rank 0 cannot listen there.
@@ -240,10 +221,6 @@ def _decide(store: Any, key: str, place: RankPlace, waiting: _Wait) -> bool:
 
     The first rank that sees all others there, or is asked to stop, decides. If a rank could stop by itself, one that
     saw it registered would wait for it in a process group that is never complete.
-
-    Raises:
-        TrainingError: if a rank is missing for too long.
-        dist.DistError: if the store is gone.
     """
     everyone = [f"{key}/{rank}" for rank in range(place.ranks)]
     store.set(everyone[place.rank], "here")
@@ -291,11 +268,6 @@ def restart() -> str:
 def connect(place: RankPlace, pause: Callable[[str], None], timeout_s: float) -> Any:
     """Return the store at MASTER_ADDR and MASTER_PORT, which rank 0 makes, unless torchrun has made one there.
 
-    Args:
-        place: of this process.
-        pause: function that waits for a moment, and is told for what; it raises to give up.
-        timeout_s: time limit in seconds of the store's answers.
-
     Raises:
         ConfigError: if MASTER_PORT is not a port, or rank 0 cannot listen there.
     """
@@ -321,25 +293,24 @@ def _connected(address: str, port: int, pause: Callable[[str], None], answer_s: 
     In another thread, because torch waits without end for a service that says nothing, and so that this thread
     notices signals.
     """
-    attempt, given_up_at = Future[Any](), time.monotonic() + _ATTEMPT_S
+    stores: list[Any] = []
 
     def connect() -> None:
-        try:
-            # Rank 0 may stop at any moment, and torch tries to reach a store for all of this time.
-            limit = timedelta(seconds=answer_s)
-            attempt.set_result(dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit))  # type: ignore[attr-defined]
-        except RuntimeError as error:
-            attempt.set_exception(error)
+        # Rank 0 may stop at any moment, and torch tries to reach a store for all of this time.
+        limit = timedelta(seconds=answer_s)
+        with suppress(RuntimeError):
+            stores.append(dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit))  # type: ignore[attr-defined]
 
-    threading.Thread(target=connect, name="rendezvous", daemon=True).start()
-    while time.monotonic() < given_up_at:
-        try:
-            return attempt.result(timeout=0.05)
-        except (RuntimeError, TimeoutError):
+    thread, given_up_at = (
+        threading.Thread(target=connect, name="rendezvous", daemon=True),
+        time.monotonic() + _ATTEMPT_S,
+    )
+    thread.start()
+    while thread.is_alive() and time.monotonic() < given_up_at:
+        thread.join(timeout=0.05)
+        if not stores:
             pause(f"for rank 0 at {address}:{port}, which does not answer")
-        if attempt.done() and attempt.exception() is not None:
-            break
-    return None
+    return stores[0] if stores else None
 
 
 def _hosts_store(place: RankPlace) -> bool:
@@ -347,13 +318,7 @@ def _hosts_store(place: RankPlace) -> bool:
 
 
 class _Wait:
-    """A wait for other ranks, in steps.
-
-    Args:
-        place: of this process.
-        timeout_s: seconds after which the wait fails.
-        stop_requested: returns a true value when the wait is to end.
-    """
+    """A wait for other ranks, in steps."""
 
     def __init__(self, place: RankPlace, timeout_s: float, stop_requested: Callable[[], object]) -> None:
         self._place, self._timeout_s, self.stop_requested = place, timeout_s, stop_requested
@@ -361,15 +326,7 @@ class _Wait:
         self._report_at = _FIRST_REPORT_S
 
     def pause(self, what: str) -> None:
-        """Sleep for a moment, unless a stop is requested.
-
-        Args:
-            what: description of what the rank waits for.
-
-        Raises:
-            TrainingError: if the time is over.
-            ReportedError: if a stop is requested.
-        """
+        """Sleep for a moment; raise if a stop is requested, or the time is over."""
         if self.stop_requested():
             raise self.stopped(what)
         self.sleep(lambda: what)
@@ -381,11 +338,7 @@ class _Wait:
         return ReportedError(EXIT_STOPPED)
 
     def sleep(self, what: Callable[[], str]) -> None:
-        """Sleep for a moment, and log what the rank waits for if a report is due.
-
-        Raises:
-            TrainingError: if the time is over.
-        """
+        """Sleep for a moment; raise if the time is over, and log what the rank waits for if a report is due."""
         waited = time.monotonic() - self._began
         if waited > self._timeout_s:
             raise TrainingError(

@@ -223,10 +223,7 @@ class Checkpoint:
         Raises:
             CheckpointError: if names or shapes differ, naming the first difference.
         """
-        shapes: dict[str, tuple[int, ...]] = {
-            name: tuple(self._read("weights", name, lambda file, name=name: file.get_slice(name).get_shape()))
-            for name in self._where["weights"]
-        }
+        shapes = {name: self._shape(name) for name in self._where["weights"]}
         own = dict(model.named_parameters())
         differences = [
             *(f"{name} is missing" for name in sorted(own.keys() - shapes.keys())),
@@ -245,6 +242,9 @@ class Checkpoint:
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(self.weight(name))  # one at a time: all at once would double the host memory
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._read("weights", name, lambda file: file.get_slice(name).get_shape()))
 
     def _tensor(self, kind: str, name: str) -> Tensor:
         tensor: Tensor = self._read(kind, name, lambda file: file.get_tensor(name))

@@ -70,14 +70,9 @@ class CollapseMonitor:
         remedies: Sequence[str] = (),
         events: Events = NO_EVENTS,
     ) -> None:
-        self._config = config
-        self._remedies = remedies
-        self._events = events
+        self._config, self._remedies, self._events, self._world = config, remedies, events, world
+        self._validation, self._replica, self._objective = validation, replica, objective
         self._grace = config.grace or grace
-        self._validation = validation
-        self._replica = replica
-        self._objective = objective
-        self._world = world
         order = permutation(len(validation), Purpose.COLLAPSE_SLICE)[: config.sentences]
         self._sentences = np.sort(order)
         # Each sentence gets the source of its neighbour on a random ring: never its own.
@@ -122,13 +117,8 @@ class CollapseMonitor:
         ``action=stop``, ask for a stop after ``patience`` of them, and again after each further one: a run that is
         resumed without a remedy stops at its next measurement.
 
-        Args:
-            update: number of the update before the measurement.
-            values: the measurement.
-            bad: bad measurements in a row before this one.
-
         Returns:
-            Bad measurements in a row including this one, and the reason to stop the run or "".
+            Bad measurements in a row including this one, of which ``bad`` came before, and the reason to stop or "".
         """
         config = self._config
         guessing = math.log(self._validation.vocabulary.size)

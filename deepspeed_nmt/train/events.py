@@ -21,7 +21,7 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -57,14 +57,7 @@ class Events:
         self._lock = threading.Lock()  # the watchdog's thread writes, too
 
     def record(self, event: Event, update: int, text: str, **details: Detail) -> None:
-        """Append an event, and notify the command of it.
-
-        Args:
-            event: name of the event.
-            update: number of updates made.
-            text: one sentence.
-            details: further keys; numbers that are not finite become null.
-        """
+        """Append an event, and notify the command of it."""
         self._update = update
         self.begun = self.begun or event in ("start", "resume")
         if self._file is None:
@@ -77,12 +70,14 @@ class Events:
                 append_line(self._file, line)
                 self._reported = False
             except OSError as error:
-                self._report(error)
+                if not self._reported:
+                    logger.error("an event could not be written to %s (%s); training continues", self._file, error)
+                self._reported = True
         if self._notifier is not None:
             self._notifier.notify(event, line, self._file.parent, update, str(entry["text"]))
 
     def at(self, update: int) -> None:
-        """Record the number of updates made, for an event without one: a failure."""
+        """Record the number of updates made, for a failure."""
         self._update = update
 
     def fail(self, text: str) -> None:
@@ -92,12 +87,6 @@ class Events:
             self.record("failure", self._update, text)
         if self._notifier is not None:
             self._notifier.close()
-
-    def _report(self, error: OSError) -> None:
-        """Log an error, unless the event before could not be written, either."""
-        if not self._reported:
-            logger.error("an event could not be written to %s (%s); training continues", self._file, error)
-        self._reported = True
 
     def __enter__(self) -> Events:
         return self
@@ -158,11 +147,6 @@ def check_progress(run: Path, update: int, job: str | None) -> None:
 
     Only the starts of this job count, so a user who has mended the cause submits it anew.
 
-    Args:
-        run: the run directory.
-        update: number of updates made.
-        job: SLURM's number of the job; None without SLURM.
-
     Raises:
         NoProgressError: if :data:`MAX_FRUITLESS` starts in a row have come no further than this update.
     """
@@ -205,11 +189,6 @@ _RANK_VARIABLES = (
 """Variables by which a program that the command starts would take itself for a rank of this run."""
 
 
-class _Notice(NamedTuple):
-    line: str
-    environment: dict[str, str]
-
-
 def check_notify(command: str) -> None:
     """Check that the program of a command exists.
 
@@ -224,33 +203,17 @@ def check_notify(command: str) -> None:
 
 
 class Notifier:
-    """Runs a command for some events, in a thread.
-
-    Args:
-        command: the command and its arguments; empty for none.
-        events: names of the events that it runs for.
-        limit_s: time limit of the command, in seconds.
-    """
+    """Runs a command for the events of some names, one after another in a thread, each within ``limit_s`` seconds."""
 
     def __init__(self, command: str, events: Sequence[str], limit_s: float = LIMIT_S) -> None:
-        self._words = words_of(command)
-        self._events = frozenset(events)
-        self._limit_s = limit_s
-        self._waiting: queue.Queue[_Notice | None] = queue.Queue()
+        self._words, self._events, self._limit_s = words_of(command), frozenset(events), limit_s
+        self._waiting: queue.Queue[tuple[str, dict[str, str]] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._ending = self._warned = False
 
     def notify(self, event: str, line: str, run: Path, update: int, text: str) -> None:
-        """Run the command for an event, in the background.
-
-        Args:
-            event: name of the event.
-            line: the event in JSON.
-            run: the run directory.
-            update: number of updates made.
-            text: of the event.
-        """
+        """Run the command for an event, in the background, with its ``line`` on standard input."""
         if not self._words or event not in self._events or self._ending:
             return
         if self._waiting.qsize() >= _MAX_WAITING:
@@ -259,7 +222,7 @@ class Notifier:
         variables = {"EVENT": event, "RUN": str(run.absolute()), "UPDATE": str(update), "TEXT": text}
         environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
         environment |= {f"DEEPSPEED_NMT_{name}": value.replace("\0", "") for name, value in variables.items()}
-        self._waiting.put(_Notice(line + "\n", environment))
+        self._waiting.put((line + "\n", environment))
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="notify", daemon=True)
             self._thread.start()
@@ -279,21 +242,21 @@ class Notifier:
     def _work(self) -> None:
         while (notice := self._waiting.get()) is not None and not self._ending:
             try:
-                self._run(notice)
+                self._run(*notice)
             except (OSError, ValueError) as error:
                 self._warn(f"could not be run ({error})")
 
-    def _run(self, notice: _Notice) -> None:
+    def _run(self, line: str, environment: dict[str, str]) -> None:
         """Run the command once. Files instead of pipes: a process that it leaves behind holds up nothing."""
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as complaints:
-            given.write(notice.line.encode("utf-8", "replace"))
+            given.write(line.encode("utf-8", "replace"))
             given.seek(0)
             self._process = subprocess.Popen(
                 self._words,
                 stdin=given,
                 stdout=subprocess.DEVNULL,
                 stderr=complaints,
-                env=notice.environment,
+                env=environment,
                 start_new_session=True,  # Ctrl-C in the terminal stops the training, not the command
             )
             if self._ending:  # close() had no process to kill
@@ -317,7 +280,7 @@ class Notifier:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _warn(self, what: str) -> None:
-        """Warn of a failure, the first one only."""
+        """Warn of the first failure."""
         if not self._warned:
             self._warned = True
             logger.warning("training.notify: the command %s; training is not affected", what)

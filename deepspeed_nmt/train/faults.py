@@ -21,6 +21,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import BaseModel
@@ -40,17 +41,11 @@ _NAN = 12345.0
 
 
 class Replay(BaseModel):
-    """Results of a rank's micro-batches, as digests of their bits.
+    """Digests of the sums of losses of a rank's micro-batches, and of their gradients before they are reduced."""
 
-    Attributes:
-        sums: of the update's sums of losses.
-        gradients: of the gradients of all micro-batches, before they are reduced.
-        is_finite: True if all gradients are.
-    """
-
-    sums: int
-    gradients: int
-    is_finite: bool
+    sums: int = 0
+    gradients: int = 0
+    is_finite: bool = True
 
 
 class Witness(BaseModel):
@@ -71,10 +66,10 @@ class Witness(BaseModel):
     host: str
     device: str
     weights: int
-    first: int
-    again: Replay
-    previous: Replay
-    cause: str
+    first: int = 0
+    again: Replay = Replay()
+    previous: Replay = Replay()
+    cause: str = ""
 
 
 def has_replicas(module: nn.Module) -> bool:
@@ -92,14 +87,8 @@ def attribute(
 ) -> str:
     """Compute a skipped update again, and return its cause. All ranks call it together.
 
-    Args:
-        module: of the engine, with the weights of the update.
-        micro_batches_of: returns the micro-batches of a data-parallel rank, made anew.
-        result: of the update.
-        world: the ranks.
-
-    Returns:
-        The sentences, the weight or the module at fault; empty if nothing is known.
+    ``micro_batches_of`` returns the micro-batches of a data-parallel rank, made anew. The cause is the sentences, the
+    weight or the module at fault; empty if nothing is known.
 
     Raises:
         DeviceError: if a device has computed another result and there is one rank.
@@ -110,18 +99,14 @@ def attribute(
     before = (world.data_rank - 1) % world.data_ranks
     previous = replay(module, micro_batches_of(before), before, result.loss_scale, world.device)
     is_finite = not any_rank(not again.is_finite, world)
-    witness = Witness(
-        rank=world.rank,
-        host=socket.gethostname(),
-        device=_model_of(world.device),
-        weights=_digest(module.parameters()),
+    witnesses = _witnesses(
+        module,
+        world,
         first=_digest(value for _, value in sorted(result.sums.items())),
         again=again,
         previous=previous,
         cause="" if is_finite else cause_of(module, micro_batches, world),
     )
-    rows = gather_lists([witness.model_dump()], world)
-    witnesses = [Witness.model_validate(row) for row in rows]
     _check(witnesses, world)
     if is_finite:
         return "computed again it is finite, with every rank's loss as before: a gradient was damaged on its way"
@@ -130,9 +115,6 @@ def attribute(
 
 def check_devices(witnesses: Sequence[Witness]) -> None:
     """Compare what the data-parallel ranks know of an update.
-
-    Args:
-        witnesses: of the data-parallel ranks, in their order.
 
     Raises:
         DeviceError: if a device has computed another result, or holds other weights.
@@ -163,14 +145,19 @@ def check_replicas(module: nn.Module, world: World) -> None:
         DeviceError: if they differ and there is one rank.
         ReportedError: on all ranks, if they differ.
     """
-    row = [world.rank, socket.gethostname(), _model_of(world.device), _digest(module.parameters())]
-    rows = gather_lists([row], world)
-    none = Replay(sums=0, gradients=0, is_finite=True)
-    witnesses = [
-        Witness(rank=rank, host=host, device=device, weights=weights, first=0, again=none, previous=none, cause="")
-        for rank, host, device, weights in rows
-    ]
-    _check(witnesses, world)
+    _check(_witnesses(module, world), world)
+
+
+def _witnesses(module: nn.Module, world: World, **facts: Any) -> list[Witness]:
+    """Return what each rank knows: ``facts`` of this one."""
+    own = Witness(
+        rank=world.rank,
+        host=socket.gethostname(),
+        device=_model_of(world.device),
+        weights=_digest(module.parameters()),
+        **facts,
+    )
+    return list(map(Witness.model_validate, gather_lists([own.model_dump()], world)))
 
 
 def _check(witnesses: Sequence[Witness], world: World) -> None:

@@ -133,12 +133,7 @@ class Ledger:
         self._since, self._activity = now, activity
 
     def start(self, run: Path, update: int) -> None:
-        """Record that training continues after an update; again after a rollback, which is a start of its own.
-
-        Args:
-            run: the run directory.
-            update: number of updates made.
-        """
+        """Record that training continues after an update; again after a rollback, which is a start of its own."""
         if self._file is not None:
             self.begin(self._activity)
             self._seconds, self._began = {}, time.time()
@@ -148,12 +143,7 @@ class Ledger:
         self._append(first)
 
     def write(self, update: int, *, must: bool = False) -> None:
-        """Write a line, if the last one is some time ago.
-
-        Args:
-            update: number of updates made.
-            must: True to write it in any case: a checkpoint has been taken.
-        """
+        """Write a line, if the last one is some time ago, or it must be: a checkpoint has been taken."""
         now = time.monotonic()
         if self._file is None or not (must or now - self._written >= _LINE_EVERY_S):
             return

@@ -97,13 +97,7 @@ class Metrics:
         self._max_updates = max_updates
 
     def log(self, progress: Progress, values: dict[str, float], note: str = "") -> None:
-        """Log values after the newest update.
-
-        Args:
-            progress: after that update.
-            values: by tag.
-            note: words for the console's line.
-        """
+        """Log values after the newest update."""
         if not self._active:
             return
         update = progress.update
@@ -123,25 +117,14 @@ class Metrics:
         logger.info("late values of update %d: %s", update, _shown(values))
 
     def text(self, update: int, tag: str, markdown: str) -> None:
-        """Show a text in TensorBoard.
-
-        Args:
-            update: number of the update.
-            tag: of the text.
-            markdown: the text.
-        """
+        """Show a text in TensorBoard."""
         if not self._active:
             return
         with self._reporting():
             self._opened_board().add_text(tag, markdown, update)
 
     def draw(self, update: int, images: Mapping[str, NDArray[np.uint8]]) -> None:
-        """Show images in TensorBoard.
-
-        Args:
-            update: number of the update.
-            images: grey ones by tag. Shape: (height,width) each
-        """
+        """Show images in TensorBoard."""
         if not self._active or not images:
             return
         with self._reporting():
@@ -166,7 +149,9 @@ class Metrics:
             self._reported = False
         except OSError as error:
             self._board = None
-            self._report(error)
+            if not self._reported:
+                logger.error("metrics could not be written to %s (%s); training continues", self._run, error)
+            self._reported = True
 
     def _opened_board(self) -> SummaryWriter:
         """Return TensorBoard's writer; open a file whose entries replace those of a run that died."""
@@ -177,12 +162,6 @@ class Metrics:
             self._board = SummaryWriter(str(self._run / TENSORBOARD_DIR), purge_step=first if first > 1 else None)
             self._board.add_custom_scalars(LAYOUT)
         return self._board
-
-    def _report(self, error: OSError) -> None:
-        """Log an error, unless the metrics before could not be written, either."""
-        if not self._reported:
-            logger.error("metrics could not be written to %s (%s); training continues", self._run, error)
-        self._reported = True
 
     def __enter__(self) -> Metrics:
         self._hook, threading.excepthook = threading.excepthook, self._on_error_of_a_thread
@@ -198,20 +177,21 @@ class Metrics:
     ) -> None:
         threading.excepthook = self._hook
         if self._active:
-            for stream in (self._file, self._board):
-                try:
-                    if stream is not None:
-                        stream.close()
-                except OSError as failed:
-                    self._report(failed)
+            with self._reporting():
+                self._file.close()
+            with self._reporting():
+                if self._board is not None:
+                    self._board.close()
             if self._bar is not None:
                 self._bar.close()
 
 
 def _shown(values: Mapping[str, float]) -> str:
     """Return the values that the console shows, with their words."""
-    named = [(_label(tag), tag, value) for tag, value in values.items()]
-    return ", ".join(f"{label} {_format(tag, value)}" for label, tag, value in named if label)
+    formats = {"train/lr": ".2e", "perf/target_tokens_per_s": ",.0f"}
+    return ", ".join(
+        f"{label} {value:{formats.get(tag, '.3f')}}" for tag, value in values.items() if (label := _label(tag))
+    )
 
 
 def _label(tag: str) -> str:
@@ -224,12 +204,6 @@ def _label(tag: str) -> str:
     of, _, name = tag.removeprefix("valid/").rpartition("/")
     words = _SHORT.get(f"valid/{name}", f"valid {name}")
     return words.replace("valid", f"valid {of}", 1) if of else words
-
-
-def _format(tag: str, value: float) -> str:
-    if tag == "train/lr":
-        return f"{value:.2e}"
-    return f"{value:,.0f}" if tag == "perf/target_tokens_per_s" else f"{value:.3f}"
 
 
 Layout = dict[str, dict[str, tuple[str, list[str]]]]
@@ -309,12 +283,7 @@ _COUNTS = ("skipped", "tokens_of", "corpus_tokens", "tokens", "worked", "waited"
 
 
 class LogWindow:
-    """Sums since the last line of the log; they stay on the device until the line is due.
-
-    Args:
-        workload: cost of training; None if it is unknown.
-        corpora: names of the corpora that the run is trained on.
-    """
+    """Sums since the last line of the log; they stay on the device until the line is due."""
 
     def __init__(self, workload: Workload | None, corpora: Sequence[str] = ()) -> None:
         self.skipped = 0
@@ -358,13 +327,7 @@ class LogWindow:
         )
 
     def restore(self, states: Sequence[LogState], world: World, device: torch.device) -> None:
-        """Continue from the sums of a checkpoint.
-
-        Args:
-            states: of the ranks that wrote it.
-            world: the ranks; if there are others than then, rank 0 gets the sums of all.
-            device: of the sums.
-        """
+        """Continue from the sums of the ranks that wrote a checkpoint; of another number of ranks, rank 0 has all."""
         if not states:
             return
         own = states[world.rank] if len(states) == world.ranks else states[0]
@@ -372,8 +335,8 @@ class LogWindow:
             setattr(self, name, copy(getattr(own, name)))
         self.corpus_tokens = {name: own.corpus_tokens.get(name, 0) for name in self._corpora}
         shares = [own] if len(states) == world.ranks else states if world.is_main else []
-        self.padded, self.real = sum(each.padded for each in shares), sum(each.real for each in shares)
         for share in shares:
+            self.padded, self.real = self.padded + share.padded, self.real + share.real
             add_sums(self.sums, {name: torch.tensor(value, device=device) for name, value in share.sums.items()})
 
     def flush(self, lr: float, world: World) -> dict[str, float]:
@@ -426,20 +389,13 @@ def norms_by_layer(squares: Squares) -> dict[str, float]:
     Tags end in the path of the layer or module in the model, ``encoder/layer_01``, ``source_embedding`` or
     ``decoder/final_norm``. Layers are counted from 1.
     """
-    return {**_norms(GRADIENT, squares.gradient), **_norms(CHANGE, squares.change)}
-
-
-def _norms(prefix: str, squares: Mapping[str, float]) -> dict[str, float]:
     total: dict[str, float] = {}
-    for name, value in squares.items():
-        tag = f"{prefix}/{_path(layer_of(name))}"
-        total[tag] = total.get(tag, 0.0) + value
+    for prefix, by_name in ((GRADIENT, squares.gradient), (CHANGE, squares.change)):
+        for name, value in by_name.items():
+            path = re.sub(r"layers\.(\d+)", lambda match: f"layer_{int(match[1]) + 1:02}", layer_of(name))
+            tag = f"{prefix}/{path.replace('.', '/')}"
+            total[tag] = total.get(tag, 0.0) + value
     return {tag: math.sqrt(value) for tag, value in total.items()}
-
-
-def _path(layer: str) -> str:
-    """Return the end of a tag for a layer or module, by its name in the model."""
-    return re.sub(r"layers\.(\d+)", lambda match: f"layer_{int(match[1]) + 1:02}", layer).replace(".", "/")
 
 
 def layer_of(parameter: str) -> str:

@@ -73,6 +73,8 @@ class TrainingLoop:
     workload: Workload | None = None
     log: tuple[LogState, ...] = ()
     _skip_cause: str = field(default="", init=False)
+    _validation_due: bool = field(default=False, init=False)
+    _save_due: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if self.config.checksum_every > 0 and not has_replicas(self.engine.module):
@@ -88,9 +90,6 @@ class TrainingLoop:
     def run(self, progress: Progress) -> Progress | None:
         """Train until the end or a requested stop, and save.
 
-        Args:
-            progress: progress to continue from.
-
         Returns:
             The new progress; None after a rollback, which requires a new loop from the newest checkpoint.
 
@@ -103,7 +102,6 @@ class TrainingLoop:
         if self._stop_requested():  # during set-up
             return progress
         self.ledger.write(progress.update, must=True)
-        validation_wanted = save_wanted = False
         with closing(Prefetcher(self.loader.updates(_cursor(progress), progress.update + 1))) as updates:
             while not config.ends_at(progress):
                 progress = self._update(progress, updates)
@@ -111,23 +109,18 @@ class TrainingLoop:
                     saver.finish()
                     roll_back(self.store, progress, self._skip_cause, config.max_rollbacks, self.world, self.events)
                     return None
-                fatal = ""
-                if self.monitor.due(progress.update):
-                    progress, fatal = self._measure_collapse(progress)
+                progress, fatal = self._measure_collapse(progress)
+                self._validation_due |= _due(config.validate_every, progress)
+                self._save_due |= _due(config.save_every or config.validate_every, progress)
                 # In a streak of skipped updates validation and saving wait, because the weights may be ruined. At
                 # the end of training they cannot wait.
                 is_sound = progress.skipped == 0
-                validation_wanted = validation_wanted or _due(config.validate_every, progress)
-                save_wanted = save_wanted or _due(config.save_every or config.validate_every, progress)
-                save_now = save_wanted and is_sound
-                if (validation_wanted and is_sound) or config.ends_at(progress):
-                    progress, is_kept = self._validate(progress)
-                    validation_wanted, save_now = False, save_now or is_kept
+                if (self._validation_due and is_sound) or config.ends_at(progress):
+                    progress = self._validate(progress)
                 self.watchdog.at(f"agreeing after update {progress.update}")
                 stopping = self._stop_requested()
-                if save_now or stopping or fatal:
+                if (self._save_due and is_sound) or stopping or fatal:
                     self._save(progress, must=stopping or config.ends_at(progress))
-                    save_wanted = False
                 if fatal:
                     saver.finish()
                     with fail_together(self.world):
@@ -180,9 +173,9 @@ class TrainingLoop:
         self._skip_cause = ""
         if result.skipped:
             # fp16 skips updates to find its loss scale.
-            found = self._attribute(before, update, result) if explain or result.loss_scale == 1.0 else ""
+            attributed = self._attribute(before, update, result) if explain or result.loss_scale == 1.0 else ""
             self._skip_cause = report_skip(
-                update, result, progress.skipped, self._parameters, self.world, self.events, found
+                update, result, progress.skipped, self._parameters, self.world, self.events, attributed
             )
         if config.checksum_every > 0 and update.number % config.checksum_every == 0:
             self.watchdog.at(f"comparing the weights of all ranks after update {progress.update}", slow=True)
@@ -227,7 +220,9 @@ class TrainingLoop:
         return values
 
     def _measure_collapse(self, progress: Progress) -> tuple[Progress, str]:
-        """Measure and log source reliance, and return the reason to stop the run, or ""."""
+        """Measure and log source reliance if that is due, and return the reason to stop the run, or ""."""
+        if not self.monitor.due(progress.update):
+            return progress, ""
         self.ledger.begin("validation")
         self.watchdog.at(f"measuring collapse after update {progress.update}", slow=True)
         measured = self.monitor(progress.update)
@@ -235,8 +230,8 @@ class TrainingLoop:
         bad, fatal = self.monitor.check(progress.update, measured, progress.bad_measurements)
         return replace(progress, bad_measurements=bad), fatal
 
-    def _validate(self, progress: Progress) -> tuple[Progress, bool]:
-        """Validate and log, and return True if the checkpoint is to be kept: it is the best, or awaits its score."""
+    def _validate(self, progress: Progress) -> Progress:
+        """Validate and log; a checkpoint that is the best, or awaits its score, is due."""
         self.ledger.begin("validation")
         self.watchdog.at(f"validating after update {progress.update}", slow=True)
         validation = self.validator(progress)
@@ -247,7 +242,8 @@ class TrainingLoop:
         progress, is_best = update_best(progress, validation, self.validator.is_significantly_better)
         if is_best:
             record_best(self.events, progress.update, validation)
-        return progress, is_best or validation.awaits_score
+        self._validation_due, self._save_due = False, self._save_due or is_best or validation.awaits_score
+        return progress
 
     def _save(self, progress: Progress, *, must: bool) -> None:
         """Save a checkpoint with the state of the log."""
@@ -256,6 +252,7 @@ class TrainingLoop:
         states = gather_lists([own.model_dump(mode="json")], self.world)
         self.saver.save(progress, tuple(map(LogState.model_validate, states)), must=must)
         self.ledger.write(progress.update, must=True)
+        self._save_due = False
 
     def _stop_requested(self) -> bool:
         """Return True on all ranks if a stop is requested on any rank."""

@@ -33,11 +33,6 @@ def probe(wanted: Probe, engine: Engine, loader: TrainLoader) -> None:
     Nothing changes: a run is the same to the bit with and without it. It must precede :meth:`Engine.restore`. All
     ranks call it together.
 
-    Args:
-        wanted: auto runs it on GPUs only.
-        engine: not yet restored.
-        loader: of the run.
-
     Raises:
         TrainingError: if the micro-batch does not fit.
     """
@@ -64,13 +59,7 @@ def probe(wanted: Probe, engine: Engine, loader: TrainLoader) -> None:
 
 @contextmanager
 def explained(what: str, micro_batches: Sequence[Batch], device: torch.device, hint: str = "") -> Iterator[None]:
-    """Turn an out-of-memory error of the block into a message with sizes and settings to change.
-
-    Args:
-        what: the work in the block, which begins the message.
-        micro_batches: of that work.
-        device: that runs out of memory.
-        hint: a further remedy, which ends the message.
+    """Turn an out-of-memory error of ``what`` the block does into a message with sizes and settings to change.
 
     Raises:
         TrainingError: if memory runs out.

@@ -26,7 +26,7 @@ from deepspeed_nmt.engine.transfer import HostBuffer
 from deepspeed_nmt.errors import ConfigError, shown_bytes
 from deepspeed_nmt.files import made
 from deepspeed_nmt.parallel.collectives import fail_together, from_main
-from deepspeed_nmt.parallel.hardware import available_bytes
+from deepspeed_nmt.parallel.hardware import host_memory
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.checkpoint import CheckpointStore
@@ -211,7 +211,7 @@ def _buffer(save: Save, size: int, engine: Engine) -> HostBuffer | None:
     """Return the memory for the copy; None if training waits for the writing instead."""
     if save == "blocking":
         return None
-    available = available_bytes()
+    available = host_memory().available
     if size <= _SHARE * available:
         with suppress(RuntimeError):  # how torch reports that there is none
             return HostBuffer(size // 4, engine.device)

@@ -31,13 +31,7 @@ def learning_rate(update: int, peak: float, config: ScheduleConfig, max_updates:
     - cosine:        final + (peak - final) (1 + cos(pi (u - W) / (U - W))) / 2
     - linear:        final + (peak - final) (U - u) / (U - W)
 
-    with u the update, W ``warmup_updates``, U ``max_updates``.
-
-    Args:
-        update: u, from 1.
-        peak: learning rate at the end of the warm-up.
-        config: the schedule.
-        max_updates: U.
+    with u the update from 1, W ``warmup_updates``, U ``max_updates``.
     """
     warmup = config.warmup_updates
     if update <= warmup:

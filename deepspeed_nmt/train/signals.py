@@ -59,11 +59,7 @@ class StopRequest:
         return bool(self.signal_name)
 
     def agree(self, by: str = "") -> None:
-        """Record that all ranks stop now, by this rank's request or another's.
-
-        Args:
-            by: source of the other rank's request, if it is known.
-        """
+        """Record that all ranks stop now, by this rank's request or another's, whose source may be ``by``."""
         self.agreed = True
         if not self:
             # A preemption signals one rank after another; this rank's own signal, if still to come, is no second one.
@@ -71,9 +67,6 @@ class StopRequest:
 
     def hand_over(self, status: int) -> int:
         """Write the status of training that ended as it should to STATUS_FILE, if there is one.
-
-        Args:
-            status: exit status of this rank.
 
         Returns:
             The status for the launcher: 0 if ``status`` is written, otherwise ``status``.

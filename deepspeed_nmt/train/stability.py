@@ -49,12 +49,7 @@ _WITH_A_DISK = "Make the run directory writable, and start again"
 
 
 def worth_explaining(skipped: int, loss_scale: float) -> bool:
-    """Return True if the next update, if it is skipped, should name the layers without a finite gradient.
-
-    Args:
-        skipped: number of consecutive skipped updates before it.
-        loss_scale: of the last update.
-    """
+    """Return True if the next update should name layers without a finite gradient, after some skipped in a row."""
     return skipped >= (1 if loss_scale == 1.0 else _SEARCH_SKIPS)
 
 
@@ -65,41 +60,28 @@ def report_skip(
     parameters: Sequence[str],
     world: World,
     events: Events = NO_EVENTS,
-    found: str = "",
+    attributed: str = "",
 ) -> str:
     """Warn of a skipped update, once for all ranks, and return its cause. All ranks call it together.
 
-    Args:
-        update: the update.
-        result: its result.
-        in_a_row: number of consecutive skipped updates up to this one.
-        parameters: names of all parameters. Culprits are listed from the last, as the backward pass reaches them.
-        world: the ranks.
-        events: history of the run.
-        found: by computing it again.
+    Of the named ``parameters``, culprits are listed from the last, as the backward pass reaches them. ``attributed``
+    is the cause found by computing the update again.
     """
     sums = sum_of_losses(result.sums, world)
     losses = [name for name, value in sums.items() if not math.isfinite(value)]
     culprits = set(gather_lists(list(result.culprits), world))
-    layers = layers_of([name for name in reversed(parameters) if name in culprits])
+    layers = list(dict.fromkeys(layer_of(name) for name in reversed(parameters) if name in culprits))
     cause = f"{' and '.join(losses)} {'are' if len(losses) > 1 else 'is'} not finite" if losses else ""
     if layers:
         named, more = ", ".join(layers[:_NAMED_LAYERS]), len(layers) - _NAMED_LAYERS
         where = f"the gradient of {named}{f' and {more} more' if more > 0 else ''} is not finite"
         cause = f"{cause}; {where}" if cause else where
-    cause = "; ".join(filter(None, (cause or "the gradient is not finite", found)))
-    if world.is_main:
-        logger.warning(
-            "update %d skipped: %s (loss scale %g, %d in a row)", update.number, cause, result.loss_scale, in_a_row
-        )
+    cause = "; ".join(filter(None, (cause or "the gradient is not finite", attributed)))
     text = f"update {update.number} skipped: {cause}"
+    if world.is_main:
+        logger.warning("%s (loss scale %g, %d in a row)", text, result.loss_scale, in_a_row)
     events.record("skip", update.number, text, cause=cause, loss_scale=result.loss_scale, in_a_row=in_a_row)
     return cause
-
-
-def layers_of(parameters: Sequence[str]) -> list[str]:
-    """Return the layers (or other modules) of some parameters, each once, in order of first occurrence."""
-    return list(dict.fromkeys(map(layer_of, parameters)))
 
 
 def sum_of_losses(sums: Mapping[str, Tensor], world: World) -> dict[str, float]:
@@ -117,35 +99,26 @@ def roll_back(
 ) -> None:
     """Roll back to the newest checkpoint from before the skipped updates, with the data after them.
 
-    All ranks call it together.
-
-    Args:
-        store: the run's checkpoints.
-        progress: after the last skipped update.
-        cause: of the skip.
-        max_rollbacks: number of rollbacks without passing this update.
-        world: the ranks.
-        events: history of the run.
+    All ranks call it together. ``progress`` is that after the last skipped update.
 
     Raises:
         TrainingError: if there is no such checkpoint, or ``max_rollbacks`` is reached.
     """
-    found = _roll_back(store, progress, max_rollbacks, events) if world.is_main else None
-    problem, remedies = from_main(found, world)
+    result = _roll_back(store, progress, max_rollbacks, events) if world.is_main else None
+    problem, remedies = from_main(result, world)
     if problem:
         with fail_together(world):
             raise TrainingError(
                 f"{progress.skipped} updates in a row, up to update {progress.update}, had no finite gradient "
-                f"({cause}), and {problem}: the training has diverged. {remedies}"
+                f"({cause}), and {problem}. The training has diverged. {remedies}"
             )
 
 
 def _roll_back(store: CheckpointStore, progress: Progress, max_rollbacks: int, events: Events) -> tuple[str, str]:
     """Roll back on rank 0, and return the problem and its remedies; both are empty on success."""
     if progress.retries >= max_rollbacks:
-        done = f"{progress.retries} rollback{'' if progress.retries == 1 else 's'} did not help ("
-        limit = f"training.max_rollbacks is {max_rollbacks}"
-        return f"{f'{done}{limit})' if progress.retries else limit}. The last checkpoint is intact", _ON_THE_SAME_RUN
+        limit = f"training.max_rollbacks is {max_rollbacks}. The last checkpoint is intact"
+        return f"no more rollbacks are allowed: {limit}", _ON_THE_SAME_RUN
     try:
         checkpoint = store.newest(until=progress.update - progress.skipped)
         if checkpoint is None or not checkpoint.resumable:  # resumable: saved after Adam's first step
@@ -183,16 +156,7 @@ def _roll_back(store: CheckpointStore, progress: Progress, max_rollbacks: int, e
 
 
 class SpikeWatch:
-    """Detector of updates whose loss is far above that of the updates before.
-
-    Args:
-        factor: multiple of their median that counts as a spike; 0 disables detection.
-        events: history of the run.
-        log: state in the checkpoint that the run continues from.
-
-    Attributes:
-        count: number of spikes of the run.
-    """
+    """Detector of updates whose loss is ``factor`` times the median of those before (0 disables), and their count."""
 
     def __init__(self, factor: float, events: Events = NO_EVENTS, log: LogState = _NO_LOG) -> None:
         self.count = log.spikes
@@ -214,16 +178,10 @@ class SpikeWatch:
         if loss <= self._factor * usual:
             return
         self.count += 1
-        text = f"the loss of update {update.number}, {loss:.3f} nats a token, is {loss / usual:.1f} times the median"
+        text = (
+            f"the loss of update {update.number}, {loss:.3f} nats a token, is {loss / usual:.1f} times the median of "
+            f"the last {len(self._losses) - 1} updates, {usual:.3f}"
+        )
         self._events.record("spike", update.number, text, loss=loss, median=usual)
         if world.is_main:
-            logger.warning(
-                "update %d: its loss of %.3f nats a token is %.1f times the median of the last %d updates, %.3f "
-                "(training.spike_factor is %g)",
-                update.number,
-                loss,
-                loss / usual,
-                len(self._losses) - 1,
-                usual,
-                self._factor,
-            )
+            logger.warning("%s (training.spike_factor is %g)", text, self._factor)

@@ -46,11 +46,7 @@ class Choice:
     decimals: Annotated[int, Field(ge=0, le=15)] = 2
 
     def validation(self, values: Mapping[str, float]) -> Validation:
-        """Return the validation with these values, the means that choose among them.
-
-        Args:
-            values: by tag. One that is missing leaves the score unknown.
-        """
+        """Return the validation with values by tag, and means; one that is missing leaves the score unknown."""
         values, score = dict(values), -math.inf
         loss = fmean(values[tag] for tag in self.losses)
         if self.mean[1]:
@@ -79,7 +75,7 @@ class Validation:
         loss: validation loss, which decides between equal scores.
         awaits_score: True if the score comes later, for `choose-best`.
         samples: translations of a few sentences, in Markdown, by tag.
-        images: grey images for the log, by tag, on rank 0. Shape: (height,width) each
+        images: grey images by tag, on rank 0. Shape: (height,width) each
     """
 
     values: dict[str, float]
@@ -114,12 +110,7 @@ class Validator(Protocol):
         ...
 
     def is_significantly_better(self, update: int, than: int) -> bool:
-        """Return True if translations are significantly better than others, or significance does not matter.
-
-        Args:
-            update: update after which the translations were made.
-            than: update of the others.
-        """
+        """Return True if an update's translations are significantly better, or significance does not matter."""
         ...
 
 
@@ -129,11 +120,6 @@ def update_best(
     """Return the progress after a validation, and True if it is the best so far.
 
     A validation without a score is no reason to stop early. It is the best one only as long as no score is known.
-
-    Args:
-        progress: after the update that was validated.
-        validation: the validation.
-        is_significantly_better: compares translations.
     """
     since, update = progress.validations_since_best, progress.update
     if not validation.improves_on(progress):
@@ -157,13 +143,7 @@ def update_best(
 
 
 def record_best(events: Events, update: int, validation: Validation) -> None:
-    """Record that a validation is the best so far, by its score, or by its loss as long as only losses are compared.
-
-    Args:
-        events: events of the run.
-        update: its update.
-        validation: the validation.
-    """
+    """Record that a validation is the best so far: by its score, or by its loss while only losses are compared."""
     choice, loss = validation.choice, validation.loss
     measure, decimals, value = choice.by.partition(" ")[0], choice.decimals, choice.sign * validation.score
     if validation.is_near_chance:
@@ -176,13 +156,7 @@ def record_best(events: Events, update: int, validation: Validation) -> None:
 
 
 class Replica:
-    """Unsharded copy of the model in eval mode; it is on the engine's device only while it is in use.
-
-    Args:
-        model: the copy; its weights are overwritten.
-        engine: source of the weights.
-        dtype: of the copy's weights.
-    """
+    """Unsharded copy of the model in eval mode; it is on the engine's device only while it is in use."""
 
     def __init__(self, model: TranslationModel, engine: Engine, dtype: torch.dtype = torch.float32) -> None:
         assert not list(model.buffers()), "weights are all that the engine gives"

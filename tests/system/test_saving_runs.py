@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from deepspeed_nmt.cli import main
+from deepspeed_nmt.parallel.hardware import HostMemory
 from deepspeed_nmt.train import saving
 from tests.commands import train_words
 
@@ -32,7 +33,7 @@ def test_a_run_without_room_is_refused_before_it_starts_and_a_finished_one_is_no
     assert not run.exists(), "nothing is left that was not there"
     assert main(train_words(data, trained, "--recipe", "transformer_base", *settings)) == 0, "nothing is to be done"
     usage.free = 5 << 20
-    monkeypatch.setattr(saving, "available_bytes", lambda: 0)
+    monkeypatch.setattr(saving, "host_memory", lambda: HostMemory(0, 0, False))
     capsys.readouterr()
     assert main(train_words(data, run, "--recipe", "transformer_base", *settings, "training.keep_last=60")) == 0
     error = capsys.readouterr().err

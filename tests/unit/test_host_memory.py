@@ -12,7 +12,7 @@ from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.engine.settings import EngineSettings
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.parallel.hardware import UNKNOWN, HostMemory, available_bytes, host_memory
+from deepspeed_nmt.parallel.hardware import UNKNOWN, HostMemory, host_memory
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run import resolve
 from deepspeed_nmt.train.optimizers.adam import AdamConfig
@@ -44,7 +44,7 @@ def test_available_memory_is_the_least_that_the_system_and_control_groups_leave(
     (group / "memory.limit_in_bytes").write_text("900000\n")
     (group / "memory.usage_in_bytes").write_text("890000\n")
     assert host_memory(tmp_path) == (900_000, 10_000, True)
-    assert 0 < available_bytes() <= host_memory().total
+    assert 0 < host_memory().available <= host_memory().total
 
 
 def test_the_ranks_of_a_host_must_hold_their_models(

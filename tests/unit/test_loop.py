@@ -1,11 +1,9 @@
-"""Speed metrics of the training loop, and its choice of the best validation."""
+"""Speed in the log, and the choice of the best validation."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,18 +14,15 @@ from deepspeed_nmt.engine.contract import UpdateResult
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train import log
 from deepspeed_nmt.train.configuration import TrainingConfig
-from deepspeed_nmt.train.events import NO_EVENTS
-from deepspeed_nmt.train.goodput import Ledger
 from deepspeed_nmt.train.log import LogWindow, Workload
-from deepspeed_nmt.train.loop import TrainingLoop
 from deepspeed_nmt.train.progress import Progress
-from deepspeed_nmt.train.validation import Choice, Validation
+from deepspeed_nmt.train.validation import Choice, Validation, update_best
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
 
 def window(workload: Workload | None, skip_second: bool = False, world: World = ALONE) -> dict[str, float]:
-    found = LogWindow(workload)
+    sums_of_log = LogWindow(workload)
     for number in (1, 2):
         update = Update(
             number=number,
@@ -39,8 +34,8 @@ def window(workload: Workload | None, skip_second: bool = False, world: World = 
         )
         sums = {"loss": torch.tensor(900.0), "nll": torch.tensor(600.0)}
         skipped = skip_second and number == 2
-        found.add(update, UpdateResult(sums, 1.0, skipped, 1.0), waited=0.5, elapsed=2.0)
-    return found.flush(1e-3, world)
+        sums_of_log.add(update, UpdateResult(sums, 1.0, skipped, 1.0), waited=0.5, elapsed=2.0)
+    return sums_of_log.flush(1e-3, world)
 
 
 def test_mfu_counts_real_source_and_target_tokens() -> None:
@@ -57,42 +52,26 @@ def test_skipped_updates_count_as_work_but_not_as_trained_tokens() -> None:
     skipped, whole = window(workload, skip_second=True), window(workload)
     assert skipped["perf/mfu"] == whole["perf/mfu"]
     assert skipped["perf/target_tokens_per_s"] == whole["perf/target_tokens_per_s"] / 2
+    assert "perf/mfu" not in window(None)
     assert skipped["train/loss"] == whole["train/loss"] == 3.0
 
 
 def test_memory_is_the_largest_peak_of_any_rank_in_the_same_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, float]] = []
+    summands: list[dict[str, float]] = []
 
     def summed(values: dict[str, float], world: World) -> dict[str, float]:
         """Sum with two other ranks, the last of which shares the micro-batches of the second."""
-        asked.append(values)
+        summands.append(values)
         return {**{name: 2.0 * value for name, value in values.items()}, "peak/0": 3.0, "peak/1": 5.0, "peak/2": 4.0}
 
     monkeypatch.setattr(log, "sum_over_ranks", summed)
     monkeypatch.setattr(log, "peak_memory_gib", lambda device: 3.0)
     values = window(None, world=World(0, 3, 0, torch.device("cpu")))
-    assert values["perf/memory"] == 5.0 and len(asked) == 1
-    assert {name: asked[0][name] for name in ("peak/0", "peak/1", "peak/2")} == {
+    assert values["perf/memory"] == 5.0 and len(summands) == 1
+    assert {name: summands[0][name] for name in ("peak/0", "peak/1", "peak/2")} == {
         "peak/0": 3.0, "peak/1": 0.0, "peak/2": 0.0,
     }  # fmt: skip
     assert values["train/loss"] == 6.0 and not any("peak" in tag for tag in values)
-
-
-def test_without_a_known_gpu_there_is_no_mfu() -> None:
-    assert "perf/mfu" not in window(None)
-
-
-def validator_of(found: Validation) -> Any:
-    """A validator with this result."""
-
-    class Fake:
-        def __call__(self, progress: Progress) -> Validation:
-            return found
-
-        def is_significantly_better(self, update: int, than: int) -> bool:
-            return True
-
-    return Fake()
 
 
 def validated(
@@ -101,17 +80,9 @@ def validated(
     """The updates whose checkpoints are the best so far, of validations of (score, loss), and the progress."""
     best_at, progress = [], progress or Progress()
     for update, (score, loss) in enumerate(measured, 1):
-        found = Validation({}, Choice(by, least=least), score, loss)
-        session: Any = SimpleNamespace(
-            watchdog=SimpleNamespace(at=lambda *args, **kwargs: None),
-            validator=validator_of(found),
-            metrics=SimpleNamespace(log=lambda *args: None, draw=lambda *args: None),
-            world=ALONE,
-            ledger=Ledger(),
-            events=NO_EVENTS,
-        )
-        progress, best = TrainingLoop._validate(session, Progress(**{**asdict(progress), "update": update}))
-        best_at += [update] * best
+        validation = Validation({}, Choice(by, least=least), score, loss)
+        progress, is_best = update_best(replace(progress, update=update), validation, lambda update, than: True)
+        best_at += [update] * is_best
     return best_at, progress
 
 

@@ -177,7 +177,7 @@ def test_training_waits_where_host_memory_has_no_room_for_a_copy(
         raise RuntimeError("not enough memory")
 
     if reason == "available":
-        monkeypatch.setattr(saving, "available_bytes", lambda: 2 * SIZE - 1)
+        monkeypatch.setattr(saving, "host_memory", lambda: SimpleNamespace(available=2 * SIZE - 1))
     else:
         monkeypatch.setattr(saving, "HostBuffer", fails)
     with saver_in(tmp_path, Weights()) as saver:

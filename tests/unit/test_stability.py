@@ -22,7 +22,7 @@ from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.optimizers.adam import AdamConfig
 from deepspeed_nmt.train.progress import Progress
-from deepspeed_nmt.train.stability import SpikeWatch, layers_of, report_skip, roll_back, worth_explaining
+from deepspeed_nmt.train.stability import SpikeWatch, report_skip, roll_back, worth_explaining
 from tests.support import random_corpus
 
 WORLD = World(rank=0, ranks=1, local_rank=0, device=torch.device("cpu"))
@@ -63,9 +63,9 @@ def test_culprits_are_named_unless_the_loss_scale_may_be_the_cause(
         random_corpus(tmp_path, 40, 50, 1), BatchConfig(update_tokens=300, micro_tokens=300), 1, 0, 1, V
     )
     first = next(loader.updates(Cursor(), 1))
-    found = engine(precision).update(first.micro_batches, first.target_tokens, 1e-3, explain)
-    assert found.skipped
-    assert found.culprits == (("decoder.layers.1.feed_forward.down_proj.weight",) if named else ())
+    update = engine(precision).update(first.micro_batches, first.target_tokens, 1e-3, explain)
+    assert update.skipped
+    assert update.culprits == (("decoder.layers.1.feed_forward.down_proj.weight",) if named else ())
 
 
 def test_only_unusual_skips_are_explained() -> None:
@@ -73,17 +73,9 @@ def test_only_unusual_skips_are_explained() -> None:
     assert [worth_explaining(skipped, 1024.0) for skipped in (0, 1, 4, 5)] == [False, False, False, True]
 
 
-def test_layers_of_parameters() -> None:
-    names = ["decoder.final_norm.weight", "decoder.final_norm.bias", "decoder.layers.10.cross_attention.q_proj.bias"]
-    names += ["decoder.layers.10.feed_forward.up_proj.weight", "decoder.layers.1.residual.norm.weight"]
-    names += ["source_embedding.weight"]
-    layers = ["decoder.final_norm", "decoder.layers.10", "decoder.layers.1", "source_embedding"]
-    assert layers_of(names) == layers
-
-
 def test_a_skip_names_losses_and_the_first_layers(caplog: pytest.LogCaptureFixture) -> None:
-    parameters = [f"decoder.layers.{layer}.x.weight" for layer in range(12)]
-    cause = report_skip(update(7), result(torch.nan, True, 1.0, tuple(parameters[3:9])), 3, parameters, WORLD)
+    parameters = [f"decoder.layers.{layer}.x.{kind}" for layer in range(12) for kind in ("weight", "bias")]
+    cause = report_skip(update(7), result(torch.nan, True, 1.0, tuple(parameters[6:18])), 3, parameters, WORLD)
     layers = "decoder.layers.8, decoder.layers.7, decoder.layers.6, decoder.layers.5 and 2 more"
     assert cause == f"loss is not finite; the gradient of {layers} is not finite"
     assert f"update 7 skipped: {cause} (loss scale 1, 3 in a row)" in caplog.text
@@ -92,20 +84,15 @@ def test_a_skip_names_losses_and_the_first_layers(caplog: pytest.LogCaptureFixtu
 
 def test_without_a_checkpoint_or_rollbacks_left_a_run_stops(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    bad = Progress(update=30, skipped=20)
+    bad, words = Progress(update=30, skipped=20), r"^20 updates in a row, up to update 30.* \(why\), .* no checkpoint"
     with pytest.raises(
-        TrainingError, match=r"^20 updates in a row, up to update 30.* \(why\), and there is no checkp"
-    ) as without:
+        TrainingError, match=r"^20 updates in a row, up to update 30.* \(why\), .* no checkpoint"
+    ) as error:
         roll_back(store, bad, "why", 2, WORLD)
-    assert "Start in a new --run directory" in str(without.value) and "model.norm=pre" in str(without.value)
-    with pytest.raises(
-        TrainingError, match=r"training.max_rollbacks is 0\. The last checkpoint is intact"
-    ) as with_one:
-        roll_back(store, bad, "why", 0, WORLD)
-    assert "start again on the same run" in str(with_one.value)
-    assert "model.norm=pre helps, too, but needs a new --run directory" in str(with_one.value)
-    with pytest.raises(TrainingError, match=r"2 rollbacks did not help \(training.max_rollbacks is 2\)"):
-        roll_back(store, Progress(update=30, skipped=20, retries=2), "why", 2, WORLD)
+    assert "Start in a new --run directory" in str(error.value)
+    for retries in (0, 2):
+        with pytest.raises(TrainingError, match=rf"training.max_rollbacks is {retries}\..* on the same run"):
+            roll_back(store, Progress(update=30, skipped=20, retries=retries), "why", retries, WORLD)
 
 
 def test_spikes_are_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -115,7 +102,7 @@ def test_spikes_are_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
         for number, loss in enumerate(losses, 1):
             watch(update(number), result(loss, skipped=loss != loss), WORLD)
     assert watch.count == 1 and len(caplog.records) == 1
-    assert "update 22: its loss of 6.100 nats a token is 2.0 times the median of the last 21 updates" in caplog.text
+    assert "the loss of update 22, 6.100 nats a token, is 2.0 times the median of the last 21 updates" in caplog.text
     silent = SpikeWatch(0.0)
     for number in range(30):
         silent(update(number), result(1e9 if number == 29 else 1.0), WORLD)
