@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 NVIDIA_SMI = """#!/bin/sh
-echo "Tesla V100-SXM2-16GB, 470.82.01, 16384, 3000, 7.0, Enabled, Disabled, 3, Active, Not Active, Not Active"
+echo "Tesla V100-SXM2-16GB, 470.82.01, 16384, 3000, 7.0, Enabled, Disabled, 3, Active"
 """
 """A V100 with an old driver, MIG, memory errors, and a clock that is slowed down."""
 CLOCK = """
@@ -50,7 +50,7 @@ HOST_FAULTS = (
     "tqdm>=4.66 is required, but 3.0",
     "deepspeed, by which several ranks train, cannot be imported (ImportError: libaio.so.1 is missing)",
     "no C compiler (gcc or clang) is on PATH, which Triton's kernels require",
-    "GPU 0 (Tesla V100-SXM2-16GB) has 3 uncorrected memory errors",
+    "GPU 0: uncorrected memory errors",
     f"torch {torch.__version__} is built for CPUs and cannot use the Tesla V100-SXM2-16GB",
     "the trial of kernels on the GPU ended with an error (",
     "GLOO_SOCKET_IFNAME is eth99",
@@ -60,8 +60,8 @@ HOST_FAULTS = (
 """Beginnings of the faults that a host has with what :func:`plant` makes, a limit of open files of 300,
 GLOO_SOCKET_IFNAME=eth99 and OMP_NUM_THREADS=4096."""
 HOST_WARNINGS = (
-    "GPU 0 (Tesla V100-SXM2-16GB) is in MIG mode",
-    "GPU 0 (Tesla V100-SXM2-16GB) is slowed down (hw_slowdown)",
-    "GPU 0 (Tesla V100-SXM2-16GB) has 2.9 of 16 GiB in use",
-    "the persistence mode of GPUs is off",
+    "GPU 0: MIG mode",
+    "GPU 0: the clock is slowed down",
+    "GPU 0 has 2.9 of 16 GiB in use",
+    "GPU 0: persistence mode is off",
 )

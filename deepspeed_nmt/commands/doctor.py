@@ -65,4 +65,4 @@ def _examine(arguments: argparse.Namespace) -> int:
     if result is None:
         return 0
     output(json.dumps(result.as_json()) if arguments.json else "\n".join(result.as_text()))
-    return 1 if result.has_fault else 0
+    return min(1, result.count("fault"))

@@ -30,14 +30,7 @@ _SHOWN_HOSTS = 8
 
 
 class Line(NamedTuple):
-    """A finding of a check on a host.
-
-    Attributes:
-        host: name of the host, or ``TOGETHER``.
-        check: name of the check.
-        level: of the finding.
-        text: of the finding.
-    """
+    """A finding of a check on a host, or on several: then ``host`` is ``TOGETHER``."""
 
     host: str
     check: str
@@ -59,10 +52,9 @@ class Result:
     hosts: list[str]
     ranks: int
 
-    @property
-    def has_fault(self) -> bool:
-        """True if there is a fault."""
-        return any(line.level == "fault" for line in self.lines)
+    def count(self, level: str) -> int:
+        """Count the findings of a level, those that several hosts have once."""
+        return len({line[1:] for line in self.lines if line.level == level})
 
     def _groups(self) -> dict[tuple[str, ...], list[tuple[str, str, str]]]:
         """Return the lines by the hosts that have them: those of more hosts first, those about all hosts last."""
@@ -83,12 +75,8 @@ class Result:
             more = f" and {len(hosts) - _SHOWN_HOSTS} more" if len(hosts) > _SHOWN_HOSTS else ""
             yield ", ".join(hosts[:_SHOWN_HOSTS]) + more
             yield from (f"  {next(printed)}" for _ in lines)
-        faults, warnings = (
-            len({line[1:] for line in self.lines if line.level == level}) for level in ("fault", "warning")
-        )
-        verdict = (
-            f"{counted(faults, 'faults')}, {counted(warnings, 'warnings')}" if faults or warnings else "no fault"
-        )
+        faults, warnings = self.count("fault"), self.count("warning")
+        verdict = f"{counted(faults, 'faults')}, {counted(warnings, 'warnings')}" if faults + warnings else "no fault"
         yield f"{counted(len(self.hosts), 'hosts')}, {counted(self.ranks, 'ranks')}: {verdict}"
 
     def as_json(self) -> dict[str, Any]:
@@ -98,9 +86,7 @@ class Result:
             for hosts, lines in self._groups().items()
             for check, level, text in lines
         ]
-        counts = {
-            f"{level}s": sum(finding["level"] == level for finding in findings) for level in ("fault", "warning")
-        }
+        counts = {f"{level}s": self.count(level) for level in ("fault", "warning")}
         return {"hosts": self.hosts, "ranks": self.ranks, **counts, "findings": findings}
 
 
@@ -143,8 +129,15 @@ def examine(context: JobContext) -> Result | None:
             connection = begin_to_connect(context, pool)
             return meet(context, examine_alone(context), began, connection)
     lines = examine_alone(context)
-    lines += _lines(context.host, "collectives", lambda: _collectives(context))
+    lines += _lines(context.host, "collectives", lambda: _group_checks().collectives_of_this_host(context))
     return Result(lines, [context.host], 1)
+
+
+def _group_checks() -> Any:
+    """Import torch, without which the checks of one host can be made."""
+    from deepspeed_nmt.doctor import group_checks
+
+    return group_checks
 
 
 def begin_to_connect(context: JobContext, pool: ThreadPoolExecutor) -> Future[Any]:
@@ -179,12 +172,13 @@ def examine_alone(context: JobContext) -> list[Line]:
     ]
 
 
-def _lines(host: str, name: str, check: Callable[[], Iterable[Finding]]) -> list[Line]:
-    """Make a check, and return its findings with its name. A check that fails is a warning."""
+def _lines(host: str, name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Line]:
+    """Yield the findings of a check with its name. A check that fails is a warning."""
     try:
-        return [Line(host, name, *finding) for finding in check()]
+        for finding in check():
+            yield Line(host, name, *finding)
     except Exception as error:  # of a library, a driver or a file system that is in the state to be examined
-        return [Line(host, name, *warning(f"this check could not be made ({_reason(error)})"))]
+        yield Line(host, name, *warning(f"this check could not be made ({_reason(error)})"))
 
 
 def _reason(error: Exception) -> str:
@@ -193,16 +187,6 @@ def _reason(error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
-
-
-def _collectives(context: JobContext) -> list[Finding]:
-    try:
-        import torch
-
-        from deepspeed_nmt.doctor.group_checks import collectives_of_this_host
-    except Exception:  # the check of torch reports it
-        return []
-    return collectives_of_this_host(context, torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
 def facts_of(context: JobContext) -> dict[str, Any]:
@@ -235,16 +219,13 @@ def facts_of(context: JobContext) -> dict[str, Any]:
 
 
 def meet(context: JobContext, lines: list[Line], began: float, connection: Future[Any]) -> Result | None:
-    """Take part in the checks of several hosts.
+    """Take part in the checks of several hosts, and return the result if this rank is to report it.
 
     Args:
         context: of this rank.
         lines: findings of this rank alone.
         began: time at which this rank began to connect.
         connection: to the other ranks.
-
-    Returns:
-        The result that this rank is to report; None if another rank does.
     """
     host, limit_s = context.host, context.limit_s
     try:
@@ -303,24 +284,24 @@ def _lead(context: JobContext, exchange: Any, began: float) -> Result:
 
 def _together(context: JobContext, exchange: Any, facts: Mapping[int, Mapping[str, Any]]) -> list[Line]:
     """Make the checks of several hosts with the ranks that have connected."""
-    from deepspeed_nmt.doctor.group_checks import OF_A_GROUP, Group
-
-    group, lines = Group(context, exchange, facts), list[Line]()
-    for name, check in OF_A_GROUP.items():
+    checks = _group_checks()
+    group, lines = checks.Group(context, exchange, facts), list[Line]()
+    for name, check in checks.OF_A_GROUP.items():
         logger.info("all hosts together: %s", name)
         lines += _lines(TOGETHER, name, lambda check=check: check(group))  # type: ignore[misc]
     return lines
 
 
 def _missing(context: JobContext, facts: Mapping[int, Mapping[str, Any]]) -> list[Line]:
-    from deepspeed_nmt.doctor.group_checks import missing_hosts
     from deepspeed_nmt.parallel.world import listed_ranks
 
     ranks = context.place.ranks
     missing = [rank for rank in range(ranks) if rank not in facts]
     if not missing:
         return []
-    where = missing_hosts(context, {rank: of_rank["host"] for rank, of_rank in facts.items()}, missing)
+    where = _group_checks().missing_hosts(
+        context, {rank: of_rank["host"] for rank, of_rank in facts.items()}, missing
+    )
     hosts = f" ({', '.join(where)})" if where else ""
     text = f"{listed_ranks(missing)} of {ranks} did not connect within {context.limit_s:.0f} s{hosts}"
     remedy = "look there for a message, and check that the host reaches rank 0"

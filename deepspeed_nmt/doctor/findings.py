@@ -98,23 +98,11 @@ class Output(NamedTuple):
     problem: str
 
 
-def run_program(words: Sequence[str], limit_s: float, **environment: str) -> Output:
-    """Run a program with a time limit.
-
-    Args:
-        words: command line.
-        limit_s: time limit in seconds.
-        environment: further environment variables.
-    """
+def run_program(words: Sequence[str], limit_s: float) -> Output:
+    """Run a program with a time limit in seconds."""
     try:
         done = subprocess.run(
-            words,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=limit_s,
-            env={**os.environ, **environment},
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=limit_s
         )
     except subprocess.TimeoutExpired:
         return Output(-1, "", f"no end within {limit_s:.0f} s")
@@ -122,13 +110,17 @@ def run_program(words: Sequence[str], limit_s: float, **environment: str) -> Out
         return Output(-1, "", error.strerror or str(error))
     if done.returncode == 0:
         return Output(0, done.stdout, "")
-    lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-    return Output(done.returncode, done.stdout, lines[-1] if lines else f"status {done.returncode}")
+    return Output(done.returncode, done.stdout, last_line(done.stderr or done.stdout) or f"status {done.returncode}")
 
 
-def run_python(program: str, limit_s: float, *words: str) -> Output:
+def last_line(text: str) -> str:
+    """Return the last line that is not empty; "" if there is none."""
+    return text.strip().rpartition("\n")[2].strip()
+
+
+def run_python(program: str, limit_s: float) -> Output:
     """Run a program text in a Python like this one; see :func:`run_program`."""
-    return run_program([sys.executable, "-c", program, *words], limit_s)
+    return run_program([sys.executable, "-c", program], limit_s)
 
 
 def gib(size: float) -> str:

@@ -10,13 +10,14 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
+
+import torch
 
 from deepspeed_nmt.doctor.findings import Finding, JobContext, fault, ok, run_program, warning
 from deepspeed_nmt.doctor.host_checks import infiniband, scratch
@@ -27,13 +28,10 @@ from deepspeed_nmt.parallel.world import connect, restart
 
 _CLOCK_S = 1.0
 """Difference of clocks in seconds from which on logs and files are confusing."""
-_CLOCK_ROUNDS = 5
 _VISIBLE_S = 60.0
 """Seconds in which a file of one host must appear on another."""
 _MUST_AGREE = ("deepspeed_nmt", "torch", "deepspeed", "CUDA", "GPU")
 """Facts that must be equal on all ranks; Python and the driver should."""
-_CHANNEL = re.compile(r"Channel \d+(?:/\d+)? : .* via (\S+)")
-_NETWORK = re.compile(r"NET/(\w+) ?: Using (.+)")
 
 
 class Exchange:
@@ -66,12 +64,7 @@ class Exchange:
         return cls(place, connect(place, pause, timeout_s))
 
     def put(self, name: str, value: Any) -> None:
-        """Publish a value of this rank.
-
-        Args:
-            name: of the value; each is published once by each rank.
-            value: anything that JSON can represent.
-        """
+        """Publish a value of this rank once, by its name."""
         self.store.set(f"{self._prefix}/{name}/{self.place.rank}", json.dumps(value))
 
     def get(self, name: str, rank: int, within_s: float) -> Any:
@@ -104,34 +97,6 @@ class Exchange:
         """Return True if any rank has raised a flag."""
         return bool(self.store.check([f"{self._prefix}/flags/{name}"]))
 
-    def clock_offset(self, rank: int, within_s: float) -> tuple[float, float]:
-        """Return by how many seconds the clock of another rank is ahead of ours, and the uncertainty.
-
-        The other rank calls :meth:`answer_clock` at the same time.
-
-        Raises:
-            TimeoutError: if it does not answer in time.
-        """
-        offsets = []
-        for number in range(_CLOCK_ROUNDS):
-            ours, began = time.time(), time.monotonic()
-            self.put(f"clock/{rank}/{number}", 0)
-            theirs = self.get(f"clock/{self.place.rank}/{number}", rank, within_s)
-            half = (time.monotonic() - began) / 2
-            offsets.append((half, theirs - (ours + half)))
-        uncertainty, offset = min(offsets)
-        return offset, uncertainty
-
-    def answer_clock(self, rank: int, now: Callable[[], float], within_s: float) -> None:
-        """Tell another rank the time, as often as it asks.
-
-        Raises:
-            TimeoutError: if it does not ask in time.
-        """
-        for number in range(_CLOCK_ROUNDS):
-            self.get(f"clock/{self.place.rank}/{number}", rank, within_s)
-            self.put(f"clock/{rank}/{number}", now())
-
 
 @dataclass(frozen=True)
 class Group:
@@ -162,82 +127,87 @@ class Group:
         return str(self.facts[rank]["host"])
 
 
-def versions(group: Group) -> list[Finding]:
+def versions(group: Group) -> Iterator[Finding]:
     """Compare the versions and GPUs of all ranks."""
     if not group.is_main:
-        return []
-    names, problems = list(group.facts[0]["versions"]), []
-    for name in names:
+        return
+    equal = []
+    for name in group.facts[0]["versions"]:
         hosts: defaultdict[str, list[str]] = defaultdict(list)
         for _, facts in sorted(group.facts.items()):
             hosts[facts["versions"].get(name) or "none"].append(facts["host"])
-        if len(hosts) > 1:
-            listed = "; ".join(f"{value} on {_some(where)}" for value, where in hosts.items())
-            text = f"{name} differs among hosts: {listed}"
-            must_agree = name in _MUST_AGREE
-            problems.append(fault(f"{text}; install the same lock everywhere") if must_agree else warning(text))
-    return problems or [ok(f"equal on all hosts: {', '.join(names)}")]
-
-
-def clocks(group: Group) -> list[Finding]:
-    """Compare the clocks of all hosts with that of rank 0."""
-    rank, others, limit_s = group.context.place.rank, group.first_ranks[1:], group.context.limit_s
-    if rank in others:
-        group.exchange.answer_clock(0, time.time, limit_s)
-    if not others or not group.is_main:
-        return []
-    problems, largest = [], 0.0
-    for rank in others:
-        try:
-            offset, uncertainty = group.exchange.clock_offset(rank, limit_s)
-        except TimeoutError as error:
-            problems.append(warning(f"the clock of {group.host(rank)} could not be compared ({error})"))
+        if len(hosts) == 1:
+            equal.append(name)
             continue
+        listed = "; ".join(f"{value} on {_some(where)}" for value, where in hosts.items())
+        text = f"{name} differs among hosts: {listed}"
+        yield fault(f"{text}; install the same lock everywhere") if name in _MUST_AGREE else warning(text)
+    if equal:
+        yield ok(f"equal on all hosts: {', '.join(equal)}")
+
+
+def clocks(group: Group) -> Iterator[Finding]:
+    """Compare the clocks of all hosts with that of rank 0."""
+    exchange, rank, limit_s = group.exchange, group.context.place.rank, group.context.limit_s
+    others, largest = group.first_ranks[1:], 0.0
+    if rank in others:
+        exchange.get(f"time for {rank}", 0, limit_s)
+        exchange.put("time", time.time())
+    if not others or not group.is_main:
+        return
+    for rank in others:
+        began = time.time()
+        exchange.put(f"time for {rank}", 0)
+        try:
+            theirs = exchange.get("time", rank, limit_s)
+        except TimeoutError as error:
+            yield warning(f"the clock of {group.host(rank)} could not be compared ({error})")
+            continue
+        uncertainty = (time.time() - began) / 2
+        offset = theirs - (began + uncertainty)
         largest = max(largest, abs(offset) + uncertainty)
         if abs(offset) - uncertainty > _CLOCK_S:
             side = "ahead of" if offset > 0 else "behind"
             text = f"the clock of {group.host(rank)} is {abs(offset):.1f} s {side} that of {group.host(0)}"
-            problems.append(fault(f"{text}; start a time service (chrony) on both"))
-    return problems or [ok(f"clocks agree within {1e3 * largest:.0f} ms")]
+            yield fault(f"{text}; start a time service (chrony) on both")
+    if largest <= _CLOCK_S:
+        yield ok(f"clocks agree within {1e3 * largest:.0f} ms")
 
 
-def directory(group: Group) -> list[Finding]:
+def directory(group: Group) -> Iterator[Finding]:
     """Check that all hosts see the same run directory, and that a lock of one holds on the others."""
-    others, place, limit_s = group.first_ranks[1:], group.context.directory, group.context.limit_s
+    exchange, others, limit_s = group.exchange, group.first_ranks[1:], group.context.limit_s
+    place, main = group.context.directory, group.host(0)
     if group.context.place.rank in others:
-        name, token, patience_s = group.exchange.get("token", 0, limit_s)
+        name, token, patience_s = exchange.get("token", 0, limit_s)
         sees = bool(token) and _sees(place / name, token, patience_s)
-        group.exchange.put("sees", [str(place), sees, sees and can_lock(place / name)])
+        exchange.put("sees", [str(place), sees, sees and can_lock(place / name)])
     if not others or not group.is_main:
-        return []
-    token, main = str(time.time_ns()), group.host(0)
+        return
+    token = str(time.time_ns())
     with scratch(place, f"token-{token}") as path:
         try:
             file = path.open("x")
             file.write(token)
             file.flush()
         except OSError:  # reported by the check of this host's directory
-            group.exchange.put("token", [path.name, "", 0.0])
-            return []
+            exchange.put("token", [path.name, "", 0.0])
+            return
         with file:
             os.fsync(file.fileno())
             locked = _lock(file)
-            group.exchange.put("token", [path.name, token, min(_VISIBLE_S, limit_s / 8)])
-            answers = group.exchange.gather("sees", others, limit_s)
-    problems = [
-        fault(
-            f"{group.host(rank)} does not see in {theirs} what {main} writes to {place}; use a run directory that "
-            "all hosts share"
-        )
-        for rank, (theirs, sees, _) in answers.items()
-        if not sees
-    ]
+            exchange.put("token", [path.name, token, min(_VISIBLE_S, limit_s / 8)])
+            answers = exchange.gather("sees", others, limit_s)
+    for rank, (theirs, sees, _) in answers.items():
+        if not sees:
+            text = f"{group.host(rank)} does not see in {theirs} what {main} writes to {place}"
+            yield fault(f"{text}; use a run directory that all hosts share")
     unlocked = [group.host(rank) for rank, (_, _, can) in answers.items() if locked and can]
     if unlocked:
         text = f"{_some(unlocked)} can lock what {main} has locked, so nothing prevents a second training of a run"
-        remedy = f"mount {place} with locks across hosts (Lustre: -o flock; NFS: without nolock)"
-        problems.append(warning(f"{text}; {remedy}"))
-    return problems or [ok(f"{place} is the same on {_some([group.host(rank) for rank in answers])} and {main}")]
+        yield warning(f"{text}; mount {place} with locks across hosts (Lustre: -o flock; NFS: without nolock)")
+    elif all(sees for _, sees, _ in answers.values()):
+        yield ok(f"{place} is the same on {_some([group.host(rank) for rank in answers])} and {main}")
 
 
 def _sees(path: Path, token: str, within_s: float) -> bool:
@@ -268,114 +238,72 @@ def _lock(file: TextIO) -> bool:
     return True
 
 
-def collectives(group: Group) -> list[Finding]:
+def collectives(group: Group) -> Iterator[Finding]:
     """Let all ranks add numbers, by NCCL on GPUs and by gloo on CPUs, and report bandwidth and transport."""
-    exchange, place = group.exchange, group.context.place
+    exchange, place, limit_s = group.exchange, group.context.place, group.context.limit_s
     if len(group.facts) < place.ranks:
-        return []
+        return
     backend = "nccl" if all(facts["gpu"] >= 0 for facts in group.facts.values()) else "gloo"
     address, gpu = (exchange.store.host, exchange.store.port), int(group.facts[place.rank]["gpu"])
     own = run_trial(
-        *(backend, address, "doctor/trial", place.rank, place.ranks, gpu, group.context.limit_s),
+        *(backend, address, "doctor/trial", place.rank, place.ranks, gpu, limit_s),
         has_failed=lambda: exchange.has_flag("trial/failed"),
     )
     if own.problem:
         exchange.raise_flag("trial/failed")
-    exchange.put("trial", [own.gigabytes_per_s, own.problem, own.nccl, *map(sorted, transports(own.log))])
-    if not group.is_main:
-        return []
-    answers = exchange.gather("trial", sorted(group.facts), group.context.limit_s)
-    outcomes = {rank: Outcome(*answer[:3]) for rank, answer in answers.items()}
-    used, devices = ({name for answer in answers.values() for name in answer[index]} for index in (3, 4))
-    names = {rank: f"rank {rank} on {group.host(rank)}" for rank in group.facts}
-    return judge(backend, outcomes, names, len(group.first_ranks), used, devices)
+    exchange.put("trial", asdict(own))
+    if group.is_main:
+        answers = exchange.gather("trial", sorted(group.facts), limit_s)
+        outcomes = {rank: Outcome(**answer) for rank, answer in answers.items()}
+        names = {rank: f"rank {rank} on {group.host(rank)}" for rank in group.facts}
+        yield from judge(backend, outcomes, names, len(group.first_ranks))
 
 
-def collectives_of_this_host(context: JobContext, gpus: int) -> list[Finding]:
-    """Let ranks on this host add numbers: one for each GPU, or two on the CPU.
-
-    Args:
-        context: of a single process.
-        gpus: number of GPUs that torch sees.
-    """
-    if gpus == 1:
-        return [ok("one GPU, so NCCL is not tried")]
-    backend, ranks = ("nccl", gpus) if gpus else ("gloo", 2)
-    outcomes = dict(enumerate(trial_on_this_host(backend, ranks, context.limit_s)))
-    used, devices = transports(line for outcome in outcomes.values() for line in outcome.log)
-    return judge(backend, outcomes, {rank: f"rank {rank}" for rank in outcomes}, 1, used, devices)
+def collectives_of_this_host(context: JobContext) -> Iterator[Finding]:
+    """Let ranks on this host add numbers: one for each GPU that torch sees, or two on the CPU."""
+    gpus = torch.cuda.device_count()
+    if gpus != 1:
+        backend, ranks = ("nccl", gpus) if gpus else ("gloo", 2)
+        outcomes = dict(enumerate(trial_on_this_host(backend, ranks, context.limit_s)))
+        yield from judge(backend, outcomes, {rank: f"rank {rank}" for rank in outcomes}, 1)
 
 
-def transports(lines: Iterable[str]) -> tuple[set[str], set[str]]:
-    """Return the transports that NCCL uses between ranks, and the devices of its network, from its log."""
-    used, devices = set(), set()
-    for line in lines:
-        if match := _CHANNEL.search(line):
-            parts = match.group(1).split("/")
-            direct = " with GPUDirect" if "GDRDMA" in parts else ""
-            used.add("/".join(parts[:2] if parts[0] in ("NET", "P2P") else parts[:1]) + direct)
-        elif match := _NETWORK.search(line):
-            devices.add(f"{match.group(1)}: {match.group(2).strip()}")
-    return used, devices
-
-
-def judge(
-    backend: str,
-    outcomes: Mapping[int, Outcome],
-    names: Mapping[int, str],
-    hosts: int,
-    used: set[str],
-    devices: set[str],
-) -> list[Finding]:
-    """Return the findings of the trial of a process group.
+def judge(backend: str, outcomes: Mapping[int, Outcome], names: Mapping[int, str], hosts: int) -> Iterator[Finding]:
+    """Yield the findings of the trial of a process group.
 
     Args:
         backend: "gloo" or "nccl".
         outcomes: of the ranks that have answered.
         names: of all ranks, for messages.
         hosts: number of hosts.
-        used: NCCL's transports between ranks.
-        devices: devices of NCCL's network.
     """
-    problems = {names[rank]: outcome.problem for rank, outcome in outcomes.items() if outcome.problem}
-    problems |= {names[rank]: "no answer" for rank in names if rank not in outcomes}
+    problems = {name: outcomes[rank].problem if rank in outcomes else "no answer" for rank, name in names.items()}
+    problems = {name: problem for name, problem in problems.items() if problem}
     if problems:
         who, reason = min(problems.items(), key=lambda item: item[1] == WAITED)  # the first cause comes first
         more = f", and {len(problems) - 1} more cannot" if len(problems) > 1 else ""
-        return [
-            fault(
-                f"{who} cannot add numbers by {backend} ({reason}){more}; check the network and firewalls between "
-                f"the hosts, and name the interface by {backend.upper()}_SOCKET_IFNAME"
-            )
-        ]
+        text = f"{who} cannot add numbers by {backend} ({reason}){more}; check the network and firewalls between"
+        yield fault(f"{text} the hosts, and name the interface by {backend.upper()}_SOCKET_IFNAME")
+        return
     slowest = min(outcome.gigabytes_per_s for outcome in outcomes.values())
     version = next((outcome.nccl for outcome in outcomes.values() if outcome.nccl), "")
+    transports = sorted({name for outcome in outcomes.values() for name in outcome.transports})
     # NCCL names the sockets that it starts with even if it uses InfiniBand.
-    networks = {name.split()[0].partition("/")[2] for name in used if name.startswith("NET/")}
-    through = "; ".join(sorted(device for device in devices if device.partition(":")[0] in networks))
+    kinds = {name.split()[0].partition("/")[2] for name in transports if name.startswith("NET/")}
+    networks = {network for outcome in outcomes.values() for network in outcome.networks}
+    through = "; ".join(sorted(network for network in networks if network.partition(":")[0] in kinds))
     text = f"{len(outcomes)} ranks on {counted(hosts, 'hosts')} add numbers by "
     text += f"NCCL {version}" if version else backend
-    text += f" over {', '.join(sorted(used))}" if used else ""
+    text += f" over {', '.join(transports)}" if transports else ""
     text += f" ({through})" if through else ""
-    findings = [ok(f"{text}: {slowest:.2f} GB/s")]
-    if hosts > 1 and "NET/Socket" in used and infiniband():
-        findings.append(
-            warning(
-                f"NCCL uses sockets between hosts, which are many times slower than InfiniBand "
-                f"({', '.join(infiniband())}); check NCCL_IB_DISABLE, NCCL_IB_HCA, and the limit of locked memory"
-            )
-        )
-    return findings
+    yield ok(f"{text}: {slowest:.2f} GB/s")
+    if hosts > 1 and "NET/Socket" in transports and (devices := infiniband()):
+        text = f"NCCL uses sockets between hosts, which are many times slower than InfiniBand ({', '.join(devices)})"
+        yield warning(f"{text}; check NCCL_IB_DISABLE, NCCL_IB_HCA, and the limit of locked memory")
 
 
 def missing_hosts(context: JobContext, group_hosts: Mapping[int, str], missing: Sequence[int]) -> list[str]:
-    """Return the hosts of ranks that have not connected, as far as the launcher tells them.
-
-    Args:
-        context: of this rank.
-        group_hosts: host of each rank that has connected.
-        missing: the ranks that have not.
-    """
+    """Return the hosts of ranks that are missing, as far as the launcher and ``group_hosts``, by rank, tell them."""
     environment = context.environment
     if nodes := environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST"):
         listed = run_program(["scontrol", "show", "hostnames", nodes], 30.0).text.split()
@@ -397,5 +325,10 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-OF_A_GROUP = {"versions": versions, "clocks": clocks, "directory": directory, "collectives": collectives}
+OF_A_GROUP: dict[str, Callable[[Group], Iterable[Finding]]] = {
+    "versions": versions,
+    "clocks": clocks,
+    "directory": directory,
+    "collectives": collectives,
+}
 """Checks that all ranks make together, by name."""

@@ -11,7 +11,6 @@ import csv
 import errno
 import fcntl
 import json
-import math
 import os
 import platform
 import re
@@ -22,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timedelta
 from importlib import metadata
 from pathlib import Path
@@ -32,6 +31,7 @@ from deepspeed_nmt.doctor.findings import (
     Finding,
     HostGpu,
     JobContext,
+    Level,
     fault,
     gib,
     ok,
@@ -43,10 +43,8 @@ from deepspeed_nmt.errors import ConfigError, counted, shown
 from deepspeed_nmt.parallel.hardware import UNKNOWN, driver_problem, host_memory, kernel_problem, lock_for
 from deepspeed_nmt.parallel.launched import expanded
 
-_ROOT, _SHM = Path("/"), Path("/dev/shm")
+_SHM = Path("/dev/shm")
 _INFINIBAND = Path("/sys/class/infiniband")
-_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_MOUNTS = Path("/proc/self/mounts")
 
 # Software.
 
@@ -64,31 +62,28 @@ sys.stdout.write(json.dumps(failures))
 """Program that compiles every kernel, and compares it with torch on a few numbers."""
 
 
-def python(context: JobContext) -> list[Finding]:
+def python(context: JobContext) -> Iterator[Finding]:
     """Report Python and this package."""
     place = Path(__file__).parents[1]
-    return [ok(f"Python {platform.python_version()} ({sys.executable}), deepspeed_nmt {__version__} ({place})")]
+    yield ok(f"Python {platform.python_version()} ({sys.executable}), deepspeed_nmt {__version__} ({place})")
 
 
-def packages(context: JobContext) -> list[Finding]:
+def packages(context: JobContext) -> Iterator[Finding]:
     """Compare the installed packages with the ranges that this package works with."""
     try:
         from packaging.requirements import Requirement
 
         requirements = [Requirement(text) for text in metadata.requires("deepspeed_nmt") or ()]
     except (ImportError, metadata.PackageNotFoundError):
-        return [ok("the program runs from its source tree, so versions of packages are not checked")]
-    problems = []
+        yield ok("the program runs from its source tree, so versions of packages are not checked")
+        return
     for requirement in requirements:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         version = version_of(requirement.name)
         if version is None or not requirement.specifier.contains(version, prereleases=True):
             state = "missing" if version is None else f"{version} is installed"
-            problems.append(fault(f"{requirement} is required, but {state}; `pip install -r {_lock(context)}`"))
-    return problems or [
-        ok(f"all {len(requirements)} required packages are installed, in versions that are known to work")
-    ]
+            yield fault(f"{requirement} is required, but {state}; `pip install -r {_lock(context)}`")
 
 
 def version_of(package: str) -> str | None:
@@ -104,69 +99,60 @@ def _lock(context: JobContext) -> str:
     return lock_for(gpus[0].capability, gpus[0].driver) if gpus else "requirements/cpu.txt"
 
 
-def torch(context: JobContext) -> list[Finding]:
+def torch(context: JobContext) -> Iterator[Finding]:
     """Import torch, in this process: the exchange with other ranks needs it."""
     try:
         import torch
     except Exception as error:  # a library of it may be missing or damaged
         reason = str(error).partition("\n")[0]
-        return [fault(f"torch cannot be imported ({reason}); `pip install -r {_lock(context)}`")]
-    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
-    return [ok(f"torch {torch.__version__}, built {built}")]
+        yield fault(f"torch cannot be imported ({reason}); `pip install -r {_lock(context)}`")
+    else:
+        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
+        yield ok(f"torch {torch.__version__}, built {built}")
 
 
-def deepspeed(context: JobContext) -> list[Finding]:
+def deepspeed(context: JobContext) -> Iterator[Finding]:
     """Import DeepSpeed, in a process of its own: it may end its process."""
     done = run_python("import deepspeed; print(deepspeed.__version__)", _IMPORT_S)
     if done.status == 0:
-        return [ok(f"DeepSpeed {done.text.split()[-1]} can be imported")]
-    return [
-        fault(
-            f"deepspeed, by which several ranks train, cannot be imported ({done.problem}); `pip install -r "
-            "requirements/common.txt`, or train with engine.name=plain"
-        )
-    ]
+        yield ok(f"DeepSpeed {done.text.split()[-1]} can be imported")
+    else:
+        text = f"deepspeed, by which several ranks train, cannot be imported ({done.problem})"
+        yield fault(f"{text}; `pip install -r requirements/common.txt`, or train with engine.name=plain")
 
 
-def compiler(context: JobContext) -> list[Finding]:
+def compiler(context: JobContext) -> Iterator[Finding]:
     """Look for the C compiler that Triton, torch.compile and DeepSpeed's operations call."""
-    command, path = context.environment.get("CC", ""), context.environment.get("PATH")
-    if command and shutil.which(command.split()[0], path=path) is None:
-        return [fault(f"CC is {command}, which is not on PATH; unset it or correct it")]
-    for name in filter(None, (*command.split()[:1], "gcc", "clang")):
-        if program := shutil.which(name, path=path):
-            return [ok(f"C compiler {program}")]
-    users = "Triton's kernels" if context.gpus else "engine.compile=layers and ZeRO's offload"
-    text = f"no C compiler (gcc or clang) is on PATH, which {users} require; install gcc, or set CC"
-    return [fault(text) if context.gpus else warning(text)]
+    given, path = context.environment.get("CC", ""), context.environment.get("PATH")
+    programs = [shutil.which(name, path=path) for name in (given.split()[:1] or ("gcc", "clang"))]
+    if any(programs):
+        yield ok(f"C compiler {next(filter(None, programs))}")
+    elif given:
+        yield fault(f"CC is {given}, which is not on PATH; unset it or correct it")
+    else:
+        users = "Triton's kernels" if context.gpus else "engine.compile=layers and ZeRO's offload"
+        text = f"no C compiler (gcc or clang) is on PATH, which {users} require; install gcc, or set CC"
+        yield fault(text) if context.gpus else warning(text)
 
 
-def kernels(context: JobContext) -> list[Finding]:
+def kernels(context: JobContext) -> Iterator[Finding]:
     """Compile and run the kernels of Triton and apex on a GPU, and compare them with torch."""
     if not context.gpus:
-        return [ok("no GPU, so Triton and apex are not tried")]
-    findings = []
-    if version_of("triton") is None:
-        findings.append(
-            warning(
-                f"triton is not installed, so fused operations fall back to torch; `pip install -r {_lock(context)}`"
-            )
-        )
+        return
     done = run_python(_KERNELS, _KERNELS_S)
     if done.status:
-        return [*findings, fault(f"the trial of kernels on the GPU ended with an error ({done.problem})")]
+        yield fault(f"the trial of kernels on the GPU ended with an error ({done.problem})")
+        return
     for backend, failures in json.loads(done.text.splitlines()[-1]).items():
         reasons = {name: reason.partition("\n")[0] for name, reason in failures.items() if reason}
         if reasons:
             name, reason = next(iter(reasons.items()))
-            findings.append(
-                fault(f"{backend} fails in {', '.join(reasons)}, for which torch is used ({name}: {reason})")
-            )
+            yield fault(f"{backend} fails in {', '.join(reasons)}, for which torch is used ({name}: {reason})")
         elif failures:
-            findings.append(ok(f"{backend} runs, and agrees with torch: {', '.join(failures)}"))
-        elif backend == "apex":
-            findings.append(ok("apex is not installed; it is not needed"))
-    return findings
+            yield ok(f"{backend} runs, and agrees with torch: {', '.join(failures)}")
+        elif backend == "triton":
+            remedy = f"`pip install -r {_lock(context)}`"
+            yield warning(f"triton is not installed, so fused operations fall back to torch; {remedy}")
 
 
 # GPUs.
@@ -174,12 +160,21 @@ def kernels(context: JobContext) -> list[Finding]:
 _SMI_S = 60.0
 """Time limit of ``nvidia-smi`` in seconds; without the persistence mode it loads the driver first."""
 _REQUIRED = ("name", "driver_version", "memory.total", "memory.used")
-_OPTIONAL = (
-    *("compute_cap", "mig.mode.current", "persistence_mode", "ecc.errors.uncorrected.volatile.total"),
-    *("clocks_throttle_reasons.hw_slowdown", "clocks_throttle_reasons.hw_thermal_slowdown"),
-    "clocks_throttle_reasons.hw_power_brake_slowdown",
-)
-"""Fields of ``nvidia-smi`` that some drivers do not know."""
+_STATES: dict[str, tuple[str, Level, str]] = {
+    "mig.mode.current": (
+        "Enabled",
+        "warning",
+        "MIG mode is on, and NCCL joins no two instances; `nvidia-smi -mig 0`",
+    ),
+    "persistence_mode": ("Disabled", "warning", "persistence mode is off, so each start is slow; `nvidia-smi -pm 1`"),
+    "ecc.errors.uncorrected.volatile.total": (
+        r"[1-9]\d*",
+        "fault",
+        "uncorrected memory errors since the driver was loaded; have it reset, or leave its host out",
+    ),
+    "clocks_throttle_reasons.hw_slowdown": ("Active", "warning", "the clock is slowed down; check cooling and power"),
+}
+"""Fields of ``nvidia-smi`` that some drivers do not know: bad values, their level and meaning."""
 _USED_GIB = 1.0
 """Memory (GiB) in use on a GPU that is more than the driver's own."""
 
@@ -193,7 +188,7 @@ def query_gpus(path: str | None) -> tuple[list[HostGpu] | None, str]:
     program = shutil.which("nvidia-smi", path=path)
     if program is None:
         return None, ""
-    for fields in ((*_REQUIRED, *_OPTIONAL), (*_REQUIRED, "compute_cap"), _REQUIRED):
+    for fields in ((*_REQUIRED, "compute_cap", *_STATES), (*_REQUIRED, "compute_cap"), _REQUIRED):
         done = run_program([program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"], _SMI_S)
         if done.status == 0:
             rows = csv.reader(done.text.splitlines(), skipinitialspace=True)
@@ -201,138 +196,95 @@ def query_gpus(path: str | None) -> tuple[list[HostGpu] | None, str]:
     return [], (done.text.strip().splitlines() or [done.problem])[-1]
 
 
-def _gpu(row: Mapping[str, str]) -> HostGpu:
-    major, _, minor = row.get("compute_cap", "").partition(".")
-    capability = (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (0, 0)
-    sizes = [float(row[name]) / 1024 if row[name].isdecimal() else 0.0 for name in ("memory.total", "memory.used")]
-    return HostGpu(row["name"], row["driver_version"], sizes[0], sizes[1], capability, dict(row))
+def _gpu(row: dict[str, str]) -> HostGpu:
+    capability = re.fullmatch(r"(\d+)\.(\d+)", row.get("compute_cap", ""))
+    total, used = (float(row[name]) / 1024 if row[name].isdecimal() else 0.0 for name in _REQUIRED[2:])
+    major, minor = map(int, capability.groups()) if capability else (0, 0)
+    return HostGpu(row["name"], row["driver_version"], total, used, (major, minor), row)
 
 
-def gpus(context: JobContext) -> list[Finding]:
+def gpus(context: JobContext) -> Iterator[Finding]:
     """Report the GPUs, and states of theirs that slow a training down or stop it."""
     if context.gpus is None:
-        return [ok("no nvidia-smi, so no NVIDIA GPU here")]
-    if reason := context.driver_problem:
-        return [fault(f"nvidia-smi fails ({reason}); load the driver, or restart the host after an update of it")]
-    if not context.gpus:
-        return [warning("nvidia-smi lists no GPU; ask for GPUs when you start the job")]
-    kinds = Counter((gpu.name, gpu.gib) for gpu in context.gpus)
-    listed = ", ".join(f"{count} x {name} ({size:.0f} GiB)" for (name, size), count in kinds.items())
-    findings = [ok(f"{listed}, driver {context.gpus[0].driver}")]
-    if len(kinds) > 1:
-        findings.append(warning(f"the GPUs are of several kinds, {listed}: the slowest sets the pace"))
-    for number, gpu in enumerate(context.gpus):
-        findings += _states(f"GPU {number} ({gpu.name})", f"nvidia-smi -i {number}", gpu)
-    if any(gpu.states.get("persistence_mode") == "Disabled" for gpu in context.gpus):
-        findings.append(
-            warning(
-                "the persistence mode of GPUs is off, so each start loads the driver anew; `nvidia-smi -pm 1` as root"
-            )
-        )
-    return findings
+        yield ok("no nvidia-smi, so no NVIDIA GPU here")
+    elif reason := context.driver_problem:
+        yield fault(f"nvidia-smi fails ({reason}); load the driver, or restart the host after an update of it")
+    elif not context.gpus:
+        yield warning("nvidia-smi lists no GPU; ask for GPUs when you start the job")
+    else:
+        kinds = Counter((gpu.name, gpu.gib) for gpu in context.gpus)
+        listed = ", ".join(f"{count} x {name} ({size:.0f} GiB)" for (name, size), count in kinds.items())
+        yield ok(f"{listed}, driver {context.gpus[0].driver}")
+        if len(kinds) > 1:
+            yield warning(f"the GPUs are of several kinds, {listed}: the slowest sets the pace")
+    gpus = list(enumerate(context.gpus or ()))
+    for state, (bad, level, text) in _STATES.items():
+        if numbers := [str(number) for number, gpu in gpus if re.fullmatch(bad, gpu.states.get(state, ""))]:
+            yield Finding(level, f"GPU {', '.join(numbers)}: {text}")
+    for number, gpu in gpus:
+        if gpu.used_gib > _USED_GIB:
+            text = f"GPU {number} has {gpu.used_gib:.1f} of {gpu.gib:.0f} GiB in use"
+            yield warning(f"{text}; end the process that nvidia-smi names, or lower batch.micro_tokens")
 
 
-def _states(name: str, command: str, gpu: HostGpu) -> Iterator[Finding]:
-    if gpu.states.get("mig.mode.current") == "Enabled":
-        yield warning(
-            f"{name} is in MIG mode, and NCCL joins no two instances of a GPU; to train on several ranks, "
-            f"`{command} -mig 0` as root"
-        )
-    errors = gpu.states.get("ecc.errors.uncorrected.volatile.total", "")
-    if errors.isdecimal() and int(errors):
-        yield fault(
-            f"{name} has {errors} uncorrected memory errors since the driver was loaded; have it reset "
-            f"(`{command} -r`), or leave its host out"
-        )
-    reasons = [
-        field.rpartition(".")[2] for field in _OPTIONAL if "throttle" in field and gpu.states.get(field) == "Active"
-    ]
-    if reasons:
-        yield warning(f"{name} is slowed down ({', '.join(reasons)}); check its cooling")
-    if gpu.used_gib > _USED_GIB:
-        yield warning(
-            f"{name} has {gpu.used_gib:.1f} of {gpu.gib:.0f} GiB in use; end the process that nvidia-smi names, or "
-            "lower batch.micro_tokens"
-        )
-
-
-def torch_build(context: JobContext) -> list[Finding]:
+def torch_build(context: JobContext) -> Iterator[Finding]:
     """Compare torch's build with the GPUs and the driver."""
-    try:
-        import torch
-    except Exception:  # the check of torch reports it
-        return []
+    import torch
+
     if torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        problems = [fault(text) for n in range(count) if (text := kernel_problem(torch.device("cuda", n)))]
-        return problems or [ok(f"torch sees {counted(count, 'GPUs')}, and has kernels for all it sees")]
+        devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+        yield ok(f"torch sees {counted(len(devices), 'GPUs')}")
+        yield from (fault(problem) for device in devices if (problem := kernel_problem(device)))
+        return
     if not context.gpus:
-        return []
+        return
     gpu, visible = context.gpus[0], context.environment.get("CUDA_VISIBLE_DEVICES")
     if torch.version.cuda is None:
-        text = (
-            f"torch {torch.__version__} is built for CPUs and cannot use the {gpu.name} here; `pip install -r "
-            f"{lock_for(gpu.capability, gpu.driver)}`"
-        )
+        text = f"torch {torch.__version__} is built for CPUs and cannot use the {gpu.name} here"
+        yield fault(f"{text}; `pip install -r {_lock(context)}`")
     elif problem := driver_problem(gpu.driver, gpu.capability, torch.__version__, torch.version.cuda):
-        text = problem
+        yield fault(problem)
     elif visible is not None:
-        text = (
-            f"CUDA_VISIBLE_DEVICES is '{visible}', so torch sees none of {len(context.gpus)} GPUs; unset it, or ask "
-            "for GPUs when you start the job"
-        )
+        text = f"CUDA_VISIBLE_DEVICES is '{visible}', so torch sees none of {len(context.gpus)} GPUs"
+        yield fault(f"{text}; unset it, or ask for GPUs when you start the job")
     else:
         text = (
-            f"torch does not see the {gpu.name} that nvidia-smi lists; start the container or the job with its GPUs, "
-            "and check that /dev/nvidia* are readable"
+            f"torch does not see the {gpu.name} that nvidia-smi lists; start the container or the job with its GPUs"
         )
-    return [fault(text)]
+        yield fault(f"{text}, and check that /dev/nvidia* are readable")
 
 
-def gpu_of_rank(context: JobContext) -> list[Finding]:
+def gpu_of_rank(context: JobContext) -> Iterator[Finding]:
     """Check that this rank has a GPU of its own, if there are GPUs."""
-    if not context.gpus or context.place.ranks == 1:
-        return []
-    try:
-        import torch
+    import torch
 
-        from deepspeed_nmt.parallel.world import gpu_of
-    except Exception:  # the check of torch reports it
-        return []
-    if torch.cuda.is_available():  # else the check of torch's build reports it
+    from deepspeed_nmt.parallel.world import gpu_of
+
+    if context.gpus and context.place.ranks > 1 and torch.cuda.is_available():
         try:
             gpu_of(context.place.local_rank)
         except ConfigError as error:
-            return [fault(str(error))]
-    return []
+            yield fault(str(error))
 
 
 # Network.
 
 _DEFAULT_PORT = 29500
 """Port of `deepspeed` and `torchrun`, unless another one is given."""
-_LAUNCHER_PORTS = (20000, 30000)
-"""Range of the ports that launch/*.sbatch choose."""
 
 
-def names(context: JobContext) -> list[Finding]:
+def names(context: JobContext) -> Iterator[Finding]:
     """Check that this host's name and that of rank 0's host can be resolved."""
-    problems, own = [], _addresses(context.host)
+    own, master = _addresses(context.host), context.environment.get("MASTER_ADDR")
     several = context.place.ranks > max(1, context.local_ranks)
     if not own and several and not context.environment.get("GLOO_SOCKET_IFNAME"):
-        problems.append(
-            fault(
-                f"{context.host} cannot resolve its own name, so gloo would listen on 127.0.0.1 only; add it to "
-                "/etc/hosts, or set GLOO_SOCKET_IFNAME to a network interface"
-            )
-        )
-    master = context.environment.get("MASTER_ADDR")
+        text = f"{context.host} cannot resolve its own name, so gloo would listen on 127.0.0.1 only"
+        yield fault(f"{text}; add it to /etc/hosts, or set GLOO_SOCKET_IFNAME to a network interface")
     if master and not _addresses(master):
-        problems.append(
-            fault(f"{context.host} cannot resolve MASTER_ADDR {shown(master)}; give the address of the first host")
-        )
+        text = f"{context.host} cannot resolve MASTER_ADDR {shown(master)}"
+        yield fault(f"{text}; give the address of the first host")
     first = f", rank 0 at {master}" if master else ""
-    return problems or [ok(f"{context.host} is {', '.join(own) or 'known by no address'}{first}")]
+    yield ok(f"{context.host} is {', '.join(own) or 'known by no address'}{first}")
 
 
 def _addresses(name: str) -> list[str]:
@@ -343,33 +295,24 @@ def _addresses(name: str) -> list[str]:
     return list(dict.fromkeys(str(address[4][0]) for address in answers))
 
 
-def interfaces(context: JobContext) -> list[Finding]:
+def interfaces(context: JobContext) -> Iterator[Finding]:
     """Check that the network interfaces that are named exist, and report what is set for NCCL and gloo."""
-    present, problems = [name for _, name in socket.if_nameindex()], []
+    present, devices = [name for _, name in socket.if_nameindex()], ", ".join(infiniband())
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         given = context.environment.get(variable, "")
         exact = variable.startswith("GLOO") or given.startswith("=")
         choices = [choice for choice in given.lstrip("=").split(",") if choice]
         fits = any(name == choice if exact else name.startswith(choice) for name in present for choice in choices)
         if choices and not given.startswith("^") and not fits:
-            problems.append(
-                fault(
-                    f"{variable} is {given}, which is no network interface here ({', '.join(present)}); correct it, "
-                    "or unset it"
-                )
-            )
-    devices = ", ".join(infiniband())
+            text = f"{variable} is {given}, which is no network interface here ({', '.join(present)})"
+            yield fault(f"{text}; correct it, or unset it")
     if devices and context.environment.get("NCCL_IB_DISABLE") == "1" and context.gpus:
-        problems.append(
-            warning(
-                f"NCCL_IB_DISABLE is 1, so NCCL does not use InfiniBand ({devices}) but sockets, which are many "
-                "times slower; unset it"
-            )
-        )
+        text = f"NCCL_IB_DISABLE is 1, so NCCL does not use InfiniBand ({devices}) but sockets"
+        yield warning(f"{text}, which are many times slower; unset it")
     prefixes = ("NCCL_", "GLOO_", "UCX_", "FI_")
     settings = sorted(f"{name}={value}" for name, value in context.environment.items() if name.startswith(prefixes))
     parts = [f"interfaces {', '.join(present)}", f"InfiniBand {devices}" if devices else "", " ".join(settings)]
-    return problems or [ok("; ".join(filter(None, parts)))]
+    yield ok("; ".join(filter(None, parts)))
 
 
 def infiniband() -> list[str]:
@@ -380,32 +323,20 @@ def infiniband() -> list[str]:
         return []
 
 
-def port(context: JobContext) -> list[Finding]:
-    """Check the port of the rendezvous, and the range from which launchers choose it."""
-    problems, (least, most) = [], _LAUNCHER_PORTS
-    try:
-        low, high = map(int, _text(_EPHEMERAL).split())
-    except ValueError:  # not known
-        low, high = 65536, 0
-    if low < most and high > least:
-        problems.append(
-            warning(
-                f"this system gives ports {low} to {high} to outgoing connections, also those of rank 0, {least} to "
-                f"{most}; `sysctl net.ipv4.ip_local_port_range='32768 60999'` as root"
-            )
-        )
-    if context.place.ranks > 1:  # rank 0 listens there itself
-        return problems
+def port(context: JobContext) -> Iterator[Finding]:
+    """Check that the port of the rendezvous is free; of several ranks, rank 0 listens there itself."""
+    if context.place.ranks > 1:
+        return
     given = context.environment.get("MASTER_PORT", "")
     if given and not (given.isdecimal() and 0 < int(given) < 65536):
-        return [*problems, fault(f"MASTER_PORT is {shown(given)}, which is no port; set a number from 1024 to 65535")]
-    number = int(given or _DEFAULT_PORT)
-    if _is_free(number):
-        return problems or [ok(f"port {number} is free")]
-    if given:
-        return [*problems, fault(f"something listens on MASTER_PORT {number}; choose another")]
-    text = f"something listens on port {number}, the default of `deepspeed` and `torchrun`"
-    return [*problems, warning(f"{text}; start them with --master_port and another number")]
+        yield fault(f"MASTER_PORT is {shown(given)}, which is no port; set a number from 1024 to 65535")
+    elif _is_free(number := int(given or _DEFAULT_PORT)):
+        yield ok(f"port {number} is free")
+    elif given:
+        yield fault(f"something listens on MASTER_PORT {number}; choose another")
+    else:
+        text = f"something listens on port {number}, the default of `deepspeed` and `torchrun`"
+        yield warning(f"{text}; start them with --master_port and another number")
 
 
 def _is_free(number: int) -> bool:
@@ -424,12 +355,10 @@ PREFIX = ".doctor-"
 """Beginning of the names of all files that the examination writes."""
 _LEAST_BYTES, _FEW_BYTES = 2**30, 20 * 2**30
 """Free bytes below which a run cannot save any model, and below which it cannot save many large ones."""
-_LEAST_FILES = 1000
 _WRITTEN_BYTES = 64 * 2**20
 """Bytes that are written to measure the speed."""
 _SLOW = 50e6
 """Bytes a second below which checkpoints take minutes."""
-_VOLATILE = ("tmpfs", "ramfs")
 
 
 @contextlib.contextmanager
@@ -448,84 +377,51 @@ def scratch(directory: Path, name: str) -> Iterator[Path]:
             path.unlink()
 
 
-def directory(context: JobContext) -> list[Finding]:
+def directory(context: JobContext) -> Iterator[Finding]:
     """Check that the run directory can be written and locked, has room, and is fast."""
-    place, kind = context.directory, _file_system(context.directory)
+    place, kind, state = context.directory, _file_system(context.directory), os.statvfs(context.directory)
+    free = state.f_bavail * state.f_frsize
+    block = os.urandom(max(1, min(_WRITTEN_BYTES, free // 4)))
     with scratch(place, f"{context.host}-{os.getpid()}") as path:
         try:
             with path.open("xb") as file:  # a link that lies there is not followed
-                file.write(b"x")
+                began = time.perf_counter()
+                file.write(block)
+                file.flush()
+                os.fsync(file.fileno())
+                rate = len(block) / (time.perf_counter() - began)
+                lock_problem = _lock_problem(file)
         except OSError as error:
             remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "change its permissions"
             text = f"the run directory {place} is not writable ({error.strerror}); {remedy}, or give another --run"
-            return [fault(text)]
-        findings = [_room(place), *_locks(path), *_speed(path)]
-    if kind in _VOLATILE:
-        findings.append(
-            warning(f"{place} is in memory ({kind}), which a restart of the host clears; give another --run")
-        )
-    return [ok(f"{place} is writable ({kind or 'unknown file system'})"), *findings]
-
-
-def _room(place: Path) -> Finding:
-    state = os.statvfs(place)
-    free = state.f_bavail * state.f_frsize
-    if state.f_files and state.f_favail < _LEAST_FILES:
-        return fault(f"{place} has room for {state.f_favail:,} files, but a run has {_LEAST_FILES:,}; remove some")
-    if free < _LEAST_BYTES:
-        return fault(
-            f"{place} has {gib(free)} free, but checkpoints need {gib(_LEAST_BYTES)} or more; free some space, or "
-            "give another --run"
-        )
+            yield fault(text)
+            return
+    yield ok(f"{place} is writable ({kind or 'unknown file system'}), {gib(free)} free, {rate / 1e6:,.0f} MB/s")
     if free < _FEW_BYTES:
-        return warning(
-            f"{place} has {gib(free)} free, and large models need {gib(_FEW_BYTES)}; `deepspeed-nmt plan` counts "
-            "what a run needs"
-        )
-    return ok(f"{gib(free)} free")
+        least = _LEAST_BYTES if free < _LEAST_BYTES else _FEW_BYTES
+        text = f"{place} has {gib(free)} free, and checkpoints need {gib(least)} or more (see `deepspeed-nmt plan`)"
+        yield (fault if free < _LEAST_BYTES else warning)(f"{text}; free some space, or give another --run")
+    if lock_problem:
+        text = f"{place} has no locks ({lock_problem}), so nothing prevents a second training of a run"
+        yield warning(f"{text}; mount it with locks (Lustre: -o flock)")
+    if len(block) >= 2**20 and rate < _SLOW:
+        text = f"{place} takes {rate / 1e6:.0f} MB/s, {12e9 / rate / 60:.0f} minutes for a checkpoint of 12 GB"
+        yield warning(f"{text}; use a faster file system, or save less often (training.save_every)")
+    if kind in ("tmpfs", "ramfs"):
+        yield warning(f"{place} is in memory ({kind}), which a restart of the host clears; give another --run")
 
 
-def _locks(path: Path) -> list[Finding]:
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            text = f"{path.parent} has no locks ({error.strerror}), so nothing prevents a second training of a run"
-            return [warning(f"{text}; mount it with locks (Lustre: -o flock)")]
-    return []
-
-
-def _speed(path: Path) -> list[Finding]:
-    state = os.statvfs(path.parent)
-    size = min(_WRITTEN_BYTES, state.f_bavail * state.f_frsize // 4)
-    block = os.urandom(2**20)
+def _lock_problem(file: object) -> str:
     try:
-        began = time.perf_counter()
-        with path.open("wb") as file:
-            for _ in range(size >> 20):
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-        seconds = time.perf_counter() - began
-        path.write_bytes(b"")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[arg-type]
     except OSError as error:
-        return [fault(f"{path.parent} does not take what is written ({error.strerror}); check quota and disk")]
-    if size < 2**20:
-        return []
-    rate = size / seconds
-    if rate < _SLOW:
-        return [
-            warning(
-                f"{path.parent} takes {rate / 1e6:.0f} MB/s, {12e9 / rate / 60:.0f} minutes for a checkpoint of 12 "
-                "GB; use a faster file system, or save less often (training.save_every)"
-            )
-        ]
-    return [ok(f"{rate / 1e6:,.0f} MB/s written and synchronised")]
+        return error.strerror or str(error)
+    return ""
 
 
 def _file_system(place: Path) -> str:
     best, kind, real = "", "", str(place.resolve())
-    for line in _text(_MOUNTS).splitlines():
+    for line in Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
         words = line.split()
         mount = words[1].replace("\\040", " ")
         if len(mount) >= len(best) and f"{real}/".startswith(f"{mount.rstrip('/')}/"):
@@ -533,17 +429,14 @@ def _file_system(place: Path) -> str:
     return kind
 
 
-def temporary(context: JobContext) -> list[Finding]:
+def temporary(context: JobContext) -> Iterator[Finding]:
     """Check the directories in which torch, Triton and DeepSpeed compile."""
     home = Path(context.environment.get("HOME", "/"))
     triton = Path(context.environment.get("TRITON_CACHE_DIR", home / ".triton/cache"))
-    places = {"TMPDIR": Path(tempfile.gettempdir()), "TRITON_CACHE_DIR": triton}
-    problems = [
-        fault(f"{existing(place)}, in which kernels are compiled, is not writable; set {variable}")
-        for variable, place in places.items()
-        if not os.access(existing(place), os.W_OK)
-    ]
-    return problems or [ok(f"temporary files in {places['TMPDIR']}")]
+    for variable, place in {"TMPDIR": Path(tempfile.gettempdir()), "TRITON_CACHE_DIR": triton}.items():
+        if not os.access(existing(place), os.W_OK):
+            text = f"{existing(place)}, in which kernels are compiled, is not writable; set {variable}"
+            yield fault(text)
 
 
 def existing(path: Path) -> Path:
@@ -552,13 +445,6 @@ def existing(path: Path) -> Path:
     while not path.is_dir() and path != path.parent:
         path = path.parent
     return path
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 # Limits.
@@ -571,77 +457,47 @@ _FILES, _FILES_OF_A_RANK = 768, 8
 """Open files that a rank needs for itself, and for each other rank."""
 
 
-def memory(context: JobContext) -> list[Finding]:
+def memory(context: JobContext) -> Iterator[Finding]:
     """Compare the memory of the host, or of its control group, with the number of ranks."""
-    size, ranks = host_memory(_ROOT), max(1, context.local_ranks)
-    if size.available >= UNKNOWN:
-        return [ok("the memory of this host is not known")]
+    size, ranks = host_memory(), max(1, context.local_ranks)
     bounded = " (limit of the job or container)" if size.is_limited else ""
-    state = f"{gib(size.available)} of {gib(size.total)}{bounded} are free for {counted(ranks, 'ranks')}"
+    state = f"memory: {gib(size.available)} of {gib(size.total)}{bounded} are free for {counted(ranks, 'ranks')}"
     if size.available < ranks * _MEMORY_OF_A_RANK:
         need = f"each needs {gib(_MEMORY_OF_A_RANK)} before the model"
-        return [fault(f"memory: {state}, but {need}; ask for more (SLURM: --mem), or start fewer ranks")]
-    findings = [ok(f"memory: {state}")]
-    if _text(_ROOT / "proc/sys/vm/overcommit_memory").strip() == "2":
-        findings.append(
-            warning(
-                "vm.overcommit_memory is 2, so CUDA may be refused the addresses that it reserves; `sysctl "
-                "vm.overcommit_memory=0` as root"
-            )
-        )
-    return findings
+        yield fault(f"{state}, but {need}; ask for more (SLURM: --mem), or start fewer ranks")
+    elif size.available < UNKNOWN:
+        yield ok(state)
 
 
-def shared_memory(context: JobContext) -> list[Finding]:
+def shared_memory(context: JobContext) -> Iterator[Finding]:
     """Check the size of /dev/shm, over which NCCL joins GPUs of a host that cannot reach each other directly."""
-    try:
-        state = os.statvfs(_SHM)
-    except OSError as error:
-        return [warning(f"{_SHM}, which NCCL uses, cannot be read ({error.strerror}); mount it")]
-    free, ranks = state.f_bavail * state.f_frsize, max(1, context.local_ranks)
+    state, ranks = os.statvfs(_SHM), max(1, context.local_ranks)
+    free = state.f_bavail * state.f_frsize
     if free >= ranks * _SHM_OF_A_RANK:
-        return [ok(f"{gib(free)} of {gib(state.f_blocks * state.f_frsize)} free in {_SHM}")]
-    return [
-        fault(
-            f"{_SHM} has {free / 2**20:.0f} MiB free for {counted(ranks, 'ranks')}, each of which needs "
-            f"{_SHM_OF_A_RANK >> 20} MiB; give the container more (`docker run --ipc=host` or `--shm-size 8g`), or "
-            "remove files that dead processes left there"
+        yield ok(f"{gib(free)} free in {_SHM}")
+    else:
+        text = f"{_SHM} has {free >> 20} MiB free for {counted(ranks, 'ranks')}, each of which needs"
+        remedy = (
+            "give the container more (`docker run --ipc=host` or `--shm-size 8g`), or remove files of dead processes"
         )
-    ]
+        yield fault(f"{text} {_SHM_OF_A_RANK >> 20} MiB; {remedy}")
 
 
-def limits(context: JobContext) -> list[Finding]:
-    """Check the limits of open files, locked memory and processes."""
-    problems, unlimited = [], resource.RLIM_INFINITY
-    files, locked, processes = (
-        resource.getrlimit(kind)[0]
-        for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_NPROC)
-    )
-    needed = _FILES + _FILES_OF_A_RANK * context.place.ranks
-    if files != unlimited and files < needed:
-        problems.append(
-            fault(
-                f"the limit of open files is {files:,}, but {counted(context.place.ranks, 'ranks')} need {needed:,}; "
-                "`ulimit -n 65536` before the start, or ask the administrator"
-            )
-        )
-    if locked != unlimited and infiniband():
-        problems.append(
-            fault(
-                f"locked memory is limited to {gib(locked)}, but InfiniBand ({', '.join(infiniband())}) needs it "
-                "unlimited; `ulimit -l unlimited` in slurmd's unit (LimitMEMLOCK=infinity) or the container"
-            )
-        )
-    if processes != unlimited and processes < 1024:
-        problems.append(
-            warning(f"the limit of processes and threads is {processes:,}; `ulimit -u 4096` before the start")
-        )
-    values = {"open files": files, "locked memory": locked, "processes": processes}
-    texts = (f"{name} {'unlimited' if value == unlimited else f'{value:,}'}" for name, value in values.items())
-    return problems or [ok(f"limits: {', '.join(texts)}")]
+def limits(context: JobContext) -> Iterator[Finding]:
+    """Check the limits of open files and, for InfiniBand, of locked memory."""
+    files, locked = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
+    needed, unlimited = _FILES + _FILES_OF_A_RANK * context.place.ranks, resource.RLIM_INFINITY
+    if unlimited != files < needed:
+        text = f"the limit of open files is {files:,}, but {counted(context.place.ranks, 'ranks')} need {needed:,}"
+        yield fault(f"{text}; `ulimit -n 65536` before the start, or ask the administrator")
+    else:
+        yield ok(f"open files: {'unlimited' if files == unlimited else f'{files:,}'}")
+    if locked != unlimited and (devices := infiniband()):
+        text = f"locked memory is limited to {gib(locked)}, but InfiniBand ({', '.join(devices)}) needs it unlimited"
+        yield fault(f"{text}; `ulimit -l unlimited` in slurmd's unit (LimitMEMLOCK=infinity) or the container")
 
 
-def threads(context: JobContext) -> list[Finding]:
+def threads(context: JobContext) -> Iterator[Finding]:
     """Compare the threads of all ranks of this host with its CPUs."""
     allowed, ranks = len(os.sched_getaffinity(0)), max(1, context.local_ranks)
     # Ranks that are bound have CPUs of their own, otherwise they share those of the host.
@@ -649,34 +505,16 @@ def threads(context: JobContext) -> list[Finding]:
     cpus = max(1, allowed if bound else allowed // ranks)
     given = context.environment.get("OMP_NUM_THREADS", "")
     if given and not given.replace(",", "").isdecimal():
-        return [fault(f"OMP_NUM_THREADS is '{given}', which is no number; correct it")]
-    if not given and ranks > 1:
+        yield fault(f"OMP_NUM_THREADS is '{given}', which is no number; correct it")
+    elif not given and ranks > 1:
         text = f"OMP_NUM_THREADS is not set, so each of {ranks} ranks may start as many threads as there are CPUs"
-        return [warning(f"{text}; export OMP_NUM_THREADS={cpus}")]
-    count = int(given.partition(",")[0]) if given else allowed
-    state = counted(count, "threads") + (f" for each of {ranks} ranks" if ranks > 1 else "")
-    if count > cpus:
-        return [
-            fault(
-                f"OMP_NUM_THREADS is {count}, but a rank has {counted(cpus, 'CPUs')}: threads wait for one another, "
-                "which is many times slower; lower it, or ask for more CPUs (SLURM: --cpus-per-task)"
-            )
-        ]
-    quota = _cpu_quota()
-    if quota < count * (1 if bound else ranks):
-        text = f"the job or container may use {quota:.1f} CPUs for {state}"
-        return [warning(f"{text}; raise its limit, or lower OMP_NUM_THREADS")]
-    return [ok(f"{state}, on {allowed} CPUs{' of its own' if bound else ''}")]
-
-
-def _cpu_quota() -> float:
-    """Return the number of CPUs that the control group may use; inf without a limit."""
-    for line in _text(_ROOT / "proc/self/cgroup").splitlines():
-        _, controllers, path = (*line.split(":", 2), "", "")[:3]
-        words = _text(_ROOT / "sys/fs/cgroup" / path.lstrip("/") / "cpu.max").split()
-        if controllers == "" and len(words) == 2 and words[0].isdecimal():
-            return int(words[0]) / int(words[1])
-    return math.inf
+        yield warning(f"{text}; export OMP_NUM_THREADS={cpus}")
+    elif (count := int(given.partition(",")[0]) if given else allowed) > cpus:
+        text = f"OMP_NUM_THREADS is {count}, but a rank has {counted(cpus, 'CPUs')}: threads wait for one another"
+        yield fault(f"{text}, which is many times slower; lower it, or ask for more CPUs (SLURM: --cpus-per-task)")
+    else:
+        each = f" for each of {ranks} ranks" if ranks > 1 else ""
+        yield ok(f"{counted(count, 'threads')}{each}, on {allowed} CPUs{' of its own' if bound else ''}")
 
 
 # The job.
@@ -687,86 +525,69 @@ _SIGNAL_LEAD_S, _SHORT_S = 300, 1800
 _SIGNAL = re.compile(r"^#SBATCH\s+(?:.*\s)?--signal[=\s]\s*(\S+)", re.MULTILINE)
 
 
-def job(context: JobContext) -> list[Finding]:
+def job(context: JobContext) -> Iterator[Finding]:
     """Check time limit, signal and requeueing of the job that this process belongs to."""
     number = context.environment.get("SLURM_JOB_ID")
-    if context.place.rank:
-        return []
-    if number is None:
-        return [ok("no SLURM job")]
-    if shutil.which("scontrol", path=context.environment.get("PATH")) is None:
-        return [warning(f"scontrol is not on PATH, so job {number} cannot requeue itself")]
+    if context.place.rank or number is None:
+        return
     done = run_program(["scontrol", "show", "job", number, "--oneliner"], _SCONTROL_S)
     if done.status:
-        return [warning(f"scontrol cannot show job {number} ({done.problem}), so the job cannot requeue itself")]
+        yield warning(f"scontrol cannot show job {number} ({done.problem}), so the job cannot requeue itself")
+        return
     record = dict(word.split("=", 1) for word in done.text.split() if "=" in word)
+    with contextlib.suppress(KeyError, ValueError):  # without a time limit
+        left = (datetime.fromisoformat(record["EndTime"]) - datetime.now()) // timedelta(seconds=1)
+        text = f"job {number} has {left // 60:,} minutes left (--time {record.get('TimeLimit')})"
+        if left < _SIGNAL_LEAD_S + 60:
+            yield fault(f"{text}, but is told {_SIGNAL_LEAD_S} s before its end to save; raise --time")
+        elif left < _SHORT_S:
+            yield warning(f"{text}, and each start takes minutes; raise --time to an hour or more")
+        else:
+            yield ok(text)
+    lost = "queued again after preemption or the loss of a node"
     if record.get("Requeue") == "1":
-        requeue = ok(f"job {number} is queued again after preemption or the loss of a node")
+        yield ok(f"job {number} is {lost}")
     else:
-        text = f"job {number} is not queued again after preemption or the loss of a node (--no-requeue)"
-        requeue = warning(f"{text}; submit it with --requeue")
-    return [_time(record, number), requeue, _signal(context, record, number)]
+        yield warning(f"job {number} is not {lost} (--no-requeue); submit it with --requeue")
+    if record.get("BatchFlag") == "1":
+        yield _signal(context, number)
+    else:
+        text = f"job {number} is interactive, so it is neither signalled before its time limit nor queued again"
+        yield warning(f"{text}; for a long training `sbatch launch/train.sbatch`")
 
 
-def _time(record: Mapping[str, str], number: str) -> Finding:
-    try:
-        left = datetime.fromisoformat(record["EndTime"]) - datetime.now()
-    except (KeyError, ValueError):
-        return ok(f"job {number} has no time limit")
-    text = f"job {number} has {left // timedelta(minutes=1):,} minutes left (--time {record.get('TimeLimit')})"
-    if left.total_seconds() < _SIGNAL_LEAD_S + 60:
-        return fault(f"{text}, but is told {_SIGNAL_LEAD_S} s before its end to save; raise --time")
-    if left.total_seconds() < _SHORT_S:
-        return warning(f"{text}, and each start takes minutes; raise --time to an hour or more")
-    return ok(text)
-
-
-def _signal(context: JobContext, record: Mapping[str, str], number: str) -> Finding:
-    if record.get("BatchFlag") != "1":
-        return warning(
-            f"job {number} is interactive, so it is neither signalled before its time limit nor queued again; for a "
-            "long training `sbatch launch/train.sbatch`"
-        )
+def _signal(context: JobContext, number: str) -> Finding:
     script = run_program(["scontrol", "write", "batch_script", number, "-"], _SCONTROL_S)
     match = _SIGNAL.search(script.text)
-    signal = context.environment.get("SBATCH_SIGNAL") or (match.group(1) if match else "")
-    if not signal:
-        return warning(
-            f"the script of job {number} has no --signal before its time limit (one on sbatch's command line is not "
-            "visible here); `#SBATCH --signal=B:USR1@300`, as in launch/train.sbatch"
-        )
-    kinds, _, seconds = signal.partition("@")
-    name = kinds.rpartition(":")[2].upper().removeprefix("SIG")
-    if name not in ("USR1", "10") or "B" not in kinds.partition(":")[0].upper():
-        text = f"--signal of job {number} is {signal}, but its batch shell expects USR1"
-        return warning(f"{text}; `--signal=B:USR1@300`")
-    if seconds.isdecimal() and int(seconds) < 60:
-        text = f"--signal of job {number} is {signal}, which leaves too little time for an update and a checkpoint"
-        return warning(f"{text}; `--signal=B:USR1@300`")
-    return ok(f"the batch shell is signalled before the time limit (--signal {signal})")
+    signal = context.environment.get("SBATCH_SIGNAL") or (match.group(1) if match else "none")
+    fits = re.fullmatch(r"\w*B\w*:(?:SIG)?(?:USR1|10)(?:@(\d+))?", signal, re.IGNORECASE)
+    if fits and int(fits.group(1) or 60) >= 60:
+        return ok(f"the batch shell is signalled before the time limit (--signal {signal})")
+    # One on the command line of sbatch is not visible here.
+    text = f"--signal in the script of job {number} is {signal}, but its shell expects USR1 a minute before the end"
+    return warning(f"{text}; `#SBATCH --signal=B:USR1@300`, as in launch/train.sbatch")
 
 
-def tasks(context: JobContext) -> list[Finding]:
+def tasks(context: JobContext) -> Iterator[Finding]:
     """Compare the tasks on this host with its GPUs."""
-    environment, ranks, problems = context.environment, context.local_ranks, []
+    environment, ranks = context.environment, context.local_ranks
     if "SLURM_STEP_ID" not in environment or not ranks:
-        return []
+        return
     counts = expanded(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if len(set(counts)) > 1:
-        problems.append(
-            warning(f"the nodes have different numbers of tasks, {', '.join(map(str, counts))}; `--ntasks-per-node`")
-        )
+        text = f"the nodes have different numbers of tasks, {', '.join(map(str, counts))}"
+        yield warning(f"{text}; `--ntasks-per-node`")
     own = environment.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1"
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     gpus = len(context.gpus or ()) if visible is None else len([gpu for gpu in visible.split(",") if gpu])
-    if context.gpus and not own and ranks != gpus:
-        text = f"this node has {counted(ranks, 'tasks')} and {counted(gpus, 'GPUs')}"
-        text += f"; `--ntasks-per-node {max(1, gpus)}`"
-        problems.append(fault(text) if ranks > gpus else warning(text))
-    return problems or [ok(f"{counted(ranks, 'tasks')} on a node")]
+    text = f"this node has {counted(ranks, 'tasks')} and {counted(gpus, 'GPUs')}"
+    if not context.gpus or own or ranks == gpus:
+        yield ok(text)
+    else:
+        yield (fault if ranks > gpus else warning)(f"{text}; `--ntasks-per-node {max(1, gpus)}`")
 
 
-Check = Callable[[JobContext], list[Finding]]
+Check = Callable[[JobContext], Iterable[Finding]]
 OF_A_HOST: dict[str, Check] = {
     "python": python,
     "packages": packages,

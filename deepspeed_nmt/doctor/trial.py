@@ -8,19 +8,23 @@ object with the fields of :class:`Outcome`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from threading import Event
 from typing import Any
+
+from deepspeed_nmt.doctor.findings import last_line
 
 _MIB = {"gloo": 4, "nccl": 256}
 """MiB of the tensor whose sum is timed."""
@@ -30,8 +34,8 @@ WAITED = "waits for a rank that has failed"
 """Problem of a rank whose trial was given up because of another one."""
 _GRACE_S = 3.0
 """Seconds that a rank has to report its own problem after another one has failed."""
-_MAX_LINES = 4000
-"""Bound on the lines of NCCL's log that are kept."""
+_CHANNEL = re.compile(r"Channel \d+(?:/\d+)? : .* via (\S+)")
+_NETWORK = re.compile(r"NET/(\w+) ?: Using (.+)")
 
 
 @dataclass
@@ -42,13 +46,27 @@ class Outcome:
         gigabytes_per_s: bandwidth of a sum over all ranks, as each rank sees it: what it sends in a ring.
         problem: reason for which the rank could not take part; "" if it did.
         nccl: version of NCCL; "" without it.
-        log: lines of NCCL's log.
+        transports: of NCCL between ranks.
+        networks: devices of NCCL's networks.
     """
 
     gigabytes_per_s: float = 0.0
     problem: str = ""
     nccl: str = ""
-    log: list[str] = field(default_factory=list)
+    transports: list[str] = field(default_factory=list)
+    networks: list[str] = field(default_factory=list)
+
+    def read_log(self, lines: Iterable[str]) -> None:
+        """Take transports and networks from NCCL's log."""
+        transports, networks = set(), set()
+        for line in lines:
+            if match := _CHANNEL.search(line):
+                parts = match.group(1).split("/")
+                direct = " with GPUDirect" if "GDRDMA" in parts else ""
+                transports.add("/".join(parts[:2] if parts[0] in ("NET", "P2P") else parts[:1]) + direct)
+            elif match := _NETWORK.search(line):
+                networks.add(f"{match.group(1)}: {match.group(2).strip()}")
+        self.transports, self.networks = sorted(transports), sorted(networks)
 
 
 def run_trial(
@@ -78,34 +96,35 @@ def run_trial(
         environment = {**os.environ, "NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log)}
         environment["NCCL_DEBUG_SUBSYS"] = "INIT,ENV,NET,GRAPH,P2P,SHM"
         words = map(str, (backend, *address, prefix, rank, ranks, gpu, limit_s))
+        command = [sys.executable, "-m", "deepspeed_nmt.doctor.trial", *words]
         deadline, problem = time.monotonic() + limit_s, f"no end within {limit_s:.0f} s"
         with subprocess.Popen(
-            [sys.executable, "-m", "deepspeed_nmt.doctor.trial", *words],
-            env=environment,
+            command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            env=environment,
             text=True,
             errors="replace",
         ) as process:
             try:
                 while True:
-                    try:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
                         output, errors = process.communicate(timeout=0.3)
                         break
-                    except subprocess.TimeoutExpired:
-                        if problem != WAITED and has_failed():
-                            deadline, problem = min(deadline, time.monotonic() + _GRACE_S), WAITED
-                        if time.monotonic() > deadline:
-                            return Outcome(problem=problem)
+                    if problem != WAITED and has_failed():
+                        deadline, problem = min(deadline, time.monotonic() + _GRACE_S), WAITED
+                    if time.monotonic() > deadline:
+                        return Outcome(problem=problem)
             finally:
                 process.kill()
-        lines = [line for line in output.splitlines() if line.startswith("{")]
-        outcome = Outcome(**json.loads(lines[-1])) if lines else Outcome()
-        if not lines:
-            outcome.problem = _last(errors) or f"ended with status {process.returncode}"
+        answer = next((line for line in output.splitlines() if line.startswith("{")), None)
+        if answer is None:
+            return Outcome(problem=last_line(errors) or f"ended with status {process.returncode}")
+        outcome = Outcome(**json.loads(answer))
         if log.exists():
-            outcome.log = log.read_text(encoding="utf-8", errors="replace").splitlines()[:_MAX_LINES]
+            with log.open(encoding="utf-8", errors="replace") as lines:
+                outcome.read_log(lines)
         return outcome
 
 
@@ -131,10 +150,6 @@ def trial_on_this_host(backend: str, ranks: int, limit_s: float) -> list[Outcome
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(run, range(ranks)))
-
-
-def _last(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def _add(backend: str, store: Any, rank: int, ranks: int, gpu: int, limit: timedelta) -> Outcome:
@@ -175,7 +190,7 @@ def main(words: list[str]) -> None:
         shared = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         outcome = _add(backend, shared, int(rank), int(ranks), int(gpu), limit)
     except Exception as error:  # of torch, NCCL, a driver or the network
-        outcome = Outcome(problem=_last(str(error)) or type(error).__name__)
+        outcome = Outcome(problem=last_line(str(error)) or type(error).__name__)
     sys.stdout.write(json.dumps(asdict(outcome)) + "\n")
     sys.stdout.flush()
     os._exit(0)  # threads of a library that has failed may wait for another rank

@@ -20,9 +20,9 @@ echo "JobId=7 Requeue=0 BatchFlag=1 TimeLimit=00:05:00 EndTime=$(date -d '+4 min
 """
 
 
-def texts(found: dict[str, Any], level: str) -> list[str]:
+def texts(result: dict[str, Any], level: str) -> list[str]:
     """Return the sentences of a level."""
-    return [each["text"] for each in found["findings"] if each["level"] == level]
+    return [finding["text"] for finding in result["findings"] if finding["level"] == level]
 
 
 def assert_found(expected: tuple[str, ...], sentences: list[str]) -> None:
@@ -33,7 +33,7 @@ def assert_found(expected: tuple[str, ...], sentences: list[str]) -> None:
 
 def test_faults_of_a_host_are_found_alone(tmp_path: Path) -> None:
     place = plant(tmp_path / "planted")
-    (place / "bin/scontrol").unlink()
+    (place / "bin/scontrol").unlink(missing_ok=True)
     (place / "bin/scontrol").write_text(SCONTROL)
     (place / "bin/scontrol").chmod(0o755)
     (place / "bin/date").symlink_to("/bin/date")
@@ -57,7 +57,7 @@ def test_faults_of_a_host_are_found_alone(tmp_path: Path) -> None:
             text=True,
         )
     assert done.returncode == 1, done.stderr
-    found = json.loads(done.stdout)
+    result = json.loads(done.stdout)
     faults = (
         *HOST_FAULTS,
         f"{platform.node()} cannot resolve MASTER_ADDR 'node99.invalid'",
@@ -66,22 +66,22 @@ def test_faults_of_a_host_are_found_alone(tmp_path: Path) -> None:
         "job 7 has 3 minutes left",
         "rank ",
     )
-    assert_found(faults, texts(found, "fault"))
-    assert len(faults) == len(texts(found, "fault")) == found["faults"]
+    assert_found(faults, texts(result, "fault"))
+    assert len(faults) == len(texts(result, "fault")) == result["faults"]
     warnings = (
         *HOST_WARNINGS,
         "job 7 is not queued again after preemption or the loss of a node (--no-requeue)",
-        "--signal of job 7 is USR2@10",
+        "--signal in the script of job 7 is USR2@10",
     )
-    assert_found(warnings, texts(found, "warning"))
+    assert_found(warnings, texts(result, "warning"))
 
 
 def test_two_ranks_of_a_host_agree(tmp_path: Path) -> None:
     command = ["-m", "deepspeed_nmt", "doctor", "--run", str(tmp_path), "--json"]
     first, second = run_ranks(command, 2, tmp_path, LOCAL_WORLD_SIZE="2", PATH=os.environ["PATH"])
-    found = json.loads(next(line for line in first.splitlines() if line.startswith("{")))
-    assert (found["ranks"], found["hosts"], texts(found, "fault")) == (2, [platform.node()], [])
-    together = [each["text"] for each in found["findings"] if not each["hosts"]]
+    result = json.loads(next(line for line in first.splitlines() if line.startswith("{")))
+    assert (result["ranks"], result["hosts"], texts(result, "fault")) == (2, [platform.node()], [])
+    together = [finding["text"] for finding in result["findings"] if not finding["hosts"]]
     assert_found(("equal on all hosts: ", "2 ranks on 1 host add numbers by gloo: "), together)
     assert "{" not in second, "rank 0 reports"
 

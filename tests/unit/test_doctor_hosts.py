@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -41,15 +41,15 @@ def groups(directories: list[Path], *versions: dict[str, Any], limit_s: float = 
     ]
 
 
-def together(check: Callable[[Group], list[Finding]], made: list[Group]) -> list[Finding]:
+def together(check: Callable[[Group], Iterable[Finding]], made: list[Group]) -> list[Finding]:
     """Make a check on all ranks, and return their findings."""
     with ThreadPoolExecutor(len(made)) as pool:
-        return [finding for findings in pool.map(check, made) for finding in findings]
+        return [finding for findings in pool.map(lambda group: list(check(group)), made) for finding in findings]
 
 
 def test_versions_are_compared(tmp_path: Path) -> None:
-    (found,) = together(hosts.versions, groups([tmp_path] * 3))
-    assert found == ("ok", "equal on all hosts: torch, Python")
+    (finding,) = together(hosts.versions, groups([tmp_path] * 3))
+    assert finding == ("ok", "equal on all hosts: torch, Python")
     other = {"torch": "2.12.0", "Python": None}
     first, second = together(hosts.versions, groups([tmp_path] * 3, VERSIONS, other))
     assert (
@@ -58,42 +58,43 @@ def test_versions_are_compared(tmp_path: Path) -> None:
     assert second.level == "warning" and "3.11.7 on node0, node2; none on node1" in second.text
 
 
-def test_clocks_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,) = together(hosts.clocks, groups([tmp_path] * 3))
-    assert found.level == "ok" and found.text.startswith("clocks agree within ")
+def test_clocks_are_compared(tmp_path: Path) -> None:
+    (finding,) = together(hosts.clocks, groups([tmp_path] * 3))
+    assert finding.level == "ok" and finding.text.startswith("clocks agree within ")
 
-    def answer(group: Group) -> list[Finding]:
+    def answer(group: Group) -> Iterable[Finding]:
         if group.context.host == "node1":
-            group.exchange.answer_clock(0, lambda: time.time() - 7.0, 5.0)
+            group.exchange.get("time for 1", 0, 5.0)
+            group.exchange.put("time", time.time() - 7.0)
             return []
         return hosts.clocks(group)
 
-    (found,) = together(answer, groups([tmp_path] * 3))
-    assert found.level == "fault"
-    assert "clock of node1 is 7.0 s behind that of node0" in found.text
+    (finding,) = together(answer, groups([tmp_path] * 3))
+    assert finding.level == "fault"
+    assert "clock of node1 is 7.0 s behind that of node0" in finding.text
 
 
 def test_a_host_that_does_not_answer_is_named(tmp_path: Path) -> None:
     first = groups([tmp_path] * 2, limit_s=0.2)[0]
-    (found,) = hosts.clocks(first)
-    assert found.text == "the clock of node1 could not be compared (rank 1 did not answer within 0 s)"
+    finding = next(iter(hosts.clocks(first)))
+    assert finding.text == "the clock of node1 could not be compared (rank 1 did not answer within 0 s)"
 
 
 def test_the_run_directory_is_shared(tmp_path: Path) -> None:
     shared, other = tmp_path / "shared", tmp_path / "other"
     shared.mkdir()
     other.mkdir()
-    (found,) = together(hosts.directory, groups([shared] * 3))
-    assert found == ("ok", f"{shared} is the same on node1, node2 and node0")
-    (found,) = together(hosts.directory, groups([shared, shared, other], limit_s=2.0))
-    assert found.level == "fault" and f"node2 does not see in {other} what node0 writes to {shared}" in found.text
+    (finding,) = together(hosts.directory, groups([shared] * 3))
+    assert finding == ("ok", f"{shared} is the same on node1, node2 and node0")
+    (finding,) = together(hosts.directory, groups([shared, shared, other], limit_s=2.0))
+    assert finding.level == "fault" and f"node2 does not see in {other} what node0 writes to {shared}" in finding.text
     assert not list(shared.iterdir()) and not list(other.iterdir())
 
 
 def test_locks_must_hold_on_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "can_lock", lambda path: True)
-    (found,) = together(hosts.directory, groups([tmp_path] * 2))
-    assert found.level == "warning" and "node1 can lock what node0 has locked" in found.text
+    (finding,) = together(hosts.directory, groups([tmp_path] * 2))
+    assert finding.level == "warning" and "node1 can lock what node0 has locked" in finding.text
 
 
 def test_a_directory_that_rank_0_cannot_write_stops_nobody(tmp_path: Path) -> None:
@@ -104,26 +105,28 @@ def test_a_directory_that_rank_0_cannot_write_stops_nobody(tmp_path: Path) -> No
 def test_a_trial_names_the_first_cause() -> None:
     names = {rank: f"rank {rank} on node{rank}" for rank in range(3)}
     outcomes = {0: Outcome(problem=WAITED), 1: Outcome(problem="no route to host")}
-    (found,) = judge("nccl", outcomes, names, 2, set(), set())
-    assert found.level == "fault" and found.text.startswith("rank 1 on node1 cannot add numbers by nccl (no route to")
-    assert "and 2 more cannot" in found.text and "NCCL_SOCKET_IFNAME" in found.text
-    (found,) = judge("gloo", {0: Outcome()}, {0: "rank 0", 1: "rank 1"}, 2, set(), set())
-    assert "rank 1 cannot" in found.text and "(no answer)" in found.text
+    (finding,) = judge("nccl", outcomes, names, 2)
+    assert finding.level == "fault" and finding.text.startswith(
+        "rank 1 on node1 cannot add numbers by nccl (no route to"
+    )
+    assert "and 2 more cannot" in finding.text and "NCCL_SOCKET_IFNAME" in finding.text
+    (finding,) = judge("gloo", {0: Outcome()}, {0: "rank 0", 1: "rank 1"}, 2)
+    assert "rank 1 cannot" in finding.text and "(no answer)" in finding.text
 
 
 def test_a_trial_reports_what_nccl_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "infiniband", lambda: ["mlx5_0"])
-    outcomes = {rank: Outcome(40.0 - rank, nccl="2.29.7") for rank in range(4)}
+    sockets = {"transports": ["P2P/CUMEM", "NET/Socket"], "networks": ["Socket: eth0:10.0.0.1<0>", "IB: x"]}
+    outcomes = {rank: Outcome(40.0 - rank, nccl="2.29.7", **sockets) for rank in range(4)}
     names = dict.fromkeys(range(4), "")
-    first, second = judge(
-        "nccl", outcomes, names, 2, {"P2P/CUMEM", "NET/Socket"}, {"Socket: eth0:10.0.0.1<0>", "IB: x"}
-    )
+    first, second = judge("nccl", outcomes, names, 2)
     assert first.text == (
         "4 ranks on 2 hosts add numbers by NCCL 2.29.7 over NET/Socket, P2P/CUMEM (Socket: eth0:10.0.0.1<0>): 37.00 "
         "GB/s"
     )
     assert second.level == "warning" and "sockets" in second.text and "mlx5_0" in second.text
-    assert len(judge("nccl", outcomes, names, 2, {"NET/IB"}, set())) == 1
+    outcomes = {rank: Outcome(40.0, transports=["NET/IB"]) for rank in range(4)}
+    assert len(list(judge("nccl", outcomes, names, 2))) == 1
 
 
 def test_hosts_of_missing_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +173,6 @@ def test_a_host_that_cannot_connect_reports_alone(tmp_path: Path) -> None:
         if text is None:
             assert result is None
         else:
-            assert result is not None and result.has_fault and result.hosts == ["here"]
+            assert result is not None and result.count("fault") == 1 and result.hosts == ["here"]
             (line,) = result.lines
             assert line.text.startswith(text) and line.host != TOGETHER
