@@ -175,7 +175,7 @@ class Side(NamedTuple):
         checkout = Path(commit or ".").resolve()
         if not checkout.is_dir():
             find = ["git", "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}"]
-            sha = subprocess.run(find, capture_output=True, text=True, check=False).stdout.strip()
+            sha = subprocess.run(find, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
             if not sha:
                 raise ValueError(f"{commit} is neither a directory nor a commit")
             checkout = work / "commits" / sha

@@ -1,9 +1,9 @@
-"""Cost of an update with DDR, R-Drop, ALD and cross-attention drop, relative to the plain objective.
+"""Cost of an update with DDR, R-Drop, ALD, cross-attention drop or N x M softmaxing, relative to the plain objective.
 
-    python benchmarks/run.py objectives [--device cpu|cuda] [--dim 512] [--layers 15] [--tokens 4096] [--vocab 36000]
+    python benchmarks/run.py objectives [--dim 512] [--layers 15] [--tokens 4096] [--vocab 36000]
+    python benchmarks/run.py objectives --as exits_cost --layers 6 --vocab 32000 --variants plain 2x2 all
 
-All variants make the same updates on the same random batches. They take turns, so that other work on the machine
-slows all of them alike.
+All variants make the same updates on the same random batches, in turns.
 """
 
 from __future__ import annotations
@@ -21,45 +21,66 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, REGULARIZERS
 from deepspeed_nmt.methods.transformer import build_transformer
 
-VARIANTS: dict[str, tuple[dict[str, float], tuple[str, ...]]] = {
-    "plain": ({}, ()),
-    "cad": ({"drop_depth": 0.4}, ()),
-    "ddr": ({}, ("ddr",)),
-    "r_drop": ({}, ("r_drop",)),
-    "ald": ({}, ("ald",)),
-    "ddr+ald": ({}, ("ddr", "ald")),
-    "cad+ddr+ald": ({"drop_depth": 0.4}, ("ddr", "ald")),
+VARIANTS: dict[str, list[str]] = {
+    "plain": [],
+    "cad": ["cad"],
+    "ddr": ["ddr"],
+    "r_drop": ["r_drop"],
+    "ald": ["ald"],
+    "ddr+ald": ["ddr", "ald"],
+    "cad+ddr+ald": ["cad", "ddr", "ald"],
 }
+EXITS = ("2x2", "all")
 
 
-def build(arguments: argparse.Namespace, layer: dict[str, float], regularizers: tuple[str, ...]) -> TrainModule:
-    """Build the model and the objective of a variant.
-
-    Args:
-        arguments: of the command line.
-        layer: settings of cross-attention drop; ``drop_depth`` is a share of the decoder layers.
-        regularizers: names of the regularizers.
-    """
+def build(arguments: argparse.Namespace, variant: str) -> TrainModule:
+    """Build the model and the objective of a variant. Cross-attention is dropped in 0.4 of the decoder layers."""
     vocabulary = Vocabulary(arguments.vocab)
     torch.manual_seed(1)
+    names = VARIANTS.get(variant, [])
     entry = LAYERS["cross_attention_drop"]
-    drop = entry.config(drop_depth=int(layer.get("drop_depth", 0.0) * arguments.layers))
+    drop = entry.config(drop_depth=int(0.4 * arguments.layers) if "cad" in names else 0)
     model = build_transformer(shape_of(arguments), vocabulary, partial(entry.build, drop))
-    likelihood = LIKELIHOODS["label_smoothed"]
+    likelihood = LIKELIHOODS["multi_softmax" if variant in EXITS else "label_smoothed"]
+    config = likelihood.config(exits=variant) if variant in EXITS else likelihood.config()
+    regularizers = [REGULARIZERS[name] for name in names if name != "cad"]
     objective = Objective(
-        likelihood.build(likelihood.config(), vocabulary),
-        [REGULARIZERS[name].build(REGULARIZERS[name].config(), vocabulary) for name in regularizers],
+        likelihood.build(config, vocabulary), [each.build(each.config(), vocabulary) for each in regularizers]
     )
     return TrainModule(model, objective).to(arguments.device, half_on_gpu(arguments.device)).train()
 
 
+def arithmetic(dim: int, layers: int, vocab: int, encoders: int, decoders: int) -> float:
+    """Return the multiplications of an update with N x M exits, relative to a vanilla update.
+
+    For each token, a layer or a projection costs as many multiplications as it has weights: 12 D^2 in an encoder
+    layer, 16 D^2 in a decoder layer (ffn_dim = 4 D), V D in the projection. The products of attention weights are
+    neglected: they are small for sentences.
+
+    Args:
+        dim: D.
+        layers: number of layers on each side.
+        vocab: V.
+        encoders: N, number of encoder exits.
+        decoders: M, number of decoder exits.
+    """
+    encoder, decoder, projection = 12 * dim**2 * layers, 16 * dim**2 * layers, vocab * dim
+    # The weights of a decoder layer include those of cross-attention, whose keys and values are computed for each
+    # encoder exit.
+    return (encoder + encoders * decoder + encoders * decoders * projection) / (encoder + decoder + projection)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser, layers=15, tokens=4096, vocab=36_000, rounds=5)
+    names = [*VARIANTS, *EXITS]
+    parser.add_argument(
+        "--variants", nargs="+", choices=names, default=list(VARIANTS), metavar="V", help=", ".join(names)
+    )
 
 
 def run(arguments: argparse.Namespace) -> Results:
     """Measure the variants."""
-    modules = {name: build(arguments, *variant) for name, variant in VARIANTS.items()}
+    modules = {name: build(arguments, name) for name in arguments.variants}
     peaks: dict[str, float] = {}
 
     def once(name: str, batch: Batch) -> None:
@@ -74,4 +95,8 @@ def run(arguments: argparse.Namespace) -> Results:
 
     works = {name: partial(work, name) for name in modules}
     taken = in_turns(works, arguments.rounds, device=torch.device(arguments.device))
-    return Results(tables={"cost": relative(taken, **({"peak GiB": peaks} if peaks else {}))}, rounds=taken)
+    sizes = (arguments.dim, arguments.layers, arguments.vocab)
+    pairs = {"2x2": (2, 2), "all": (arguments.layers, arguments.layers)}
+    expected = {name: arithmetic(*sizes, *pair) for name, pair in pairs.items() if name in taken}
+    columns = {name: values for name, values in (("by arithmetic", expected), ("peak GiB", peaks)) if values}
+    return Results(tables={"cost": relative(taken, **columns)}, rounds=taken)
