@@ -122,7 +122,9 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     if config.engine.deterministic:
         # cuBLAS is deterministic only with a fixed workspace.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)  # takes seconds: it imports the compiler
+        torch.set_deterministic_debug_mode("error")
+        if config.engine.compile != "off":  # tells the compiler, too, whose import takes seconds
+            torch.use_deterministic_algorithms(True)
     ledger.begin("data")
     with ExitStack() as stack:
         stack.callback(leave_world)

@@ -77,6 +77,8 @@ def main() -> None:
         Kernels.joins_products = lambda self, x: torch.is_grad_enabled()  # type: ignore[method-assign]
     # Compiled layers are traced, split into forward and backward, but run by torch: code would take minutes.
     torch.compile = partial(torch.compile, backend="aot_eager")
+    # Fills new memory with NaN, so that no engine can depend on what it held.
+    torch.set_deterministic_debug_mode("warn")
     world = join_world("cpu", timeout_s=300, tensor_ranks=int(os.environ.get("TENSOR_RANKS", "1")))
     directory, out, (method, _, data) = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3].partition("+")
     case = models.self_tests()[method]
