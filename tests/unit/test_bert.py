@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from deepspeed_nmt.build import build_model, build_objective
+from deepspeed_nmt.build import build_model
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.bert_tokenizer import BertTokenizer
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.parallel_decoder import BertTransformer
-from deepspeed_nmt.nn.layers import Context
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from tests.bert_equations import decoder_logits, sentences
 from tests.berts import make_bert, transformers
@@ -184,25 +182,9 @@ def test_a_decoder_layer_has_the_weights_of_its_bert_layers(
     assert (model.projection.weight is model.target_embedding.weight) == (recipe != "bert_coordinator")
 
 
-def test_the_fusion_scale_keeps_the_scale_of_bert(folders: tuple[Path, Path], tokenizer: BertTokenizer) -> None:
-    """F_c starts as F, so the plain sum of equation 7 is twice the state of a BERT layer."""
-    data = batch(tokenizer)
-
-    def layer_and_ratio(scale: str) -> tuple[Any, float]:
-        model = loaded("bert_parallel", folders, tokenizer.vocabulary, f"model.fusion_scale={scale}")
-        layer = model.decoder.layers[0]
-        seen: list[Tensor] = []
-        layer.fusion_residual.register_forward_hook(lambda module, inputs, output: seen.append(output))
-        memory = model.encode(data.source_BS)
-        state = layer(model.target_embedding(data.target_input_BT), Context(memory.mask, memory.states_BSD))
-        return layer, float((state / seen[0]).mean())
-
-    with torch.no_grad():
-        assert layer_and_ratio("1")[1] == pytest.approx(2.0)
-        assert layer_and_ratio("0.5")[1] == pytest.approx(1.0)
-        layer, ratio = layer_and_ratio("learned")
-    assert ratio == pytest.approx(1.0) and layer.fusion_scale.tolist() == [0.5, 0.5]
-    assert layer.fusion_scale.requires_grad
+def test_learned_fusion_scales_start_as_means(folders: tuple[Path, Path], tokenizer: BertTokenizer) -> None:
+    model = loaded("bert_parallel", folders, tokenizer.vocabulary, "model.fusion_scale=learned")
+    assert all(layer.fusion_scale.tolist() == [0.5, 0.5] for layer in model.decoder.layers)
 
 
 def test_runs_with_and_without_learned_fusion_scales_do_not_share_weights() -> None:
@@ -216,19 +198,6 @@ def test_runs_with_and_without_learned_fusion_scales_do_not_share_weights() -> N
     assert half.composition_differences(plain) == ["model.fusion_scale is 1.0 there and 0.5 here"]
     frozen = load_config("bert_parallel_frozen").model
     assert frozen.check_weights_of(plain, "RUN") is None and not frozen.composition_differences(plain)
-
-
-@pytest.mark.parametrize("recipe", AUTOREGRESSIVE)
-def test_cached_steps_equal_one_pass(recipe: str, folders: tuple[Path, Path], tokenizer: BertTokenizer) -> None:
-    model, data = loaded(recipe, folders, tokenizer.vocabulary), batch(tokenizer)
-    with torch.no_grad():
-        memory = model.encode(data.source_BS)
-        whole = model.projection(model.decode(data.target_input_BT, memory)[0])
-        cache = model.begin()
-        for place in range(data.target_input_BT.shape[1]):
-            logits = model.step(data.target_input_BT[:, place], memory, cache)
-            real = data.target_input_BT[:, place].ne(data.pad)
-            torch.testing.assert_close(logits[real], whole[real, place], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("recipe", PAPER)
@@ -258,17 +227,6 @@ def test_parts_can_be_frozen_in_any_combination(folders: tuple[Path, Path], toke
     assert {name.split(".")[2] for name in coordinator if name.startswith("decoder.layers")} == {
         str(n) for n in range(4, 16)
     }
-
-
-@pytest.mark.parametrize("recipe", AUTOREGRESSIVE)
-def test_every_trained_weight_has_a_gradient(
-    recipe: str, folders: tuple[Path, Path], tokenizer: BertTokenizer
-) -> None:
-    config = load_config(recipe, settings=settings(folders)).resolved()
-    model, data = loaded(recipe, folders, tokenizer.vocabulary), batch(tokenizer)
-    build_objective(config, tokenizer.vocabulary)(model, data).loss.backward()
-    for name, parameter in model.named_parameters():
-        assert (parameter.grad is not None and bool(parameter.grad.abs().sum() > 0)) == parameter.requires_grad, name
 
 
 def test_a_bert_without_a_head_gets_a_random_one(

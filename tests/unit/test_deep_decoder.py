@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 from deepspeed_nmt import randomness
 from deepspeed_nmt.core.batch import Batch
-from deepspeed_nmt.core.model import TOP
-from deepspeed_nmt.core.objective import Objective, Passes, TrainModule
+from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.kernels.segments import Segments
-from deepspeed_nmt.methods.ald import ALD, ALDConfig, contrastive_loss, sentence_states
+from deepspeed_nmt.methods.ald import ALD, ALDConfig, sentence_states
 from deepspeed_nmt.methods.consistency import Consistency, ConsistencyConfig
 from deepspeed_nmt.methods.cross_attention_drop import (
     CrossAttentionDropConfig,
-    CrossAttentionDropLayer,
     build_cross_attention_drop,
 )
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import Transformer, TransformerConfig, build_transformer
-from deepspeed_nmt.nn.layers import Context, DecoderLayer, Draw, LayerParts
+from deepspeed_nmt.nn.layers import DecoderLayer, Draw, LayerParts
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning.counting import Tally
 from deepspeed_nmt.train.optimizers.adam import AdamConfig
@@ -58,59 +53,6 @@ def log_p(module: Transformer, states_BTD: Tensor) -> Tensor:
 
 
 # Cross-attention drop.
-
-
-def test_cross_attention_is_skipped_at_its_rate_and_other_sublayers_are_not() -> None:
-    """The expectation over draws is p_l [self, ffn] + (1 - p_l) [self, cross, ffn] (section 3.3)."""
-    drop = CrossAttentionDropConfig(drop_depth=1, drop_ratio=0.7)
-    layer = model(drop, layers=2).decoder.layers[0].train()
-    assert isinstance(layer, CrossAttentionDropLayer)
-    torch.manual_seed(0)
-    x, memory = torch.randn(2, 3, 16, dtype=torch.float64), torch.randn(2, 5, 16, dtype=torch.float64)
-
-    def run(update: int) -> Tensor:
-        return layer(x, Context(memory_BSD=memory, draw=Draw(1, update)))
-
-    with_cross = layer.eval()(x, Context(memory_BSD=memory))
-    layer.train()
-    state = layer.self_residual(x, lambda h: layer.self_attention(h, h, causal=True))
-    without = layer.feed_forward_residual(state, layer.feed_forward)
-    kinds = []
-    for update in range(4000):
-        result = run(update)
-        dropped = torch.equal(result, without)
-        assert dropped or torch.allclose(result, with_cross, rtol=1e-12, atol=1e-12)
-        kinds.append(dropped)
-    assert sum(kinds) / 4000 == pytest.approx(0.7, abs=4 * math.sqrt(0.21 / 4000))
-
-
-def test_draws_differ_between_layers_passes_and_updates_and_use_no_generator() -> None:
-    purpose = randomness.Purpose.CROSS_ATTENTION_DROP
-    draws = {
-        (update, layer, number): draw
-        for update in (1, 2)
-        for layer in (1, 2)
-        for number, draw in enumerate(Draw(9, update, (0, 1, 2)).uniform(purpose, layer))
-    }
-    assert len(set(draws.values())) == 12
-    torch.manual_seed(99)
-    assert Draw(9, 2, (1,)).uniform(purpose, 2) == [draws[2, 2, 1]]
-
-
-def test_passes_in_one_batch_equal_separate_passes() -> None:
-    """Each pass is a block of rows with its own draws, and does not depend on the other passes."""
-    module = model(CrossAttentionDropConfig(drop_depth=4, drop_ratio=0.5, beyond=0.5)).train()
-    data = batch()
-    memory = module.encode(data.source_BS)
-    seen = set()
-    for update in range(12):
-        thrice = type(memory)(memory.states_BSD.repeat(3, 1, 1), memory.mask.repeat(3, 1, 1, 1))
-        together = module.decode(data.target_input_BT.repeat(3, 1), thrice, Draw(2, update, (0, 1, 2)))[0]
-        for number, block in enumerate(together.split(3)):
-            alone = module.decode(data.target_input_BT, memory, Draw(2, update, (number,)))[0]
-            torch.testing.assert_close(block, alone, rtol=1e-12, atol=1e-12)
-            seen.add(tuple(Draw(2, update, (number,)).uniform(randomness.Purpose.CROSS_ATTENTION_DROP, 1)))
-    assert len(seen) == 36
 
 
 def test_a_rate_of_one_removes_cross_attention() -> None:
@@ -218,51 +160,6 @@ def test_ddr_encodes_once_and_r_drop_twice(encode_twice: bool, rows: int, monkey
 # ALD.
 
 
-def test_sources_are_masked_at_the_rates_of_the_paper_without_special_tokens() -> None:
-    ald = ALD(ALDConfig(p_ald=0.4), V)
-    length = 50
-    source = torch.arange(4, 36).repeat(2)[:length].repeat(400, 1)
-    source = torch.cat([source, torch.full((400, 1), V.eos), torch.zeros(400, 3, dtype=torch.long)], dim=1)
-    data = replace(batch(), source_BS=source, sentence_ids_B=torch.arange(400))
-    fuller, emptier = ald.mask(data)
-    lost_fuller, lost_emptier = ((x == V.unk) for x in (fuller, emptier))
-    assert torch.equal(fuller[~lost_fuller], source[~lost_fuller])
-    assert torch.equal(emptier[~lost_emptier], source[~lost_emptier])
-    assert not lost_fuller[:, length:].any() and not lost_emptier[:, length:].any()
-    counts = lost_fuller.sum(1)
-    assert torch.equal(counts + lost_emptier.sum(1), torch.full((400,), length)), "gamma n and (1 - gamma) n"
-    gamma = counts.double() / length
-    assert gamma.min() >= 0.0 and gamma.max() <= 0.4
-    assert gamma.mean().item() == pytest.approx(0.2, abs=0.02) and len(set(counts.tolist())) > 15
-    # All positions are equally likely to be masked.
-    share = lost_fuller[:, :length].double().mean(0)
-    assert (share - 0.2).abs().max().item() < 0.1
-    expected = [0.4 * randomness.uniform(5, randomness.Purpose.MASK_RATIO, 1, i, 0) for i in range(400)]
-    assert counts.tolist() == [round(x * length) for x in expected]
-
-
-def test_the_mask_of_a_sentence_does_not_depend_on_its_row() -> None:
-    ald, data = ALD(ALDConfig(), V), batch()
-    turned = replace(
-        data,
-        source_BS=torch.nn.functional.pad(data.source_BS.flip(0), (0, 2)),
-        sentence_ids_B=data.sentence_ids_B.flip(0),
-    )
-    for one, other in zip(ald.mask(data), ald.mask(turned), strict=True):
-        assert torch.equal(one, other.flip(0)[:, :6])
-    assert not torch.equal(ald.mask(data)[1], ald.mask(replace(data, update=replace(data.update, number=7)))[1])
-
-
-def test_the_contrastive_loss_is_infonce_with_two_candidates() -> None:
-    torch.manual_seed(4)
-    whole, fuller, emptier = (torch.randn(7, 16, dtype=torch.float64) for _ in range(3))
-    for row, value in enumerate(contrastive_loss(whole, fuller, emptier, 0.1)):
-        s_plus = (whole[row] @ fuller[row]) / (whole[row].norm() * fuller[row].norm())
-        s_minus = (whole[row] @ emptier[row]) / (whole[row].norm() * emptier[row].norm())
-        positive, negative = (s_plus / 0.1).exp(), (s_minus / 0.1).exp()
-        assert value.item() == pytest.approx(-math.log(positive / (positive + negative)), rel=1e-10)
-
-
 def test_sentence_state_is_the_mean_over_real_positions() -> None:
     states = torch.randn(2, 3, 4, dtype=torch.float64)
     real = torch.tensor([[True, True, False], [False, False, False]])
@@ -286,24 +183,6 @@ def test_sentence_states_of_packed_rows_take_no_padded_rows() -> None:
     assert tally.peak_bytes < 4 * 4 * states.numel()
 
 
-def test_ald_is_averaged_over_the_updates_sentences() -> None:
-    """The loss divided by the update's tokens is NLL per token + weight x the mean over its sentences."""
-    module, data = model().train(), batch(update=3)
-    weight = 0.5
-    output = Objective(LabelSmoothed(0.0, 0), [ALD(ALDConfig(weight=weight), V)])(module, data)
-    fuller, emptier = ALD(ALDConfig(), V).mask(data)
-    real = data.target_output_BT != 0
-    states = [
-        module.decode(data.target_input_BT, module.encode(source), Draw(5, 3))[0]
-        for source in (data.source_BS, fuller, emptier)
-    ]
-    mean = contrastive_loss(*(sentence_states(x, real) for x in states), 0.1).mean()
-    nll = -log_p(module, states[0]).gather(2, data.target_output_BT.unsqueeze(2)).squeeze(2)[real].mean()
-    torch.testing.assert_close(output.loss / 9, nll + weight * mean, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(output.metrics["ald"] / 9, mean, rtol=1e-9, atol=1e-9)
-    assert not output.metrics["ald"].requires_grad
-
-
 def test_regularizers_run_at_every_kth_update_and_share_one_decoder_call(monkeypatch: pytest.MonkeyPatch) -> None:
     module, calls = model().train(), []
     decode = module.decode
@@ -313,14 +192,3 @@ def test_regularizers_run_at_every_kth_update_and_share_one_decoder_call(monkeyp
     reported = [set(objective(module, batch(update)).metrics) for update in (1, 2, 3)]
     assert calls == [6, 6, 12]
     assert reported == [{"divergence"}, {"divergence"}, {"divergence", "ald"}]
-
-
-def test_passes_return_the_states_of_each_pass() -> None:
-    module, data = model().train(), batch()
-    passes = Passes(module, data)
-    other = passes.add_source(data.source_BS.flip(0))
-    assert (passes.add_pass(other), passes.add_pass(0)) == (1, 2)
-    states = passes.run()
-    for number, source in ((0, data.source_BS), (1, data.source_BS.flip(0)), (2, data.source_BS)):
-        alone = module.decode(data.target_input_BT, module.encode(source), Draw(5, 1, (number,)))[0]
-        torch.testing.assert_close(states[number][TOP], alone, rtol=1e-12, atol=1e-12)

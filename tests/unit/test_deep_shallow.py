@@ -145,14 +145,6 @@ def test_deep_shallow_decoding_is_the_procedure_of_the_paper(attend: str, alpha:
     assert differ, "a candidate of one list alone must win"
 
 
-def test_an_ensemble_of_two_copies_equals_the_model() -> None:
-    model, config = plain(1), BeamConfig(beam=3)
-    alone = BeamSearch(config, model, V).search(SOURCE)
-    twice = BeamSearch(config, Ensemble([model, model]).eval(), V).search(SOURCE)
-    assert [[h.tokens for h in each] for each in twice] == [[h.tokens for h in each] for each in alone]
-    assert twice[0][0].score == pytest.approx(alone[0][0].score, rel=1e-5)
-
-
 def test_an_exit_of_an_ensemble_decodes() -> None:
     models, config = [plain(1), plain(2)], BeamConfig(beam=3)
     found = BeamSearch(config, Ensemble(models).eval().at_exit("1-1"), V).search(SOURCE)

@@ -72,20 +72,6 @@ def test_exits() -> None:
         model.at_exit("2-2")
 
 
-@pytest.mark.parametrize("attend", ["h1", "h1_plus_input"])
-def test_cached_steps_equal_one_pass(attend: str) -> None:
-    model, data = growing(attend=attend).double().eval(), two_pairs()
-    memory = model.encode(data.source_BS)
-    whole = model.projection(model.decode(data.target_input_BT, memory)[0])
-    cache = model.begin()
-    for position in range(4):
-        logits = model.step(data.target_input_BT[:, position], memory, cache)
-        torch.testing.assert_close(logits, whole[:, position], rtol=1e-10, atol=1e-10)
-    assert len(cache.layers) == 4
-    swapped = memory.select(torch.tensor([1, 0]))
-    assert torch.equal(swapped.below_BSD, memory.below_BSD.flip(0))
-
-
 def test_the_bottom_is_frozen_to_the_bit_and_has_no_optimizer_state() -> None:
     model = growing(dropout=0.1)
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}

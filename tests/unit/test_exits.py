@@ -21,7 +21,6 @@ from deepspeed_nmt.methods.transformer import Transformer, TransformerConfig, bu
 from deepspeed_nmt.nn.layers import Context
 from deepspeed_nmt.nn.stack import LayerOrder, LayerStack
 from deepspeed_nmt.randomness import Purpose
-from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from tests.models import two_pairs
 
 V = Vocabulary(40)
@@ -54,6 +53,8 @@ def test_layer_orders_of_the_papers() -> None:
         chain.indices == (0, 1, 2, 1, 0, 1, 2, 1, 0) and chain.inputs_at == {3, 5, 7} and chain.stages == (3, 5, 7, 9)
     )
     assert len(layer_order("closed_chain", 8, 5).indices) == 8 + 4 * 7
+    with pytest.raises(ValueError, match="closed_chain needs 2 layers"):
+        RecurrentConfig(sharing="closed_chain", encoder_layers=1)
     assert (
         layer_order("stacked", 4, 1)
         == layer_order("closed_chain", 4, 1)
@@ -95,19 +96,6 @@ def recurrent(sharing: str, encoder_loops: int = 3, decoder_loops: int = 2) -> T
     return build_recurrent(config, V).double()
 
 
-@pytest.mark.parametrize("sharing", ["stacked", "closed_chain"])
-def test_cached_decoding_of_shared_layers_equals_one_pass(sharing: str) -> None:
-    model = recurrent(sharing).eval()
-    assert model.begin().layers.__len__() == (6 if sharing == "stacked" else 5)
-    data = two_pairs()
-    memory = model.encode(data.source_BS)
-    whole = model.projection(model.decode(data.target_input_BT, memory)[0])
-    cache = model.begin()
-    for position in range(4):
-        logits = model.step(data.target_input_BT[:, position], memory, cache)
-        torch.testing.assert_close(logits, whole[:, position], rtol=1e-10, atol=1e-10)
-
-
 def test_shared_parameters_exist_once_and_one_loop_is_the_vanilla_model() -> None:
     plain, looped, once = transformer(encoder=2), recurrent("stacked"), recurrent("stacked", 1, 1)
     count = sum(p.numel() for p in plain.parameters())
@@ -115,11 +103,6 @@ def test_shared_parameters_exist_once_and_one_loop_is_the_vanilla_model() -> Non
     data = two_pairs()
     torch.testing.assert_close(once(data), plain(data), rtol=0, atol=0)
     assert not torch.allclose(looped(data), plain(data))
-
-
-def test_a_chain_of_one_layer_is_refused() -> None:
-    with pytest.raises(ValueError, match="closed_chain needs 2 layers"):
-        RecurrentConfig(sharing="closed_chain", encoder_layers=1)
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
@@ -154,16 +137,6 @@ def test_an_exit_of_a_recurrent_model_is_a_number_of_loops() -> None:
 def test_an_exit_that_does_not_exist_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="n from 1 to 3 stages of the encoder and m from 1 to 3"):
         transformer().at_exit(name)
-
-
-def test_search_decodes_from_an_exit() -> None:
-    model = transformer().eval()
-    source = two_pairs().source_BS
-    config = BeamConfig(beam=3)
-    found = BeamSearch(config, model.at_exit("2-1"), V).search(source)
-    small = transformer("pre", 2, 1)
-    small.load_state_dict({k: v for k, v in model.state_dict().items() if k in small.state_dict()})
-    assert found == BeamSearch(config, small.eval(), V).search(source)
 
 
 @pytest.mark.parametrize("weights", [{}, {"1-1": 0.0, "3-3": 4.0}])
@@ -257,17 +230,6 @@ def test_trained_exits() -> None:
     assert trained() == {"1-1", "1-2", "2-1", "2-2"}
     assert trained(exits="1x1") == {"2-2"} and trained(exits="2x1") == {"1-2", "2-2"}
     assert trained(weights={"2-2": 0.0, "1-2": 3.0}) == {"1-1", "1-2", "2-1"}
-
-
-def test_sampled_exits_include_the_top_and_change_from_update_to_update() -> None:
-    model, seen = transformer(encoder=4).train(), set()
-    likelihood = MultiSoftmax(MultiSoftmaxConfig(exits="2x1"), V.pad)
-    for update in range(40):
-        passes = Passes(model, two_pairs(update))
-        likelihood.request_passes(passes)
-        assert len(passes.encoder_exits) == 2 and passes.encoder_exits[-1] == 4 and passes.decoder_exits == [3]
-        seen.add(passes.encoder_exits[0])
-    assert seen == {1, 2, 3}
 
 
 def test_each_decoder_layer_runs_once_for_all_exits() -> None:

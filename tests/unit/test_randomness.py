@@ -8,16 +8,8 @@ from deepspeed_nmt import randomness
 
 
 def test_values_are_pinned() -> None:
-    assert randomness.key(1, 2, 3) == PINNED_KEY
-    assert randomness.permutation(8, 5, 6).tolist() == PINNED_PERMUTATION
-
-
-PINNED_KEY = 7702586659592502839
-PINNED_PERMUTATION = [5, 0, 4, 1, 6, 2, 7, 3]
-
-
-def test_order_and_number_of_parts_matter() -> None:
-    assert len({randomness.key(*parts) for parts in ((1, 2), (2, 1), (1,), (1, 2, 0), ())}) == 5
+    assert randomness.key(1, 2, 3) == 7702586659592502839
+    assert randomness.permutation(8, 5, 6).tolist() == [5, 0, 4, 1, 6, 2, 7, 3]
 
 
 def test_an_array_of_keys_gives_the_values_of_its_keys() -> None:
@@ -29,8 +21,3 @@ def test_uniform_is_uniform() -> None:
     assert values.min() >= 0.0 and values.max() < 1.0
     counts, _ = np.histogram(values, bins=10, range=(0, 1))
     assert np.abs(counts - 2000).max() < 200
-
-
-def test_a_permutation_holds_everything_once() -> None:
-    assert sorted(randomness.permutation(1000, 1)) == list(range(1000))
-    assert not np.array_equal(randomness.permutation(1000, 1), randomness.permutation(1000, 2))

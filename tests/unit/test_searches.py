@@ -248,11 +248,12 @@ def test_a_hypothesis_after_which_no_token_is_allowed_ends() -> None:
 @pytest.mark.parametrize("name", list(SEARCHED))
 def test_a_model_that_predicts_nan_is_refused(name: str) -> None:
     model, (source,) = sharp_transformer(1), random_sources([4])
+    search = searcher(name, model, **SEARCHED[name])
+    assert search.search(torch.empty(0, 3, dtype=torch.long)) == []
     with torch.no_grad():
         model.projection.weight.fill_(torch.nan)
     with pytest.raises(CheckpointError, match="predicts NaN"):
-        searcher(name, model, **SEARCHED[name]).search(torch.tensor([source]), False)
-    assert searcher(name, sharp_transformer(1)).search(torch.empty(0, 3, dtype=torch.long)) == []
+        search.search(torch.tensor([source]), False)
 
 
 @pytest.mark.parametrize(

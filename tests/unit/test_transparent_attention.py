@@ -18,7 +18,6 @@ from deepspeed_nmt.methods.transparent_attention import (
     TransparentTransformer,
     build_transparent_attention,
 )
-from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from tests import transformer_equations as equations
 from tests.support import batch_of
 
@@ -77,21 +76,6 @@ def test_logits_are_dropped_in_training_only() -> None:
     assert not torch.equal(first, second)
     first, second = (model.eval().encode(batch().source_BS).states_BSD for _ in range(2))
     assert torch.equal(first, second)
-
-
-@pytest.mark.parametrize("norm", ["pre", "post"])
-def test_cached_steps_equal_one_pass_and_beams_those_of_single_sentences(norm: str) -> None:
-    model, data = transparent(norm).eval(), batch()
-    memory = model.encode(data.source_BS)
-    assert memory.states_BSD.shape == (2, 2, 6, 16)
-    whole, cache = model.projection(model.decode(data.target_input_BT, memory)[0]), model.begin()
-    for position in range(4):
-        logits = model.step(data.target_input_BT[:, position], memory, cache)
-        torch.testing.assert_close(logits, whole[:, position], rtol=1e-10, atol=1e-10)
-    search = BeamSearch(BeamConfig(beam=3), model, V)
-    together = search.search(data.source_BS)
-    alone = [search.search(data.source_BS[:1])[0], search.search(data.source_BS[1:, :4])[0]]
-    assert [[h.tokens for h in found] for found in together] == [[h.tokens for h in found] for found in alone]
 
 
 def test_it_has_no_exits_but_the_top() -> None:
