@@ -254,6 +254,7 @@ def batch(layout: Layout, fault: str, kills: int, data: list[Path], scratch: Pat
         words = [*straight.words, *end, "training.save=blocking"]
         run_ranks(words, layout.ranks, scratch, **disks)
         assert_same(job.run, straight.run, last)
+        assert not job.is_saving(), "an incomplete checkpoint is left"
     return {
         "kills": kills,
         "during a save": caught,

@@ -35,7 +35,7 @@ from records import Results
 from timing import Work, add_rounds, in_turns, relative
 from torch import Tensor, nn
 
-from deepspeed_nmt.core.batch import Batch, UpdateInfo
+from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.engine.optimizer import Groups
@@ -49,6 +49,7 @@ from deepspeed_nmt.methods.transformer import TransformerConfig, build_transform
 from deepspeed_nmt.nn.embedding import sinusoids
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.optimizers.adam import AdamWConfig
+from tests.support import batch_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.equations import projected_cross_entropy_ref
@@ -175,17 +176,7 @@ def batches(count: int) -> Iterator[Batch]:
             )
             for _ in range(2)
         )
-        tokens = int(lengths.sum())
-        yield Batch(
-            source_BS=source,
-            target_input_BT=target,
-            target_output_BT=target,
-            sentence_ids_B=torch.arange(rows),
-            source_tokens=tokens,
-            target_tokens=tokens,
-            pad=vocabulary.pad,
-            update=UpdateInfo(seed=1, number=number, tokens=tokens, sentences=rows),
-        )
+        yield batch_of(source, target, target, pad=vocabulary.pad, update=number)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
