@@ -2,10 +2,10 @@
 
     python benchmarks/run.py poisson [--mtbf 300] [--minutes 60] [--layout zero2] [--save-every N]
 
-Kills are a Poisson process: seconds between two of them are exponential with mean ``--mtbf``. Each time the job starts
-again at once, as a scheduler would start it. Goodput is seconds of updates that survive, of their validations and
-checkpoints, divided by the wall time; the run's own ledger counts them. The last column of the table by activity says
-where the rest of a kill went.
+Kills are a Poisson process: seconds between two of them are exponential with mean ``--mtbf``. Each time the job
+starts again at once, as a scheduler would start it. Goodput is seconds of updates that survive, of their validations
+and checkpoints, divided by the wall time; the run's own ledger counts them. The last column of the table by activity
+says where the rest of a kill went.
 """
 
 from __future__ import annotations
@@ -74,7 +74,11 @@ def run(arguments: argparse.Namespace) -> Results:
     kills = len(lives) - 1
     useful = sum(seconds.get(activity, 0.0) for activity in PRODUCTIVE)
     rows = [
-        {"activity": activity, "seconds": round(spent, 1), "seconds a kill": None if kept else round(spent / kills, 2)}
+        {
+            "activity": activity,
+            "seconds": round(spent, 1),
+            "seconds a kill": None if kept else round(spent / max(1, kills), 2),
+        }
         for activity, spent in seconds.items()
         for kept in [activity in PRODUCTIVE]
     ]

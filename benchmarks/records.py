@@ -148,7 +148,10 @@ class Machine(_Strict):
 def commit() -> str:
     """Return the commit of the program, with ``-dirty`` if files have been changed."""
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
-    return subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    try:
+        return subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # no git, or no repository
+        return "unknown"
 
 
 class Record(_Strict):

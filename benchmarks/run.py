@@ -1,6 +1,6 @@
 """Run benchmarks and experiments, and write what each measures to benchmarks/results/NAME.json.
 
-    python benchmarks/run.py NAME... [--as RECORD] [--out DIR] [--replace] [options of NAME]
+    python benchmarks/run.py NAME... [--as RECORD] [--results DIR] [--replace] [options of NAME]
     python benchmarks/run.py NAME --help
     python benchmarks/run.py --list
     python benchmarks/run.py --write
@@ -64,16 +64,16 @@ def measure(name: str, words: list[str]) -> None:
     threads = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} " if "OMP_NUM_THREADS" in os.environ else ""
     command, before = threads + shlex.join(["python", "benchmarks/run.py", name, *words]), os.getloadavg()[0]
     options = {key: value for key, value in vars(arguments).items() if key not in ("record", "results", "replace")}
-    settings = {key: value if isinstance(value, (int, float)) else str(value) for key, value in options.items()}
-    found = module.run(arguments)
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
+    found, record = module.run(arguments), None
     for results in [found] if isinstance(found, Results) else found:
         record = Record.of(
             arguments.record, results, command=command, load=before, settings=settings, seed=options.get("seed")
         )
         record.write(arguments.results)
-    for title, table in record.tables.items():
+    for title, table in record.tables.items() if record is not None else ():
         sys.stdout.write(f"{title}\n{table.markdown()}\n")
-    sys.stdout.write(f"written to {path}\n")
+    sys.stdout.write(f"written to {path}\n" if record is not None else "nothing is left to measure\n")
 
 
 def main() -> None:
