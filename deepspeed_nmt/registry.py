@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class Config(BaseModel):
@@ -80,7 +81,7 @@ class SelfTest:
 
 
 @dataclass(frozen=True)
-class Entry(Generic[T]):
+class Entry(Generic[T_co]):
     """A row of a registry.
 
     Attributes:
@@ -93,7 +94,7 @@ class Entry(Generic[T]):
 
     name: str
     config: type[Config]
-    build: Callable[..., T]
+    build: Callable[..., T_co]
     selftest: SelfTest | None = None
     collapse_remedy: str = ""
 

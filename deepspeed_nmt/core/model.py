@@ -115,7 +115,7 @@ class DecodableModel(nn.Module, ABC):
 
     @abstractmethod
     def at_exit(self, name: str) -> DecodableModel:
-        """Return the model that decodes from an exit. It shares the weights, and omits layers above the exit.
+        """Return the model that decodes from an exit, with the same weights and without the layers above it.
 
         Raises:
             ConfigError: if the model has no exit of this name.
@@ -243,26 +243,15 @@ class TranslationModel(DecodableModel):
         raise NotStandardError(self.not_standard)
 
     def load_pretrained(self) -> bool:
-        """Load the pretrained weights that a new run starts from. Return True if the model has any.
-
-        Raises:
-            ConfigError: if the weights cannot be read, or do not fit the model.
-        """
+        """Load the pretrained weights of a new run, or raise ConfigError. Return True if there are any."""
         return False
 
     def single_pass(self, batch: Batch) -> dict[str, Tensor]:
-        """Run one pass over a micro-batch, at the top exit.
-
-        Returns:
-            By name: the decoder states as TOP, (B,T,D), and further outputs that the model's likelihood needs.
-        """
+        """Run one pass: the decoder states, (B,T,D), as TOP, and further outputs for the model's likelihood."""
         return {TOP: self(batch)}
 
     def forward(self, batch: Batch) -> Tensor:
-        """Compute the decoder states at the top exit (teacher forcing).
-
-        Shape: -> (B,T,D)
-        """
+        """Compute the decoder states at the top exit (teacher forcing). Shape: -> (B,T,D)."""
         memory = self.encode(batch.source_BS, padded=batch.source_padded, segments=batch.source_segments)
         update = batch.update
         draw = Draw(update.seed, update.number, micro_batch=update.micro_batch)

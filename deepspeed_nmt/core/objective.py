@@ -152,16 +152,10 @@ class Likelihood(Protocol):
         return
 
     def __call__(self, model: TranslationModel, passes: States, batch: Batch, divergence: float) -> LikelihoodOutput:
-        """Compute the loss, averaged over one or two passes over the same pairs.
+        """Compute the loss, averaged over one or two passes over the same pairs, whose projection is the model's.
 
         With two passes, the symmetric KL divergence between their predictions, times ``divergence``, is added to the
         loss, and the divergence is reported as the metric "divergence". Both have the weights of pairs.
-
-        Args:
-            model: model whose projection is applied.
-            passes: decoder states of each pass.
-            batch: micro-batch.
-            divergence: weight of the divergence.
         """
 
 

@@ -71,7 +71,7 @@ from deepspeed_nmt.nn.layers import (
     Residual,
 )
 from deepspeed_nmt.nn.stack import LayerStack
-from deepspeed_nmt.registry import SelfTest
+from deepspeed_nmt.registry import Entry, SelfTest
 
 _LOGITS_AT_ONCE = 1 << 24
 """Bound on the elements of a matrix of logits in decoding."""
@@ -119,25 +119,6 @@ class AbNetConfig(BertPair):
             )
         if run.search.left_to_right:
             yield "model.name=abnet is decoded by search.name=mask_predict; set that"
-
-
-SELF_TEST = SelfTest(
-    "abnet",
-    {
-        "model": {
-            "name": "abnet",
-            "source": SMALL_BERT,
-            "target": SMALL_BERT,
-            "attention_dropout": 0.0,
-            "adapters": "parallel",
-            "adapter_dim": 48,
-            "length_from": "token",
-        },
-        "objective": {"masked_tokens": {"replacement": "bert", "source_rate": 0.1}},
-        "search": {"name": "mask_predict"},
-    },
-)
-"""Parallel adapters, masked and replaced tokens on both sides, and the length."""
 
 
 class AdaptedEncoderLayer(nn.Module):
@@ -314,3 +295,26 @@ def _berts_layers(stack: LayerStack) -> list[EncoderLayer]:
 def build_abnet(config: AbNetConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer | None = None) -> AbNet:
     """Build an AB-Net whose BERTs are to be loaded; ``make_layer`` is not used."""
     return AbNet(config, vocabulary)
+
+
+ENTRY = Entry(
+    "abnet",
+    AbNetConfig,
+    build_abnet,
+    SelfTest(
+        "abnet",
+        {
+            "model": {
+                "name": "abnet",
+                "source": SMALL_BERT,
+                "target": SMALL_BERT,
+                "attention_dropout": 0.0,
+                "adapters": "parallel",
+                "adapter_dim": 48,
+                "length_from": "token",
+            },
+            "objective": {"masked_tokens": {"replacement": "bert", "source_rate": 0.1}},
+            "search": {"name": "mask_predict"},
+        },
+    ),
+)

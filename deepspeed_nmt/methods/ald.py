@@ -36,6 +36,7 @@ from deepspeed_nmt.core.parts import RegularizerConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.segments import Segments
 from deepspeed_nmt.randomness import Purpose, uniforms
+from deepspeed_nmt.registry import Entry
 
 
 class ALDConfig(RegularizerConfig):
@@ -123,3 +124,6 @@ def contrastive_loss(whole_BD: Tensor, fuller_BD: Tensor, emptier_BD: Tensor, ta
     closer_B = F.cosine_similarity(whole_BD, fuller_BD, dim=1)
     farther_B = F.cosine_similarity(whole_BD, emptier_BD, dim=1)
     return F.softplus((farther_B - closer_B) / tau)
+
+
+ENTRY = Entry("ald", ALDConfig, ALD, collapse_remedy="objective.ald.weight=1")

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from deepspeed_nmt.core.objective import Passes, Regularizer
 from deepspeed_nmt.core.parts import Parts, RegularizerConfig
-from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.registry import Entry
 
 
 class ConsistencyConfig(RegularizerConfig):
@@ -60,11 +60,10 @@ class Consistency(Regularizer):
         passes.divergence = self.weight
 
 
-def build_ddr(config: ConsistencyConfig, vocabulary: Vocabulary) -> Consistency:
-    """Build decoder dropout regularisation (DDR)."""
-    return Consistency(config, encode_twice=False)
-
-
-def build_r_drop(config: ConsistencyConfig, vocabulary: Vocabulary) -> Consistency:
-    """Build R-Drop."""
-    return Consistency(config, encode_twice=True)
+DDR = Entry(
+    "ddr",
+    ConsistencyConfig,
+    lambda config, vocabulary: Consistency(config, encode_twice=False),
+    collapse_remedy="objective.ddr.weight=1",
+)
+R_DROP = Entry("r_drop", ConsistencyConfig, lambda config, vocabulary: Consistency(config, encode_twice=True))

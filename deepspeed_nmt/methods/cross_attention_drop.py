@@ -40,7 +40,7 @@ from deepspeed_nmt.methods.transformer import SMALL
 from deepspeed_nmt.nn.cache import KeysValues, LayerCache
 from deepspeed_nmt.nn.layers import Context, DecoderLayer, LayerParts, select_blocks
 from deepspeed_nmt.randomness import Purpose
-from deepspeed_nmt.registry import SelfTest
+from deepspeed_nmt.registry import Entry, SelfTest
 
 CoinPeriod = Literal["update", "micro_batch"]
 
@@ -86,24 +86,6 @@ class CrossAttentionDropConfig(LayerConfig):
                 f"layer.drop_ratio, layer.drop_depth and layer.beyond leave none of the {depth} layers of "
                 f"{setting} any cross-attention; lower layer.drop_depth or layer.beyond"
             )
-
-
-SELF_TEST = SelfTest(
-    "deep_decoder",
-    {
-        "model": {"name": "transformer", **SMALL, "encoder_layers": 1, "decoder_layers": 4},
-        "layer": {"name": "cross_attention_drop", "drop_depth": 1, "drop_ratio": 1.0, "beyond": 0.5},
-        "objective": {"ddr": {"weight": 0.7}, "ald": {"weight": 0.5, "every": 2}},
-    },
-    quick=True,
-)
-"""All methods of the paper: layers with p_l of 1.0 and 0.5, DDR, and ALD in every second update."""
-
-COLLAPSE_REMEDY = (
-    "layer.name=cross_attention_drop with layer.drop_depth at two fifths to two thirds of model.decoder_layers (or "
-    "more than now)"
-)
-"""Setting to try when a decoder ignores its source."""
 
 
 class CrossAttentionDropLayer(DecoderLayer):
@@ -178,3 +160,23 @@ def build_cross_attention_drop(config: CrossAttentionDropConfig, number: int, pa
     layer = CrossAttentionDropLayer.of(parts)
     layer.number, layer.rate, layer.coins_per = number, rate, config.coins
     return layer
+
+
+ENTRY = Entry(
+    "cross_attention_drop",
+    CrossAttentionDropConfig,
+    build_cross_attention_drop,
+    SelfTest(
+        "deep_decoder",
+        {
+            "model": {"name": "transformer", **SMALL, "encoder_layers": 1, "decoder_layers": 4},
+            "layer": {"name": "cross_attention_drop", "drop_depth": 1, "drop_ratio": 1.0, "beyond": 0.5},
+            "objective": {"ddr": {"weight": 0.7}, "ald": {"weight": 0.5, "every": 2}},
+        },
+        quick=True,
+    ),
+    collapse_remedy=(
+        "layer.name=cross_attention_drop with layer.drop_depth at two fifths to two thirds of model.decoder_layers "
+        "(or more than now)"
+    ),
+)

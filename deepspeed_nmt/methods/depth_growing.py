@@ -54,7 +54,7 @@ from deepspeed_nmt.methods.transformer import (
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.layers import Context, Draw, LayerNorm, MakeDecoderLayer, make_decoder_layer
 from deepspeed_nmt.nn.stack import LayerStack
-from deepspeed_nmt.registry import SelfTest
+from deepspeed_nmt.registry import Entry, SelfTest
 
 
 class DepthGrowingConfig(TransformerShape):
@@ -108,24 +108,6 @@ class DepthGrowingConfig(TransformerShape):
                 "on top of it"
             )
         super().check_weights_of(other, where)
-
-
-SELF_TEST = SelfTest(
-    "growing",
-    {
-        "model": {
-            "name": "depth_growing",
-            **SMALL,
-            "encoder_layers": 1,
-            "decoder_layers": 1,
-            "top_encoder_layers": 1,
-            "top_decoder_layers": 1,
-            "norm": "post",
-            "attend": "h1_plus_input",
-        }
-    },
-)
-"""One layer on a frozen bottom of one layer, post-norm. Gradients pass through the bottom's decoder."""
 
 
 class DepthGrowing(TranslationModel):
@@ -236,3 +218,25 @@ def build_depth_growing(
         update={"encoder_layers": config.top_encoder_layers, "decoder_layers": config.top_decoder_layers}
     )
     return DepthGrowing(bottom, *build_stacks(top, make_layer), config)
+
+
+ENTRY = Entry(
+    "depth_growing",
+    DepthGrowingConfig,
+    build_depth_growing,
+    SelfTest(
+        "growing",
+        {
+            "model": {
+                "name": "depth_growing",
+                **SMALL,
+                "encoder_layers": 1,
+                "decoder_layers": 1,
+                "top_encoder_layers": 1,
+                "top_decoder_layers": 1,
+                "norm": "post",
+                "attend": "h1_plus_input",
+            }
+        },
+    ),
+)

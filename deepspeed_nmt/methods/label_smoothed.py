@@ -20,8 +20,8 @@ from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, TranslationModel
 from deepspeed_nmt.core.objective import Likelihood, LikelihoodOutput, States
 from deepspeed_nmt.core.parts import LikelihoodConfig
-from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
+from deepspeed_nmt.registry import Entry
 
 
 class LabelSmoothedConfig(LikelihoodConfig):
@@ -54,6 +54,6 @@ class LabelSmoothed(Likelihood):
         return LikelihoodOutput(loss, nll_N, {"divergence": kl} if len(passes) > 1 else {})
 
 
-def build_label_smoothed(config: LabelSmoothedConfig, vocabulary: Vocabulary) -> LabelSmoothed:
-    """Build the label-smoothed cross-entropy."""
-    return LabelSmoothed(config.smoothing, vocabulary.pad)
+ENTRY = Entry(
+    "label_smoothed", LabelSmoothedConfig, lambda config, vocabulary: LabelSmoothed(config.smoothing, vocabulary.pad)
+)

@@ -46,6 +46,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothedConfig
 from deepspeed_nmt.randomness import Purpose, uniforms
+from deepspeed_nmt.registry import Entry
 
 LENGTH = "length"
 """Name of the length's logits in the output of a pass, and of the metric of their loss."""
@@ -197,3 +198,6 @@ class MaskedTokens(Likelihood):
         tokens = batch.update.tokens or batch.target_tokens
         sentences = batch.update.sentences or batch.rows
         return total * (tokens / max(1, sentences))
+
+
+ENTRY = Entry("masked_tokens", MaskedTokensConfig, MaskedTokens)

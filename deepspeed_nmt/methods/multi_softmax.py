@@ -45,12 +45,11 @@ from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, TranslationModel, exit_name
 from deepspeed_nmt.core.objective import Likelihood, LikelihoodOutput, Passes, States
 from deepspeed_nmt.core.parts import Parts
-from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import shown
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothedConfig
 from deepspeed_nmt.methods.transformer import SMALL
-from deepspeed_nmt.registry import SelfTest
+from deepspeed_nmt.registry import Entry, SelfTest
 
 _EXITS = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 
@@ -102,14 +101,7 @@ class MultiSoftmaxConfig(LabelSmoothedConfig):
         return self.probability(encoder, decoder, stages) > 0.0 and self.weight(encoder, decoder) > 0.0
 
     def shares(self, exits: Sequence[tuple[int, int]], stages: tuple[int, int]) -> Tensor:
-        """Return the factors of the losses of the exits of an update.
-
-        Args:
-            exits: the drawn exits, by stage of encoder and decoder.
-            stages: numbers of stages of both sides.
-
-        Shape: -> (E,), fp32
-        """
+        """Return the factors of the losses of the drawn exits, by stages of both sides. Shape: -> fp32 (E,)."""
         if not self.inverse_probability:
             weight_E = torch.tensor([self.weight(n, m) for n, m in exits])
             return weight_E / weight_E.sum().clamp(min=1e-30)
@@ -127,6 +119,7 @@ class MultiSoftmaxConfig(LabelSmoothedConfig):
             )
             return
         encoder, decoder = stages
+        top = exit_name(encoder.total, decoder.total)
         for count, side in zip(self.drawn or (1, 1), stages, strict=True):
             if count > side.total:
                 yield (
@@ -135,15 +128,10 @@ class MultiSoftmaxConfig(LabelSmoothedConfig):
                 )
         every = [(n, m) for n in range(1, encoder.total + 1) for m in range(1, decoder.total + 1)]
         if unknown := sorted(set(self.weights) - {exit_name(n, m) for n, m in every}):
-            yield (
-                f"objective.multi_softmax.weights names {', '.join(unknown)}; use exits n-m up to "
-                f"{exit_name(encoder.total, decoder.total)}"
-            )
+            yield f"objective.multi_softmax.weights names {', '.join(unknown)}; use exits n-m up to {top}"
         if not any(self.trains_exit(n, m, (encoder.total, decoder.total)) for n, m in every):
-            yield (
-                f"objective.multi_softmax.weights gives all exits of exits={self.exits} weight 0; raise that of "
-                f"{exit_name(encoder.total, decoder.total)}"
-            )
+            name = "objective.multi_softmax"
+            yield f"{name}.weights gives all exits of exits={self.exits} weight 0; raise that of {top}"
         if not any(parts.layer.attends_to_source(number) for number in range(1, decoder.layers + 1)):
             yield (
                 "objective.multi_softmax translates from the decoder's first layer on, but the settings of "
@@ -151,29 +139,8 @@ class MultiSoftmaxConfig(LabelSmoothedConfig):
             )
 
 
-SELF_TEST = SelfTest(
-    "exits",
-    {
-        "model": {
-            "name": "recurrent",
-            **SMALL,
-            "sharing": "closed_chain",
-            "encoder_loops": 3,
-            "decoder_loops": 2,
-        },
-        "objective": {"multi_softmax": {"exits": "2x2"}},
-    },
-)
-"""Sampled exits over the loops of a closed parameter chain."""
-
-
 class MultiSoftmax(Likelihood):
-    """Label-smoothed cross-entropy, averaged over exits, or an estimate of this average from drawn exits.
-
-    Args:
-        config: settings.
-        pad: padding token.
-    """
+    """Label-smoothed cross-entropy, averaged over exits, or an estimate of this average from drawn exits."""
 
     def __init__(self, config: MultiSoftmaxConfig, pad: int) -> None:
         self.config = config
@@ -228,6 +195,21 @@ def _draw(total: int, count: int, *parts: int) -> list[int]:
     return sorted([*(int(stage) + 1 for stage in others), total])
 
 
-def build_multi_softmax(config: MultiSoftmaxConfig, vocabulary: Vocabulary) -> MultiSoftmax:
-    """Build the likelihood over exits."""
-    return MultiSoftmax(config, vocabulary.pad)
+ENTRY = Entry(
+    "multi_softmax",
+    MultiSoftmaxConfig,
+    lambda config, vocabulary: MultiSoftmax(config, vocabulary.pad),
+    SelfTest(
+        "exits",
+        {
+            "model": {
+                "name": "recurrent",
+                **SMALL,
+                "sharing": "closed_chain",
+                "encoder_loops": 3,
+                "decoder_loops": 2,
+            },
+            "objective": {"multi_softmax": {"exits": "2x2"}},
+        },
+    ),
+)

@@ -66,7 +66,7 @@ from deepspeed_nmt.nn.layers import (
     Residual,
 )
 from deepspeed_nmt.nn.stack import LayerStack
-from deepspeed_nmt.registry import SelfTest
+from deepspeed_nmt.registry import Entry, SelfTest
 
 Decoder = Literal["parallel", "serial", "transformer", "coordinator"]
 Part = Literal["encoding", "embeddings", "encoder"]
@@ -135,22 +135,6 @@ class BertDecoderConfig(BertPair):
                     f"model.fusion_scale is {there} in {where} and {here} here, and only one of them is learned; set "
                     f"model.fusion_scale={there}"
                 )
-
-
-SELF_TEST = SelfTest(
-    "berts",
-    {
-        "model": {
-            "name": "bert",
-            "source": SMALL_BERT,
-            "target": SMALL_BERT,
-            "attention_dropout": 0.0,
-            "fusion_scale": "learned",
-            "freeze": ["encoding", "embeddings"],
-        }
-    },
-)
-"""The parallel decoder with learned fusion scales, and with frozen embeddings and encoding sub-layers."""
 
 
 class Encoding(DecoderBlock):
@@ -307,3 +291,23 @@ def _parts(model: BertTransformer, part: Part) -> list[nn.Module]:
         for layer in encoding
         for module in (layer.self_attention, layer.self_residual, layer.feed_forward, layer.feed_forward_residual)
     ]
+
+
+ENTRY = Entry(
+    "bert",
+    BertDecoderConfig,
+    build_bert_decoder,
+    SelfTest(
+        "berts",
+        {
+            "model": {
+                "name": "bert",
+                "source": SMALL_BERT,
+                "target": SMALL_BERT,
+                "attention_dropout": 0.0,
+                "fusion_scale": "learned",
+                "freeze": ["encoding", "embeddings"],
+            }
+        },
+    ),
+)

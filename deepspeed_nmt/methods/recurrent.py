@@ -32,6 +32,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods.transformer import Transformer, TransformerShape, build_transformer
 from deepspeed_nmt.nn.layers import MakeDecoderLayer, make_decoder_layer
 from deepspeed_nmt.nn.stack import LayerOrder
+from deepspeed_nmt.registry import Entry
 
 Sharing = Literal["stacked", "closed_chain"]
 
@@ -114,3 +115,6 @@ def build_recurrent(
 ) -> Transformer:
     """Build a freshly initialised recurrent Transformer."""
     return build_transformer(config, vocabulary, make_layer, config.layer_orders())
+
+
+ENTRY = Entry("recurrent", RecurrentConfig, build_recurrent)

@@ -35,7 +35,6 @@ from deepspeed_nmt.nn.embedding import LearnedEmbedding, PositionName, Projectio
 from deepspeed_nmt.nn.layers import (
     Activation,
     Context,
-    DecoderLayer,
     Draw,
     EncoderLayer,
     FeedForward,
@@ -47,7 +46,7 @@ from deepspeed_nmt.nn.layers import (
     make_decoder_layer,
 )
 from deepspeed_nmt.nn.stack import LayerOrder, LayerStack
-from deepspeed_nmt.registry import SelfTest
+from deepspeed_nmt.registry import Entry, SelfTest
 
 
 class TransformerShape(ModelConfig):
@@ -94,10 +93,8 @@ class TransformerShape(ModelConfig):
     def _check(self) -> TransformerShape:
         if self.dim % self.heads:
             divisors = [n for n in range(1, self.dim + 1) if self.dim % n == 0]
-            nearest = sorted(sorted(divisors, key=lambda n: abs(n - self.heads))[:2])
-            raise ValueError(
-                f"heads is {self.heads}, which does not divide dim {self.dim}; use {' or '.join(map(str, nearest))}"
-            )
+            nearest = " or ".join(map(str, sorted(sorted(divisors, key=lambda n: abs(n - self.heads))[:2])))
+            raise ValueError(f"heads is {self.heads}, which does not divide dim {self.dim}; use {nearest}")
         if self.norm == "deepnorm" and self.init != "xavier":
             raise ValueError(
                 f"init is {self.init}, but norm=deepnorm has an initialisation of its own; set init=xavier"
@@ -133,15 +130,9 @@ class StandardLayerConfig(LayerConfig):
     name: Literal["standard"] = "standard"
 
 
+# The gradient of a ReLU is discontinuous at 0: rounding differences between engines would change gradients.
 SMALL = {"dim": 32, "ffn_dim": 64, "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "activation": "gelu"}
-"""Shape of the Transformers in self-tests.
-
-The activation is GELU, because the gradient of a ReLU is discontinuous at 0: rounding differences between engines
-would then change gradients.
-"""
-
-SELF_TEST = SelfTest("vanilla", {"model": {"name": "transformer", **SMALL}})
-"""A standard Transformer."""
+"""Shape of the Transformers in self-tests."""
 
 
 def refuse_differences(differences: Sequence[str], part: str, where: str) -> None:
@@ -275,12 +266,9 @@ def build_stacks(
     make_layer: MakeDecoderLayer = make_decoder_layer,
     orders: tuple[LayerOrder | None, LayerOrder | None] = (None, None),
 ) -> tuple[LayerStack, LayerStack]:
-    """Build freshly initialised stacks of encoder and decoder layers.
+    """Build freshly initialised stacks of encoder and decoder layers; the latter are made by ``make_layer``.
 
-    Args:
-        config: shape.
-        make_layer: function that makes the decoder layers, numbered from 1.
-        orders: orders in which encoder and decoder apply their layers; None to apply each layer once.
+    ``orders`` are those in which encoder and decoder apply their layers; None: each layer once.
     """
     encoder = [EncoderLayer.of(_parts(config, "encoder")) for _ in range(config.encoder_layers)]
     decoder = [make_layer(number, _parts(config, "decoder")) for number in range(1, config.decoder_layers + 1)]
@@ -289,11 +277,6 @@ def build_stacks(
             _initialise(layer, beta, 1.0 / math.sqrt(number) if config.init == "depth_scaled" else 1.0)
     final_norms = [LayerNorm(config.dim) if config.norm == "pre" else None for _ in range(2)]
     return LayerStack(encoder, orders[0], final_norms[0]), LayerStack(decoder, orders[1], final_norms[1])
-
-
-def build_standard_layer(config: StandardLayerConfig, number: int, parts: LayerParts) -> DecoderLayer:
-    """Build a standard decoder layer."""
-    return make_decoder_layer(number, parts)
 
 
 def _embedding(vocabulary: Vocabulary, dim: int) -> nn.Parameter:
@@ -325,10 +308,10 @@ def _deepnorm(config: TransformerShape, side: Literal["encoder", "decoder"]) -> 
 
 
 def _initialise(layer: nn.Module, beta: float, depth_scale: float) -> None:
-    """Initialise a layer: matrices with Xavier uniform times ``depth_scale``, biases with zeros.
+    """Initialise matrices with Xavier uniform times ``depth_scale``, and biases with zeros.
 
-    All matrices but those of queries and keys are also multiplied by DeepNorm's ``beta``. The matrices of queries,
-    keys and values have a gain of 1/sqrt(2), as parts of one D x 3D matrix would have.
+    All but those of queries and keys are multiplied by DeepNorm's ``beta``, too. Those of queries, keys and values
+    have a gain of 1/sqrt(2), as parts of one D x 3D matrix would have.
     """
     for name, module in layer.named_modules():
         if not isinstance(module, nn.Linear):
@@ -340,3 +323,14 @@ def _initialise(layer: nn.Module, beta: float, depth_scale: float) -> None:
         nn.init.xavier_uniform_(module.weight, gain * depth_scale)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
+
+
+ENTRY = Entry(
+    "transformer",
+    TransformerConfig,
+    build_transformer,
+    SelfTest("vanilla", {"model": {"name": "transformer", **SMALL}}),
+)
+STANDARD_LAYER = Entry(
+    "standard", StandardLayerConfig, lambda config, number, parts: make_decoder_layer(number, parts)
+)

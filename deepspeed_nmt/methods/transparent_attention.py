@@ -38,7 +38,7 @@ from deepspeed_nmt.kernels.segments import Segments, mask_between
 from deepspeed_nmt.methods.transformer import SMALL, Transformer, TransformerShape, build_transformer
 from deepspeed_nmt.nn.cache import KeysValues, LayerCache
 from deepspeed_nmt.nn.layers import Context, DecoderBlock, Draw, Dropout, MakeDecoderLayer, make_decoder_layer
-from deepspeed_nmt.registry import SelfTest
+from deepspeed_nmt.registry import Entry, SelfTest
 
 
 class TransparentAttentionConfig(TransformerShape):
@@ -54,13 +54,6 @@ class TransparentAttentionConfig(TransformerShape):
     def exit_stages(self) -> tuple[Stages, Stages] | None:
         """Return None, because the mixtures have weights for whole stacks only."""
         return None
-
-
-SELF_TEST = SelfTest(
-    "transparent",
-    {"model": {"name": "transparent_attention", **SMALL, "norm": "post", "mixture_dropout": 0.0}},
-)
-"""Two decoder layers with mixtures of two encoder layers and the embeddings, post-norm."""
 
 
 class Mixtures(nn.Module):
@@ -163,3 +156,13 @@ def build_transparent_attention(
 ) -> TransparentTransformer:
     """Build a freshly initialised Transformer with transparent attention."""
     return TransparentTransformer(build_transformer(config, vocabulary, make_layer), config.mixture_dropout)
+
+
+ENTRY = Entry(
+    "transparent_attention",
+    TransparentAttentionConfig,
+    build_transparent_attention,
+    SelfTest(
+        "transparent", {"model": {"name": "transparent_attention", **SMALL, "norm": "post", "mixture_dropout": 0.0}}
+    ),
+)

@@ -84,17 +84,10 @@ class LeftToRightSettings(SearchConfig):
 
 
 class TokenRules:
-    """Rules of the next token for a batch of sentences.
+    """Rules of the next token for a batch of sentences, one for each request.
 
     Padding, BOS and the mask are never predicted. The prefix has precedence over all other rules. A hypothesis after
     which every token is forbidden ends.
-
-    Args:
-        settings: of the search.
-        model: whose tokens are predicted.
-        vocabulary: special tokens.
-        requests: one for each sentence.
-        device: of the logits.
     """
 
     def __init__(
@@ -118,32 +111,25 @@ class TokenRules:
         self._has_settings = self._least > 1 or self._ngram or self._longest_prefix or suppressed
 
     def apply(self, logits_RV: Tensor, tokens_RT: Tensor, numbers: Sequence[int]) -> None:
-        """Set the logits of forbidden tokens to -inf.
-
-        Args:
-            logits_RV: logits of the next tokens; overwritten.
-            tokens_RT: tokens of each hypothesis, BOS first.
-            numbers: of the sentences of the rows; each has equally many rows, which are adjacent.
-        """
+        """Set the logits of forbidden tokens to -inf in place; see :class:`Live` for the arguments."""
         logits_RV.index_fill_(1, self._never, -torch.inf)
         if not self._has_settings:
             return
         length, size = tokens_RT.shape[1] - 1, self._ngram
         forced_R1 = self._forced(length, numbers, logits_RV.shape[0], logits_RV.device)
-        ngrams_RTN, again_RT = None, None
-        if size and length >= size:
-            ngrams_RTN = tokens_RT[:, 1:].unfold(1, size, 1)
-            last_R1N = tokens_RT[:, length - size + 2 :].unsqueeze(1)
-            again_RT = (ngrams_RTN[:, :, : size - 1] == last_R1N).all(dim=2)
-        eos = self._eos
         if forced_R1 is not None:
-            forced_logit_R1 = logits_RV.gather(1, forced_R1.clamp(min=0))
+            index_R1 = forced_R1.clamp(min=0)
+            forced_logit_R1 = logits_RV.gather(1, index_R1)
+        eos = self._eos
         end_R1 = logits_RV[:, eos : eos + 1].clone()
         if self._suppressed is not None:
             logits_RV.index_fill_(1, self._suppressed, -torch.inf)
         if length + 1 < self._least:
             logits_RV[:, eos] = -torch.inf
-        if ngrams_RTN is not None and again_RT is not None:
+        if size and length >= size:
+            ngrams_RTN = tokens_RT[:, 1:].unfold(1, size, 1)
+            last_R1N = tokens_RT[:, length - size + 2 :].unsqueeze(1)
+            again_RT = (ngrams_RTN[:, :, : size - 1] == last_R1N).all(dim=2)
             bound_RT = torch.where(again_RT, -torch.inf, torch.inf).to(logits_RV.dtype)
             logits_RV.scatter_reduce_(1, ngrams_RTN[:, :, -1], bound_RT, "amin")
         dead_R1 = logits_RV.amax(dim=1, keepdim=True) == -torch.inf
@@ -151,7 +137,6 @@ class TokenRules:
         if forced_R1 is not None:
             is_forced_R1 = forced_R1 >= 0
             logits_RV.masked_fill_(is_forced_R1, -torch.inf)
-            index_R1 = forced_R1.clamp(min=0)
             logits_RV.scatter_(1, index_R1, torch.where(is_forced_R1, forced_logit_R1, logits_RV.gather(1, index_R1)))
 
     def _forced(self, length: int, numbers: Sequence[int], rows: int, device: torch.device) -> Tensor | None:
@@ -305,15 +290,11 @@ class LeftToRightSearch(ABC, Generic[S]):
 
 
 def largest(x_BN: Tensor, period: int, k: int) -> tuple[Tensor, Tensor]:
-    """Find the ``k`` largest entries of each row and their indices, largest first.
+    """Find the ``k`` largest entries of each row and their indices, largest first; missing ones are -inf at index 0.
 
     The ``k`` blocks with the largest maxima hold them all, so only those blocks are searched. On a CPU with a
-    vocabulary of 8,000 this is three times as fast as searching whole rows.
-
-    Args:
-        x_BN: the entries.
-        period: a number that divides N; blocks divide it.
-        k: entries to find. If there are fewer, the last one found has no value: -inf at index 0.
+    vocabulary of 8,000 this is three times as fast as searching whole rows. Blocks divide ``period``, which divides
+    N.
 
     Shape: (B,N) -> (B,k), (B,k)
     """
