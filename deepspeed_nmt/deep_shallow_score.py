@@ -22,12 +22,8 @@ ALPHA, EXPONENT = 0.5, 0.4
 def total_of(own: Numbers, other: Numbers, length: Numbers, alpha: float, exponent: float) -> Numbers:
     """Return the totals by which candidates are ranked; the higher the better.
 
-    Args:
-        own: mean log-probability (nats) of a token by the model that proposed the candidate.
-        other: the same by the other model.
-        length: tokens of the candidate, EOS included.
-        alpha: weight of ``own``; that of ``other`` is 1 - alpha.
-        exponent: exponent of ``length``.
+    ``own`` is the mean log-probability (nats) of a token by the model that proposed the candidate, ``other`` that by
+    the other model, and ``length`` the number of tokens, EOS included.
     """
     total: Numbers = (alpha * own + (1.0 - alpha) * other) * length**exponent
     return total

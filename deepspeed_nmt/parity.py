@@ -180,20 +180,9 @@ def train(engine: Engine, loader: TrainLoader, world: World, first: int, last: i
 class Row:
     """Comparison of an engine with one plain process in fp32.
 
-    Differences of losses and gradient norms are relative for values above 1, those of weights absolute.
-
-    Attributes:
-        method: name of the method's case.
-        engine: name of the engine, as :func:`build` takes it.
-        ranks: number of ranks.
-        tensor_ranks: number of ranks that share a model.
-        tolerance: upper bound on each difference.
-        loss: largest difference of the losses of all updates.
-        norm: largest difference of the gradient norms of all updates.
-        weights: largest difference of the weights after the last update.
-        resumed: largest difference of the losses after a resume from those of the same engine without one.
-        seconds: duration of the comparison.
-        problem: message of the error that prevented the comparison, or "".
+    It has the largest differences of losses and gradient norms of all updates, relative for values above 1; of the
+    last weights, absolute; and of losses after a resume from those of the same engine without one. ``problem`` is the
+    error that prevented the comparison.
     """
 
     method: str

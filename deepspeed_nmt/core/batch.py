@@ -10,6 +10,7 @@ Legend: B sentences, S source length, T target length (both with one end-of-sent
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -170,14 +171,6 @@ class Batch:
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
 
-        return replace(
-            self,
-            source_BS=move(self.source_BS),
-            target_input_BT=move(self.target_input_BT),
-            target_output_BT=move(self.target_output_BT),
-            sentence_ids_B=move(self.sentence_ids_B),
-            source_segments=None if self.source_segments is None else self.source_segments.to(move),
-            target_segments=None if self.target_segments is None else self.target_segments.to(move),
-            weights_B=None if self.weights_B is None else move(self.weights_B),
-            corpora_B=None if self.corpora_B is None else move(self.corpora_B),
-        )
+        moved: dict[str, Any] = {name: move(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        moved |= {name: x.to(move) for name, x in vars(self).items() if isinstance(x, Segments)}
+        return replace(self, **moved)

@@ -259,11 +259,7 @@ class TranslationModel(DecodableModel):
 
 
 class MaskedModel(TranslationModel):
-    """A model that guesses masked tokens of a target, given the others.
-
-    Attributes:
-        mask: token that replaces tokens to be guessed.
-    """
+    """A model that guesses masked tokens of a target, given the others."""
 
     mask: int
 
@@ -273,17 +269,11 @@ class MaskedModel(TranslationModel):
 
     @abstractmethod
     def guess(self, tokens_RT: Tensor, chosen_RT: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-        """Guess the most probable token at each of N chosen positions. Special tokens are never guessed.
+        """Guess the most probable token at each chosen position of BOS, partly masked tokens and EOS, row by row.
+
+        Special tokens are never guessed. Returns tokens and log-probabilities (nats).
 
         Shape: (R,T), bool (R,T) -> (N,), (N,)
-
-        Args:
-            tokens_RT: BOS, the target's tokens, some of which are masked, and EOS.
-            chosen_RT: True for positions to guess.
-            memory: encoded sources.
-
-        Returns:
-            The tokens and their log-probabilities (nats), in row-major order of the chosen positions.
         """
 
     @override

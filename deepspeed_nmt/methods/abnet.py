@@ -24,14 +24,7 @@ are trained. With ``length_from: cls`` a linear layer predicts the length from t
 ``token``, the authors' choice, from that at a learned token before the source, which has no position and no
 LayerNorm, and to which the decoder does not attend. The objective is :mod:`deepspeed_nmt.methods.masked_tokens`.
 
-Differences from the authors' code that remain in the recipes ``abnet_original_*``:
-
-- The predicted length leaves out [CLS] and [SEP], which are never masked; theirs counts all tokens of a target.
-- Adapters of the encoder have biases and dropout, and start from BERT's normal distribution; theirs have neither, and
-  start from Glorot's.
-- ``attention_dropout`` applies to cross-attention, too; theirs has none.
-- Their span of masked source tokens is one token longer than 10%, and their mask-predict ends with a further pass
-  over one token.
+docs/papers/parallel-decoder.md has the differences from the authors' code that remain in ``abnet_original_*``.
 
 Legend: B sentences, S source length, T target length, D model width, L lengths, R rows = B x candidate lengths, N
 positions to predict, V vocabulary.

@@ -208,14 +208,7 @@ def initialise(module: nn.Module) -> None:
 
 
 class Loader:
-    """Copies the weights of a BERT into modules. Layers are counted from 0.
-
-    Args:
-        name: folder of the BERT, or its name on the Hugging Face hub.
-        side: side of the BERT, for messages.
-
-    Attributes:
-        has_head: True if the BERT was saved with its language-model head.
+    """Copies the weights of a BERT, by its folder or name on the hub, into modules. Layers are counted from 0.
 
     Raises:
         ConfigError: if the BERT is not set or cannot be read, or if a weight does not fit.

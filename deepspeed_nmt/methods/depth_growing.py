@@ -111,14 +111,7 @@ class DepthGrowingConfig(TransformerShape):
 
 
 class DepthGrowing(TranslationModel):
-    """Frozen Transformer with a trained module on top. Built by :func:`build_depth_growing`.
-
-    Args:
-        bottom: model of stage 1 (enc1, dec1), whose parameters are frozen here.
-        top_encoder: enc2.
-        top_decoder: dec2.
-        config: settings.
-    """
+    """Frozen Transformer (enc1, dec1) with a trained module on top (enc2, dec2); see :func:`build_depth_growing`."""
 
     not_standard = (
         "its deep exit runs two models, and the upper one reads the embedded tokens again; the shallow exit can be "

@@ -121,13 +121,6 @@ def replace_as_bert(
 ) -> Tensor:
     """Replace 80% of the masked tokens by [MASK] and 10% by random ones, which are no special tokens.
 
-    Args:
-        tokens_BT: tokens of one side of the batch.
-        masked_BT: True for masked tokens.
-        batch: micro-batch.
-        vocabulary: vocabulary of that side.
-        purpose: of the random choice.
-
     Shape: (B,T), bool (B,T) -> (B,T)
     """
     draws_BT = uniforms(batch.sentence_ids_B, tokens_BT.shape[1], batch.update.seed, purpose, batch.update.number)

@@ -90,13 +90,7 @@ class RecurrentConfig(TransformerShape):
 
 
 def layer_order(sharing: Sharing, layers: int, loops: int) -> LayerOrder:
-    """Return the order in which a recurrent stack applies its layers. Each loop ends at an exit.
-
-    Args:
-        sharing: order of the layers within a loop.
-        layers: N.
-        loops: T.
-    """
+    """Return the order in which a recurrent stack applies its N layers in T loops, each of which ends at an exit."""
     ascending = list(range(layers))
     order, stages, inputs_at = list(ascending), [layers], set()
     for _ in range(1, loops):

@@ -81,15 +81,7 @@ class ConstraintProgress:
 
 @dataclass(frozen=True)
 class Candidate:
-    """An extension of a hypothesis by a token.
-
-    Attributes:
-        log_prob: of the extended hypothesis.
-        parent: number of the hypothesis.
-        token: the new token.
-        progress: after the token.
-        met: number of constraint tokens that are met.
-    """
+    """An extension of hypothesis number ``parent`` by a token, after which ``met`` constraint tokens are met."""
 
     log_prob: float
     parent: int
@@ -100,12 +92,7 @@ class Candidate:
 
 @dataclass
 class ConstrainedSentence(Sentence):
-    """A sentence in progress.
-
-    Attributes:
-        live: progress of each live hypothesis.
-        finished: hypotheses that have finished.
-    """
+    """A sentence in progress, with the progress of each live hypothesis."""
 
     live: list[ConstraintProgress]
     finished: list[Hypothesis]
@@ -204,13 +191,7 @@ class ConstrainedBeam(LeftToRightSearch[ConstrainedSentence]):
     def _sorted(
         self, sentence: ConstrainedSentence, totals: dict[tuple[int, int], float], length: int
     ) -> list[Candidate]:
-        """Return the possible extensions of a sentence, the most probable first.
-
-        Args:
-            sentence: in progress.
-            totals: log-probability of extensions by hypothesis and token.
-            length: of the extended hypotheses.
-        """
+        """Return the possible ones of extensions, given by hypothesis and token, the most probable first."""
         candidates = []
         for (parent, token), log_prob in totals.items():
             if log_prob > -inf:
@@ -226,18 +207,10 @@ class ConstrainedBeam(LeftToRightSearch[ConstrainedSentence]):
 
 
 def allocate(candidates: Sequence[Candidate], beam: int, tokens: int) -> list[Candidate]:
-    """Divide the places of a beam among banks by the number of met constraint tokens.
+    """Divide the places of a beam among banks by the number of met constraint ``tokens``.
 
     Every bank has as many places; those that are left over go to the bank of the most tokens. Places that a bank does
-    not fill go to the other banks, those of more tokens first.
-
-    Args:
-        candidates: the most probable first.
-        beam: number of places.
-        tokens: number of constraint tokens.
-
-    Returns:
-        At most ``beam`` candidates, the most probable first.
+    not fill go to the other banks, those of more tokens first. The most probable candidates are first, as before.
     """
     banks: list[list[Candidate]] = [[] for _ in range(tokens + 1)]
     for candidate in candidates:

@@ -150,13 +150,7 @@ class TokenRules:
 
 @dataclass
 class Sentence:
-    """A sentence in progress.
-
-    Attributes:
-        number: of the sentence in the batch.
-        limit: most tokens of its translations, EOS included.
-        request: its inputs besides the source.
-    """
+    """A sentence in progress: its number in the batch, and the most tokens of its translations, EOS included."""
 
     number: int
     limit: int
@@ -216,10 +210,7 @@ class Extensions(NamedTuple):
 class LeftToRightSearch(ABC, Generic[S]):
     """A search that extends hypotheses token by token. Finished sentences leave the batch.
 
-    Args:
-        config: settings.
-        model: A model, which must be in eval mode when :meth:`search` is called.
-        vocabulary: special tokens.
+    The model must be in eval mode when :meth:`search` is called.
     """
 
     def __init__(self, config: LeftToRightSettings, model: DecodableModel, vocabulary: Vocabulary) -> None:
@@ -279,9 +270,7 @@ class LeftToRightSearch(ABC, Generic[S]):
     def extend(self, live: Live[S], logits_RV: Tensor) -> Extensions:
         """Record the hypotheses that finish with the next token, and return those that live on.
 
-        Args:
-            live: unfinished hypotheses.
-            logits_RV: fp32 logits of their next tokens; may be overwritten.
+        ``logits_RV``, the fp32 logits of the next tokens, may be overwritten.
         """
 
     @abstractmethod
