@@ -1,6 +1,6 @@
 """Kernels launched and bytes moved by a layer in training on a GPU, counted without one.
 
-    python benchmarks/run.py launches [--norm pre] [--tokens 8192] [--layout packed]
+    python benchmarks/run.py launches [--norm pre post] [--tokens 8192] [--layout packed padded]
 
 It needs Triton, which defines the kernels; CUDA builds of torch include it, for others `pip install triton`.
 
@@ -24,6 +24,7 @@ Work on the CPU, such as drawing dropout's seeds, is not counted.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -287,24 +288,30 @@ def count_layers(tokens: int = 8192, layout: str = "packed", **settings: Any) ->
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens of the micro-batch (default: %(default)s)")
-    parser.add_argument("--norm", choices=("pre", "post", "deepnorm"), default="pre", help="(default: %(default)s)")
-    parser.add_argument("--activation", choices=("relu", "gelu"), default="relu", help="(default: %(default)s)")
-    parser.add_argument("--layout", choices=("packed", "padded"), default="packed", help="(default: %(default)s)")
+    for name, known, default in (
+        ("norm", ("pre", "post", "deepnorm"), ["pre", "post"]),
+        ("layout", ("packed", "padded"), ["packed", "padded"]),
+        ("activation", ("relu", "gelu"), ["relu"]),
+    ):
+        parser.add_argument(f"--{name}", nargs="+", choices=known, default=default, help="(default: %(default)s)")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[8192], help="of the micro-batch (default: 8192)")
 
 
 def run(arguments: argparse.Namespace) -> Results:
     """Count an encoder and a decoder layer."""
-    if arguments.tokens < LENGTH:
-        sys.exit(f"--tokens is {arguments.tokens}, which is below {LENGTH}, the length of a sentence")
+    if min(arguments.tokens) < LENGTH:
+        sys.exit(f"--tokens is {min(arguments.tokens)}, which is below {LENGTH}, the length of a sentence")
     if not is_installed("softmax", "triton"):
         sys.exit("Triton is not installed; run `pip install triton`")
-    settings = {"norm": arguments.norm, "activation": arguments.activation}
+    options = (arguments.norm, arguments.layout, arguments.activation, arguments.tokens)
     rows: list[dict[str, object]] = []
-    for side, counts in count_layers(arguments.tokens, arguments.layout, **settings).items():
-        for which, found in zip(("first", "later"), counts, strict=True):
-            kernels, moved = [found.forward, found.backward], [found.forward_bytes / 1e3, found.backward_bytes / 1e3]
-            row = {"layer": f"{side}, {arguments.norm}-norm", "micro-batch": which, "kernels": kernels}
-            rows.append({**row, "kB a token": moved, "kB a token, both": found.bytes / 1e3})
-    formats = {"kernels": "{:.1f} + {:.1f}", "kB a token": "{:.1f} + {:.1f}", "kB a token, both": "{:.1f}"}
+    for norm, layout, activation, tokens in itertools.product(*options):
+        for side, counts in count_layers(tokens, layout, norm=norm, activation=activation).items():
+            row: dict[str, object] = {"layer": f"{side}, {norm}-norm", "layout": layout, "tokens": tokens}
+            for which, found in zip(("first", "later"), counts, strict=True):
+                row[f"kernels: {which}"] = [found.forward, found.backward]
+                row[f"kB a token: {which}"] = found.bytes / 1e3
+            rows.append(row if arguments.activation == ["relu"] else {**row, "activation": activation})
+    formats = {f"kernels: {which}": "{:.0f} + {:.1f}" for which in ("first", "later")}
+    formats |= {f"kB a token: {which}": "{:.1f}" for which in ("first", "later")}
     return Results(tables={"layers": Table.of(rows, formats)})
