@@ -151,11 +151,18 @@ def run(arguments: argparse.Namespace) -> Results:
     rows = []
     for kind, ends in found.items():
         right, undetected = ends.get("named", 0) + ends.get("on its way", 0), ends.get("undetected", 0)
-        counts = [f"{bit} ({count} times)" if count > 1 else bit for bit, count in ends["undetected by bit"].items()]
+        counts: Counter[str] = Counter()
+        for bit, count in ends["undetected by bit"].items():
+            counts[part_of(int(bit)) if kind != "batch" else "token"] += count
         row = {"flips of": KINDS[kind], "flips": arguments.flips, "attributed rightly": right}
         row |= {"attributed wrongly": arguments.flips - right - undetected, "undetected": undetected}
-        rows.append({**row, "undetected by bit": ", ".join(counts)})
+        rows.append({**row, "undetected in": ", ".join(f"{part} {count}" for part, count in counts.most_common())})
     return Results(tables={"flips": Table.of(rows)}, rounds=found)
+
+
+def part_of(bit: int) -> str:
+    """Return the part of an fp32 number that has a bit."""
+    return "mantissa" if bit < 23 else "exponent" if bit < 31 else "sign"
 
 
 def _start(rank: int, flips: int, seed: int, port: int, directory: str) -> None:
