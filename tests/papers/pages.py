@@ -26,16 +26,7 @@ _RANGE = re.compile(r"points (\d+) to (\d+):")
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table, or a curve of a figure.
-
-    Attributes:
-        page: file name of the page.
-        place: table or figure.
-        name: row as the page names it.
-        commands: command lines without the program's name; none if it cannot be run here.
-        text: the cell of the commands.
-        around: text of the table or figure, this row included.
-    """
+    """A row of a table, or a curve of a figure; ``text`` is the cell of the commands, ``around`` the table's text."""
 
     page: str
     place: str
@@ -69,18 +60,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Setting:
-    """A row of a table of settings.
+    """A row of a table of settings: values of the paper and of the recipes that match the patterns."""
 
-    Attributes:
-        page: file name of the page.
-        key: dotted key.
-        paper: value in the paper; NOT_STATED if the paper has none.
-        here: value of the recipes.
-        patterns: names of recipes, or globs of names.
-        reason: reason for a value that is not the paper's.
-    """
-
-    page: str
     key: str
     paper: Any
     here: Any
@@ -122,9 +103,7 @@ def settings(page: Path) -> list[Setting]:
         key, paper, here, names, reason = cells
         stated = paper if paper == NOT_STATED else parse_yaml(paper.replace("`", ""), page.name) if paper else None
         value = parse_yaml(here.replace("`", ""), page.name) if here else stated
-        found.append(
-            Setting(page.name, key.strip("`"), stated, value, tuple(re.findall(r"`([^`]+)`", names)), reason)
-        )
+        found.append(Setting(key.strip("`"), stated, value, tuple(re.findall(r"`([^`]+)`", names)), reason))
     return found
 
 
@@ -142,11 +121,7 @@ def recipes_of(page: Path) -> list[str]:
 
 
 def value_of(config: RunConfig, key: str) -> Any:
-    """Return a resolved setting by its dotted key.
-
-    Raises:
-        KeyError: if there is none.
-    """
+    """Return a resolved setting by its dotted key."""
     value: Any = config.model_dump(mode="json")
     for part in key.split("."):
         value = value[part]

@@ -207,40 +207,6 @@ def test_by_hand(beam: int, limit: int, expected: list[tuple[list[int], float]])
     assert [found(hypotheses) for hypotheses in both] == [expected, expected]
 
 
-def test_finished_hypotheses_are_replaced_in_the_beam(monkeypatch: pytest.MonkeyPatch) -> None:
-    likely_end = {EOS: 0.6, A: 0.2, B: 0.2}
-    model, tokens = Bigram({BOS: {A: 0.6, B: 0.4}, A: likely_end, B: likely_end}).eval(), []
-    step = model.step
-
-    def spy(tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
-        tokens.append(tokens_R.tolist())
-        return step(tokens_R, memory, cache)
-
-    monkeypatch.setattr(model, "step", spy)
-    beam_search(model, beam=3).search(torch.tensor([[A, EOS]]))
-    # Both hypotheses finish at the second step; three of their other four extensions continue.
-    assert tokens[0] == [BOS]
-    assert len(tokens[2]) == 3
-    assert set(tokens[2]) <= {A, B}
-
-
-def test_the_penalty_decides_between_lengths() -> None:
-    table = {BOS: {A: 0.6, EOS: 0.4}, A: {A: 0.3, EOS: 0.7}}
-
-    def best(penalty: str) -> list[int]:
-        search = beam_search(
-            Bigram(table).eval(), beam=4, length_penalty=penalty, max_length_ratio=0.0, max_length_extra=3
-        )
-        return search.search(torch.tensor([[EOS]]))[0][0].tokens
-
-    # p: EOS 0.4, A EOS 0.42, A A EOS 0.126. Means: -0.916, -0.434, -0.690.
-    assert best("none") == [A]
-    assert best("mean") == [A]
-    # log p / n^2: -0.916, -0.217, -0.230; / n^3: -0.916, -0.108, -0.077.
-    assert best("power:2") == [A]
-    assert best("power:3") == [A, A]
-
-
 def test_a_search_restores_training_mode() -> None:
     model, rows = transformer(1), padded(sources(1, [3, 5]))
     beam_search(model, beam=2).search(rows)

@@ -90,17 +90,12 @@ def test_the_bottom_is_frozen_to_the_bit_and_has_no_optimizer_state() -> None:
     assert {state.name for state in engine.state() if state.states} == set(moving)
 
 
-def test_the_bottom_saves_no_tensors_for_the_backward_pass() -> None:
-    model, data = growing().train(), two_pairs()
-    memory = model.encode(data.source_BS)
-    assert memory.below_BSD is not None and not memory.below_BSD.requires_grad and memory.states_BSD.requires_grad
-
-
 def test_the_bottom_saves_nothing_either_if_no_gradient_is_wanted() -> None:
     """The bottom's decoder follows r(x) in training only."""
     model, data = growing(attend="h1_plus_input").train(), two_pairs()
     memory = model.encode(data.source_BS)
     assert memory.below_BSD is not None and memory.below_BSD.requires_grad
+    assert not growing().train().encode(data.source_BS).below_BSD.requires_grad
     with torch.no_grad():
         assert not model.decode(data.target_input_BT, memory)[0].requires_grad
 

@@ -7,7 +7,6 @@ from itertools import combinations, product
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from deepspeed_nmt.core.model import TOP
 from deepspeed_nmt.core.objective import Objective, Passes
@@ -18,8 +17,7 @@ from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.multi_softmax import MultiSoftmax, MultiSoftmaxConfig, _draw
 from deepspeed_nmt.methods.recurrent import RecurrentConfig, build_recurrent, layer_order
 from deepspeed_nmt.methods.transformer import Transformer, TransformerConfig, build_transformer
-from deepspeed_nmt.nn.layers import Context
-from deepspeed_nmt.nn.stack import LayerOrder, LayerStack
+from deepspeed_nmt.nn.stack import LayerOrder
 from deepspeed_nmt.randomness import Purpose
 from tests.models import two_pairs
 
@@ -32,17 +30,6 @@ def transformer(norm: str = "pre", encoder: int = 3, decoder: int = 3) -> Transf
         dim=16, ffn_dim=24, heads=2, encoder_layers=encoder, decoder_layers=decoder, norm=norm, dropout=0.0
     )
     return build_transformer(config, V).double()
-
-
-class Scalar(nn.Module):
-    """F(s) = w s."""
-
-    def __init__(self, w: float) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.tensor(w, dtype=torch.float64))
-
-    def forward(self, x: Tensor, context: Context, cache: None) -> Tensor:
-        return self.w * x
 
 
 def test_layer_orders_of_the_papers() -> None:
@@ -60,31 +47,6 @@ def test_layer_orders_of_the_papers() -> None:
         == layer_order("closed_chain", 4, 1)
         == LayerOrder((0, 1, 2, 3), frozenset(), (4,))
     )
-
-
-def test_gradients_of_the_closed_chain_are_those_of_equation_9() -> None:
-    """dS6/dW1 = W0 (S4 + W1 W2^2 W3 S0), dS6/dW2 = W0 W1 (S3 + W2 W3 S1), without the input added between loops."""
-    w0, w1, w2, w3 = weights = (1.3, -0.7, 0.9, 1.1)
-    chain = layer_order("closed_chain", 4, 2)
-    layers = [Scalar(w) for w in weights]
-    x = 0.8
-    stack = LayerStack(layers, LayerOrder(chain.indices, frozenset(), chain.stages))
-    s6 = stack(torch.tensor([x], dtype=torch.float64), Context())[0]
-    s6.sum().backward()
-    s0 = w0 * x
-    s1 = w1 * s0
-    s3 = w3 * w2 * s1
-    s4 = w2 * s3
-    assert layers[1].w.grad.item() == pytest.approx(w0 * (s4 + w1 * w2**2 * w3 * s0), rel=1e-14)
-    assert layers[2].w.grad.item() == pytest.approx(w0 * w1 * (s3 + w2 * w3 * s1), rel=1e-14)
-
-
-def test_the_input_is_added_before_every_further_loop() -> None:
-    layers, x = [Scalar(2.0), Scalar(3.0)], torch.tensor([1.0], dtype=torch.float64)
-    stacked = LayerStack(layers, layer_order("stacked", 2, 3))(x, Context(), exits=[1, 2, 3])
-    assert [each.item() for each in stacked] == [6.0, 42.0, 258.0], "6, 6 (6 + 1), 6 (42 + 1)"
-    chain = LayerStack(layers, layer_order("closed_chain", 2, 3))(x, Context(), exits=[1, 2, 3])
-    assert [each.item() for each in chain] == [6.0, 14.0, 45.0], "6, 2 (6 + 1), 3 (14 + 1)"
 
 
 def recurrent(sharing: str, encoder_loops: int = 3, decoder_loops: int = 2) -> Transformer:

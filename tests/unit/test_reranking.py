@@ -14,7 +14,6 @@ from deepspeed_nmt.cli import main
 from deepspeed_nmt.evaluate.metrics import METRICS
 from deepspeed_nmt.evaluate.nbest import (
     ALPHAS,
-    DEFAULT,
     EXPONENTS,
     Candidate,
     RerankLists,
@@ -23,7 +22,6 @@ from deepspeed_nmt.evaluate.nbest import (
     tune,
 )
 from deepspeed_nmt.evaluate.scoring import corpus_score
-from deepspeed_nmt.search.deep_shallow import DeepShallowConfig
 
 REFERENCES = ["the cat sat on the mat today", "a dog ran through the park", "", "we saw the old house there"]
 TEXTS = [
@@ -87,26 +85,13 @@ def test_a_line_is_written_and_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["", "x", "0 ||| a ||| b= 1", "0 ||| a ||| b 1 ||| 2", "0\t-1.2\ttext", "a ||| b ||| ||| 1"]
+    "lines", [["0 ||| a ||| b= 1"], ["0\t-1.2\ttext"], ["1 ||| a |||  ||| 1"], ["0 ||| a |||  ||| 1"] * 2 + [""]]
 )
-def test_other_lines_are_refused(line: str, tmp_path: Path) -> None:
+def test_other_lines_and_gaps_are_refused(lines: list[str], tmp_path: Path) -> None:
     path = tmp_path / "nbest"
-    path.write_text(f"0 ||| a |||  ||| 1\n{line}\n", encoding="utf-8")
-    with pytest.raises(Exception, match="line 2 of"):
+    path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    with pytest.raises(Exception, match=rf"line {len(lines)} of|candidates of line \d in the place of"):
         read_nbest(str(path))
-
-
-@pytest.mark.parametrize("numbers", [[1], [0, 2], [0, 1, 0]])
-def test_lists_with_gaps_are_refused(numbers: list[int], tmp_path: Path) -> None:
-    path = tmp_path / "nbest"
-    path.write_text("".join(f"{number} ||| a |||  ||| 1\n" for number in numbers), encoding="utf-8")
-    with pytest.raises(Exception, match=r"candidates of line \d in the place of those of line \d"):
-        read_nbest(str(path))
-
-
-def test_the_default_is_that_of_the_search() -> None:
-    config = DeepShallowConfig()
-    assert (config.alpha, config.exponent) == DEFAULT and DEFAULT[0] in ALPHAS and DEFAULT[1] in EXPONENTS
 
 
 @pytest.mark.parametrize("tokenised", [False, True])

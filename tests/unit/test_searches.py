@@ -118,14 +118,11 @@ def test_a_sentence_at_its_limit_lifts_no_rule_of_another(name: str, rules: dict
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_searches_without_groups_or_constraints_are_beam_search(seed: int) -> None:
+def test_a_search_without_constraints_is_beam_search(seed: int) -> None:
     model, rows = sharp_transformer(seed), random_sources([4, 11, 7, 2, 5], seed=seed)
     expected = searcher("beam", model, beam=4).search(padded(rows))
-    diverse = searcher("diverse_beam", model, beam=4, groups=1, diversity=9.0).search(padded(rows))
-    constrained = searcher("constrained_beam", model, beam=4).search(padded(rows))
-    for row, found in enumerate(expected):
-        assert_same(diverse[row], found)
-        assert_same(constrained[row], found)
+    for found, one in zip(searcher("constrained_beam", model, beam=4).search(padded(rows)), expected, strict=True):
+        assert_same(found, one)
 
 
 def test_groups_without_diversity_are_equal_and_with_it_differ() -> None:
@@ -269,9 +266,6 @@ def test_a_model_that_predicts_nan_is_refused(name: str) -> None:
             {"beam": 5, "groups": 2},
             "`beam` must be a multiple of `groups`, but is 5 and `groups` is 2",
         ),
-        ("sampling", {"top_p": 0.0}, "greater than 0"),
-        ("sampling", {"temperature": 0.0}, "greater than or equal to 0.001"),
-        ("mbr", {"utility": "ter"}, "'chrf' or 'bleu'"),
         ("beam", {"suppress_tokens": [-1]}, "`suppress_tokens` must be numbers of tokens, from 0 to .*, but has -1"),
     ],
 )
