@@ -17,7 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deepspeed_nmt import randomness
 from deepspeed_nmt.kernels.segments import Segments
+from deepspeed_nmt.randomness import Purpose
 
 CORPUS_SUM = "corpus/"
 """Beginning of the names of sums over the pairs of one corpus; its number follows."""
@@ -138,6 +140,18 @@ class Batch:
             return values_B.unsqueeze(1).expand(self.target_output_BT.shape)
         rows_BT = values_B.unsqueeze(1).expand(-1, self.target_segments.longest)
         return self.target_segments.from_rows(rows_BT, 0).unsqueeze(0)
+
+    # Random choices for sentences, functions of (seed, purpose, update, number of the pair).
+
+    def uniforms(self, count: int, purpose: Purpose) -> Tensor:
+        """Draw ``count`` numbers in [0, 1) for each pair. Shape: -> fp64 (B, count)."""
+        update = self.update
+        return randomness.uniforms(self.sentence_ids_B, count, update.seed, purpose, update.number)
+
+    def random_ranks(self, chosen_BT: Tensor, purpose: Purpose) -> Tensor:
+        """Rank each sentence's chosen positions in a random order, from 0; the others come last. Shape: -> (B,T)."""
+        draws_BT = self.uniforms(chosen_BT.shape[1], purpose)
+        return draws_BT.masked_fill(~chosen_BT, 2.0).argsort(dim=1).argsort(dim=1)
 
     # Sentences as rows, in either layout: B and S or T are then those of the padded layout.
 

@@ -35,7 +35,7 @@ from deepspeed_nmt.core.objective import Passes, Regularizer, States
 from deepspeed_nmt.core.parts import RegularizerConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.segments import Segments
-from deepspeed_nmt.randomness import Purpose, uniforms
+from deepspeed_nmt.randomness import Purpose
 from deepspeed_nmt.registry import Entry
 
 
@@ -86,15 +86,12 @@ class ALD(Regularizer):
         Shape: -> (B,S), (B,S)
         """
         source_BS = batch.source_rows()
-        ids_B, seed, update = batch.sentence_ids_B, batch.update.seed, batch.update.number
-        gamma_B = self.p_ald * uniforms(ids_B, 1, seed, Purpose.MASK_RATIO, update).squeeze(1)
-        draws_BS = uniforms(ids_B, source_BS.shape[1], seed, Purpose.MASKED_TOKENS, update)
+        gamma_B = self.p_ald * batch.uniforms(1, Purpose.MASK_RATIO).squeeze(1)
         pad, bos, eos = self.vocabulary.pad, self.vocabulary.bos, self.vocabulary.eos
         # A tensor of the three would be copied to the device, and the copy waited for.
         words_BS = source_BS.ne(pad) & source_BS.ne(bos) & source_BS.ne(eos)
         count_B = words_BS.sum(dim=1)
-        # Rank of each token in its sentence's random order; special tokens come last.
-        place_BS = draws_BS.masked_fill(~words_BS, 2.0).argsort(dim=1).argsort(dim=1)
+        place_BS = batch.random_ranks(words_BS, Purpose.MASKED_TOKENS)
 
         def masked(fraction_B: Tensor) -> Tensor:
             lost_B1 = (fraction_B * count_B).round().unsqueeze(1)

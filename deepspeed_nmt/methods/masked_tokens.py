@@ -45,7 +45,7 @@ from deepspeed_nmt.core.parts import Parts
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothedConfig
-from deepspeed_nmt.randomness import Purpose, uniforms
+from deepspeed_nmt.randomness import Purpose
 from deepspeed_nmt.registry import Entry
 
 LENGTH = "length"
@@ -87,15 +87,11 @@ def mask_token(vocabulary: Vocabulary) -> int:
 
 def masked_positions(batch: Batch, vocabulary: Vocabulary) -> Tensor:
     """Choose the tokens of ``batch.target_output_BT`` to mask, never EOS or padding. Shape: -> bool (B,T)."""
-    output_BT, ids_B = batch.target_output_BT, batch.sentence_ids_B
-    seed, update = batch.update.seed, batch.update.number
+    output_BT = batch.target_output_BT
     words_BT = output_BT.ne(vocabulary.pad) & output_BT.ne(vocabulary.eos)
     count_B1 = words_BT.sum(dim=1, keepdim=True)
-    chance_B1 = uniforms(ids_B, 1, seed, Purpose.MASK_COUNT, update)
-    draws_BT = uniforms(ids_B, output_BT.shape[1], seed, Purpose.MASKED_TARGETS, update)
-    # Rank of each token in its sentence's random order; EOS and padding come last.
-    place_BT = draws_BT.masked_fill(~words_BT, 2.0).argsort(dim=1).argsort(dim=1)
-    return words_BT & (place_BT < (chance_B1 * count_B1).floor() + 1)
+    masked_B1 = (batch.uniforms(1, Purpose.MASK_COUNT) * count_B1).floor() + 1
+    return words_BT & (batch.random_ranks(words_BT, Purpose.MASKED_TARGETS) < masked_B1)
 
 
 def source_span(batch: Batch, vocabulary: Vocabulary, rate: float) -> Tensor:
@@ -109,7 +105,7 @@ def source_span(batch: Batch, vocabulary: Vocabulary, rate: float) -> Tensor:
     count_B1 = words_BS.sum(dim=1, keepdim=True)
     length_B1 = (rate * count_B1).round().long().clamp(min=1)
     last_B1 = count_B1 - length_B1
-    draw_B1 = uniforms(batch.sentence_ids_B, 1, batch.update.seed, Purpose.SOURCE_SPAN, batch.update.number)
+    draw_B1 = batch.uniforms(1, Purpose.SOURCE_SPAN)
     anywhere_B1 = ((draw_B1 - 0.4) / 0.6 * (last_B1 + 1)).long().minimum(last_B1)
     start_B1 = torch.where(draw_B1 < 0.4, torch.where(draw_B1 < 0.2, 0, last_B1), anywhere_B1)
     place_BS = words_BS.cumsum(dim=1) - 1
@@ -123,7 +119,7 @@ def replace_as_bert(
 
     Shape: (B,T), bool (B,T) -> (B,T)
     """
-    draws_BT = uniforms(batch.sentence_ids_B, tokens_BT.shape[1], batch.update.seed, purpose, batch.update.number)
+    draws_BT = batch.uniforms(tokens_BT.shape[1], purpose)
     mask = mask_token(vocabulary)
     specials = sorted({vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.unk, mask})
     others = vocabulary.size - len(specials)
