@@ -54,15 +54,7 @@ from deepspeed_nmt.methods.masked_tokens import LENGTH, MaskedTokensConfig, mask
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import LayerCache
 from deepspeed_nmt.nn.embedding import PredictionTransform
-from deepspeed_nmt.nn.layers import (
-    Context,
-    DecoderBlock,
-    Draw,
-    EncoderLayer,
-    FeedForward,
-    MakeDecoderLayer,
-    Residual,
-)
+from deepspeed_nmt.nn.layers import Context, DecoderBlock, Draw, EncoderLayer, FeedForward, MakeDecoderLayer, Residual
 from deepspeed_nmt.nn.stack import LayerStack
 from deepspeed_nmt.registry import Entry, SelfTest
 

@@ -154,8 +154,7 @@ class MaskedTokens(Likelihood):
             return batch
         span_BS = source_span(batch, self.vocabulary.source, self.config.source_rate)
         return replace(
-            batch,
-            source_BS=replaced(batch.source_BS, span_BS, self.vocabulary.source, Purpose.SOURCE_REPLACEMENT),
+            batch, source_BS=replaced(batch.source_BS, span_BS, self.vocabulary.source, Purpose.SOURCE_REPLACEMENT)
         )
 
     def __call__(self, model: TranslationModel, passes: States, batch: Batch, divergence: float) -> LikelihoodOutput:

@@ -150,9 +150,7 @@ class TransparentTransformer(Transformer):
 
 
 def build_transparent_attention(
-    config: TransparentAttentionConfig,
-    vocabulary: Vocabulary,
-    make_layer: MakeDecoderLayer = make_decoder_layer,
+    config: TransparentAttentionConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer = make_decoder_layer
 ) -> TransparentTransformer:
     """Build a freshly initialised Transformer with transparent attention."""
     return TransparentTransformer(build_transformer(config, vocabulary, make_layer), config.mixture_dropout)

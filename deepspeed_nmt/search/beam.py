@@ -69,10 +69,7 @@ class DiverseBeamConfig(BeamSettings):
 
     name: Literal["diverse_beam"] = "diverse_beam"
     groups: int = Field(
-        default=0,
-        ge=0,
-        le=MAX_HYPOTHESES,
-        description="groups of hypotheses (G), a divisor of the beam; 0: the beam",
+        default=0, ge=0, le=MAX_HYPOTHESES, description="groups of hypotheses (G), a divisor of the beam; 0: the beam"
     )
     diversity: float = Field(
         default=0.5, ge=0.0, le=1e6, description="cost of a token for each earlier group's hypothesis that has it"
