@@ -62,7 +62,8 @@ def measure(name: str, words: list[str]) -> None:
     if getattr(arguments, "rounds", 1) < 1:
         parser.error(f"--rounds is {arguments.rounds}, which is below 1")
     threads = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} " if "OMP_NUM_THREADS" in os.environ else ""
-    command, before = threads + shlex.join(["python", "benchmarks/run.py", name, *words]), os.getloadavg()[0]
+    shown = [word for before, word in zip(["", *words], words, strict=False) if "--results" not in (before, word)]
+    command, before = threads + shlex.join(["python", "benchmarks/run.py", name, *shown]), os.getloadavg()[0]
     options = {key: value for key, value in vars(arguments).items() if key not in ("record", "results", "replace")}
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
     found, record = module.run(arguments), None
