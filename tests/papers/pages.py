@@ -107,12 +107,6 @@ def settings(page: Path) -> list[Setting]:
     return found
 
 
-def grid(page: Path) -> list[list[float]]:
-    """Return the numbers of a page's grid of results, without its heads."""
-    cells = [cells for _, cells in _tables(page, ROWS) if len(cells) != 3]
-    return [[float(each) for each in row[1:]] for row in cells]
-
-
 def recipes_of(page: Path) -> list[str]:
     """Return the recipes of a page's rows, with those that its settings name."""
     used = {recipe for row in rows() if row.page == page.name for recipe, _ in row.runs()}
