@@ -161,7 +161,8 @@ def test_a_run_does_not_take_over_other_files(run: Path, capsys: pytest.CaptureF
     checkpoint = run / "checkpoints" / "update-0000004"
     before = {path: path.read_bytes() for place in (own, checkpoint, run.parent / "data") for path in place.iterdir()}
     for place in (own, checkpoint, run.parent / "data"):
-        refused(train_words(run.parent / "data", place, *SETTINGS), capsys, "--run", str(place))
+        for option in ([], ["--restart"]):
+            refused([*train_words(run.parent / "data", place, *SETTINGS), *option], capsys, "--run", str(place))
     assert all(path.read_bytes() == content for path, content in before.items())
     refused(["translate", "--run", str(checkpoint), "--input", "-", "--output", "-"], capsys, f"{run} ")
     refused(train_words(run.parent / "data", run.parent / "new", "--init-from", "nowhere"), capsys, "nowhere")
@@ -204,20 +205,6 @@ def test_a_job_that_is_started_again_resumes_although_it_was_to_begin_anew(
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert main([*words(run, *SETTINGS), "--restart"]) == 0
     assert (run / "checkpoints" / "update-0000002").is_dir() and not run.with_name("run.before-1").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "content"), [("notes.txt", "mine"), ("checkpoints/update-0000001/x", ""), ("a.log/x", "")]
-)
-def test_training_makes_no_run_of_a_directory_of_others(
-    run: Path, name: str, content: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own = run.parent / "own"
-    (own / name).parent.mkdir(parents=True)
-    (own / name).write_text(content)
-    for option in ([], ["--restart"]):
-        refused([*train_words(run.parent / "data", own, *SETTINGS), *option], capsys, str(own), name.split("/")[0])
-    assert [path for path in own.rglob("*") if path.is_file()] == [own / name]
 
 
 def test_a_log_of_the_job_may_be_in_the_directory_of_a_new_run(run: Path) -> None:

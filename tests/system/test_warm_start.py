@@ -210,7 +210,7 @@ def test_a_tuned_pair_chooses_what_translate_writes_with_it(
     assert main(["score", "--hypothesis", str(hypothesis), "--reference", reference, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bleu"]["score"] == pytest.approx(best["bleu"], abs=1e-9)
     refused(to_stdout(data, grown, "--nbest", "7", "--beam", "3"), capsys, "--nbest", "7", "--beam", "6")
-    refused(to_stdout(data, grown, "--exit", "deep", "--exponent", "1"), capsys, "--exponent", "--exit")
+    refused(to_stdout(data, grown, "--exit", "deep", "--exponent", "1"), capsys, "--exponent", "deep_shallow")
     refused(to_stdout(data, bottom, "--alpha", "0.5"), capsys, "--alpha", "search.name=beam")
     for more, expected in (
         (["--run", str(grown)], ["--rerank", "2 are given"]),

@@ -27,9 +27,9 @@ from deepspeed_nmt.text import TextForm
 from deepspeed_nmt.train import checkpoint
 from deepspeed_nmt.train.checkpoint import CheckpointStore, State
 from deepspeed_nmt.train.configuration import MEAN, ValidationConfig
-from deepspeed_nmt.train.events import EVENTS_FILE, Events
+from deepspeed_nmt.train.events import EVENTS_FILE
 from deepspeed_nmt.train.progress import LogState, Progress
-from deepspeed_nmt.train.validation import Choice, Validation, record_best, update_best
+from deepspeed_nmt.train.validation import Choice, Validation, update_best
 from tests.unit.test_program_metrics import program
 
 UNKNOWN = -math.inf
@@ -50,19 +50,6 @@ def test_a_validation_without_a_score_is_the_best_only_while_no_score_is_known()
     assert judged((UNKNOWN, 3.0), (UNKNOWN, 2.0), (0.1, 9.0), (UNKNOWN, 1.0), (0.05, 1.0), (0.2, 1.0)) == [
         *((1, 0, 1), (2, 0, 2), (3, 0, 3), (3, 0, 3), (3, 1, 3), (6, 0, 6))
     ]
-
-
-def test_events_have_the_measure_that_chose_and_its_value_with_its_sign(tmp_path: Path) -> None:
-    events = Events(tmp_path, active=True)
-    for score, sign in ((-53.5, 1), (-2.0, -1), (0.2, 1)):
-        choice = Choice("valid/news/len of ab", least=1.0 if score > 0 else -math.inf, sign=sign)
-        found = Validation({}, choice, score, 3.25)
-        record_best(events, 8, found)
-    lines = [json.loads(line) for line in (tmp_path / EVENTS_FILE).read_text().splitlines()]
-    assert [(line["measure"], line["score"]) for line in lines] == [
-        ("valid/news/len", -53.5), ("valid/news/len", 2.0), ("valid/news/loss", 3.25),
-    ]  # fmt: skip
-    assert lines[0]["text"] == "update 8 is the best so far: valid/news/len -53.50"
 
 
 def test_only_a_significant_gain_resets_patience_and_the_best_is_by_score() -> None:
