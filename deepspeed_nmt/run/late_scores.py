@@ -182,10 +182,10 @@ def choose_best(run: Run) -> str:
             validation = best.validation
             store.choose(Chosen(update=best.update, by=best.choice.by, score=validation.score, loss=validation.loss))
             record_best(Events(run.path, active=True), best.update, validation)
-        return _line_about(run, sum(record.awaits_score for record in records), earlier)
+        return _line_about(run, sum(record.awaits_score for record in records))
 
 
-def _line_about(run: Run, pending: int, earlier: Chosen | None) -> str:
+def _line_about(run: Run, pending: int) -> str:
     store = run.checkpoints
     to_come = f"; {counted(pending, 'scores')} to come" if pending else ""
     best, chosen = store.best(), store.chosen()
@@ -194,6 +194,4 @@ def _line_about(run: Run, pending: int, earlier: Chosen | None) -> str:
     how = "by its loss: no late score has come"
     if chosen is not None and store.update_of(best) == chosen.update:
         how = f"{chosen.by} {run.config.validation.value_of(chosen.by, chosen.score):.4f}"
-        if earlier is not None and earlier.update != chosen.update:
-            how += f", before it update {earlier.update}"
     return f"best checkpoint: {store.directory / best} ({how}){to_come}"

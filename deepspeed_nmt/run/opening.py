@@ -55,8 +55,8 @@ def search_settings(runs: Sequence[Run], changes: Mapping[str, Any], exits: Sequ
     if unknown := [key for key, value in changes.items() if value is not None and key not in kind.model_fields]:
         having = [entry.name for entry in SEARCHES.entries if unknown[0] in entry.config.model_fields]
         raise ConfigError(
-            f"{option(unknown[0])} is no option of search.name={settings['name']}, which decodes here; leave it out"
-            + f", or use search {' or '.join(having)}" * bool(having)
+            f"{option(unknown[0])} is no option of search.name={settings['name']}, which decodes here"
+            f"{', but of ' * bool(having)}{' and '.join(having)}; leave it out"
         )
     settings = {key: value for key, value in settings.items() if key in kind.model_fields}
     if type(run.config.search) is not kind:  # which can have other bounds for a setting of the same name

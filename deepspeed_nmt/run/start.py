@@ -88,21 +88,16 @@ def record_of(config: RunConfig, data: TrainingData) -> RunRecord:
 def begin(path: Path, config: RunConfig, data: TrainingData, *, restart: bool = False) -> None:
     """Write the files of a new run, or check that a resumed one has the same fixed settings and the same data.
 
-    Args:
-        restart: True to begin anew; what is in the directory is moved into a new one beside it.
+    With ``restart`` a run begins anew; what is in the directory is moved into a new one beside it.
 
     Raises:
-        ConfigError: if a setting has changed that cannot change, all of them at once; or if there are files that
-            `train` did not write.
+        ConfigError: if a fixed setting has changed, or there are files that `train` did not write.
         CheckpointError: if the newest checkpoint is of another run, or the checkpoints are gone.
-        DataError: if the data has changed, or as :func:`deepspeed_nmt.run.directory.check_contents`.
+        DataError: if the data has changed, or a file of the run is a pipe or leads out of it.
     """
     if restart:
         _set_aside(path)
-    files = {
-        CONFIG_FILE: config.to_yaml().encode(),
-        DATA_FILE: DataRecord.of(data).content(),
-    }
+    files = {CONFIG_FILE: config.to_yaml().encode(), DATA_FILE: DataRecord.of(data).content()}
     if has_begun(path):
         verify_run(path, data.main.path)
         _check_same(path, config, data)
@@ -112,9 +107,8 @@ def begin(path: Path, config: RunConfig, data: TrainingData, *, restart: bool = 
         check_contents(path)
         if update := last_saved(path):
             raise CheckpointError(
-                f"{path} had a checkpoint and was trained to update {update} or further, but its checkpoints are "
-                f"gone; bring {path / CHECKPOINTS} back, or give --restart, which sets aside what is left and begins "
-                "anew"
+                f"{path} was trained to update {update} or further, but its checkpoints are gone; bring "
+                f"{path / CHECKPOINTS} back, or give --restart, which sets aside what is left and begins anew"
             )
         if (path / METRICS_FILE).exists():
             logger.warning("%s has no checkpoint: training starts from the beginning, and its metrics with it", path)
@@ -144,14 +138,9 @@ def _check_same(path: Path, config: RunConfig, data: TrainingData) -> None:
     recorded = DataRecord.read(path)
     main = data.main
     if recorded.fingerprint != main.fingerprint:
-        if recorded.fingerprint in (part.directory.fingerprint for part in data.parts):
-            raise ConfigError(
-                f"the first --data is {main.path}, but {recorded.path} gives {path} its vocabulary and validation "
-                "set; give that one first"
-            )
         raise DataError(
-            f"{main.path} has changed since {path} began with it (as {recorded.path}); restore it, or start a new "
-            "run with another --run directory"
+            f"{main.path} is not, or no longer, the data that {path} began with, {recorded.path}, which has its "
+            "vocabulary and validation set; restore it and give it as the first --data, or start a new run"
         )
     before_at = {each.path: each.fingerprint for each in recorded.corpora}
     for part in data.parts:
@@ -177,11 +166,11 @@ def _check_same(path: Path, config: RunConfig, data: TrainingData) -> None:
     ]:
         logger.warning("%s continues with other settings: %s", path, ", ".join(changes))
     store = CheckpointStore(path / CHECKPOINTS)
-    newest = None
-    with suppress(CheckpointError):  # a damaged one is skipped later
+    try:
         newest = store.read(store.names()[-1], verify=False)
-    if newest is not None:
-        check_record(newest, config, main.vocabulary)
+    except CheckpointError:  # it is skipped later
+        return
+    check_record(newest, config, main.vocabulary)
 
 
 def last_saved(path: Path) -> int:
@@ -286,8 +275,7 @@ def check_trusted(path: Path, config: RunConfig, given: Sequence[Mapping[str, An
     if not (seal and hmac.compare_digest(seal, recorded_seal)):
         raise ConfigError(
             f"{path} starts programs that another user, or this one with another home, has recorded: "
-            f"{' and '.join(foreign)}; they would run as you, so read them, then give --trust-run, or settings of "
-            "your own"
+            f"{' and '.join(foreign)}; read them, then give --trust-run, or settings of your own"
         )
 
 
@@ -318,7 +306,10 @@ def environment() -> dict[str, Any]:
     """Return the environment of this process, as values for JSON."""
     packages = ["torch", "deepspeed", "numpy", "sentencepiece", "sacrebleu", "safetensors", "pydantic"]
     packages += ["sacremoses", "transformers", "tokenizers"]
-    versions = {name: _version(name) for name in packages}
+    versions: dict[str, str | None] = dict.fromkeys(packages)
+    for name in packages:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     return {
         "deepspeed_nmt": __version__,
         "python": platform.python_version(),
@@ -333,18 +324,11 @@ def environment() -> dict[str, Any]:
     }
 
 
-def summary(found: Mapping[str, Any]) -> str:
+def summary(values: Mapping[str, Any]) -> str:
     """Return a line about an environment, for the log of each start."""
-    job, versions = found["slurm"].get("SLURM_JOB_ID"), found["packages"]
-    ours = f"deepspeed_nmt {found['deepspeed_nmt']} (git {found['git'] or 'unknown'})"
-    return f"{ours}, torch {versions['torch']} on {platform.node()}{f', job {job}' if job else ''}"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    ours = f"deepspeed_nmt {values['deepspeed_nmt']} (git {values['git'] or 'unknown'})"
+    job = f", job {values['slurm']['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in values["slurm"] else ""
+    return f"{ours}, torch {values['packages']['torch']} on {platform.node()}{job}"
 
 
 def _git() -> str | None:
@@ -506,7 +490,7 @@ def _copy(model: TranslationModel, checkpoint: Checkpoint, source: Run, prefix: 
     expected = {name for name in own if name.startswith(prefix)}
     missing = {name for name in expected - set(weights) if grow or not _above(name, weights)}
     differences = [
-        *(f"{name} is {_shape(weights[name])} instead of {_shape(own[name])}"
+        *(f"{name} is {list(weights[name].shape)} instead of {list(own[name].shape)}"
           for name in sorted(expected & set(weights)) if weights[name].shape != own[name].shape),
         *(f"{name.removeprefix(prefix)} is unexpected" for name in sorted(set(weights) - expected)),
         *(f"{name.removeprefix(prefix)} is missing" for name in sorted(missing)),
@@ -538,9 +522,5 @@ def _same_path(path: Path, recorded: str) -> bool:
 
 def _above(name: str, weights: dict[str, Tensor]) -> bool:
     """Return True if a parameter belongs to a layer above all those of the other run."""
-    found = _LAYER.match(name)
-    return found is not None and not any(other.startswith(found[0]) for other in weights)
-
-
-def _shape(tensor: Tensor) -> str:
-    return " x ".join(map(str, tensor.shape))
+    layer = _LAYER.match(name)
+    return layer is not None and not any(other.startswith(layer[0]) for other in weights)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -82,53 +81,45 @@ class ModelValidator:
         chosen_by = data if chooses == MEAN else {chooses: data[chooses]}
         # Scores of other text are not compared. The main set is always the same one.
         self._choice = choice_by(self._best, chooses, data, "" if chooses == MAIN else f" of {digest(chosen_by)}")
-        self._late: LateScores | None = None
+        self._late = LateScores(run, config.validation)
         if world.is_main:
             for each in self._sets.values():
                 each.open_texts(run, update)
-            self._late = LateScores(run, config.validation)
 
     def __call__(self, progress: Progress) -> Validation:
         """Validate the weights after the newest update. All ranks call it together."""
-        update = progress.update
-        values: dict[str, float] = {}
-        seconds = dict.fromkeys(self._sets, 0.0)
+        update, values = progress.update, dict[str, float]()
         images: Images = {}
+        samples: dict[str, str] = {}
+        translated = [each for each in self._sets.values() if each.is_translated]
         with self._replica.at(update) as model:
-            for name, each in self._sets.items():
-                with self._measuring(name, update, seconds):
-                    values |= each.losses(model)
+            for each in self._sets.values():
+                self._begin(each, update)
+                values |= each.losses(model)
             if self._attention is not None:
                 images = self._attention(model, self._world.device)
-            translated = {name: each for name, each in self._sets.items() if each.is_translated}
-            if translated:
-                with packed_weights(model, self._world.device):
-                    for name, each in translated.items():
-                        with self._measuring(name, update, seconds):
-                            values |= each.scores(model)
-        samples: dict[str, str] = {}
-        for name, each in translated.items():
+            with packed_weights(model, self._world.device) if translated else nullcontext():
+                for each in translated:
+                    self._begin(each, update)
+                    values |= each.scores(model)
+        for each in translated:
             if self._world.is_main:
-                each.write(update, {progress.best_update, progress.patience_update, *self._awaiting()})
-                samples[validation_tag("samples", name)] = each.table()
-            with self._measuring(name, update, seconds):
-                values |= self._command_scores(each, update)
-        if len(seconds) > 1 and self._world.is_main:
-            shares = ", ".join(f"{value:.1f} s for {title(name)}" for name, value in seconds.items())
-            logger.info("validation after update %d took %.1f s: %s", update, sum(seconds.values()), shares)
+                each.write(update, {progress.best_update, progress.patience_update, *self._late.awaiting()})
+                samples[validation_tag("samples", each.name)] = each.table()
+            values |= self._command_scores(each, update)
         validation = self._choice.validation(values)
         return replace(validation, awaits_score=self._start_late(progress, values), samples=samples, images=images)
 
-    def _awaiting(self) -> Sequence[int]:
-        """Return the updates whose translations late programs may still read; on rank 0."""
-        return () if self._late is None else self._late.awaiting()
+    def _begin(self, measured: _MeasuredSet, update: int) -> None:
+        """Record the set that is validated; each has the time limit of a validation."""
+        self._watchdog.at(f"validating on {title(measured.name)} after update {update}", slow=True)
 
     def _start_late(self, progress: Progress, values: Mapping[str, float]) -> bool:
         """Start late programs on rank 0, and return True on all ranks if the score is to come."""
         if not any(metric.late for metric in self._config.commands.values()):
             return False
         awaits_score = False
-        if self._late is not None:
+        if self._world.is_main:
             try:
                 awaits_score = self._late.start(progress.update, progress.target_tokens, values, self._choice)
             except OSError as error:
@@ -164,15 +155,6 @@ class ModelValidator:
             compared = [Compared(each.texts, each.form) for each in sets.values()]
             significant = is_significant(best, compared, update, than, level)
         return bool(from_main(significant, self._world))
-
-    @contextmanager
-    def _measuring(self, name: str, update: int, seconds: dict[str, float]) -> Iterator[None]:
-        """Add the time of a part of validation to that of its set."""
-        if len(self._sets) > 1:  # each set has the time limit of a validation
-            self._watchdog.at(f"validating on {title(name)} after update {update}", slow=True)
-        started = time.monotonic()
-        yield
-        seconds[name] += time.monotonic() - started
 
 
 def choice_by(metric: Metric | None, chooses: str, sets: Iterable[str], suffix: str) -> Choice:

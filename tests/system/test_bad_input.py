@@ -80,7 +80,7 @@ def test_a_failed_start_leaves_no_settings_behind(
 def test_data_and_settings_changed_since_the_run_began(
     data: Path, run: Path, other: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refused(train_words(other, run, *small), capsys, str(other), "changed")
+    refused(train_words(other, run, *small), capsys, str(other), "no longer")
     refused(train_words(data, run, *small, "model.ffn_dim=128"), capsys, "model.ffn_dim", "64")
     copy = shutil.copytree(data, tmp_path / "copy")
     corpus = next(copy.glob("train.source.uint*.bin"))

@@ -49,13 +49,8 @@ def test_another_search_takes_from_the_run_what_is_within_its_bounds(monkeypatch
     assert "max_length" in refusal("transformer_base", {"name": "bounded", "max_length": 0})
 
 
-def test_remedies_are_possible_for_the_model() -> None:
-    base, grown, masked = "transformer_base", "depth_growing_big_8", "abnet_serial"
-    end = "which decodes here; "
-    assert refusal(base, {"alpha": 0.5}).endswith(f"search.name=beam, {end}leave it out")
-    assert refusal(masked, {"beam": 4}).endswith(f"search.name=mask_predict, {end}leave it out")
-    assert refusal(base, {"iterations": 4}).endswith(f"search.name=beam, {end}leave it out")
-    alone = refusal(grown, {"alpha": 0.5}, settings=("search.name=beam",))
-    assert alone.endswith(f"{end}use search deep_shallow, or leave it out")
-    shallow = refusal(grown, {"alpha": 0.5}, "exit")
-    assert shallow.endswith(f"{end}leave out `exit` to decode with deep_shallow, or leave out `alpha`")
+def test_an_option_of_another_search_is_refused_by_name() -> None:
+    end = "which decodes here, but of "
+    assert refusal("transformer_base", {"alpha": 0.5}).endswith(f"search.name=beam, {end}deep_shallow; leave it out")
+    assert "search.name=mask_predict, which decodes here" in refusal("abnet_serial", {"beam": 4})
+    assert refusal("depth_growing_big_8", {"alpha": 0.5}, "exit").endswith(f"{end}deep_shallow; leave it out")
