@@ -84,11 +84,9 @@ def test_a_skip_names_losses_and_the_first_layers(caplog: pytest.LogCaptureFixtu
 
 def test_without_a_checkpoint_or_rollbacks_left_a_run_stops(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    bad, words = Progress(update=30, skipped=20), r"^20 updates in a row, up to update 30.* \(why\), .* no checkpoint"
-    with pytest.raises(
-        TrainingError, match=r"^20 updates in a row, up to update 30.* \(why\), .* no checkpoint"
-    ) as error:
-        roll_back(store, bad, "why", 2, WORLD)
+    words = r"^20 updates in a row, up to update 30.* \(why\), .* no checkpoint"
+    with pytest.raises(TrainingError, match=words) as error:
+        roll_back(store, Progress(update=30, skipped=20), "why", 2, WORLD)
     assert "Start in a new --run directory" in str(error.value)
     for retries in (0, 2):
         with pytest.raises(TrainingError, match=rf"training.max_rollbacks is {retries}\..* on the same run"):
