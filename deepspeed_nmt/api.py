@@ -49,7 +49,7 @@ from deepspeed_nmt.search.decode_options import (
     keywords,
 )
 from deepspeed_nmt.search.forced import ScoredTranslation, score_lines
-from deepspeed_nmt.search.lines import LineInputs, SourceCounts, SourceLines, longest_line, warn_of_form
+from deepspeed_nmt.search.lines import LineInputs, SourceCounts, SourceLines, warn_of_form
 from deepspeed_nmt.search.models import Ensemble, members_of, prepare_to_decode, resolve_precision
 from deepspeed_nmt.search.streams import translate_lines
 from deepspeed_nmt.text import NO_TAGS, Tags, TextForm, plain_form
@@ -174,10 +174,6 @@ class Translator:
         """Return all that translations depend on besides the options and the text."""
         models = {"the vocabulary": self.tokenizer.digest, "the weights": self.digests}
         return {**models, **identity_of(self.search, self.device.type, self.precision)}
-
-    def line_bound(self, options: DecodeOptions) -> tuple[int, str]:
-        """Return the most tokens of a line that are translated, and what sets this bound."""
-        return longest_line(options.longest_line(self.max_source_tokens), self.model.longest_source)
 
     def at_exit(self, name: str) -> Translator:
         """Return the translator that decodes from an exit. It shares the weights, and the lock of its threads.

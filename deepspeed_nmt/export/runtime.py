@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,12 @@ from deepspeed_nmt.registry import problem_of
 from deepspeed_nmt.search.base import Translation
 from deepspeed_nmt.search.decode_options import DecodeOptions, flags, identity_of
 from deepspeed_nmt.search.lines import (
-    BUFFER_LINES,
     Found,
+    Line,
+    LineInputs,
     SourceCounts,
     SourceLines,
     check_nbest,
-    longest_line,
     translated,
     warn_of_form,
 )
@@ -189,10 +188,6 @@ class ExportedTranslator:
         identity = {"the vocabulary": self.tokenizer.digest, "the weights": self.digests}
         return {**identity, **identity_of(self.search, self._search.device, self.precision)}
 
-    def line_bound(self, options: DecodeOptions) -> tuple[int, str]:
-        """Return the most tokens of a line that are translated, and what sets this bound."""
-        return longest_line(options.longest_line(self.longest_line), self._longest_source)
-
     def check(self, sentences: Iterable[str], max_source_tokens: int | None = None) -> None:
         """Check that no sentence is too long.
 
@@ -221,26 +216,18 @@ class ExportedTranslator:
         chosen = DecodeOptions.of(options)
         check_nbest(chosen.nbest, self.search)
         reader = self._reader(chosen, counts, first_line)
-        lines = iter(self._tags.tagged(warn_of_form(sentences, self.text) if counts is None else sentences))
+        lines = warn_of_form(sentences, self.text) if counts is None else sentences
 
-        def search(_: list[str], sources: list[list[int]]) -> Iterator[list[Found]]:
+        def search(_: list[Line], sources: list[list[int]]) -> Iterator[list[Found]]:
             for number, hypotheses in self._search.search(sources, self.search, chosen.max_tokens):
                 yield [(number, self._translations(hypotheses[: chosen.nbest]))]
 
-        return translated(
-            lambda count: list(islice(lines, count)),
-            lambda buffer: [reader.encode(line) for line in buffer],
-            search,
-            reader,
-            Translation("", 0.0, []),
-            chosen.max_tokens,
-            chosen.buffer_lines or BUFFER_LINES,
-            advance,
-        )
+        requests = LineInputs(first=first_line, tags=self._tags).requests(lines, reader, None)
+        return translated(requests, search, reader, Translation("", 0.0, []), chosen, advance)
 
     def _reader(self, options: DecodeOptions, counts: SourceCounts | None = None, before: int = 0) -> SourceLines:
         longest = options.longest_line(self.longest_line)
-        return SourceLines(self.tokenizer, longest, self._longest_source, options.strict, True, counts, before)
+        return SourceLines(self.tokenizer, longest, self._longest_source, options.strict, counts, before)
 
     def _translations(self, hypotheses: Sequence[Any]) -> list[Translation]:
         texts = [self.tokenizer.decode(each.tokens) for each in hypotheses]

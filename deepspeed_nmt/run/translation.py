@@ -79,6 +79,8 @@ _WORKERS_A_CORE = 4
 _JOB_FILE = "job.json"
 _OWN = re.compile(rf"{re.escape(_JOB_FILE)}|piece-\d{{7,}}|\..*\.tmp|\.nfs.*")
 """Names of the files in a directory of pieces; NFS keeps removed files that are open as .nfs*."""
+_INPUTS, _OUTPUTS = ("input", "prefix", "constraints"), ("output", "alignment")
+"""Options that name files."""
 _DAMAGED = (OSError, ValueError, KeyError, TypeError)
 """Errors of reading what is no piece."""
 
@@ -90,20 +92,13 @@ class LineTranslator(Protocol):
 
     def identity(self) -> dict[str, Any]:
         """Return all that translations depend on besides the options and the text: settings, weights, device."""
-        ...
-
-    def line_bound(self, options: DecodeOptions) -> tuple[int, str]:
-        """Return the most tokens of a line that are translated, and what sets this bound."""
-        ...
 
     def check(self, sentences: Iterable[str], max_source_tokens: int | None = None) -> None:
         """Check that no sentence is too long."""
-        ...
 
     @property
     def stream(self) -> Callable[..., Iterator[list[Translation]]]:
         """Function that yields the best translations of each sentence; see ``Translator.stream``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -120,36 +115,27 @@ class Texts:
     streams: Mapping[str, BufferedReader[Any]]
     lines: int | None
 
-    @property
-    def source(self) -> BufferedReader[Any]:
-        """The source."""
-        return self.streams["input"]
-
-    def name(self, option: str) -> str:
-        """Return the name of a text's file."""
-        return str(getattr(self.options, option))
-
-    def read(self, option: str) -> Iterator[Any]:
-        """Read the lines of a text from where it stands; constraints as phrases."""
-        lines = text_lines(self.streams[option], self.name(option))
-        return map(phrases_of, lines) if option == "constraints" else lines
-
-    def from_start(self) -> dict[str, Iterator[Any]]:
-        """Read all texts from their beginnings."""
-        for stream in self.streams.values():
-            stream.seek(0)
-        return {option: self.read(option) for option in self.streams}
+    def read(self, from_start: bool = False) -> dict[str, Iterator[Any]]:
+        """Read the lines of all texts from where they stand, or from their beginnings; constraints as phrases."""
+        readers: dict[str, Iterator[Any]] = {}
+        for option, stream in self.streams.items():
+            if from_start:
+                stream.seek(0)
+            lines = text_lines(stream, str(getattr(self.options, option)))
+            readers[option] = map(phrases_of, lines) if option == "constraints" else lines
+        return readers
 
     def digests(self) -> dict[str, str]:
         """Return the hashes of the texts."""
-        found = {}
+        digests = {}
         for option, stream in self.streams.items():
             stream.seek(0)
+            name = "the source text" if option == "input" else f"the text of {typed(option)}"
             digest = hashlib.sha256()
             while block := stream.read(1 << 20):
                 digest.update(block)
-            found["the source text" if option == "input" else f"the text of {typed(option)}"] = digest.hexdigest()
-        return found
+            digests[name] = digest.hexdigest()
+        return digests
 
     @property
     def piece_lines(self) -> int:
@@ -163,13 +149,17 @@ class Texts:
             ConfigError: if several processes are to translate what is no file.
         """
         several = max(place().ranks, self.options.workers) > 1
-        outputs = {name: getattr(self.options, name) for name in ("output", "alignment")}
-        wrong = [option for option, stream in self.streams.items() if not is_file(self.name(option), stream)]
-        wrong += [name for name, path in outputs.items() if path and (path == "-" or not is_replaceable(Path(path)))]
+        names = {name: str(path) for name in (*_INPUTS, *_OUTPUTS) if (path := getattr(self.options, name))}
+        wrong = [name for name, stream in self.streams.items() if not is_file(names[name], stream)]
+        wrong += [
+            name
+            for name in _OUTPUTS
+            if name in names and not (names[name] != "-" and is_replaceable(Path(names[name])))
+        ]
         if several and wrong:
             raise ConfigError(
-                f"{typed(wrong[0])} is {self.name(wrong[0])}, which is no file, and several processes are to "
-                "translate; give a file, or start one process"
+                f"{typed(wrong[0])} is {names[wrong[0]]}, which is no file, and several processes are to translate; "
+                "give a file, or start one process"
             )
         if wrong or self.lines is None:
             return False
@@ -182,12 +172,7 @@ def is_file(name: str, stream: BufferedReader[Any]) -> bool:
 
 
 def lines_of_a_piece(lines: int, max_tokens: int) -> int:
-    """Return the number of lines of a piece.
-
-    Args:
-        lines: number of lines of the text.
-        max_tokens: bound of a batch: sentences x longest source.
-    """
+    """Return the number of lines of a piece of a text, given the bound of a batch in tokens."""
     least = min(MAX_LINES_OF_LARGE_BATCHES, max_tokens // _TOKENS_PER_LINE)
     return max(1, least, min(MAX_LINES, -(-lines // _PIECES)))
 
@@ -211,13 +196,12 @@ def open_texts(options: DecodeOptions) -> Iterator[Texts]:
         DataError: if a file cannot be read or has another number of lines.
     """
     check_outputs(options)
-    names = {name: getattr(options, name) for name in ("input", "prefix", "constraints")}
-    names = {name: path for name, path in names.items() if path is not None}
+    names = {name: path for name in _INPUTS if (path := getattr(options, name)) is not None}
     if list(names.values()).count("-") > 1:
         raise ConfigError("standard input (`-`) is given more than once; give paths")
     with ExitStack() as stack:
         streams = {name: stack.enter_context(open_text(path)) for name, path in names.items()}
-        for output in ("output", "alignment"):
+        for output in _OUTPUTS:
             path = getattr(options, output)
             for name, stream in streams.items():
                 if path not in (None, "-") and replaces(Path(path), stream):
@@ -300,13 +284,7 @@ def check_outputs(options: DecodeOptions) -> tuple[Path | None, Path | None]:
 
 
 def written(options: DecodeOptions, number: int, best: Sequence[Translation]) -> str:
-    """Return the translations of a line as they are written.
-
-    Args:
-        options: of the translation.
-        number: of the line, from 0.
-        best: its translations, best first.
-    """
+    """Return the translations of a line, best first, as they are written; lines are numbered from 0."""
     if not options.writes_lists:
         return best[0].text + "\n"
     lines = []
@@ -322,9 +300,9 @@ def aligned(best: Sequence[Translation]) -> str:
     return "".join(f"{line}\n" for line in pairs)
 
 
-def stream_keywords(options: DecodeOptions) -> dict[str, Any]:
+def stream_keywords(options: DecodeOptions, **changes: Any) -> dict[str, Any]:
     """Return the arguments of ``LineTranslator.stream``."""
-    return {**{name: getattr(options, name) for name in STREAM}, "alignment": options.alignment is not None}
+    return {**options.given_values(*STREAM), "alignment": options.alignment is not None, **changes}
 
 
 def translate_stream(translator: LineTranslator, texts: Texts) -> None:
@@ -334,10 +312,10 @@ def translate_stream(translator: LineTranslator, texts: Texts) -> None:
         UserError: if a line cannot be translated.
         OSError: if the output cannot be written.
     """
-    options, source = texts.options, texts.source
+    options, source = texts.options, texts.streams["input"]
     if options.strict and source.seekable():  # a pipe is checked as it is read
         start = source.tell()
-        translator.check(texts.read("input"), options.max_source_tokens)
+        translator.check(texts.read()["input"], options.max_source_tokens)
         source.seek(start)
     flushed = options.buffer_lines or (1 if source.isatty() else None)
     problem: MisalignedError | None = None
@@ -347,11 +325,11 @@ def translate_stream(translator: LineTranslator, texts: Texts) -> None:
         for path in check_outputs(options)[: 1 if options.alignment is None else 2]:
             outputs.append(stack.enter_context(nullcontext(sys.stdout) if path is None else atomic_writer(path, "w")))
         advance = stack.enter_context(counting("translate", "sentences", texts.lines))
-        beside = {option: texts.read(option) for option in texts.streams if option != "input"}
-        keywords = {**stream_keywords(options), "buffer_lines": flushed or texts.piece_lines}
+        readers = texts.read()
+        keywords = stream_keywords(options, buffer_lines=flushed or texts.piece_lines)
         try:
             for number, best in enumerate(
-                translator.stream(texts.read("input"), advance=advance, **beside, **keywords)
+                translator.stream(readers.pop("input"), advance=advance, **readers, **keywords)
             ):
                 for output, text in zip(outputs, (written(options, number, best), aligned(best)), strict=False):
                     output.write(text)
@@ -395,9 +373,9 @@ def translate_in_pieces(translator: LineTranslator, texts: Texts) -> int:
         if not isinstance(end, Interrupted) and end.status != EXIT_STOPPED:
             raise
         if here.rank == 0:
-            asked = end.signal.name if isinstance(end, Interrupted) else work.stopped_by if work else ""
-            by = asked or "the loss of its launcher"
-            logger.info("stopped by %s; %s; start the same command again to resume", by, pieces)
+            by = end.signal.name if isinstance(end, Interrupted) else work.stopped_by if work else ""
+            reason = by or "the loss of its launcher"
+            logger.info("stopped by %s; %s; start the same command again to resume", reason, pieces)
         # A launcher kills rank 0 if another rank fails first, and its message with it.
         return 0 if here.rank and work and work.ended_together else EXIT_STOPPED
     except OSError:
@@ -408,13 +386,7 @@ def translate_in_pieces(translator: LineTranslator, texts: Texts) -> int:
 
 
 class Piece(NamedTuple):
-    """A translated piece.
-
-    Attributes:
-        text: translations.
-        alignment: their alignments; empty if they are not asked for.
-        counts: of its source lines.
-    """
+    """A translated piece: its translations, their alignments if any, and counts of its source lines."""
 
     text: bytes
     alignment: bytes
@@ -458,7 +430,7 @@ class Pieces:
 
     def restart(self) -> None:
         """Read the texts from their beginnings from now on."""
-        self._reading: tuple[int, dict[str, Iterator[Any]]] = (0, self.texts.from_start())
+        self._reading = 0, self.texts.read(from_start=True)
 
     def __str__(self) -> str:
         """Return how much of a translation is kept, and where."""
@@ -518,14 +490,13 @@ class Pieces:
         if number < at:
             self.restart()
             at, readers = self._reading
-        found = {}
-        for option, lines in readers.items():
-            deque(islice(lines, (number - at) * self.piece_lines), maxlen=0)
-            found[option] = list(islice(lines, self.piece_lines))
-            if len(found[option]) != self.lines_of(number):
-                raise _changed(self.texts.name(option))
+        first = (number - at) * self.piece_lines
+        sources = {name: list(islice(lines, first, first + self.piece_lines)) for name, lines in readers.items()}
         self._reading = number + 1, readers
-        return found
+        for name, lines in sources.items():
+            if len(lines) != self.lines_of(number):
+                raise self._changed(name)
+        return sources
 
     def check_sources(self) -> None:
         """Check that the texts are those that were translated.
@@ -533,12 +504,14 @@ class Pieces:
         Raises:
             DataError: if one has changed.
         """
-        for option, now, before in zip(
-            self.texts.streams, self.texts.digests().values(), self._sources.values(), strict=True
-        ):
+        digests = zip(self.texts.streams, self.texts.digests().items(), self._sources.items(), strict=True)
+        for name, now, before in digests:
             if now != before:
-                raise _changed(self.texts.name(option))
+                raise self._changed(name)
         self.restart()
+
+    def _changed(self, name: str) -> DataError:
+        return DataError(f"{getattr(self.texts.options, name)} changed while it was translated; start again")
 
     def write(self, number: int, piece: Piece) -> None:
         """Write a piece.
@@ -589,22 +562,16 @@ class Pieces:
             return
         keys = sorted(key for key in before.keys() | self._job.keys() if before.get(key) != self._job.get(key))
         if keys:
-            differences = ", ".join(_difference(key, before.get(key), self._job.get(key)) for key in keys[:3])
+            differences = ", ".join(
+                f"{key} was another one"
+                if key.startswith("the ")
+                else f"{key} was {shown(before.get(key))} and is {shown(self._job.get(key))}"
+                for key in keys[:3]
+            )
             raise DataError(
                 f"{self.path} is of another translation: {differences}; start with what it was begun with, or remove "
                 f"{self.path} to begin anew"
             )
-
-
-def _difference(key: str, before: object, now: object) -> str:
-    """Return the clause of a message on what differs in one entry of a job."""
-    if key.startswith("the "):
-        return f"{key} was another one"
-    return f"{key} was {shown(before)} and is {shown(now)}"
-
-
-def _changed(name: str) -> DataError:
-    return DataError(f"{name} changed while it was translated; start again")
 
 
 class _Rank:
@@ -613,10 +580,11 @@ class _Rank:
     def __init__(self, work: SharedWork, pieces: Pieces, translator: LineTranslator) -> None:
         self._work, self._pieces, self._translator = work, pieces, translator
         self._options = pieces.texts.options
-        self._keywords = stream_keywords(self._options.model_copy(update={"strict": False}))  # checked before
+        self._keywords = stream_keywords(self._options, strict=False, buffer_lines=pieces.piece_lines)
         self._first_missing = 0
         """Number of a piece before which all are finished."""
-        self._report: Callable[[], object] = lambda: None
+        self._progress: Callable[[int], object] | None = None
+        self._reported = 0
         self._warnings: SourceWarnings | None = None
 
     def lead(self) -> None:
@@ -626,18 +594,18 @@ class _Rank:
         with exclusive(
             hidden(resolved(target), "translate.lock"), refusal, patience_s=_LOCK_S if requeued() else 0.0
         ):
+            texts = self._pieces.texts
             if self._options.strict:
-                self._translator.check(self._pieces.texts.from_start()["input"], self._options.max_source_tokens)
-            beginning = islice(self._pieces.texts.from_start()["input"], LINES_OF_A_FORM)
+                self._translator.check(texts.read(from_start=True)["input"], self._options.max_source_tokens)
+            beginning = islice(texts.read(from_start=True)["input"], LINES_OF_A_FORM)
             deque(warn_of_form(beginning, self._translator.text), maxlen=0)
-            self._warnings = SourceWarnings(*self._translator.line_bound(self._options))
+            self._warnings = SourceWarnings()
             if self._options.alignment:  # the layer is chosen and recorded before other ranks need it
                 deque(self._translator.stream([], **self._keywords), maxlen=0)
             self._pieces.restart()
             before = self._pieces.prepare()
             self._work.announce(self._pieces.digest)
-            with counting("translate", "sentences", self._pieces.texts.lines, before) as advance:
-                self._report = _growth_of(self._work.done, advance)
+            with counting("translate", "sentences", texts.lines, before) as self._progress:
                 self._translate_all()
                 self._report()
             self._warnings.warn_at_end()
@@ -687,16 +655,15 @@ class _Rank:
         self._report()
         while self._first_missing < self._pieces.count and self._pieces.has(self._first_missing):
             if self._warnings is not None and (piece := self._pieces.read(self._first_missing)) is not None:
-                self._warnings.add(piece.counts, self._options.max_tokens)
+                self._warnings.add(piece.counts)
             self._first_missing += 1
         return self._first_missing == self._pieces.count
 
     def _translate(self, number: int) -> None:
         """Translate a piece and write it."""
         counts, before, lines = SourceCounts(), number * self._pieces.piece_lines, self._pieces.source(number)
-        keywords = {**self._keywords, "buffer_lines": self._pieces.piece_lines}
         translations = self._translator.stream(
-            lines.pop("input"), advance=self._advance, counts=counts, first_line=before, **lines, **keywords
+            lines.pop("input"), advance=self._advance, counts=counts, first_line=before, **lines, **self._keywords
         )
         text, links = [], []
         for line, best in enumerate(translations, before):
@@ -708,6 +675,13 @@ class _Rank:
     def _advance(self, more: int) -> None:
         self._work.advance(more)
         self._report()
+
+    def _report(self) -> None:
+        """Report on rank 0 how much more all ranks have done."""
+        if self._progress is not None:
+            done = self._work.done()
+            self._progress(done - self._reported)
+            self._reported = done
 
     def _join(self) -> None:
         """Write the pieces in order to the outputs, which are replaced when they are complete."""
@@ -724,16 +698,3 @@ class _Rank:
                     raise DataError(f"{self._pieces.file(number)} is not as it was written; check the disk")
                 for output, content in zip(outputs, (piece.text, piece.alignment), strict=False):
                     output.write(content)
-
-
-def _growth_of(total: Callable[[], int], advance: Callable[[int], object]) -> Callable[[], None]:
-    """Return a function that passes on by how much a total has grown since it was called last."""
-    before = 0
-
-    def report() -> None:
-        nonlocal before
-        now = total()
-        advance(now - before)
-        before = now
-
-    return report

@@ -27,7 +27,7 @@ from deepspeed_nmt.run.attention_images import AttentionImages, Images
 from deepspeed_nmt.run.late_scores import LateScores
 from deepspeed_nmt.run.validation_sets import SPLIT, ValidationTexts, digest, plain_kind, plain_sources, title
 from deepspeed_nmt.search.decode_options import MAX_SOURCE_TOKENS, DecodeOptions
-from deepspeed_nmt.search.lines import LineInputs
+from deepspeed_nmt.search.lines import LineInputs, SourceCounts
 from deepspeed_nmt.search.models import packed_weights
 from deepspeed_nmt.search.streams import translate_lines
 from deepspeed_nmt.text import TextForm, join_segments, tokenise
@@ -295,7 +295,7 @@ class _MeasuredSet:
             self._search,
             DecodeOptions(max_tokens=self._config.max_tokens, max_source_tokens=self._longest_line),
             device=self._world.device,
-            warn=False,  # it would repeat itself at each validation
+            counts=SourceCounts(),  # warnings would be repeated at each validation
             inputs=LineInputs(first=self._world.rank, step=self._world.ranks, tags=self._tags),
         )
         pairs = [[index, best[0].text] for index, best in zip(mine, translations, strict=True)]

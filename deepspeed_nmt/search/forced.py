@@ -21,7 +21,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import DataError, counted
 from deepspeed_nmt.search.base import MisalignedError
 from deepspeed_nmt.search.decode_options import DecodeOptions
-from deepspeed_nmt.search.lines import BUFFER_LINES, PairTokenizer, SourceLines, length_buckets
+from deepspeed_nmt.search.lines import BUFFER_LINES, PairTokenizer, SourceCounts, SourceLines, length_buckets
 from deepspeed_nmt.search.models import mean_of, members_of, weights_of
 from deepspeed_nmt.text import Tags
 
@@ -189,7 +189,8 @@ def score_lines(
         MisalignedError: if there are more sources than translations or fewer, after all pairs.
     """
     options = options or DecodeOptions()
-    reader = SourceLines(tokenizer, options.longest_line(), model.longest_source, options.strict, warn)
+    counts = None if warn else SourceCounts()
+    reader = SourceLines(tokenizer, options.longest_line(), model.longest_source, options.strict, counts)
     pairs = zip_longest(sources, translations)
     held = nullcontext() if lock is None else lock
     return _score(model, tokenizer, reader, pairs, options, torch.device(device), advance, held)
@@ -218,11 +219,11 @@ def _score(
                 )
                 break
             sources.append((*reader.encode(source), vocabulary.source.eos))
-            reader.check_beside(text, line, "translation")
+            reader.check_utf8(text, line, "translations")
             texts.append(text.rstrip("\r\n"))
         targets = tokenizer.encode_batch(texts, "target")
         _check_lengths(targets, model.longest_target, before)
-        reader.warn_of_unknown()
+        reader.warn()
         scored: list[ScoredTranslation | None] = [None] * len(texts)
         lengths = [max(len(source), len(tokens) + 1) for source, tokens in zip(sources, targets, strict=True)]
         for bucket in length_buckets(lengths, options.max_tokens):

@@ -24,14 +24,13 @@ from deepspeed_nmt.search.alignment import (
     without_tags,
     word_links,
 )
-from deepspeed_nmt.search.base import Hypothesis, Links, RanksTexts, Request, RequestSearch, Search, Translation
+from deepspeed_nmt.search.base import Hypothesis, Links, RanksTexts, RequestSearch, Search, Translation
 from deepspeed_nmt.search.decode_options import DecodeOptions
 from deepspeed_nmt.search.forced import pad_sources, token_log_probs
 from deepspeed_nmt.search.lines import (
-    BUFFER_LINES,
     Found,
+    Line,
     LineInputs,
-    RequestedLines,
     SourceCounts,
     SourceLines,
     SourceTokenizer,
@@ -146,7 +145,6 @@ def translate_lines(
     *,
     device: torch.device | str = "cpu",
     advance: Callable[[int], object] = lambda more: None,
-    warn: bool = True,
     counts: SourceCounts | None = None,
     inputs: LineInputs | None = None,
     alignment_layers: Sequence[int] | None = None,
@@ -164,7 +162,6 @@ def translate_lines(
             grows with all of them.
         device: device of the model.
         advance: called with the number of further lines that are done, which may be long before they are yielded.
-        warn: False to log no warnings of lines, for text that is translated again.
         counts: record of what there is to warn of; see :class:`SourceLines`.
         inputs: prefixes, constraints and tags of the lines, and their numbers in the text.
         alignment_layers: for each model of an ensemble, the number of the decoder layer whose cross-attention aligns;
@@ -187,21 +184,20 @@ def translate_lines(
     with lock:
         search = SEARCHES[config.name].build(config, model, tokenizer.vocabulary)
     longest = options.longest_line()
-    reader = SourceLines(tokenizer, longest, model.longest_source, options.strict, warn, counts, inputs.first)
-    job = _Job(
-        search=search,
-        takes_requests=bool(config.takes),
-        tokenizer=tokenizer,
-        reader=reader,
-        details=DetailsReader(model, tokenizer, options.token_scores, alignment_layers),
-        device=torch.device(device),
-        nbest=options.nbest,
-        width=config.width,
-        lock=lock,
-        tags=inputs.tags,
+    reader = SourceLines(tokenizer, longest, model.longest_source, options.strict, counts, inputs.first)
+    details = DetailsReader(model, tokenizer, options.token_scores, alignment_layers)
+    job = _Job(search, bool(config.takes), tokenizer, details, torch.device(device), options.nbest, lock, inputs.tags)
+
+    def translate(buffer: list[Line], sources: list[list[int]]) -> Iterator[list[Found]]:
+        for numbers in length_buckets([len(source) + 1 for source in sources], options.max_tokens, config.width):
+            best = job.translate([buffer[number] for number in numbers], [sources[number] for number in numbers])
+            yield list(zip(numbers, best, strict=True))
+
+    nothing = Translation(
+        "", 0.0, [], token_scores=details.of_nothing.token_scores, alignment=details.of_nothing.alignment
     )
-    requested = RequestedLines(inputs.tags.tagged(lines), inputs, tokenizer, model.longest_target, counts)
-    return _translate(job, requested, options.max_tokens, options.buffer_lines or BUFFER_LINES, advance)
+    requests = inputs.requests(lines, reader, model.longest_target)
+    return translated(requests, translate, reader, nothing, options, advance, lock)
 
 
 @dataclass(frozen=True)
@@ -211,49 +207,40 @@ class _Job:
     search: Search | RequestSearch
     takes_requests: bool
     tokenizer: SourceTokenizer
-    reader: SourceLines
     details: DetailsReader
     device: torch.device
     nbest: int
-    width: int
     lock: AbstractContextManager[object]
     tags: Tags
 
-    def translate(
-        self, lines: Sequence[str], sources: Sequence[list[int]], requests: Sequence[Request]
-    ) -> list[list[Translation]]:
-        """Translate a batch.
-
-        Args:
-            lines: text of each sentence.
-            sources: its tokens.
-            requests: its request.
-        """
+    def translate(self, lines: Sequence[Line], sources: Sequence[list[int]]) -> list[list[Translation]]:
+        """Translate a batch of sentences with their tokens."""
         vocabulary = self.tokenizer.vocabulary
         rows = [[*source, vocabulary.source.eos] for source in sources]
         with self.lock:
             source_BS, padded = pad_sources(rows, vocabulary.pad, self.device)
             if self.takes_requests:
-                lists = cast(RequestSearch, self.search).search(source_BS, padded, requests)
+                lists = cast(RequestSearch, self.search).search(source_BS, padded, [request for _, request in lines])
             else:
                 lists = self.search.search(source_BS, padded)
             best = [self._best(hypotheses) for hypotheses in lists]
-            tokens = [[hypothesis.tokens for hypothesis, _ in each] for each in best]
-            details = self.details.read(source_BS, padded, list(zip(lines, sources, strict=True)), tokens)
+            tokens = [[hypothesis.tokens for hypothesis, _ in ranked] for ranked in best]
+            texts = [(line, source) for (line, _), source in zip(lines, sources, strict=True)]
+            details = self.details.read(source_BS, padded, texts, tokens)
         return [
             [
                 Translation(
                     self.tags.untagged(text),
-                    found.score,
-                    found.tokens,
-                    found.log_prob,
-                    found.features,
+                    hypothesis.score,
+                    hypothesis.tokens,
+                    hypothesis.log_prob,
+                    hypothesis.features,
                     detail.token_scores,
                     without_tags(detail.alignment, self.tags, text),
                 )
-                for (found, text), detail in zip(each, more, strict=True)
+                for (hypothesis, text), detail in zip(ranked, of_ranked, strict=True)
             ]
-            for each, more in zip(best, details, strict=True)
+            for ranked, of_ranked in zip(best, details, strict=True)
         ]
 
     def _best(self, hypotheses: list[Hypothesis]) -> list[tuple[Hypothesis, str]]:
@@ -261,26 +248,3 @@ class _Job:
         if not isinstance(self.search, RanksTexts):
             return [(each, self.tokenizer.decode(each.tokens)) for each in hypotheses[: self.nbest]]
         return self.search.rank(hypotheses, [self.tokenizer.decode(each.tokens) for each in hypotheses])[: self.nbest]
-
-
-def _translate(
-    job: _Job, requested: RequestedLines, max_tokens: int, buffer_lines: int, advance: Callable[[int], object]
-) -> Iterator[list[Translation]]:
-    def encode(buffer: Sequence[tuple[str, Request]]) -> list[list[int]]:
-        with job.lock:
-            return [job.reader.encode(line) for line, _ in buffer]
-
-    def search(buffer: list[tuple[str, Request]], sources: list[list[int]]) -> Iterator[list[Found]]:
-        for numbers in length_buckets([len(source) + 1 for source in sources], max_tokens, job.width):
-            found = job.translate(
-                [buffer[number][0] for number in numbers],
-                [sources[number] for number in numbers],
-                [buffer[number][1] for number in numbers],
-            )
-            yield list(zip(numbers, found, strict=True))
-
-    details = job.details.of_nothing
-    nothing = Translation("", 0.0, [], token_scores=details.token_scores, alignment=details.alignment)
-    yield from translated(requested.read, encode, search, job.reader, nothing, max_tokens, buffer_lines, advance)
-    if requested.problem is not None:
-        raise requested.problem

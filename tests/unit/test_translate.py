@@ -21,7 +21,7 @@ from deepspeed_nmt.search.base import Translation
 from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.search.decode_options import DecodeOptions
 from deepspeed_nmt.search.forced import pad_sources
-from deepspeed_nmt.search.lines import length_buckets, warn_of_form
+from deepspeed_nmt.search.lines import SourceCounts, length_buckets, warn_of_form
 from deepspeed_nmt.text import TextForm, text_of
 
 
@@ -187,7 +187,7 @@ def test_a_very_long_line_is_cut_and_the_others_counted(
     assert same(cut[1], next(translate_lines(model, Letters(), ["f" * 20], CONFIG)))
     assert warnings == [
         "line 2 has 30 tokens, more than 20 (`max_source_tokens`): its end is not translated",
-        "6 of 7 lines were cut to 20 tokens: lines 2, 3, 4, 5, 6, ...",
+        "6 of 7 lines were cut",
     ]
 
 
@@ -236,12 +236,14 @@ def test_lines_that_are_not_utf8_are_counted(model: TranslationModel, warnings: 
     list(translate_lines(model, Alphabet(), NOT_UTF8[:3], CONFIG, buffer_lines=2))
     first = "has bytes that are not UTF-8, which are read as U+FFFD; convert the text, for example by `iconv"
     of_bytes = [each for each in warnings if "UTF-8" in each]
-    assert len(of_bytes) == 1 and of_bytes[0].startswith(f"line 2 {first}"), "U+FFFD in the text is no damage"
+    assert len(of_bytes) == 1 and of_bytes[0].startswith(f"line 2 of the source {first}"), (
+        "U+FFFD in the text is no damage"
+    )
     warnings.clear()
     list(translate_lines(model, Alphabet(), NOT_UTF8, CONFIG, buffer_lines=2))
     of_bytes = [each for each in warnings if "UTF-8" in each]
     assert of_bytes[0].startswith("line 2 ")
-    assert of_bytes[1:] == ["3 of 5 lines have bytes that are not UTF-8; the first is line 2"]
+    assert of_bytes[1:] == ["3 of 5 lines have bytes that are not UTF-8"]
     found = translate_lines(model, Alphabet(), NOT_UTF8, CONFIG, buffer_lines=1, strict=True)
     next(found)
     with pytest.raises(DataError, match="line 2 of the source is not UTF-8"):
@@ -259,7 +261,11 @@ def test_many_unknown_tokens_are_told_once(model: TranslationModel, warnings: li
     list(translate_lines(model, Alphabet(), [*rare, "日本語です"], CONFIG, buffer_lines=2))
     assert "6 of the 49 tokens up to line 5 (12%)" in warnings[0]
     warnings.clear()
-    list(translate_lines(model, Alphabet(), ["日本", "a" * 30, "b" * 30], CONFIG, max_source_tokens=9, warn=False))
+    list(
+        translate_lines(
+            model, Alphabet(), ["日本", "a" * 30, "b" * 30], CONFIG, max_source_tokens=9, counts=SourceCounts()
+        )
+    )
     list(translate_lines(model, Alphabet(), [], CONFIG))
     assert not warnings
 

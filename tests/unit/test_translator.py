@@ -157,10 +157,8 @@ def test_unknown_tokens_of_a_prefix_are_named(caplog: pytest.LogCaptureFixture, 
     monkeypatch.setattr(logging.getLogger("deepspeed_nmt"), "propagate", True)
     with caplog.at_level(logging.WARNING, "deepspeed_nmt"):
         opened().translate(["ab", "cd", "ef"], prefix=["x", "y!", "z!"])
-    assert [message for message in caplog.messages if "unknown" in message] == [
-        "the prefix or a constraint of line 2 has tokens that are unknown to the vocabulary, which the translation "
-        "shows as such"
-    ]
+    first, count = caplog.messages
+    assert "constraint of line 2 has tokens that are unknown" in first and count.startswith("2 of 3 lines")
 
 
 def test_a_prefix_must_fit_the_model() -> None:
