@@ -15,13 +15,7 @@ from deepspeed_nmt.parallel.world import World
 
 
 def build_engine(settings: EngineSettings, module: TrainModule, world: World, dummy: Batch) -> Engine:
-    """Build an engine.
-
-    Args:
-        settings: resolved settings of the engine.
-        module: model and objective; the weights are loaded already.
-        world: the ranks.
-        dummy: a batch without target tokens.
+    """Build an engine over a module whose weights are loaded already; ``dummy`` is a batch without target tokens.
 
     Raises:
         ConfigError: if the settings name DeepSpeed and it cannot be imported.

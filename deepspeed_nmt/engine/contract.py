@@ -22,9 +22,11 @@ from torch import Tensor
 from deepspeed_nmt import randomness
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TranslationModel
-from deepspeed_nmt.core.objective import TrainModule
-from deepspeed_nmt.engine.norms import Squares
-from deepspeed_nmt.engine.transfer import HostBuffer, HostCopies
+from deepspeed_nmt.core.objective import LossOutput, TrainModule
+from deepspeed_nmt.engine.norms import Squares, settings_by_parameter
+from deepspeed_nmt.engine.optimizer import OptimizerConfig
+from deepspeed_nmt.engine.transfer import HostBuffer, on_device
+from deepspeed_nmt.parallel.world import World
 
 WEIGHT = "weight"
 """Name of a parameter's own values, beside those of its optimizer states."""
@@ -58,13 +60,7 @@ class UpdateResult:
 
 @dataclass(frozen=True)
 class ParameterState:
-    """A parameter and its optimizer state, independent of the layout.
-
-    Attributes:
-        name: of the parameter in the model.
-        weight: the whole parameter, fp32.
-        states: whole states of the optimizer by name, fp32; empty before the first step.
-    """
+    """A whole parameter and its optimizer's whole states by name, fp32; without states before the first step."""
 
     name: str
     weight: Tensor
@@ -107,17 +103,25 @@ def ignore_micro_batch(index: int) -> None:
 class Engine(ABC):
     """Carries out updates, and exposes the training state independent of its layout.
 
-    Weights are loaded into ``module`` before the engine is built. The optimizer's state is loaded by :meth:`restore`.
     :meth:`probe` and :meth:`restore` are called before the first update, in this order, or not at all. To return to
     an older state, build a new engine.
 
+    Args:
+        module: model and objective, with their weights loaded.
+        optimizer: settings of the optimizer and of clipping.
+        world: the ranks.
+
     Attributes:
-        module: model and objective.
         device: device of the model; micro-batches are moved to it.
     """
 
-    module: TrainModule
-    device: torch.device
+    def __init__(self, module: TrainModule, optimizer: OptimizerConfig, world: World) -> None:
+        self.module = module
+        self.device = world.device
+        self._world = world
+        self._method = optimizer
+        self._optimizer = optimizer.over(module)
+        self._groups = settings_by_parameter(self._optimizer)
 
     @abstractmethod
     def update(
@@ -129,7 +133,7 @@ class Engine(ABC):
         on_micro_batch: OnMicroBatch = ignore_micro_batch,
         measure: bool = False,
     ) -> UpdateResult:
-        """Carry out one update. Collective: all ranks must call it.
+        """Carry out one update. Collective, as most methods: all ranks must call it.
 
         Args:
             micro_batches: of this rank; their number is equal on all ranks.
@@ -143,32 +147,46 @@ class Engine(ABC):
 
     @abstractmethod
     def probe(self, batch: Batch) -> None:
-        """Allocate as much memory as an update with this micro-batch needs; leave the training state unchanged.
+        """Allocate as much memory as an update with the largest micro-batch, the same on all ranks, needs.
 
-        Collective: all ranks must call it with the same batch, before :meth:`restore`.
-
-        Args:
-            batch: a micro-batch of the largest size.
+        The training state stays as it is.
         """
+
+    def _run(
+        self,
+        micro_batches: Sequence[Batch],
+        run: Callable[[Batch, bool], LossOutput],
+        on_micro_batch: OnMicroBatch = ignore_micro_batch,
+    ) -> dict[str, Tensor]:
+        """Train on micro-batches, each by ``run``, which is told the last; return sums of losses and metrics."""
+        sums: dict[str, Tensor] = {}
+        for index, batch in enumerate(on_device(micro_batches, self.device)):
+            on_micro_batch(index)
+            seed_dropout(batch, self._world.data_rank)
+            output = run(batch, index == len(micro_batches) - 1)
+            add_sums(sums, {"loss": output.loss, "nll": output.nll, **output.metrics})
+        return sums
 
     def parameters(self) -> Iterator[ParameterState]:
         """Yield each parameter's weight without optimizer states, on any device; it may change with the next update.
 
-        Collective: all ranks must iterate. They gather the parameters of a layer together.
+        The parameters of a layer are gathered together.
         """
         for names in _names_by_layer(self.module.model):
             yield from map(ParameterState, names, self._gather([(name, WEIGHT) for name in names]))
 
     def state(self, copy: bool = True, buffer: HostBuffer | None = None) -> Iterator[ParameterState]:
-        """Yield each parameter's weight and optimizer states.
-
-        Collective: all ranks must iterate. They gather the state of a layer together.
+        """Yield each parameter's weight and optimizer states, those of a layer gathered together.
 
         Args:
             copy: True to yield copies on the CPU; False on ranks that only take part, which need no host memory.
             buffer: memory for the copies, which are complete after :meth:`HostBuffer.wait`; None for new memory.
         """
-        on_host = buffer or (HostCopies(self.device) if copy else list)
+
+        def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+            return [tensor.to("cpu", copy=True) for tensor in tensors]
+
+        on_host = buffer or (copied if copy else list)
         for names in _names_by_layer(self.module.model):
             keys = [(name, which) for name in names for which in (WEIGHT, *self._states_of(name))]
             tensors = dict(zip(keys, on_host(self._gather(keys)), strict=True))
@@ -182,10 +200,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _gather(self, keys: Sequence[TensorKey]) -> list[Tensor]:
-        """Return whole tensors, fp32, by at most one collective in each group of ranks.
-
-        Collective: all ranks must call it.
-        """
+        """Return whole tensors, fp32, by at most one collective in each group of ranks."""
 
     @abstractmethod
     def scalars(self) -> EngineScalars:
@@ -193,12 +208,7 @@ class Engine(ABC):
 
     @abstractmethod
     def restore(self, saved: SavedState, scalars: EngineScalars) -> None:
-        """Load the optimizer's state and the loss scale of a checkpoint.
-
-        Args:
-            saved: the checkpoint; its weights are in the model already.
-            scalars: the part of its state that is not tensors.
-        """
+        """Load the optimizer's state and the loss scale of a checkpoint, whose weights are in the model already."""
 
     def close(self) -> None:
         """Release the resources of the engine."""
@@ -209,16 +219,14 @@ def _names_by_layer(model: TranslationModel) -> Iterator[list[str]]:
     """Yield the names of a model's parameters in order: those of a layer together, and those between layers."""
     layer_of = {part: number for number, layer in enumerate(model.all_layers()) for part in layer.parameters()}
     named = model.named_parameters()
-    for _, group in itertools.groupby(named, key=lambda each: layer_of.get(each[1])):
+    for _, group in itertools.groupby(named, key=lambda pair: layer_of.get(pair[1])):
         yield [name for name, _ in group]
 
 
 def seed_dropout(batch: Batch, rank: int) -> None:
     """Seed torch's generator, so that dropout masks are a function of (seed, update, micro-batch, rank).
 
-    Args:
-        batch: the micro-batch that runs next.
-        rank: data-parallel rank: tensor-parallel ranks process the same micro-batch and must draw the same masks.
+    ``rank`` is the data-parallel one: tensor-parallel ranks run the same micro-batch and must draw the same masks.
     """
     update = batch.update
     key = randomness.key(update.seed, randomness.Purpose.DROPOUT, update.number, update.micro_batch, rank)
@@ -226,31 +234,18 @@ def seed_dropout(batch: Batch, rank: int) -> None:
 
 
 def add_sums(total: dict[str, Tensor], new: Mapping[str, Tensor]) -> None:
-    """Add scalars to running sums of the same names, on the device.
-
-    Args:
-        total: the running sums; updated in place.
-        new: scalars to add; gradients do not flow through them.
-    """
+    """Add scalars, without their gradients, to running sums of the same names, in place and on the device."""
     for name, value in new.items():
         total[name] = total[name] + value.detach() if name in total else value.detach()
 
 
 def not_finite(gradients: Mapping[str, Tensor | None]) -> tuple[str, ...]:
     """Return the names of the gradients that contain an infinite value or NaN."""
-    return tuple(
-        name
-        for name, gradient in gradients.items()
-        if gradient is not None and not bool(torch.isfinite(gradient).all())
-    )
+    return tuple(name for name, x in gradients.items() if x is not None and not bool(torch.isfinite(x).all()))
 
 
 class LossScale:
-    """Dynamic loss scale of fp16: halved on overflow, doubled after ``window`` updates without overflow.
-
-    Args:
-        initial: first scale.
-        window: updates without overflow after which the scale doubles; 0 keeps the scale constant.
+    """Dynamic loss scale of fp16: halved on overflow, doubled after ``window`` updates without any; 0: constant.
 
     Attributes:
         value: current factor on the loss.
@@ -266,14 +261,14 @@ class LossScale:
         """Adapt the scale after an update, which overflowed or not."""
         if self._window == 0:
             return
+        self.good_updates += 1
         if overflow:
             self.value = max(1.0, self.value / 2.0)
-            self.good_updates = 0
-            return
-        self.good_updates += 1
-        if self.good_updates >= self._window:
+        elif self.good_updates >= self._window:
             self.value *= 2.0
-            self.good_updates = 0
+        else:
+            return
+        self.good_updates = 0
 
 
 SHARD_BYTES = 512 * 1024**2
@@ -281,13 +276,7 @@ SHARD_BYTES = 512 * 1024**2
 
 
 def checkpoint_bytes(trained: int, frozen: int, states: int) -> int:
-    """Return the bytes of the tensors in a checkpoint: fp32 weights, and the optimizer's states.
-
-    Args:
-        trained: number of trained parameters of the whole model.
-        frozen: number of frozen ones.
-        states: number of tensors that the optimizer keeps for a trained parameter.
-    """
+    """Return the bytes of a checkpoint of fp32 weights, and ``states`` tensors for each trained parameter."""
     return 4 * (1 + states) * trained + 4 * frozen
 
 

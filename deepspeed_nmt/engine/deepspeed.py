@@ -35,7 +35,7 @@ from typing_extensions import override
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TranslationModel
-from deepspeed_nmt.core.objective import TrainModule
+from deepspeed_nmt.core.objective import LossOutput, TrainModule
 from deepspeed_nmt.engine.contract import (
     WEIGHT,
     Engine,
@@ -44,17 +44,14 @@ from deepspeed_nmt.engine.contract import (
     SavedState,
     TensorKey,
     UpdateResult,
-    add_sums,
     ignore_micro_batch,
     not_finite,
-    seed_dropout,
     set_steps,
     steps_of,
 )
-from deepspeed_nmt.engine.norms import Part, settings_by_parameter, squared_changes, squares_of, whole_squares
+from deepspeed_nmt.engine.norms import Part, squared_changes, squares_of, whole_squares
 from deepspeed_nmt.engine.optimizer import OptimizerConfig
 from deepspeed_nmt.engine.settings import zero_stage
-from deepspeed_nmt.engine.transfer import on_device
 from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.kernels.precision import DTYPES
 from deepspeed_nmt.parallel.collectives import (
@@ -70,12 +67,8 @@ from deepspeed_nmt.parallel.world import World
 class DeepSpeedEngine(Engine):
     """Engine over a DeepSpeed engine, with a varying number of micro-batches per update.
 
-    Args:
-        module: model and objective with their weights loaded.
-        optimizer: settings of the optimizer.
-        ds_config: DeepSpeed's configuration, completed by :func:`complete_ds_config`.
-        world: the ranks.
-        dummy: a batch without target tokens, which creates the optimizer's state on resume.
+    ``ds_config`` is completed by :func:`complete_ds_config`. ``dummy``, a batch without target tokens, creates the
+    optimizer's state on resume.
     """
 
     def __init__(
@@ -95,14 +88,9 @@ class DeepSpeedEngine(Engine):
             if ds_config["fp16"]["enabled"]:
                 # The CPU supports fp16, slowly, although DeepSpeed denies it. Tests of the fp16 logic need it.
                 deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
-        self.device = world.device
-        self._world = world
+        super().__init__(module, optimizer, world)
         self._dummy = dummy
         self._stage = zero_stage(ds_config)
-        self._clip_norm = float(ds_config["gradient_clipping"])
-        self._method = optimizer
-        built = optimizer.over(module)
-        self._groups = settings_by_parameter(built)
         # Frozen weights are saved from this copy: DeepSpeed casts them to 16 bit, or partitions them.
         self._frozen = {
             name: parameter.detach().float().cpu().clone()
@@ -114,7 +102,7 @@ class DeepSpeedEngine(Engine):
             _fetch_by_layer(module.model)
             _partition(module, ds_config, world)
         self._engine, self._zero, _, _ = deepspeed.initialize(
-            model=module, optimizer=built, config=ds_config, dist_init_required=False, mpu=_unit_of(world)
+            model=module, optimizer=self._optimizer, config=ds_config, dist_init_required=False, mpu=_unit_of(world)
         )
         self.module = self._engine.module
         self._named: dict[str, nn.Parameter] = dict(self.module.model.named_parameters())
@@ -137,7 +125,7 @@ class DeepSpeedEngine(Engine):
     ) -> UpdateResult:
         # DeepSpeed averages gradients over the ranks; the contract is the sum over the update's tokens.
         factor = self._world.data_ranks / target_tokens
-        result = self._run(micro_batches, factor, lr, explain, on_micro_batch, measure)
+        result = self._update(micro_batches, factor, lr, explain, on_micro_batch, measure)
         self._stepped = self._stepped or not result.skipped
         return result
 
@@ -145,16 +133,16 @@ class DeepSpeedEngine(Engine):
     def probe(self, batch: Batch) -> None:
         scaler = self._scaler()
         scaling = {} if scaler is None else dict(vars(scaler))
-        self._run([self._dummy], 0.0, 0.0)  # allocates the optimizer's states
-        self._run([batch, batch], 0.0, 0.0)  # the second one runs while the gradients of the first are held
-        for state in self._inner().state.values():
+        self._update([self._dummy], 0.0, 0.0)  # allocates the optimizer's states
+        self._update([batch, batch], 0.0, 0.0)  # the second one runs while the gradients of the first are held
+        for state in self._optimizer.state.values():
             for which in self._method.states:
                 state[which].zero_()
-        set_steps(self._inner(), 0)
+        set_steps(self._optimizer, 0)
         if scaler is not None:
             vars(scaler).update(scaling)
 
-    def _run(
+    def _update(
         self,
         micro_batches: Sequence[Batch],
         factor: float,
@@ -167,39 +155,40 @@ class DeepSpeedEngine(Engine):
         self._engine.train()
         for group in self._zero.param_groups:
             group["lr"] = lr
-        sums: dict[str, Tensor] = {}
         scale = self._loss_scale()
         norm, skipped = 0.0, False
         culprits: tuple[str, ...] = ()
-        for index, batch in enumerate(on_device(micro_batches, self.device)):
-            on_micro_batch(index)
-            last = index == len(micro_batches) - 1
-            self._engine.set_gradient_accumulation_boundary(last)
-            seed_dropout(batch, self._world.data_rank)
-            output = self._engine(batch)
+
+        def run(batch: Batch, is_last: bool) -> LossOutput:
+            self._engine.set_gradient_accumulation_boundary(is_last)
+            output: LossOutput = self._engine(batch)
             self._engine.backward(output.loss * factor)
-            add_sums(sums, {"loss": output.loss, "nll": output.nll, **output.metrics})
-            if last and self._stage == 0:
-                # Stage 0 does not report the norm, and does not check for NaN.
-                touched = [p for p in self._named.values() if p.grad is not None]
-                gradients = [p.grad for p in touched if p.grad is not None]
-                norm = float(total_norm(touched, gradients, self._world))
-                skipped = not math.isfinite(norm)
-                if skipped:
-                    culprits = not_finite({name: p.grad for name, p in self._named.items()})
-                    self._engine.zero_grad()
-                    for gradient in gradients:
-                        gradient.zero_()
-                    for group in self._zero.param_groups:
-                        group["lr"] = 0.0
-            elif last and explain:
-                # DeepSpeed skips the step inside step(), which also frees the gradients.
-                culprits = not_finite({name: self._part(p, GRADIENT) for name, p in self._trained.items()})
-            if last and measure:  # step() frees the gradients
-                gradient_P = squares_of([self._part(p, GRADIENT) for p in self._trained.values()]) / scale**2
-            if last and self._order is not None:
-                self._order.compare()
-            self._engine.step()
+            if not is_last:
+                self._engine.step()
+            return output
+
+        sums = self._run(micro_batches, run, on_micro_batch)
+        if self._stage == 0:
+            # Stage 0 does not report the norm, and does not check for NaN.
+            touched = [p for p in self._named.values() if p.grad is not None]
+            gradients = [p.grad for p in touched if p.grad is not None]
+            norm = float(total_norm(touched, gradients, self._world))
+            skipped = not math.isfinite(norm)
+            if skipped:
+                culprits = not_finite({name: p.grad for name, p in self._named.items()})
+                self._engine.zero_grad()
+                for gradient in gradients:
+                    gradient.zero_()
+                for group in self._zero.param_groups:
+                    group["lr"] = 0.0
+        elif explain:
+            # DeepSpeed skips the step inside step(), which also frees the gradients.
+            culprits = not_finite({name: self._part(p, GRADIENT) for name, p in self._trained.items()})
+        if measure:  # step() frees the gradients
+            gradient_P = squares_of([self._part(p, GRADIENT) for p in self._trained.values()]) / scale**2
+        if self._order is not None:
+            self._order.compare()
+        self._engine.step()
         self._link_states()
         if self._stage > 0:
             norm, skipped = float(self._engine.get_global_grad_norm()), bool(self._zero.overflow)
@@ -208,7 +197,7 @@ class DeepSpeedEngine(Engine):
         squares = None
         if measure and not skipped:
             parts = [self._optimizer_part(p) for p in self._trained.values()]
-            change_P = squared_changes(self._method, parts, lr, steps_of(self._inner()))
+            change_P = squared_changes(self._method, parts, lr, steps_of(self._optimizer))
             squares = whole_squares(self._trained, gradient_P, change_P, self._stage > 0, self._world)
         return UpdateResult(sums, norm, skipped, scale, culprits if skipped else (), squares)
 
@@ -218,25 +207,23 @@ class DeepSpeedEngine(Engine):
         good = 0
         if scaler is not None:
             good = (scaler.cur_iter - scaler.last_overflow_iter - 1) % scaler.scale_window
-        return EngineScalars(steps_of(self._inner()) if self._stepped else 0, self._loss_scale(), good)
+        return EngineScalars(steps_of(self._optimizer) if self._stepped else 0, self._loss_scale(), good)
 
     @override
     def restore(self, saved: SavedState, scalars: EngineScalars) -> None:
         # An update with loss and learning rate 0 creates the optimizer's state in its layout, and changes no weight.
-        self._run([self._dummy], 0.0, 0.0)
-        for name, parameter in self._named.items():
-            if not parameter.requires_grad:
-                continue
+        self._update([self._dummy], 0.0, 0.0)
+        for name, parameter in self._trained.items():
             if self._stage > 0:
                 # The optimizer copied its fp32 weights from the model's after they had been cast to 16 bit.
                 self._put(scatter(saved.weight(name), parameter), parameter)
             for which in self._method.states:
                 state = scatter(saved.optimizer_state(name, which), parameter).contiguous()
                 if self._stage == 0:
-                    self._zero.state[parameter][which].copy_(state)
+                    self._optimizer.state[parameter][which].copy_(state)
                 else:
                     self._put(state, parameter, which)
-        set_steps(self._inner(), scalars.optimizer_step)
+        set_steps(self._optimizer, scalars.optimizer_step)
         scaler = self._scaler()
         if scaler is not None:
             scaler.cur_scale = scalars.loss_scale
@@ -268,11 +255,6 @@ class DeepSpeedEngine(Engine):
         # DeepSpeed keeps the grid for the process, and the next engine would have it even without tensor parallelism.
         groups.mpu = None
 
-    def _inner(self) -> torch.optim.Optimizer:
-        """Return torch's optimizer, which ZeRO's optimizer wraps."""
-        inner: torch.optim.Optimizer = self._zero if self._stage == 0 else self._zero.optimizer
-        return inner
-
     def _link_states(self) -> None:
         """Link the optimizer's states of all groups with their parameters.
 
@@ -281,7 +263,7 @@ class DeepSpeedEngine(Engine):
         groups = len(self._zero.param_groups)
         if self._is_linked or groups == 1 or not getattr(self._zero, "_hp_optimizer_states_linked", False):
             return
-        if len(self._inner().state) == groups and all(self._inner().state.values()):
+        if len(self._optimizer.state) == groups and all(self._optimizer.state.values()):
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
             self._is_linked = True
@@ -298,9 +280,9 @@ class DeepSpeedEngine(Engine):
     def _part(self, parameter: Any, which: str) -> Tensor | None:
         """Return this rank's part of a trained parameter, without padding; see :func:`shard`."""
         if self._stage == 0:
-            own = {WEIGHT: parameter.detach(), GRADIENT: parameter.grad}
-            found: Tensor | None = own[which] if which in own else self._zero.state[parameter][which]
-            return found
+            values = {WEIGHT: parameter.detach(), GRADIENT: parameter.grad}
+            value: Tensor | None = values[which] if which in values else self._optimizer.state[parameter][which]
+            return value
         if self._stage < 3:
             return shard(parameter, which)
         part = self._stage_3_part(parameter, which)
@@ -370,10 +352,6 @@ class GradientOrder:
     (DeepSpeed 0.19.8, `reduce_independent_p_g_buckets_and_remove_grads`; ZeRO-3 sorts within a bucket). If the order
     differs between ranks, because one of them takes another path through the same arithmetic, gradients of different
     weights are added up, and nothing else notices: losses stay plausible.
-
-    Args:
-        parameters: trained parameters by name, the same on all ranks.
-        world: the ranks.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], world: World) -> None:
@@ -392,11 +370,7 @@ class GradientOrder:
             self._extremes = max_over_ranks([digest, -digest], self._world)
 
     def check(self) -> None:
-        """Check the order that was compared last, and begin anew.
-
-        Raises:
-            TrainingError: on all ranks, if it differs between them.
-        """
+        """Raise on all ranks if the order that was compared last differs between them; begin anew."""
         if self._extremes is not None and float(self._extremes.sum()) != 0.0:
             orders = gather_lists([self._seen], self._world)
             rank, place = next(
@@ -462,11 +436,8 @@ GRADIENT = "gradient"
 def shard(parameter: Any, which: str) -> Tensor | None:
     """Return this rank's part of a trained parameter, flat; None if it holds none.
 
+    ``which`` is WEIGHT or an optimizer state, fp32; or GRADIENT, between the last backward pass and the step.
     DeepSpeed's accessor for whole gradients is a collective, but a rank enters it only if it holds a part.
-
-    Args:
-        parameter: the parameter.
-        which: WEIGHT or an optimizer state, fp32; or GRADIENT, between the last backward pass and the step.
     """
     mapping = parameter._hp_mapping
     if mapping is None:

@@ -38,12 +38,9 @@ class Squares:
 
 
 class Part(NamedTuple):
-    """This rank's part of a parameter after a step, in any shape; all tensors are fp32 and of one size.
+    """This rank's part of a parameter after a step, its optimizer states, and the settings of its group.
 
-    Attributes:
-        weight: the weight.
-        states: states of the optimizer, in the order of their names.
-        group: settings of its group of parameters.
+    All tensors are fp32 and of one size, in any shape.
     """
 
     weight: Tensor
@@ -72,16 +69,9 @@ def squares_of(tensors: Sequence[Tensor | None]) -> Tensor:
 
 @torch.no_grad()
 def squared_changes(optimizer: OptimizerConfig, parts: Sequence[Part | None], lr: float, step: int) -> Tensor | None:
-    """Return the sum of squares of the change of each part in the newest step, 0 where there is none.
+    """Return the sum of squares of the change of each part in step ``step``, 0 where there is none.
 
-    Args:
-        optimizer: settings of the optimizer.
-        parts: of the parameters, on one device.
-        lr: learning rate of the step.
-        step: number of the step, from 1.
-
-    Returns:
-        The sums; None if the optimizer cannot say. Shape: fp64 (P,)
+    None if the optimizer cannot say. Shape: -> fp64 (P,)
     """
     numbers: list[int] = []
     squares: list[Tensor] = []
@@ -130,13 +120,8 @@ def whole_squares(
 ) -> Squares:
     """Sum squares over the ranks that have parts of the same parameters. All ranks call it together.
 
-    Args:
-        named: trained parameters by name.
-        gradient_P: sums of squares of this rank's parts of the gradient.
-        change_P: the same of the change; None if it is unknown.
-        sharded: True if data-parallel ranks have different parts; False if each has the whole parameter, or the whole
-            slice of a tensor-parallel rank.
-        world: the ranks.
+    ``sharded`` is True if data-parallel ranks have different parts; False if each has the whole parameter, or the
+    whole slice of a tensor-parallel rank.
     """
     measured = [gradient_P] if change_P is None else [gradient_P, change_P]
     squares_2P = torch.stack([values_P.to(world.device) for values_P in measured])

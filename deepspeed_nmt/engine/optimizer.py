@@ -83,7 +83,5 @@ class OptimizerConfig(Config):
             group: settings of the weights' group.
             lr: learning rate of the step.
             step: number of the step, from 1; 0 if the optimizer does not count.
-
-        Shape: -> fp64 (weights,)
         """
         return None

@@ -20,23 +20,13 @@ from deepspeed_nmt.engine.contract import (
     SavedState,
     TensorKey,
     UpdateResult,
-    add_sums,
     ignore_micro_batch,
     not_finite,
-    seed_dropout,
     set_steps,
     steps_of,
 )
-from deepspeed_nmt.engine.norms import (
-    Part,
-    Squares,
-    settings_by_parameter,
-    squared_changes,
-    squares_of,
-    whole_squares,
-)
+from deepspeed_nmt.engine.norms import Part, Squares, squared_changes, squares_of, whole_squares
 from deepspeed_nmt.engine.optimizer import OptimizerConfig
-from deepspeed_nmt.engine.transfer import on_device
 from deepspeed_nmt.kernels.precision import DTYPES, Precision
 from deepspeed_nmt.parallel.collectives import all_reduce_in_buckets
 from deepspeed_nmt.parallel.tensor import gather, scatter, total_norm
@@ -50,29 +40,13 @@ class PlainEngine(Engine):
     gradients, to which each micro-batch adds its own. After a step the weights are the rounded masters. In fp32 the
     weights are their own masters.
 
-    Args:
-        module: model and objective with their weights loaded; moved to the device of ``world``.
-        optimizer: settings of the optimizer and of clipping.
-        precision: of the forward and backward pass.
-        world: the ranks.
+    Its constructor moves the module to the device of ``world``.
     """
 
-    def __init__(
-        self,
-        module: TrainModule,
-        optimizer: OptimizerConfig,
-        precision: Precision,
-        world: World,
-    ) -> None:
-        self.module = module.to(world.device)
-        self.device = world.device
-        self._method = optimizer
-        self._optimizer = optimizer.over(self.module)
-        self._clip_norm = optimizer.clip_norm
+    def __init__(self, module: TrainModule, optimizer: OptimizerConfig, precision: Precision, world: World) -> None:
+        super().__init__(module.to(world.device), optimizer, world)
         self._precision = precision
-        self._world = world
         self._named = {name: p for name, p in module.model.named_parameters() if p.requires_grad}
-        self._groups = settings_by_parameter(self._optimizer)
         # Frozen weights are saved from these copies; the model's are rounded.
         self._frozen: dict[str, Tensor] = {}
         self._sums: GradientSums | None = None
@@ -89,12 +63,9 @@ class PlainEngine(Engine):
         on_micro_batch: OnMicroBatch = ignore_micro_batch,
         measure: bool = False,
     ) -> UpdateResult:
-        sums: dict[str, Tensor] = {}
-        scale = self._scale.value
-        for index, batch in enumerate(on_device(micro_batches, self.device)):
-            on_micro_batch(index)
-            output = self._backward(batch, scale / target_tokens)
-            add_sums(sums, {"loss": output.loss, "nll": output.nll, **output.metrics})
+        scale, clip_norm = self._scale.value, self._method.clip_norm
+        factor = scale / target_tokens
+        sums = self._run(micro_batches, lambda batch, is_last: self._backward(batch, factor), on_micro_batch)
         gradients = self._gradients()
         all_reduce_in_buckets(gradients, self._world)
         norm = float(total_norm(list(self._named.values()), gradients, self._world)) / scale
@@ -105,12 +76,10 @@ class PlainEngine(Engine):
         squares: Squares | None = None
         if not skipped:
             measured_P = squares_of(gradients) / scale**2 if measure else None
-            factor = min(1.0, self._clip_norm / (norm + 1e-6)) if self._clip_norm > 0.0 else 1.0
+            factor = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm > 0.0 else 1.0
             if factor / scale != 1.0:
                 torch._foreach_mul_(gradients, factor / scale)
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            self._step()
+            self._step(lr)
             if measured_P is not None:
                 parts = [self._part(name) for name in self._named]
                 changes_P = squared_changes(self._method, parts, lr, steps_of(self._optimizer))
@@ -122,7 +91,7 @@ class PlainEngine(Engine):
     @override
     def probe(self, batch: Batch) -> None:
         self._empty_step()  # allocates the optimizer's states, and gradients as of earlier micro-batches
-        self._backward(batch.to(self.device), 0.0)
+        self._run([batch], lambda moved, is_last: self._backward(moved, 0.0))
         self._optimizer.zero_grad(set_to_none=True)
         self._optimizer.state.clear()
 
@@ -160,15 +129,16 @@ class PlainEngine(Engine):
     def _backward(self, batch: Batch, factor: float) -> LossOutput:
         """Run a micro-batch on the device and accumulate the gradient of ``factor`` times its loss."""
         self.module.train()
-        seed_dropout(batch, self._world.data_rank)
         output: LossOutput = self.module(batch)
         (output.loss * factor).backward()  # type: ignore[no-untyped-call]
         if self._sums is not None:
             self._sums.flush()
         return output
 
-    def _step(self) -> None:
+    def _step(self, lr: float) -> None:
         """Take a step of the optimizer, and round the new masters to the model's weights."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
         self._optimizer.step()
         if self._masters is not self._named:
             with torch.no_grad():
@@ -183,9 +153,7 @@ class PlainEngine(Engine):
         """Create the optimizer's state by a step that changes no weight. Gradients are zero afterwards."""
         for master in self._masters.values():
             master.grad = torch.zeros_like(master)
-        for group in self._optimizer.param_groups:
-            group["lr"] = 0.0
-        self._optimizer.step()
+        self._step(0.0)
 
     @override
     def _states_of(self, name: str) -> Sequence[str]:
@@ -223,12 +191,8 @@ _ALONE_BYTES = COLLECTED_BYTES // 4
 class GradientSums:
     """Adder of the gradients of 16-bit weights to the fp32 gradients of their masters.
 
-    It takes a weight's gradient as soon as the backward pass has it, and frees it once it is added. Call
-    :meth:`flush` after each backward pass.
-
-    Args:
-        masters: the fp32 copy of each weight.
-        collected_bytes: most bytes of gradients to collect; 0 adds each on its own.
+    It takes a weight's gradient as soon as the backward pass has it, and frees it once it is added. It collects up to
+    ``collected_bytes`` of small ones; 0 adds each on its own. Call :meth:`flush` after each backward pass.
     """
 
     def __init__(self, masters: Mapping[nn.Parameter, nn.Parameter], collected_bytes: int) -> None:
@@ -244,13 +208,14 @@ class GradientSums:
         first = [(master, new) for master, new in self._collected.items() if master.grad is None]
         later = [(master, new) for master, new in self._collected.items() if master.grad is not None]
         self._collected, self._bytes = {}, 0
-        if first:
-            self._widen(first, [_own_gradient(master) for master, _ in first])
-        if later:
-            # Lists of tensors are added by few kernels if all have one dtype, but copied whatever theirs.
-            wide = [torch.empty_like(master) for master, _ in later]
-            self._widen(later, wide)
-            torch._foreach_add_([_own_gradient(master) for master, _ in later], wide)
+        for pairs in filter(None, (first, later)):
+            wide = [torch.empty_like(master) for master, _ in pairs]
+            torch._foreach_copy_(wide, [new for _, new in pairs])
+            if pairs is first:
+                for (master, _), gradient in zip(first, wide, strict=True):
+                    master.grad = gradient
+            else:  # lists of tensors are added by few kernels if all have one dtype, but copied whatever theirs
+                torch._foreach_add_([master.grad for master, _ in later if master.grad is not None], wide)
 
     def _take(self, weight: Tensor) -> None:
         """Collect or add the new gradient of a weight."""
@@ -267,14 +232,3 @@ class GradientSums:
             self.flush()
         self._collected[master] = new
         self._bytes += new.nbytes
-
-    @staticmethod
-    def _widen(pairs: Sequence[tuple[nn.Parameter, Tensor]], wide: list[Tensor]) -> None:
-        torch._foreach_copy_(wide, [new for _, new in pairs])
-
-
-def _own_gradient(master: nn.Parameter) -> Tensor:
-    """Return the gradient of a master, which is allocated if there is none."""
-    if master.grad is None:
-        master.grad = torch.empty_like(master)
-    return master.grad

@@ -121,13 +121,10 @@ class EngineConfig(Config):
     )
 
     def chosen_by(self, given: Container[str]) -> EngineConfig:
-        """Return the settings with DeepSpeed as the engine, if the user gives a configuration of DeepSpeed.
-
-        Args:
-            given: names of the settings that the user gives, now and not in the run that is resumed.
+        """Return the settings with DeepSpeed as the engine, if ``given``, those of the user, have ``ds_config``.
 
         Raises:
-            ConfigError: if the engine is plain torch, which would ignore it.
+            ConfigError: if the engine is plain torch, which would ignore the configuration of DeepSpeed.
         """
         if "ds_config" not in given or self.ds_config is None or self.name == "deepspeed":
             return self
@@ -175,37 +172,19 @@ _FORBIDDEN_KEYS = {
 """Keys that must be absent, and the settings that replace them."""
 
 
-def find_ds_config(name: str) -> Path:
-    """Find the file that ``engine.ds_config`` names.
-
-    Args:
-        name: a path, or the name of a file in ds_configs/ without .json.
-
-    Raises:
-        ConfigError: if there is no such file.
-    """
-    package = Path(__file__).resolve().parents[1]
-    folders = [folder for folder in (package / "ds_configs", package.parent / "ds_configs") if folder.is_dir()]
-    candidates = [Path(name), *(folder / f"{name}.json" for folder in folders)]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    known = sorted({path.stem for folder in folders for path in folder.glob("*.json")})
-    raise ConfigError(
-        f"engine.ds_config is {shown(name)}, neither a file nor a known name{did_you_mean(name, known)}"
-    )
-
-
 def load_ds_config(name: str) -> dict[str, Any]:
-    """Read the file that ``engine.ds_config`` names.
-
-    Args:
-        name: a path, or the name of a file in ds_configs/ without .json.
+    """Read the file that ``engine.ds_config`` names: a path, or the name of a file in ds_configs/ without .json.
 
     Raises:
         ConfigError: if the file is missing, or does not contain a JSON object.
     """
-    path = find_ds_config(name)
+    package = Path(__file__).resolve().parents[1]
+    known = {path.stem: path for folder in (package.parent, package) for path in folder.glob("ds_configs/*.json")}
+    path = Path(name) if Path(name).is_file() else known.get(name)
+    if path is None:
+        raise ConfigError(
+            f"engine.ds_config is {shown(name)}, neither a file nor a known name{did_you_mean(name, sorted(known))}"
+        )
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -216,11 +195,7 @@ def load_ds_config(name: str) -> dict[str, Any]:
 
 
 def zero_stage(content: dict[str, Any]) -> int:
-    """Return the ZeRO stage of a DeepSpeed configuration; 0 if it has none.
-
-    Raises:
-        ConfigError: if the stage is not 0, 1, 2 or 3.
-    """
+    """Return the ZeRO stage of a DeepSpeed configuration; 0 if it has none. Raises :class:`ConfigError`."""
     section = content.get("zero_optimization", {})
     if not isinstance(section, dict):
         raise ConfigError(f"'zero_optimization' is {section!r} in the DeepSpeed configuration; make it an object")
@@ -231,14 +206,7 @@ def zero_stage(content: dict[str, Any]) -> int:
 
 
 def reconcile_precision(content: dict[str, Any], setting: str) -> str:
-    """Reconcile fp16 and bf16 of a DeepSpeed configuration with ``engine.precision``.
-
-    Args:
-        content: DeepSpeed's configuration.
-        setting: ``engine.precision``: "auto", "fp32", "bf16" or "fp16".
-
-    Returns:
-        The precision that both allow: "auto", "fp32", "bf16" or "fp16".
+    """Return the precision that a DeepSpeed configuration and ``engine.precision`` allow, or "auto".
 
     Raises:
         ConfigError: if they contradict each other.
@@ -263,19 +231,10 @@ def reconcile_precision(content: dict[str, Any], setting: str) -> str:
 def complete_ds_config(
     content: dict[str, Any], *, ranks: int, clip_norm: float, precision: Precision
 ) -> dict[str, Any]:
-    """Complete a DeepSpeed configuration with the settings of a run.
+    """Return a copy of a DeepSpeed configuration that is completed with the settings of a run.
 
     gradient_accumulation_steps is always 1: the number of micro-batches varies from update to update, so the engine
-    sets the gradient accumulation boundary itself.
-
-    Args:
-        content: DeepSpeed's configuration; not changed.
-        ranks: data-parallel ranks.
-        clip_norm: maximum norm of the gradient; 0 disables clipping.
-        precision: of the forward and backward pass.
-
-    Returns:
-        A complete copy of the configuration.
+    sets the gradient accumulation boundary itself. ``ranks`` are the data-parallel ones.
 
     Raises:
         ConfigError: for every key that looks misspelt or contradicts the run's settings, and for 16-bit precision
@@ -328,13 +287,7 @@ def complete_ds_config(
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Resolved settings of an engine.
-
-    Attributes:
-        precision: of the forward and backward pass.
-        optimizer: settings of the optimizer.
-        ds_config: complete configuration of DeepSpeed; None for plain torch.
-    """
+    """Resolved settings of an engine; ``ds_config`` is DeepSpeed's complete configuration, None for plain torch."""
 
     precision: Precision
     optimizer: OptimizerConfig
@@ -362,12 +315,7 @@ def resolve_engine_for(
 ) -> EngineSettings:
     """Resolve the settings of an engine on a given number of ranks, which need not exist.
 
-    Args:
-        config: the engine's section of the run's configuration.
-        optimizer: settings of the optimizer.
-        ranks: processes of the run.
-        data_ranks: size of a data-parallel group.
-        native: precision of "auto" on the device; see :func:`deepspeed_nmt.kernels.precision.native_precision`.
+    ``native`` is the precision of "auto" on the device; see :func:`deepspeed_nmt.kernels.precision.native_precision`.
 
     Raises:
         ConfigError: if the device does not support the precision, or the DeepSpeed configuration is missing or

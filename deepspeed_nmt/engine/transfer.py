@@ -18,11 +18,7 @@ def on_device(batches: Sequence[Batch], device: torch.device) -> Iterator[Batch]
     """Yield micro-batches on a device, in order.
 
     On a GPU a batch is copied from pinned memory on a stream of its own, one ahead, so neither the CPU nor the
-    computation waits for a copy. On a CPU batches are yielded as they are.
-
-    Args:
-        batches: micro-batches on the CPU.
-        device: of the model.
+    computation waits for a copy.
     """
     if device.type != "cuda":
         yield from (batch.to(device) for batch in batches)
@@ -47,21 +43,22 @@ def on_device(batches: Sequence[Batch], device: torch.device) -> Iterator[Batch]
 
 def pinned(value: Any) -> Any:
     """Return a dataclass with its tensors in pinned memory, from which copies to a GPU are asynchronous."""
-    moved = {
-        name: each.pin_memory() if isinstance(each, Tensor) else pinned(each)
-        for name, each in _values_of(value)
-        if isinstance(each, Tensor) or is_dataclass(each)
-    }
+    moved = {}
+    for name, part in _values_of(value):
+        if isinstance(part, Tensor):
+            moved[name] = part.pin_memory()
+        elif is_dataclass(part):
+            moved[name] = pinned(part)
     return replace(value, **moved)
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of a dataclass, and of dataclasses inside it."""
-    for _, each in _values_of(value):
-        if isinstance(each, Tensor):
-            yield each
-        elif is_dataclass(each):
-            yield from tensors_of(each)
+    for _, part in _values_of(value):
+        if isinstance(part, Tensor):
+            yield part
+        elif is_dataclass(part):
+            yield from tensors_of(part)
 
 
 def _values_of(value: Any) -> Iterator[tuple[str, Any]]:
@@ -77,31 +74,6 @@ _BYTES = 4
 """Bytes of an element: weights and moments are copied as fp32."""
 
 
-class HostCopies:
-    """Copies of fp32 tensors in host memory of their own.
-
-    From a GPU, tensors are copied to one buffer of pinned memory, which is reused, and waited for together.
-
-    Args:
-        device: that the tensors are on; they may also be on the CPU.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pinned = torch.empty(0)
-
-    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return copies of the tensors on the CPU."""
-        if self._device.type != "cuda":
-            return [tensor.clone() for tensor in tensors]
-        count = _elements(tensors)
-        if count > self._pinned.numel():
-            self._pinned = torch.empty(count, pin_memory=True)
-        parts = _copy_into(self._pinned, tensors)
-        _wait_for(self._device)
-        return [part.clone() for part in parts]
-
-
 def _cuda_runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
@@ -110,10 +82,6 @@ class HostBuffer:
     """Buffer for copies of fp32 tensors in host memory. It is allocated once, and each copy replaces the one before.
 
     For a GPU its pages are locked, so that the GPU copies at its full speed.
-
-    Args:
-        elements: number of elements of all tensors together.
-        device: that the tensors are on; some may also be on the CPU.
 
     Raises:
         RuntimeError: if the host has no room for it.
@@ -144,13 +112,18 @@ class HostBuffer:
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return copies of the tensors, as parts of the buffer; from a GPU they are complete after :meth:`wait`."""
-        parts = _copy_into(self._flat[self._used :], tensors)
-        self._used += _elements(tensors)
-        return parts
+        sizes = [tensor.numel() for tensor in tensors]
+        parts = torch.split(self._flat[self._used : self._used + sum(sizes)], sizes)
+        self._used += sum(sizes)
+        copies = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        return copies
 
     def wait(self) -> None:
         """Wait until all copies are complete."""
-        _wait_for(self._device)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:
         """Release the memory."""
@@ -158,21 +131,3 @@ class HostBuffer:
             _cuda_runtime().cudaHostUnregister(self._flat.data_ptr())
             self._locked = False
         self._flat = torch.empty(0)
-
-
-def _elements(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors)
-
-
-def _copy_into(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy tensors one after another into a flat one, and return its parts; from a GPU, without waiting for it."""
-    parts = torch.split(flat[: _elements(tensors)], [tensor.numel() for tensor in tensors])
-    copies = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-    for copy, tensor in zip(copies, tensors, strict=True):
-        copy.copy_(tensor, non_blocking=True)
-    return copies
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()

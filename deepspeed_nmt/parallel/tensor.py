@@ -67,46 +67,21 @@ class ModelParallelUnit:
     """The grid of ranks as DeepSpeed reads it (argument ``mpu`` of ``deepspeed.initialize``)."""
 
     def __init__(self, world: World) -> None:
-        self._world = world
-
-    def get_model_parallel_rank(self) -> int:
-        """Return the rank within the tensor-parallel group."""
-        return self._world.tensor_rank
-
-    def get_model_parallel_world_size(self) -> int:
-        """Return the size of the tensor-parallel group."""
-        return self._world.tensor_ranks
-
-    def get_model_parallel_group(self) -> Any:
-        """Return the tensor-parallel group."""
-        return self._world.tensor_group
-
-    def get_data_parallel_rank(self) -> int:
-        """Return the rank within the data-parallel group."""
-        return self._world.data_rank
-
-    def get_data_parallel_world_size(self) -> int:
-        """Return the size of the data-parallel group."""
-        return self._world.data_ranks
-
-    def get_data_parallel_group(self) -> Any:
-        """Return the data-parallel group."""
-        return self._world.data_group
-
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_group = get_model_parallel_group
+        grid = {
+            "model_parallel": (world.tensor_rank, world.tensor_ranks, world.tensor_group),
+            "data_parallel": (world.data_rank, world.data_ranks, world.data_group),
+        }
+        grid["tensor_model_parallel"] = grid["model_parallel"]
+        for name, values in grid.items():
+            for what, value in zip(("rank", "world_size", "group"), values, strict=True):
+                setattr(self, f"get_{name}_{what}", lambda value=value: value)
 
 
 def parallelize(model: nn.Module, world: World) -> None:
-    """Slice a model in place; with one tensor-parallel rank leave it unchanged.
+    """Slice a model, equal on all ranks, in place; with one tensor-parallel rank leave it unchanged.
 
     A class derived from one of :data:`SLICERS` is sliced as that one, unless it overrides a method in which ranks
     exchange something: an attention may override ``attend``.
-
-    Args:
-        model: the whole model, equal on all ranks.
-        world: the ranks.
 
     Raises:
         ConfigError: if the tensor-parallel ranks do not divide ``heads`` or ``ffn_dim``, or the model has an
@@ -186,12 +161,8 @@ class RowParallelLinear(Linear):
     def __init__(self, linear: Linear, ranks: TensorRanks) -> None:
         super().__init__(linear.in_features, linear.out_features, device="meta")
         _slice_parameter(linear.weight, 1, ranks.world)
-        self.weight, self.bias, self.kernels, self.training = (
-            linear.weight,
-            linear.bias,
-            linear.kernels,
-            linear.training,
-        )
+        self.weight, self.bias = linear.weight, linear.bias
+        self.kernels, self.training = linear.kernels, linear.training
         self.group = ranks.world.tensor_group
 
     @override
@@ -212,8 +183,7 @@ class TensorRanks(OneRank):
 
     @override
     def copy(self, x: Tensor) -> Tensor:
-        copied: Tensor = _Copy.apply(x, self.world.tensor_group)  # type: ignore[no-untyped-call]
-        return copied
+        return _Copy.apply(x, self.world.tensor_group)  # type: ignore[no-any-return,no-untyped-call]
 
     @override
     def lookup(self, tokens_BT: Tensor, weight_VD: Tensor) -> Tensor:
@@ -222,8 +192,7 @@ class TensorRanks(OneRank):
         elsewhere_BT = (local_BT < 0) | (local_BT >= part.stop - part.start)
         embedded_BTD = F.embedding(local_BT.masked_fill(elsewhere_BT, 0), weight_VD)
         embedded_BTD = embedded_BTD.masked_fill(elsewhere_BT.unsqueeze(-1), 0.0)
-        whole: Tensor = _Sum.apply(embedded_BTD, self.world.tensor_group)  # type: ignore[no-untyped-call]
-        return whole
+        return _Sum.apply(embedded_BTD, self.world.tensor_group)  # type: ignore[no-any-return,no-untyped-call]
 
     @override
     def vocabulary(self, weight_VD: Tensor) -> VocabularySlice:
@@ -295,12 +264,8 @@ def _all_reduce(x: Tensor, group: Any) -> None:
 def gather(tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter], world: World) -> list[Tensor]:
     """Return the whole tensors of which the ranks of a tensor-parallel group hold slices, by one all-reduce.
 
-    Collective: all ranks of the group must call it.
-
-    Args:
-        tensors: this rank's slices of parameters, or of moments of them, all of one dtype.
-        parameters: the parameter of each; the tensor of a replicated one is returned unchanged.
-        world: the ranks.
+    Collective: all ranks of the group must call it. The tensors are parts of ``parameters``, or of moments of them,
+    in one dtype; that of a replicated parameter is returned unchanged.
     """
     wholes = list(tensors)
     sliced = [index for index, parameter in enumerate(parameters) if hasattr(parameter, SLICE)]
@@ -327,11 +292,6 @@ def total_norm(parameters: list[nn.Parameter], gradients: list[Tensor], world: W
     """Compute the norm of the whole gradient, of which each tensor-parallel rank holds slices.
 
     Collective: all ranks of a tensor-parallel group must call it.
-
-    Args:
-        parameters: sliced and replicated parameters.
-        gradients: their gradients, in the same order.
-        world: the ranks.
     """
     norm: Tensor = torch.nn.utils.get_total_norm(gradients)
     if world.tensor_ranks == 1:
@@ -344,14 +304,9 @@ def total_norm(parameters: list[nn.Parameter], gradients: list[Tensor], world: W
 
 
 def sum_over_slices(values_NP: Tensor, parameters: Sequence[nn.Parameter], world: World) -> Tensor:
-    """Sum values of the slices of parameters over the ranks of a tensor-parallel group.
+    """Sum values of the slices of P parameters over the ranks of a tensor-parallel group.
 
-    Collective: all ranks of the group must call it.
-
-    Args:
-        values_NP: values of this rank's slices. Those of a replicated parameter are equal on all ranks, and stay so.
-        parameters: sliced and replicated ones. Length: P
-        world: the ranks.
+    Collective: all ranks of the group must call it. Values of replicated parameters are equal on all ranks, and stay.
     """
     if world.tensor_ranks == 1:
         return values_NP
