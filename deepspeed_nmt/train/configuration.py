@@ -17,7 +17,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from deepspeed_nmt.data.batching import MAX_TOKENS
-from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
+from deepspeed_nmt.errors import ConfigError, shown
 from deepspeed_nmt.evaluate.command_metrics import CommandMetric
 from deepspeed_nmt.evaluate.metrics import AUTO, METRICS, Metric
 from deepspeed_nmt.registry import Config
@@ -180,8 +180,7 @@ def _known(value: object) -> object:
                     "NAME= in front of one"
                 )
         elif not isinstance(name, str) or name not in METRICS:
-            hint = "; give auto alone, without brackets" if name == "auto" else did_you_mean(str(name), METRICS)
-            raise ValueError(f"has {shown(name)}, which is none of {known}{hint}")
+            raise ValueError(f"has {shown(name)}, which is none of {known}")
     return value
 
 
@@ -260,11 +259,10 @@ class ValidationConfig(Config):
             return best_by
         known = ["auto", *measures]
         if slash or best_by not in known:
-            places = "".join(f", {each}/ followed by a measure" for each in (*sets, MEAN) if sets)
+            places = "".join(f", {place}/ followed by a measure" for place in (*sets, MEAN) if sets)
             raise ValueError(
-                f"is {shown(best_by)}, which is none of {', '.join(known)}{places}"
-                + ("; add it to validation.metrics" if name in METRICS and name not in measures else "")
-                + ("; name another validation set in validation.sets" if slash and not sets else "")
+                f"is {shown(best_by)}, which is none of {', '.join(known)}{places}; give one, or add it to "
+                "validation.metrics or validation.sets"
             )
         return best_by
 
@@ -282,8 +280,8 @@ class ValidationConfig(Config):
     @property
     def commands(self) -> Mapping[str, CommandMetric]:
         """Metrics that are programs, by name."""
-        found = () if isinstance(self.metrics, str) else map(CommandMetric.parse, self.metrics)
-        return {metric.name: metric for metric in found if metric is not None}
+        metrics = () if isinstance(self.metrics, str) else map(CommandMetric.parse, self.metrics)
+        return {metric.name: metric for metric in metrics if metric is not None}
 
     def is_higher_better(self, measure: str) -> bool:
         """Return the direction of a measure, perhaps of a set as SET/METRIC."""
@@ -291,18 +289,9 @@ class ValidationConfig(Config):
         return metric is not None and metric.higher_is_better
 
     def value_of(self, best_by: str | None, score: float) -> float:
-        """Return the value of the measure that chose the best checkpoint by this score.
-
-        Args:
-            best_by: the measure, as progress records it.
-            score: the value, with its sign changed if smaller ones are better.
-        """
+        """Return the value of the measure ``best_by`` that progress has as this score, greater is better."""
         measure = (best_by or "").partition(" ")[0].removeprefix("valid/")
-        if measure.rpartition("/")[2] not in {
-            *LOSSES,
-            *METRICS,
-            *self.commands,
-        }:  # of other settings
+        if measure.rpartition("/")[2] not in {*LOSSES, *METRICS, *self.commands}:  # of other settings
             return abs(score)
         return score if self.is_higher_better(measure) else -score
 
@@ -324,7 +313,7 @@ class ValidationConfig(Config):
         sets = {name: str(Path(directory).absolute()) for name, directory in self.sets.items()}
         metrics = self.metrics
         if not isinstance(metrics, str):
-            metrics = tuple(str(CommandMetric.parse(each) or each) for each in metrics)
+            metrics = tuple(str(CommandMetric.parse(metric) or metric) for metric in metrics)
         return self.model_copy(update={"sets": sets, "metrics": metrics})
 
     def chosen(self, text: TextForm, of: str = MAIN) -> tuple[tuple[Metric, ...], Metric | None]:
@@ -342,25 +331,19 @@ class ValidationConfig(Config):
         # Programs score plain text where it can be made.
         kind: Kind = "tokenised" if text.problem("plain") else "plain"
         known: dict[str, Metric] = {**METRICS}
-        known |= {name: replace(each, kind=kind) for name, each in self.commands.items()}
-        problems = [
-            f"the metric {name} needs {known[name].kind} text, but {where}{reason}; set validation.metrics to "
-            "others, or run `prepare` again with --text and --target-lang"
-            for name in names
-            if (reason := text.problem(known[name].kind))
-        ]
+        known |= {name: replace(metric, kind=kind) for name, metric in self.commands.items()}
         best = self.best_by.rpartition("/")[2]
-        if self.chooses in (of, MEAN) and best not in ("auto", "loss", *names):
-            if reason := text.problem(METRICS[best].kind):
-                problems.append(
-                    f"validation.best_by={self.best_by} needs {METRICS[best].kind} text, but {where}{reason}; set "
-                    f"validation.best_by to {', '.join(names)} or loss, or run `prepare` again with --text and "
-                    "--target-lang"
-                )
+        if self.chooses in (of, MEAN) and best not in ("auto", "loss"):
             names = (*names, best)
+        metrics = tuple(known[name] for name in dict.fromkeys(names))
+        problems = [
+            f"the metric {metric.name} needs {metric.kind} text, but {where}{reason}; set validation.metrics and "
+            "validation.best_by to others, or run `prepare` again with --text and --target-lang"
+            for metric in metrics
+            if (reason := text.problem(metric.kind))
+        ]
         if problems:
             raise ConfigError(problems)
-        metrics = tuple(known[name] for name in dict.fromkeys(names))
         return metrics, next(iter(metrics), None) if best == "auto" else known.get(best)
 
 

@@ -158,7 +158,7 @@ def main() -> None:
             said = "new" if before is None else first_difference(values, before) or "unchanged"
             sys.stdout.write(f"{family}: {said}\n")
             if before is None or first_difference(values, before):
-                file.write_text(json.dumps(values, indent=0) + "\n")
+                file.write_text(json.dumps(values) + "\n")
 
 
 if __name__ == "__main__":

@@ -79,24 +79,14 @@ def test_a_metric_that_the_text_does_not_allow_is_refused() -> None:
     assert chosen(replace(RAW, target_lang="de"), metrics=["bleu_tokenised"])[0] == ["bleu_tokenised"]
     with pytest.raises(ConfigError) as caught:
         chosen(TOKENISED, best_by="bleu")
-    assert caught.value.problems == [
-        "validation.best_by=bleu needs plain text, but the text is tokenised by unknown rules; set "
-        "validation.best_by to bleu_tokenised or loss, or run `prepare` again with --text and --target-lang"
-    ]
+    (problem,) = caught.value.problems
+    assert problem.startswith("the metric bleu needs plain text, but the text is tokenised by unknown rules; set ")
 
 
-@pytest.mark.parametrize(
-    ("metrics", "hint"),
-    [
-        ("[bleu,meteor]", "; known: bleu, bleu_tokenised, chrf, ter"),
-        ("[blue]", "; did you mean 'bleu'?"),
-        ("[auto]", "; give auto alone, without brackets"),
-    ],
-)
-def test_unknown_metrics_are_explained(metrics: str, hint: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(settings=[f"validation.metrics={metrics}"])
-    assert str(caught.value).endswith(hint)
+@pytest.mark.parametrize("name", ["meteor", "auto"])
+def test_unknown_metrics_are_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"validation.metrics has '{name}', which is none of bleu, "):
+        load_config(settings=[f"validation.metrics=[{name}]"])
 
 
 def test_bleu_of_moses_text_is_that_of_detokenised_text_and_13a_over_tokens_overstates_it() -> None:

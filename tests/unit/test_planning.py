@@ -46,7 +46,7 @@ from deepspeed_nmt.planning.counting import (
 )
 from deepspeed_nmt.planning.gpus import GPUS, Gpu, gpu_named, kind_of
 from deepspeed_nmt.planning.memory import GIB, PARTS, Layout, host_bytes, state_bytes
-from deepspeed_nmt.planning.planner import Plan, advise, as_text, plan_for
+from deepspeed_nmt.planning.planner import Plan, advise, plan_for
 from deepspeed_nmt.run.plans import MeasuredTimes, Plans, layout_estimates, layout_notes
 from deepspeed_nmt.run.resolve import resolve_recomputation
 from deepspeed_nmt.train.goodput import Entry
@@ -84,11 +84,8 @@ def peak_allocation(config: RunConfig, recompute: int, tokens: int) -> int:
         ("transformer_base", SHALLOW, 0),
         ("transformer_base", SHALLOW, 1),
         ("deep_decoder_base_30", ["model.encoder_layers=2", "model.decoder_layers=5", "layer.drop_depth=2"], 0),
-        ("multi_softmax_base", ["model.encoder_layers=2", "model.decoder_layers=3"], 0),
         ("recurrent_base_8_4", ["model.encoder_layers=4", "model.encoder_loops=2", "model.decoder_layers=2"], 1),
-        ("depth_growing_base_8", SHALLOW, 0),
         ("depth_growing_base_8", [*SHALLOW, "model.attend=h1_plus_input"], 1),
-        ("transparent_attention_base_16", ["model.encoder_layers=4", "model.decoder_layers=2"], 0),
     ],
 )
 def test_planned_activations_and_logits_equal_the_allocation(
@@ -114,7 +111,7 @@ def test_other_sizes_are_interpolated_from_two_counts() -> None:
 
     none, encoder, decoder = ((count(2048, each), count(8192, each)) for each in ((0, 0), (1, 0), (0, 1)))
     work = interpolated(none, encoder, decoder, (4, 6))
-    cases = [(4096, (0, 0)), (16384, (1, 1)), (4096, (2, 2)), (16384, (4, 0)), (4096, (0, 3)), (4096, (9, 1))]
+    cases = [(4096, (0, 0)), (16384, (1, 1)), (4096, (2, 3)), (4096, (9, 1))]
     for tokens, recompute in cases:
         counted, followed = count(tokens, recompute), work(tokens, recompute)
         total = counted.activations + counted.logits
@@ -129,7 +126,7 @@ def test_logits_on_a_gpu_are_followed_through_the_size_of_a_chunk() -> None:
     objective = build_objective(config, V)
     work = count_model(build_meta_model(config, V, kernels), objective, V, "bf16", 1).work
     model = build_meta_model(config, V, kernels).to(torch.bfloat16)
-    for tokens in (512, 2048, 4096, 8192, 32768):
+    for tokens in (512, 4096, 32768):
         counted, followed = count_update(model, objective, V, tokens, (0, 0)), work(tokens, (0, 0))
         total = counted.activations + counted.logits
         assert followed.activations + followed.logits == pytest.approx(total, rel=0.05), tokens
@@ -240,20 +237,6 @@ def test_a_copy_for_checkpoints_is_in_the_memory_of_one_rank_of_a_host() -> None
     assert host(True, 1) == (4 + 2 * 2 + 16) * GIB, "the copies for validation and for checkpoints"
     assert host(True, 8) - host(False, 8) == 0, "eight ranks hold more while they start"
     assert host(True, 2) == 2 * (2 * 2 * GIB + 4 * GIB) + 16 * GIB
-
-
-@pytest.mark.parametrize(
-    ("ranks", "rows"), [(1, ["a rank"]), (4, ["a rank", "4 ranks"]), (16, ["a rank", "8 ranks"])]
-)
-def test_a_table_of_plans_has_the_memory_of_a_host(ranks: int, rows: list[str]) -> None:
-    made = Layout(stage=2, ranks=ranks, bits=16, zero={"reduce_bucket_size": 0})
-    plan = plan_for(Counts(lambda tokens, recompute: Work(tokens, 0, 0, 1), GIB, 0), made, 512, (0, 0))
-    table = as_text({"advised": plan}, [], 32768, Gpu("some", 80, 100.0), "")
-    found = [line.split()[1:] for line in table.splitlines() if line.startswith("host,")]
-    assert [" ".join(words[:-1]) for words in found] == rows
-    most = max(4 * min(ranks, 8), 2 * min(ranks, 8) + 12)  # at the start, or beside the copy of weights and moments
-    assert found[0][-1] == "14.00" and found[-1][-1] == f"{most}.00"
-    assert ("(a host is assumed to have 8 GPUs)" in table) == (ranks > 8)
 
 
 def test_advice_is_the_fastest_plan_that_fits() -> None:
@@ -468,15 +451,12 @@ def test_times_of_a_run_are_those_of_its_ledger() -> None:
     assert MeasuredTimes.of(first[:1]) == MeasuredTimes.of([]) == MeasuredTimes(None, None, None)
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90", 90.0), ("1.5m", 90.0), ("3h", 10800.0), ("2d", 172800.0)])
-def test_times_have_units(text: str, seconds: float) -> None:
-    assert seconds_of(text, "--mtbf") == seconds
-
-
-@pytest.mark.parametrize("text", ["", "h", "0", "-1h", "nan", "inf", "1_0", "٣", "3 weeks", "1e99", "9" * 400])
-def test_other_times_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--mtbf is "):
-        seconds_of(text, "--mtbf")
+def test_times_have_units() -> None:
+    times = {"90": 90.0, "1.5m": 90.0, "3h": 10800.0, "2d": 172800.0}
+    assert {text: seconds_of(text, "--mtbf") for text in times} == times
+    for text in ("", "h", "0", "-1h", "nan", "inf", "1_0", "٣", "3 weeks", "1e99", "9" * 400):
+        with pytest.raises(ConfigError, match="--mtbf is "):
+            seconds_of(text, "--mtbf")
 
 
 def test_a_plan_proposes_how_often_to_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

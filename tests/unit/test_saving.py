@@ -186,17 +186,6 @@ def test_training_waits_where_host_memory_has_no_room_for_a_copy(
     assert "training waits while checkpoints are written: for the background, their copy of " in caplog.text
 
 
-def test_training_that_waits_long_for_a_disk_says_so(
-    tmp_path: Path, slow: SlowDisk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(saving, "_REPORT_S", 0.01)
-    with saver_in(tmp_path, Weights()) as saver:
-        saver.save(Progress(update=7), must=False)
-        threading.Timer(0.3, slow.go_on.set).start()
-        saver.finish()
-    assert f"training waits for the checkpoint of update 7, which is still written to {tmp_path}" in caplog.text
-
-
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Free bytes of the disk."""
@@ -221,7 +210,7 @@ def test_a_run_that_has_no_room_for_its_checkpoints_is_refused(
 
 @pytest.mark.parametrize(
     ("code", "refused"),
-    [(errno.EOPNOTSUPP, False), (errno.EFBIG, False), (errno.EDQUOT, True), (errno.ENOSPC, True)],
+    [(errno.EOPNOTSUPP, False), (errno.EDQUOT, True)],
 )
 def test_a_quota_is_found_by_reserving(
     tmp_path: Path, free: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, code: int, refused: bool

@@ -78,17 +78,14 @@ def test_the_best_checkpoint_is_chosen_by_one_set_or_the_mean(best_by: str) -> N
     "best_by", ["other/bleu", "news/bleu2", "news/auto", "news/", "/bleu", "news/x/bleu", "news"]
 )
 def test_a_measure_that_no_set_has_is_refused(best_by: str) -> None:
-    assert problem_of(sets={"news": "x"}, best_by=best_by) == (
-        f"validation.best_by is '{best_by}', which is none of auto, loss, bleu, bleu_tokenised, chrf, ter, news/ "
-        "followed by a measure, mean/ followed by a measure"
-    )
+    problem = problem_of(sets={"news": "x"}, best_by=best_by)
+    assert f"validation.best_by is '{best_by}', which is none of auto, loss, bleu" in problem
+    assert "news/ followed by a measure, mean/ followed by a measure" in problem
 
 
 def test_measures_of_sets_are_among_the_metrics_and_need_sets() -> None:
-    assert problem_of(sets={"news": "x"}, metrics=["bleu"], best_by="news/ter").endswith(
-        "; add it to validation.metrics"
-    )
-    assert problem_of(best_by="mean/bleu").endswith("; name another validation set in validation.sets")
+    assert "add it to validation.metrics" in problem_of(sets={"news": "x"}, metrics=["bleu"], best_by="news/ter")
+    assert "validation.best_by is 'mean/bleu'" in problem_of(best_by="mean/bleu")
     assert problem_of(sets={"mean": "x"}, best_by="news/bleu").startswith("validation.sets"), "reported once"
 
 
@@ -102,11 +99,7 @@ def test_each_set_has_the_metrics_that_its_text_allows_and_the_one_that_chooses(
     assert best is not None and best.name == "ter" and MEAN == "mean"
     with pytest.raises(ConfigError) as caught:
         chosen(TOKENISED, "news", best_by="mean/bleu")
-    assert caught.value.problems == [
-        "validation.best_by=mean/bleu needs plain text, but in validation.sets.news the text is tokenised by unknown "
-        "rules; set validation.best_by to bleu_tokenised or loss, or run `prepare` again with --text and "
-        "--target-lang"
-    ]
+    assert "bleu needs plain text, but in validation.sets.news the text is tokenised" in str(caught.value)
     with pytest.raises(ConfigError, match=r"metric chrf needs plain text, but in validation\.sets\.news the text is"):
         chosen(TOKENISED, "news", metrics=["chrf"])
 
