@@ -51,7 +51,6 @@ class Watchdog:
     A context manager around the work to be watched. A single rank has no threads.
 
     Args:
-        world: the ranks.
         silent_s: seconds without a heartbeat after which a rank is lost; 0 disables the watchdog.
         stuck_s: time limit of a step in seconds.
         slow_s: time limit of a slow step in seconds.

@@ -64,14 +64,11 @@ class RunRecord(Config):
     """Description of a run in each of its checkpoints: the run's own files are compared with it, or restored from it.
 
     Attributes:
-        config: all settings, by section.
         data: path of the data directory.
-        fingerprint: fingerprint of the data.
         longest_source: tokens of the longest source sentence of the data; 0 if it is not known.
         text: form of the data's text; None if it is not known.
         tags: symbols in front of all sentences of the data.
         corpora: corpora of a mixture; none if there is one corpus.
-        vocabulary: files of the vocabulary.
     """
 
     config: dict[str, Any]
@@ -85,15 +82,9 @@ class RunRecord(Config):
 
 
 class CheckpointManifest(Config):
-    """The content of ``manifest.json``.
+    """The content of ``manifest.json``: names of the tensors in each file, and records of all files.
 
-    Attributes:
-        format: version of the format.
-        weights: names of the weights in each file.
-        optimizer: names of the optimizer's states in each file; empty in an average.
-        state: file of the progress.
-        run: file of the run's record; None if there is none.
-        files: every file of the checkpoint.
+    ``optimizer`` is empty in an average.
     """
 
     format: Literal[2] = 2
@@ -116,13 +107,7 @@ class CheckpointManifest(Config):
 
 
 class State(Config):
-    """The content of ``state.json``: what a run continues from, besides tensors.
-
-    Attributes:
-        progress: of training.
-        engine: the part of the engine's state that is not tensors.
-        log: state of the log of each rank; none if no update was made.
-    """
+    """The content of ``state.json``: what a run continues from, besides tensors, with the log of each rank."""
 
     progress: Progress
     engine: EngineScalars
@@ -131,7 +116,7 @@ class State(Config):
     model_config = ConfigDict(allow_inf_nan=True)
 
     def write(self, file: Path) -> None:
-        """Write a state file, with numbers that are not finite as Python's JSON has them."""
+        """Write a state file; numbers that are not finite are those of Python's JSON."""
         atomic_write_text(file, json.dumps(self.model_dump(), indent=1))
 
 
@@ -153,10 +138,7 @@ class Checkpoint:
                     raise CheckpointError(f"{path / name} {problem}: the checkpoint is damaged")
             state = State.model_validate_json(read_regular(path / self._manifest.state))
             self.progress, self.scalars, self.log = state.progress, state.engine, state.log
-            self._where = {
-                "weights": self._locate(self._manifest.weights),
-                "optimizer": self._locate(self._manifest.optimizer),
-            }
+            self._where = {kind: self._locate(getattr(self._manifest, kind)) for kind in ("weights", "optimizer")}
         except (ValidationError, DamagedRecordError, *_UNREADABLE) as error:
             raise CheckpointError(f"{path} is no checkpoint of this program: {_reason(error)}") from error
 
@@ -225,15 +207,11 @@ class Checkpoint:
         """
         shapes = {name: self._shape(name) for name in self._where["weights"]}
         own = dict(model.named_parameters())
-        differences = [
-            *(f"{name} is missing" for name in sorted(own.keys() - shapes.keys())),
-            *(f"{name} is unexpected" for name in sorted(shapes.keys() - own.keys())),
-            *(
-                f"{name} is {shapes[name]} instead of {tuple(own[name].shape)}"
-                for name in own
-                if name in shapes and shapes[name] != tuple(own[name].shape)
-            ),
-        ]
+        expected = {name: tuple(parameter.shape) for name, parameter in own.items()}
+        differences = [f"{name} is missing" for name in sorted(own.keys() - shapes.keys())]
+        differences += [f"{name} is unexpected" for name in sorted(shapes.keys() - own.keys())]
+        common = [name for name in own if name in shapes and shapes[name] != expected[name]]
+        differences += [f"{name} is {shapes[name]} instead of {expected[name]}" for name in common]
         if differences:
             raise CheckpointError(
                 f"{self.path} holds the weights of another model: {differences[0]} ({len(differences)} differences); "

@@ -49,14 +49,10 @@ class CollapseMonitor:
     """Measurement and check of source reliance.
 
     Args:
-        config: settings.
         grace: updates before the first check, used if the configuration leaves them open.
         validation: validation set that the slice is taken from.
-        replica: the model.
         objective: objective of the run, whose likelihood is measured.
-        world: ranks that share the slice.
         remedies: settings to try against a decoder that ignores its source, for the warning.
-        events: history of the run.
     """
 
     def __init__(
@@ -166,12 +162,7 @@ _PARTS = ("self_attention", "cross_attention", "feed_forward")
 
 
 class _SublayerNorms:
-    """Sums of the norms of sub-layers' outputs, by "sub-layer/number of the layer".
-
-    Attributes:
-        layers: numbers, from 1, of the decoder layers with cross-attention.
-        sums: sums of norms over all target tokens seen.
-    """
+    """Sums over target tokens of the norms of sub-layers' outputs, by "sub-layer/number of the layer" from 1."""
 
     def __init__(self, model: TranslationModel) -> None:
         self._watched = model.cross_attending()

@@ -40,11 +40,6 @@ class Events:
     A context manager around the training: an error that leaves the block is a failure. An event that cannot be
     written, for example on a full disk, is reported once; training continues.
 
-    Args:
-        run: the run directory; None for a writer that is inactive.
-        active: True on rank 0.
-        notifier: runs a command for some events.
-
     Attributes:
         begun: True after the event "start" or "resume".
     """

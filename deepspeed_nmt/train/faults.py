@@ -52,8 +52,6 @@ class Witness(BaseModel):
     """What a rank knows of an update.
 
     Attributes:
-        rank: of the world.
-        host: on which it runs.
         device: its model; devices of other models may round otherwise.
         weights: digest of the weights.
         first: digest of the update's sums of losses when it was made.
@@ -91,8 +89,7 @@ def attribute(
     weight or the module at fault; empty if nothing is known.
 
     Raises:
-        DeviceError: if a device has computed another result and there is one rank.
-        ReportedError: on all ranks, if a device has computed another result.
+        ReportedError: on all ranks, if a device has computed another result; on a single one, a DeviceError.
     """
     micro_batches = micro_batches_of(world.data_rank)
     again = replay(module, micro_batches, world.data_rank, result.loss_scale, world.device)
@@ -142,7 +139,6 @@ def check_replicas(module: nn.Module, world: World) -> None:
     """Check that all data-parallel ranks have the same weights, bit for bit. All ranks call it together.
 
     Raises:
-        DeviceError: if they differ and there is one rank.
         ReportedError: on all ranks, if they differ.
     """
     _check(_witnesses(module, world), world)

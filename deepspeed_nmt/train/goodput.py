@@ -46,7 +46,6 @@ class Entry(BaseModel):
         time: of the line, in seconds since 1970; of the first line of a start, when its process began.
         update: number of updates made; in the first line of a start, those with which it continues.
         begins: True in the first line of a start.
-        seconds: seconds since the start by activity.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

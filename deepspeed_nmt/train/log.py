@@ -66,12 +66,7 @@ class Metrics:
 
     Metrics that cannot be written, for example on a full disk, are reported once; training continues.
 
-    Args:
-        run: the run directory.
-        active: True on rank 0.
-        update: number of updates made so far; later entries, of a run that died, are dropped. None
-            keeps all.
-        max_updates: length of the progress bar.
+    Entries after ``update``, of a run that died, are dropped; with None all stay.
     """
 
     def __init__(self, run: Path, active: bool, update: int | None, max_updates: int) -> None:
@@ -260,13 +255,7 @@ LAYOUT: Layout = {
 
 @dataclass(frozen=True)
 class Workload:
-    """Cost of training, and the peak of a GPU.
-
-    Attributes:
-        source_flops: operations for each source token, forward and backward.
-        target_flops: operations for each target token, forward and backward.
-        peak_flops: peak of one GPU, in operations a second.
-    """
+    """Operations for each source and target token, forward and backward, and those of one GPU a second at its peak."""
 
     source_flops: float
     target_flops: float

@@ -36,21 +36,7 @@ class TrainingLoop:
     """Training from a start or a resume to the end, a stop, or a rollback. All ranks run it together.
 
     Attributes:
-        config: settings of training.
         peak_lr: learning rate at the end of the warm-up.
-        schedule: settings of the learning-rate schedule.
-        engine: the engine, which makes updates.
-        loader: loader of this rank's micro-batches.
-        validator: validation by loss and metrics.
-        monitor: measurement of source reliance.
-        store: checkpoints of the run.
-        saver: writer of new checkpoints.
-        metrics: log of the run.
-        events: history of the run.
-        world: the ranks.
-        stop: request to stop, by a user or a scheduler.
-        watchdog: monitor of the ranks, which records the work of this rank.
-        ledger: account of this rank's time.
         workload: cost of training, for perf/mfu; None if it is unknown.
         log: state of the log in the checkpoint that the run continues from, of each rank that wrote it.
     """
@@ -94,8 +80,8 @@ class TrainingLoop:
             The new progress; None after a rollback, which requires a new loop from the newest checkpoint.
 
         Raises:
-            TrainingError: if the gradient stays infinite or NaN in spite of rollbacks, if memory runs out, or if the
-                decoder ignores its source and ``collapse.action`` is "stop".
+            TrainingError: if rollbacks do not help, if memory runs out, or if the decoder ignores its source and
+                ``collapse.action`` is "stop".
             OSError: if the last checkpoint cannot be written.
         """
         config, saver = self.config, self.saver

@@ -46,18 +46,8 @@ class Saver:
 
     A context manager, which waits at its end for the checkpoint that is being written.
 
-    Args:
-        store: checkpoints of the run; rank 0 writes them.
-        engine: source of the training state.
-        world: the ranks.
-        watchdog: monitor of the ranks, which records the work of this rank.
-        config: settings of training.
-        size: bytes of the tensors in a checkpoint.
-        saved_at: update of the newest good checkpoint; 0 if there is none.
-        events: events of the run.
-
     Attributes:
-        saved_at: update of the newest checkpoint that all ranks know to be written.
+        saved_at: update of the newest checkpoint that all ranks know to be written; 0 for none.
     """
 
     def __init__(
@@ -93,14 +83,10 @@ class Saver:
     def save(self, progress: Progress, log: Sequence[LogState] = (), *, must: bool) -> None:
         """Take a checkpoint after waiting for the one before, and write it.
 
-        Args:
-            progress: to record.
-            log: state of the log of each rank, to record.
-            must: True to return once it is written, and to raise if it cannot be; False to log an error then, and to
-                continue.
+        If it ``must`` be written, return afterwards; otherwise an error is logged, and training continues.
 
         Raises:
-            OSError: if it cannot be written, and ``must`` is True.
+            OSError: if it cannot be written, and must be.
         """
         self.finish()
         self._watchdog.at(f"saving update {progress.update}", slow=True)
@@ -237,11 +223,7 @@ def check_can_save(directory: Path, size: int, config: TrainingConfig, present: 
 
     Reserving finds quotas, which the free space of a disk does not show. Some file systems cannot reserve.
 
-    Args:
-        directory: of the checkpoints; made while it is checked, if it does not exist.
-        size: of a checkpoint in bytes.
-        config: how many are kept.
-        present: number of checkpoints that exist.
+    The directory is made while it is checked. ``size`` is that of a checkpoint, ``present`` the number that exist.
 
     Raises:
         ConfigError: if the directory cannot be written to, or has no room.
