@@ -255,7 +255,7 @@ LAYOUT: Layout = {
 
 @dataclass(frozen=True)
 class Workload:
-    """Operations for each source and target token, forward and backward, and those of one GPU a second at its peak."""
+    """Operations for each source and target token, both ways, and those of one GPU a second at its peak."""
 
     source_flops: float
     target_flops: float

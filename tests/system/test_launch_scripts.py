@@ -70,12 +70,16 @@ def test_local_trains_and_ctrl_c_stops_it(data: Path, small: list[str], tmp_path
     assert sorted(path.name for path in (run / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
 
 
-def test_ctrl_c_right_after_the_start_stops_the_run(data: Path, small: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("after", ["the script", "the launcher"])
+def test_ctrl_c_right_after_the_start_stops_the_run(after: str, data: Path, small: list[str], tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = start(endless(data, small, tmp_path / "run"), log)
     try:
         await_until(lambda: "ranks on CPU" in log.read_text(), process, log)
-        time.sleep(0.3)
+        if after == "the script":
+            time.sleep(0.3)
+        else:
+            await_until(lambda: len(below(process, "--local_rank=")) == 2, process, log)
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(timeout=300) == EXIT_STOPPED, log.read_text()
     finally:

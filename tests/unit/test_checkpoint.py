@@ -212,6 +212,14 @@ def test_the_error_of_a_damaged_best_checkpoint_names_a_remedy(store: Checkpoint
         store.open("best")
 
 
+def test_a_retrained_update_replaces_a_damaged_checkpoint(store: CheckpointStore) -> None:
+    save(store, 1)
+    save(store, 2, best=2)
+    damage(store, 2)
+    save(store, 2, best=2)
+    assert newest(store).progress.update == 2 and store.open("best").progress.update == 2
+
+
 def test_a_damaged_later_checkpoint_does_not_displace_an_intact_one(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
     save(store, 8)
@@ -328,7 +336,7 @@ def test_a_manifest_is_checked_itself(store: CheckpointStore, harm: str) -> None
     assert newest(store).progress.update == 1
 
 
-@pytest.mark.parametrize("junk", [b"\xff\x00", b"update-0000009", None])
+@pytest.mark.parametrize("junk", [b"", b"\xff\x00", b"../elsewhere", b"update-0000009", None])
 def test_pointers_are_rebuilt_from_the_checkpoints(store: CheckpointStore, junk: bytes | None) -> None:
     save(store, 1, best=1)
     (store.directory / "update-junk").mkdir()

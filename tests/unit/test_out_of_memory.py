@@ -51,6 +51,13 @@ def test_the_probe_is_the_largest_micro_batch(loader: TrainLoader, caplog: pytes
     assert f"largest micro-batch: {batch.rows} rows x {batch.longest} tokens; peak memory" in caplog.text
 
 
+@pytest.mark.parametrize(("wanted", "times"), [("auto", 0), ("never", 0), ("always", 1)])
+def test_a_cpu_is_probed_only_on_request(loader: TrainLoader, wanted: str, times: int) -> None:
+    engine = engine_with()
+    probe(wanted, engine, loader)  # type: ignore[arg-type]
+    assert engine.probe.call_count == times
+
+
 def chained() -> Exception:
     """Return an error that was raised while another was handled."""
     try:
@@ -90,3 +97,8 @@ def test_an_update_names_its_largest_micro_batch(loader: TrainLoader) -> None:
     message = f"^update 7 ran out of .* {largest.rows} rows x {largest.longest} tokens"
     with pytest.raises(TrainingError, match=message), explained("update 7", batches, CPU):
         raise torch.OutOfMemoryError(CUDA_MESSAGE)
+
+
+def test_other_errors_are_not_changed(loader: TrainLoader) -> None:
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        probe("always", engine_with(RuntimeError("shapes do not match")), loader)
