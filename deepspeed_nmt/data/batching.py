@@ -86,7 +86,7 @@ def lengths_of(indices: Indices, source: Lengths, target: Lengths, config: Batch
 def divide_update(
     indices: Indices, source: Lengths, target: Lengths, ranks: int, config: BatchConfig
 ) -> list[list[Indices]]:
-    """Cut an update's sentences into micro-batches, equally many for every rank.
+    """Divide an update's sentences into micro-batches, equally many for every rank; the last ones may be empty.
 
     Args:
         indices: sentences of the update. Shape: (sentences,)
@@ -94,9 +94,6 @@ def divide_update(
         target: target lengths of the corpus, EOS included. Shape: (corpus,)
         ranks: number of data-parallel ranks.
         config: bounds of a micro-batch.
-
-    Returns:
-        For each rank the indices of each micro-batch's sentences; the last ones may be empty.
 
     Raises:
         ConfigError: if a single sentence is larger than ``micro_tokens``.

@@ -3,9 +3,8 @@ r"""Cleaning: removal of pairs that hurt training, with counts by reason.
 Text is read as bytes and cut at ``\n`` only. Cutting at U+2028, U+0085 and similar characters, which occur inside
 lines, would shift every later line against its translation.
 
-Cleaning has two stages, because lengths are counted in tokens and the vocabulary is trained on clean text:
-:meth:`PairChecker.check` checks the text, :func:`fits` token counts. A pair with several faults is
-counted under the first of them in the order of :attr:`PairCleaner.reasons`.
+:meth:`PairChecker.check` checks the text before the vocabulary is trained on it, :func:`fits` token counts after. A
+pair with several faults is counted under the first of them in the order of :attr:`PairCleaner.reasons`.
 """
 
 from __future__ import annotations
@@ -60,20 +59,15 @@ UNICODE_RULES: Mapping[str, Callable[[str], str]] = {
     "drop_bidi": _without(_BIDI),
     "nfc": _nfc,
 }
-"""Rules that repair the characters of a line, in the order in which they are applied, each off unless it is named.
+"""Rules that repair the characters of a line of training text, before filters and duplicates, in this order.
 
-The normalization of a vocabulary is part of the model and applied to all text that it reads. These rules change
-training text only, before filters and duplicates.
+Each is off unless it is named. The normalization of a vocabulary, in contrast, is applied to all text of a model.
 """
-_OF_ASCII = ("drop_control",)
-"""Rules that may change lines of ASCII."""
+_OF_ASCII = ("drop_control",)  # rules that may change lines of ASCII
 
 
 def read_unicode_rules(names: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the names of rules, in the order in which they are applied.
-
-    Args:
-        names: separated by commas if they are one text.
+    """Return the names of rules, in the order in which they are applied; one text has them separated by commas.
 
     Raises:
         ConfigError: if a name is unknown.
@@ -85,22 +79,13 @@ def read_unicode_rules(names: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def repair(line: str, rules: Iterable[str]) -> tuple[str, list[str]]:
-    """Apply rules to a line.
-
-    Args:
-        line: to repair.
-        rules: names from :data:`UNICODE_RULES`, in their order.
-
-    Returns:
-        The new line, and the names of the rules that changed it.
-    """
+    """Apply rules to a line; return it with the names of the rules that changed it."""
     changed = []
     ascii_only = line.isascii()
     for name in rules:
         if ascii_only and name not in _OF_ASCII:
             continue
-        new = UNICODE_RULES[name](line)
-        if new != line:
+        if (new := UNICODE_RULES[name](line)) != line:
             changed.append(name)
             line = new
     return line, changed
@@ -124,7 +109,7 @@ class CleaningConfig(Config):
     remove_identical: bool = Field(default=False, description="remove pairs whose source and target are equal")
 
     def reasons(self) -> dict[str, str]:
-        """Return descriptions of all reasons to remove a pair, in the order in which they are checked."""
+        """Describe all reasons to remove a pair, in the order in which they are checked."""
         return {
             "undecodable": "not UTF-8",
             "bad_character": "control characters or U+FFFD",
@@ -153,11 +138,11 @@ def read_lines(paths: Sequence[Path]) -> Iterator[bytes]:
 
 
 class CheckedPairs(NamedTuple):
-    """The outcome of :meth:`PairChecker.check`; it can be pickled.
+    """Outcome of :meth:`PairChecker.check`; it can be pickled.
 
     Attributes:
         read: number of pairs checked.
-        texts: the pairs without a fault, decoded and with normalised white space, N of them.
+        texts: the N pairs without a fault, decoded and with normalised white space.
         places: their places among the pairs checked. Shape: (N,)
         hashes: hashes of their keys, by the reason to remove a repetition. Shape of each: (N,)
         removals: pairs with a fault.
@@ -174,8 +159,6 @@ class CheckedPairs(NamedTuple):
 
 class PairChecker:
     """All checks of text that judge each pair for itself: a pure function, so that processes can share the lines.
-
-    It can be pickled.
 
     Args:
         config: criteria for keeping pairs.
@@ -195,7 +178,6 @@ class PairChecker:
         self.segmented = segmented
         self.filters = filters or PairFilters({}, TextForm())
         self.unicode_rules = unicode_rules
-        self._has_filters = bool(self.filters.judging)
 
     @property
     def repetitions(self) -> tuple[str, ...]:
@@ -231,8 +213,9 @@ class PairChecker:
         except UnicodeDecodeError:
             return "undecodable"
         if self.unicode_rules:
-            source = self._repaired(source, "source", repaired)
-            target = self._repaired(target, "target", repaired)
+            (source, of_source), (target, of_target) = (repair(side, self.unicode_rules) for side in (source, target))
+            repaired.update((rule, "source") for rule in of_source)
+            repaired.update((rule, "target") for rule in of_target)
         if _BAD_CHARACTER.search(source) or _BAD_CHARACTER.search(target):
             return "bad_character"
         source = normalise_whitespace(source, self.segmented)
@@ -244,14 +227,7 @@ class PairChecker:
         # A word has at least one token, so this needs no vocabulary, and keeps such pairs out of it.
         if max(source.count(" "), target.count(" ")) >= self.config.max_length:
             return "too_long"
-        if self._has_filters and (fault := self.filters.fault(source, target, score)):
-            return fault
-        return source, target
-
-    def _repaired(self, line: str, side: str, repaired: Counter[tuple[str, str]]) -> str:
-        line, changed = repair(line, self.unicode_rules)
-        repaired.update((rule, side) for rule in changed)
-        return line
+        return self.filters.fault(source, target, score) or (source, target)
 
 
 class PairCleaner:
@@ -259,9 +235,6 @@ class PairCleaner:
 
     It is for one process, which takes the batches that others have checked in order. It remembers 8 bytes of each
     pair to recognise duplicates, and another 8 for ``near_duplicates``.
-
-    Args:
-        checker: the checks that need no other pair.
 
     Attributes:
         read: pairs seen so far.
@@ -289,14 +262,9 @@ class PairCleaner:
         return (*order[:duplicate], *filters.judging, "duplicate", *filters.remembering, *order[duplicate + 1 :])
 
     def accept(self, checked: CheckedPairs, text_of: TextOf | None = None) -> npt.NDArray[np.bool_]:
-        """Count the next pairs that ``checker`` has checked, and choose those that are no repetitions.
+        """Count the next pairs that ``checker`` has checked; return True for no repetitions. Shape: -> (N,).
 
-        Args:
-            checked: N of the pairs have no fault.
-            text_of: returns the text of one of these, for examples; None takes ``checked.texts``.
-
-        Returns:
-            True for pairs to keep. Shape: (N,)
+        ``text_of`` returns the text of a pair, for examples; None takes ``checked.texts``.
         """
         self.read += checked.read
         self.removals.merge(checked.removals)
@@ -311,16 +279,9 @@ def fits(
     removals: Removals,
     pairs: Sequence[tuple[str, str]] = (),
 ) -> npt.NDArray[np.bool_]:
-    """Choose the pairs with allowed lengths.
+    """Return True for pairs with allowed lengths; ``removals`` receives the others. Shape: (2, N) -> (N,).
 
-    Args:
-        config: the lengths.
-        lengths: source and target lengths in tokens. Shape: (2, N)
-        removals: receives the others.
-        pairs: their text, for examples of removed pairs; empty if it is not known.
-
-    Returns:
-        True for pairs to keep. Shape: (N,)
+    ``pairs`` is their text, for examples; empty if it is not known.
     """
     shorter, longer = lengths.min(axis=0), lengths.max(axis=0)
     keep = np.ones(len(longer), dtype=np.bool_)

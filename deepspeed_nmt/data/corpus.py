@@ -1,12 +1,10 @@
 """Token numbers of sentence pairs in memory-mapped files.
 
-Opening them is instant, and processes share the pages. A split (``train``, ``valid``) has two raw little-endian files
-for each side:
+Opening them is instant, and processes share the pages. A split (``train``, ``valid``) has raw little-endian files:
 
 - ``<split>.<side>.<uint16|int32>.bin``: tokens of all sentences, one after another, without BOS and EOS;
-- ``<split>.<side>.offsets.bin``: int64, the first token of each sentence, and finally the end of the last sentence.
-
-A split with weights has ``<split>.weights.bin``: float32, little-endian, the factor of each pair's loss.
+- ``<split>.<side>.offsets.bin``: int64, the first token of each sentence, and finally the end of the last sentence;
+- ``<split>.weights.bin``, if it has weights: float32, the factor of each pair's loss.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -56,11 +53,7 @@ class SplitStats(Config):
 
 
 class Corpus:
-    """Sentence pairs in the order of the text.
-
-    Args:
-        directory: directory of the files.
-        split: ``train`` or ``valid``.
+    """Sentence pairs of a split in the order of the text.
 
     Raises:
         DataError: if files are missing, or their sizes contradict one another.
@@ -75,10 +68,11 @@ class Corpus:
                 "`prepare` again"
             )
         path = directory / weights_file(split)
-        self._weights: npt.NDArray[Any] | None = _map(path, _WEIGHT) if path.is_file() else None
-        if self._weights is not None and len(self._weights) != len(self):
+        self.weights: npt.NDArray[Any] | None = _map(path, _WEIGHT) if path.is_file() else None
+        """Factors of the pairs' losses, a read-only view of the file; None if the split has none. Shape: (N,)."""
+        if self.weights is not None and len(self.weights) != len(self):
             raise DataError(
-                f"{path} holds {len(self._weights)} weights of {len(self)} pairs; it was damaged: run `prepare` again"
+                f"{path} holds {len(self.weights)} weights of {len(self)} pairs; it was damaged: run `prepare` again"
             )
 
     def __len__(self) -> int:
@@ -93,11 +87,11 @@ class Corpus:
         return self._target[index]
 
     def sources(self, indices: npt.NDArray[np.int64]) -> Tokens:
-        """Return a copy of the source tokens of some pairs, without EOS. Shape: indices (B,)."""
+        """Copy the source tokens of some pairs, without EOS. Shape: indices (B,)."""
         return self._source.copy_of(indices)
 
     def targets(self, indices: npt.NDArray[np.int64]) -> Tokens:
-        """Return a copy of the target tokens of some pairs, without EOS. Shape: indices (B,)."""
+        """Copy the target tokens of some pairs, without EOS. Shape: indices (B,)."""
         return self._target.copy_of(indices)
 
     @property
@@ -110,14 +104,9 @@ class Corpus:
         """Target lengths in tokens, including the EOS that a batch adds. Shape: -> (N,)."""
         return self._target.lengths
 
-    @property
-    def weights(self) -> npt.NDArray[np.float32] | None:
-        """Factors of the pairs' losses, a read-only view of the file; None if the split has none. Shape: -> (N,)."""
-        return self._weights
-
     def weights_of(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float32] | None:
         """Return the weights of some pairs; None if the split has none. Shape: (B,) -> (B,)."""
-        return None if self._weights is None else self._weights[indices]
+        return None if self.weights is None else self.weights[indices]
 
     def lengths(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Return source and target lengths of some pairs, EOS included. Shape: (B,) -> (B,), (B,)."""
@@ -186,8 +175,7 @@ class _Side:
         return int(self._offsets[-1])
 
     def lengths_of(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        lengths: npt.NDArray[np.int64] = self._offsets[indices + 1] - self._offsets[indices]
-        lengths += 1
+        lengths: npt.NDArray[np.int64] = self._offsets[indices + 1] - self._offsets[indices] + 1
         return lengths.astype(np.int32)
 
     @cached_property
@@ -211,12 +199,7 @@ def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 class Tokens(NamedTuple):
-    """Sentences of one side, end to end, without BOS and EOS.
-
-    Attributes:
-        numbers: tokens of all sentences. Shape: (tokens,)
-        lengths: number of tokens of each sentence. Shape: (N,)
-    """
+    """Sentences of one side, end to end, without BOS and EOS. Shape: numbers (tokens,), lengths (N,)."""
 
     numbers: npt.NDArray[Any]
     lengths: npt.NDArray[np.int64]
@@ -230,26 +213,23 @@ class Tokens(NamedTuple):
 
 
 def places(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the places of tokens of sentences that begin at some places, end to end.
-
-    Shape: (N,), (N,) -> (tokens,)
-    """
+    """Return the places of the tokens of sentences that begin at ``starts``. Shape: (N,), (N,) -> (tokens,)."""
     before = np.cumsum(lengths) - lengths
-    found: npt.NDArray[np.int64] = np.repeat(starts - before, lengths)
-    found += np.arange(len(found))
-    return found
+    within: npt.NDArray[np.int64] = np.repeat(starts - before, lengths)
+    within += np.arange(len(within))
+    return within
 
 
 def token_dtype(vocab_size: int) -> str:
-    """Return the type of the tokens of a vocabulary: below 65,536 a token takes two bytes, otherwise four."""
+    """Return the type of a vocabulary's tokens: below 65,536 a token takes two bytes, otherwise four."""
     return "uint16" if vocab_size < 1 << 16 else "int32"
 
 
 class CorpusWriter:
-    """Writer of a new split, for use in a ``with`` statement. It holds the pairs of one call in memory.
+    """Writer of a new split, for use in a ``with`` statement.
 
     Args:
-        directory: directory of the files.
+        directory: of the files.
         split: ``train`` or ``valid``.
         vocab_size: tokens of the larger vocabulary.
         unknown: unknown tokens of source and target, which are counted.
@@ -297,9 +277,7 @@ class CorpusWriter:
     def __enter__(self) -> CorpusWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._source.close()
         self._target.close()
         if self._weights is not None:
@@ -351,9 +329,9 @@ class CorpusPart:
     Attributes:
         name: of the corpus, for the log.
         segmentations: the corpus, segmented in one or more ways; each has the same pairs.
-        source_tag: token in front of each source; None for none.
-        target_tag: token in front of each target; None for none.
-        key: part of the key of its shuffle, which tells it from other corpora.
+        source_tag: token in front of each source, or None.
+        target_tag: token in front of each target, or None.
+        key: part of the key of its shuffle.
     """
 
     name: str
@@ -391,11 +369,7 @@ class CorpusPart:
 
 
 class Corpora:
-    """Sentence pairs of all corpora.
-
-    Args:
-        parts: the corpora; at least one.
-    """
+    """Sentence pairs of all corpora; each pair in each segmentation has a number, its row."""
 
     def __init__(self, parts: Sequence[CorpusPart]) -> None:
         self.parts = tuple(parts)
@@ -428,14 +402,18 @@ class Corpora:
     def lengths(self, rows: Indices) -> tuple[Lengths, Lengths]:
         """Return source and target lengths of some rows, tags and EOS included. Shape: (B,) -> (B,), (B,)."""
         source, target = np.empty(len(rows), dtype=np.int32), np.empty(len(rows), dtype=np.int32)
-        of_row = np.searchsorted(self._starts, rows, side="right") - 1
-        for place in np.unique(of_row).tolist():
-            number, corpus = self._corpora[place]
-            chosen = of_row == place
-            sources, targets = corpus.lengths(rows[chosen] - self._starts[place])
+        for number, corpus, chosen, indices in self._by_corpus(rows):
+            sources, targets = corpus.lengths(indices)
             source[chosen] = sources + np.int32(self.parts[number].source_tag is not None)
             target[chosen] = targets + np.int32(self.parts[number].target_tag is not None)
         return source, target
+
+    def _by_corpus(self, rows: Indices) -> Iterator[tuple[int, Corpus, Indices, Indices]]:
+        """Yield number of the part, corpus, places of its rows and their indices, of each corpus with some rows."""
+        of_row = np.searchsorted(self._starts, rows, side="right") - 1
+        for place in np.unique(of_row).tolist():
+            chosen = np.flatnonzero(of_row == place)
+            yield *self._corpora[place], chosen, rows[chosen] - self._starts[place]
 
     def weights_of(self, rows: Indices) -> NDArray[np.float32] | None:
         """Return the weights of some rows, 1 in corpora without; None if no corpus has weights. Shape: (B,) -> (B,).
@@ -445,30 +423,25 @@ class Corpora:
         of_part = [part.segmentations[0].weights for part in self.parts]
         if all(weights is None for weights in of_part):
             return None
-        found = np.ones(len(rows), dtype=np.float32)
-        of_row = np.searchsorted(self._starts, rows, side="right") - 1
-        for place in np.unique(of_row).tolist():
-            if (weights := of_part[self._corpora[place][0]]) is not None:
-                chosen = of_row == place
-                found[chosen] = weights[rows[chosen] - self._starts[place]]
-        return found
+        result = np.ones(len(rows), dtype=np.float32)
+        for number, _, chosen, indices in self._by_corpus(rows):
+            if (weights := of_part[number]) is not None:
+                result[chosen] = weights[indices]
+        return result
 
     def part_of(self, rows: Indices) -> Indices:
         """Return the number of the corpus of each row. Shape: (B,) -> (B,)."""
-        numbers = np.array([number for number, _ in self._corpora])
-        found: Indices = numbers[np.searchsorted(self._starts, rows, side="right") - 1]
-        return found
+        numbers: Indices = np.array([number for number, _ in self._corpora])
+        return numbers[np.searchsorted(self._starts, rows, side="right") - 1]
 
     def all_lengths(self) -> Iterator[tuple[int, Lengths, Lengths]]:
         """Yield the first row, and the source and target lengths, of about a million rows at a time, for all rows."""
-        place = 0
+        row = 0
         for part in self.parts:
             for segmentation in range(len(part.segmentations)):
-                row = int(self._starts[place])
                 for source, target in part.all_lengths(segmentation):
                     yield row, source, target
                     row += len(source)
-                place += 1
 
     def _copy_of(
         self, rows: Indices, tokens_of: Callable[[Corpus, Indices], Tokens], tags: Sequence[int | None]
@@ -476,16 +449,13 @@ class Corpora:
         """Return the tokens of one side of some rows, with the tag of each row's corpus, or None."""
         if len(self._corpora) == 1 and tags[0] is None:
             return tokens_of(self._corpora[0][1], rows)
-        of_row = np.searchsorted(self._starts, rows, side="right") - 1
-        found, lengths = [], np.zeros(len(rows), dtype=np.int64)
-        for place in np.unique(of_row).tolist():
-            number, corpus = self._corpora[place]
-            chosen, tag = np.flatnonzero(of_row == place), tags[number]
-            tokens = tokens_of(corpus, rows[chosen] - self._starts[place])
-            lengths[chosen] = tokens.lengths + (tag is not None)
-            found.append((chosen, tag, tokens))
+        copies, lengths = [], np.zeros(len(rows), dtype=np.int64)
+        for number, corpus, chosen, indices in self._by_corpus(rows):
+            tokens = tokens_of(corpus, indices)
+            lengths[chosen] = tokens.lengths + (tags[number] is not None)
+            copies.append((chosen, tags[number], tokens))
         starts, numbers = np.cumsum(lengths) - lengths, np.empty(int(lengths.sum()), dtype=np.int64)
-        for chosen, tag, tokens in found:
+        for chosen, tag, tokens in copies:
             if tag is not None:
                 numbers[starts[chosen]] = tag
             numbers[places(starts[chosen] + (tag is not None), tokens.lengths)] = tokens.numbers

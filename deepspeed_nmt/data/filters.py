@@ -13,8 +13,9 @@ import unicodedata
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from html.entities import html5
+from itertools import repeat
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -27,9 +28,8 @@ from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 from deepspeed_nmt.registry import Config, problem_of
 from deepspeed_nmt.text import TextForm
 
-EXAMPLES = 3
-"""Removed pairs that are kept as examples of each reason: the first ones."""
-_SHOWN = 200
+EXAMPLES = 3  # of removed pairs for each reason
+_SHOWN = 200  # characters of an example
 
 Hashes = npt.NDArray[np.uint64]
 TextOf = Callable[[int], tuple[str | bytes, str | bytes]]
@@ -37,12 +37,7 @@ TextOf = Callable[[int], tuple[str | bytes, str | bytes]]
 
 
 class Removals:
-    """Removed pairs by reason, counted, with examples. Batches are counted apart, and added in order.
-
-    Attributes:
-        counts: number of removed pairs by reason.
-        examples: the first of them, as (source, target), shortened, and with escapes for what is not printable.
-    """
+    """Removed pairs by reason, counted, with the first of each as examples: (source, target), shortened."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -67,29 +62,20 @@ class Removals:
 
 
 def _excerpt(line: str | bytes) -> str:
-    """Return the beginning of a line, printable, of 200 characters before escaping."""
     text = line[: 4 * _SHOWN].decode("utf-8", errors="backslashreplace") if isinstance(line, bytes) else line
     more = "..." if len(line) > 4 * _SHOWN or len(text) > _SHOWN else ""
-    escaped = (char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:_SHOWN])
-    return "".join(escaped) + more
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:_SHOWN]) + more
 
 
 def hashes_of(texts: Iterable[str], count: int) -> Hashes:
     """Hash ``count`` texts to 64 bits each: among 20 million, any two collide with a probability of 1 in 100,000."""
-    return np.fromiter(map(_hash_of, texts), np.uint64, count)
-
-
-def _hash_of(text: str) -> int:
-    encoded = text.encode("utf-8", errors="surrogatepass")
-    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
+    encoded = (text.encode("utf-8", errors="surrogatepass") for text in texts)
+    hashes = (int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") for text in encoded)
+    return np.fromiter(hashes, np.uint64, count)
 
 
 class Repetitions:
-    """Pairs that repeat an earlier one, by the hashes of one or more keys of each pair.
-
-    Args:
-        reasons: names of the keys, which are the reasons to remove a pair, in order.
-    """
+    """Pairs that repeat an earlier one, by the hashes of one or more keys of each pair: the reasons to remove it."""
 
     def __init__(self, reasons: Iterable[str]) -> None:
         self._seen = {reason: _SeenHashes() for reason in reasons}
@@ -97,7 +83,7 @@ class Repetitions:
     def remove(
         self, count: int, hashes: Mapping[str, Hashes], removals: Removals, text_of: TextOf
     ) -> npt.NDArray[np.bool_]:
-        """Choose pairs that repeat none of an earlier call, or earlier in this one, and count the others as removed.
+        """Return True for pairs that repeat no earlier one, and count the others as removed. Shape: -> (N,).
 
         A pair that is removed for one reason is not remembered for the next ones.
 
@@ -106,9 +92,6 @@ class Repetitions:
             hashes: of the pairs' keys, by reason. Shape of each: (N,)
             removals: to which repetitions are added.
             text_of: is called for the examples only.
-
-        Returns:
-            True for pairs to keep. Shape: (N,)
         """
         keep = np.ones(count, dtype=np.bool_)
         for reason, seen in self._seen.items():
@@ -155,21 +138,17 @@ class Filter(Config):
     """Base of all filters: the settings of one. Its first field is what ``NAME=VALUE`` sets."""
 
     remembers: ClassVar[bool] = False
-    """True if a pair is removed because an earlier one has the same key; else each pair is judged for itself."""
+    """True if a pair is removed because an earlier one has the same key."""
     reads_scores: ClassVar[bool] = False
     """True if a pair is judged by the score that is given with it, not by its text."""
 
     @classmethod
     def fields_of(cls, value: str) -> dict[str, Any]:
-        """Return the settings that a value on the command line stands for, unchecked.
-
-        Raises:
-            ValueError: if it is none.
-        """
+        """Return the settings that a value on the command line stands for, or raise a ValueError."""
         return {next(iter(cls.model_fields)): value}
 
     description: ClassVar[str] = ""
-    """The pairs that are removed, with fields in braces."""
+    """The pairs that are removed, for the report, with fields in braces."""
 
     def describe(self) -> str:
         """Describe the pairs that are removed, for the report."""
@@ -282,8 +261,7 @@ class LettersFilter(SideFilter):
 
     @override
     def is_faulty(self, side: str) -> bool:
-        characters = sum(map(len, side.split()))
-        return _share(sum(map(len, self._LETTERS.findall(side))), characters) < self.min_share
+        return _share(sum(map(len, self._LETTERS.findall(side))), sum(map(len, side.split()))) < self.min_share
 
 
 class CopyFilter(Filter):
@@ -294,8 +272,7 @@ class CopyFilter(Filter):
     overlap: float = Field(default=0.5, gt=0, le=1)
     """Share of common words, among the different words of both sides, from which on a pair is a copy."""
 
-    _WORD: ClassVar[re.Pattern[str]] = re.compile(r"[^\W\d_]+")
-    """Numbers and punctuation are no words."""
+    _WORD: ClassVar[re.Pattern[str]] = re.compile(r"[^\W\d_]+")  # numbers and punctuation are no words
 
     @override
     def build(self, text: TextForm) -> Callable[[str, str], bool]:
@@ -347,7 +324,7 @@ class PunctuationFilter(Filter):
     """Different numbers of sentences.
 
     The default is the difference that OpusFilter's `TerminalPunctuationFilter` (Vázquez et al. 2019) allows for a
-    sentence with one full stop. Unlike its measure, this one does not remove lines of many sentences.
+    sentence with one full stop.
     """
 
     description: ClassVar[str] = "ends of sentences differ by more than {max_difference}"
@@ -376,11 +353,8 @@ class RepetitionFilter(SideFilter):
     """Number of times that the same words in succession are too many."""
 
     _WORDS: ClassVar[Any] = regex.compile(rf"(?V1)[{_UNSPACED}]|[\w--[{_UNSPACED}]]+")
-    """Words; characters of scripts that put no spaces between words."""
-    _LONGEST: ClassVar[int] = 50
-    """Words of an n-gram, which bound the time."""
-    _SHORTEST: ClassVar[int] = 3
-    """Characters of what is repeated: "no, no, no" is language. OpusFilter's value."""
+    _LONGEST: ClassVar[int] = 50  # words of an n-gram, which bound the time
+    _SHORTEST: ClassVar[int] = 3  # characters of what is repeated: "no, no, no" is language. OpusFilter's value
 
     @override
     def is_faulty(self, side: str) -> bool:
@@ -510,8 +484,7 @@ class LanguageFilter(Filter):
     min_probability: float = Field(default=0.05, gt=0, lt=1)
     """Smallest probability of a side's language among those that py3langid knows."""
 
-    _IDENTIFIED: ClassVar[int] = 1000
-    """Characters of a line by which its language is identified; more take time, and a line of marks takes hours."""
+    _IDENTIFIED: ClassVar[int] = 1000  # characters of a line; more take time, and a line of marks takes hours
 
     @override
     def build(self, text: TextForm) -> Callable[[str, str], bool]:
@@ -537,7 +510,7 @@ class LanguageFilter(Filter):
         return lambda source, target: is_other(source, codes["source"]) or is_other(target, codes["target"])
 
 
-@lru_cache(maxsize=1)
+@cache
 def _identifier() -> Any:
     """Load py3langid's model, which takes a second."""
     try:
@@ -578,8 +551,8 @@ class ScoreFilter(Filter):
 class NearDuplicatesFilter(Filter):
     """Pairs that differ from an earlier one in case, digits, punctuation and white space only.
 
-    OpusFilter's `remove_duplicates` has the same choices. MinHash would also see pairs that differ in some words,
-    but needs several numbers for each pair, and removes sentences that differ in a name or a negation.
+    OpusFilter's `remove_duplicates` has the same choices. MinHash would remove sentences that differ in a name or a
+    negation, too.
     """
 
     remembers: ClassVar[bool] = True
@@ -632,27 +605,23 @@ PRESETS: Mapping[str, tuple[str, ...]] = {
 
 
 def read_filters(value: str | Mapping[str, Any]) -> dict[str, Filter]:
-    """Read which filters are to be applied.
+    """Read which filters are to be applied, in the order in which they are applied.
 
     Args:
         value: names of filters and presets, separated by commas, as on the command line: NAME, NAME=VALUE, or -NAME
             to leave out a filter of a preset; or settings by name, as in ``meta.json``.
 
-    Returns:
-        Filters by name, in the order in which they are applied.
-
     Raises:
         ConfigError: if a name or a value is wrong.
     """
     filters: dict[str, Filter] = {}
-    if not isinstance(value, str):
-        filters = {
-            name: entry if isinstance(entry, Filter) else _filter_of(name, entry) for name, entry in value.items()
-        }
-    for word in filter(None, map(str.strip, value.split(",") if isinstance(value, str) else ())):
+    words = value.split(",") if isinstance(value, str) else ()
+    for name, entry in () if isinstance(value, str) else value.items():
+        filters[name] = entry if isinstance(entry, Filter) else _filter_of(name, entry)
+    for word in filter(None, map(str.strip, words)):
         name, equals, setting = word.partition("=")
         if name in PRESETS and not equals:
-            filters.update({each: _filter_of(each, {}) for each in PRESETS[name]})
+            filters |= {member: _filter_of(member, {}) for member in PRESETS[name]}
         elif name[:1] == "-":
             if name[1:] not in filters or equals:
                 raise ConfigError(f"--filters leaves out a filter that it has not named before: {shown(word)}")
@@ -663,7 +632,6 @@ def read_filters(value: str | Mapping[str, Any]) -> dict[str, Filter]:
 
 
 def _filter_of(name: str, settings: Any) -> Filter:
-    """Return a filter by its settings, or by the text that a command line gives."""
     if name in PRESETS:
         raise ConfigError(
             f"{name} of --filters is a preset without a value; give {name}, and NAME=VALUE for a filter"
@@ -683,13 +651,12 @@ class PairFilters:
     """Filters that are applied to pairs in turn. It can be pickled.
 
     Args:
-        filters: by name; see :func:`read_filters`.
+        filters: by name, in order; see :func:`read_filters`.
         text: form and languages of the text.
         segmented: True if the text is segmented in the ``@@ `` style; the filters see its words.
 
     Attributes:
-        filters: by name.
-        judging: names of the filters that judge each pair for itself, in order: first by its text, then by its score.
+        judging: names of the filters that judge each pair for itself.
         reading_scores: names of those that judge it by its score.
         remembering: names of the filters that remove repetitions of earlier pairs.
 
@@ -701,13 +668,10 @@ class PairFilters:
         self.filters = dict(filters)
         self._arguments = (self.filters, text, segmented)
         self._segmented = segmented
-        built = {name: entry.build(text) for name, entry in filters.items()}
+        self._tests = {name: entry.build(text) for name, entry in filters.items()}
         self.reading_scores = tuple(name for name, entry in filters.items() if entry.reads_scores)
         self.remembering = tuple(name for name, entry in filters.items() if entry.remembers)
-        self._score_tests = [(name, built.pop(name)) for name in self.reading_scores]
-        self._keys = {name: built.pop(name) for name in self.remembering}
-        self._tests = list(built.items())
-        self.judging = (*built, *self.reading_scores)
+        self.judging = tuple(name for name, entry in filters.items() if not entry.remembers)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the settings: another process builds the filters again."""
@@ -716,24 +680,18 @@ class PairFilters:
     def fault(self, source: str, target: str, score: float | None = None) -> str:
         """Return the name of the first filter that removes a pair; "" if all of them keep it, but for repetitions.
 
-        Args:
-            source: text of the source.
-            target: text of the target.
-            score: of the pair; may be None if no filter reads scores.
+        The score of the pair may be None if no filter reads scores.
         """
         source, target = self._words(source), self._words(target)
-        for name, removes in self._tests:
-            if removes(source, target):
-                return name
-        for name, removes in self._score_tests:
-            assert score is not None, f"the filter {name} needs a score of each pair"
-            if removes(score):
+        for name in self.judging:
+            test = self._tests[name]
+            if test(score) if name in self.reading_scores else test(source, target):
                 return name
         return ""
 
     def keys(self, name: str, pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
         """Yield the text by which the filter ``name`` recognises repetitions, of each pair."""
-        key = self._keys[name]
+        key = self._tests[name]
         return (key(self._words(source), self._words(target)) for source, target in pairs)
 
     def _words(self, side: str) -> str:
@@ -760,28 +718,20 @@ class PairStream:
         self.removals = Removals()
 
     def keep(self, pairs: Sequence[tuple[str, str]], scores: Sequence[float] | None = None) -> npt.NDArray[np.bool_]:
-        """Judge the next batch of pairs (source, target).
-
-        Args:
-            pairs: text of both sides. Shape: (pairs,)
-            scores: of the pairs, for the filter ``score``. Shape: (pairs,)
-
-        Returns:
-            True for pairs to keep. Shape: (pairs,)
+        """Return True for pairs (source, target) of the next batch to keep. Shape: (pairs,) -> (pairs,).
 
         Raises:
             ConfigError: if a filter reads scores, but there are none.
         """
         if scores is None and (names := self._filters.reading_scores):
             raise ConfigError(f"no scores of the pairs for the filter {names[0]}; give scores")
-        keep = np.zeros(len(pairs), dtype=np.bool_)
+        keep = np.ones(len(pairs), dtype=np.bool_)
         for number, (pair, score) in enumerate(
-            zip(pairs, [None] * len(pairs) if scores is None else scores, strict=True)
+            zip(pairs, repeat(None) if scores is None else scores, strict=scores is not None)
         ):
             if fault := self._filters.fault(*pair, score):
                 self.removals.add(fault, *pair)
-            else:
-                keep[number] = True
+                keep[number] = False
         left = [pairs[number] for number in np.flatnonzero(keep)]
         hashes = {name: hashes_of(self._filters.keys(name, left), len(left)) for name in self._filters.remembering}
         keep[keep] = self._repetitions.remove(len(left), hashes, self.removals, left.__getitem__)

@@ -30,49 +30,37 @@ _SAMPLED_UPDATES, _SAMPLE_MARGIN = 32, 1.1
 
 
 def check_lengths(corpora: Corpora, config: BatchConfig) -> int:
-    """Refuse text with a sentence larger than a micro-batch, before training instead of in the middle of it.
-
-    Returns:
-        Tokens of the longest sentence.
+    """Return the tokens of the longest sentence; refuse one larger than a micro-batch, before training.
 
     Raises:
         ConfigError: if there is one; the message names the longest sentence.
     """
     longest_of_all = 0
     for part in corpora.parts:
-        worst = found = row = 0
+        worst = length = row = 0
         for segmentation in range(len(part.segmentations)):
             row = 0
             for source, target in part.all_lengths(segmentation):
                 longest = np.maximum(source, target)
-                if int(longest.max()) > found:
-                    worst, found = row + int(longest.argmax()), int(longest.max())
+                if int(longest.max()) > length:
+                    worst, length = row + int(longest.argmax()), int(longest.max())
                 row += len(source)
-        if found > config.micro_tokens:
+        if length > config.micro_tokens:
             where = f" of {part.name}" if len(corpora.parts) > 1 else ""
             shorter = f", or prepare the data with --max-length {config.micro_tokens - 1}"
             raise ConfigError(
-                f"pair {worst + 1}{where} has {found} tokens, but batch.micro_tokens is {config.micro_tokens}; "
+                f"pair {worst + 1}{where} has {length} tokens, but batch.micro_tokens is {config.micro_tokens}; "
                 f"raise it{shorter if config.micro_tokens > 16 else ''}"
             )
-        longest_of_all = max(longest_of_all, found)
+        longest_of_all = max(longest_of_all, length)
     return longest_of_all
 
 
 def largest_micro_batch(updates: Window, corpora: Corpora, ranks: int, config: BatchConfig) -> Indices:
-    """Choose the sentences of the largest micro-batch that can be expected of any update.
+    """Choose the sentences of the largest micro-batch that can be expected of any update, the longest first. Shape: (B,).
 
     A sample of the updates gives its size: ``micro_tokens``, or less if updates are small or are divided finer
     because of padding. Of all sentences that fill at least 97% of that size, the longest are chosen.
-
-    Args:
-        updates: some updates of the run.
-        corpora: the training text.
-        ranks: number of data-parallel ranks.
-        config: bounds of a micro-batch.
-
-    Returns:
-        Rows of the training text, the longest sentences first. Shape: (B,)
     """
     sample = range(0, len(updates), max(1, len(updates) // _SAMPLED_UPDATES))
     lengths = np.maximum(updates.source, updates.target)
@@ -146,33 +134,17 @@ def collate(
     update: UpdateInfo | None = None,
     source_indices: Indices | None = None,
 ) -> Batch:
-    """Pad sentence pairs into a batch.
+    """Pad sentence pairs, of indices (B,), into a batch. Sources may come from other pairs, ``source_indices``.
 
     No pairs give the smallest batch that a model can run: its source is one end-of-sentence token and its target only
     padding, so it weighs nothing.
-
-    Args:
-        corpus: sentence pairs to choose from.
-        indices: chosen pairs. Shape: (B,)
-        vocabulary: special tokens of both sides.
-        update: the update that the batch belongs to; needed in training.
-        source_indices: pairs that the sources come from, if not the same ones. Shape: (B,)
     """
     update = update or UpdateInfo()
     pad, bos, eos, source_eos = vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.source.eos
     if len(indices) == 0:
         pad_11 = torch.full((1, 1), pad)
-        return Batch(
-            source_BS=torch.full((1, 1), source_eos),
-            target_input_BT=pad_11,
-            target_output_BT=pad_11,
-            sentence_ids_B=torch.tensor([-1]),
-            source_tokens=0,
-            target_tokens=0,
-            pad=pad,
-            update=update,
-            **_per_pair(corpus, indices),
-        )
+        source_11, nobody = torch.full((1, 1), source_eos), torch.tensor([-1])
+        return Batch(source_11, pad_11, pad_11, nobody, 0, 0, pad=pad, update=update, **_per_pair(corpus, indices))
     sources = corpus.sources(indices if source_indices is None else source_indices)
     targets = corpus.targets(indices)
     source_BS, _ = _padded(sources, source_eos, pad)
@@ -209,12 +181,6 @@ def collate_packed(
     """Put sentence pairs end to end into a batch.
 
     No pairs give a sentence of one position on both sides, whose target is padding.
-
-    Args:
-        corpus: sentence pairs to choose from.
-        part: chosen pairs, and the sizes of the rows.
-        vocabulary: special tokens of both sides.
-        update: the update that the batch belongs to.
     """
     indices = part.sentences
     pad, bos, eos, source_eos = vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.source.eos
@@ -258,14 +224,14 @@ def _ends_and_starts(sentences: Tokens) -> tuple[Indices, Indices]:
 
 def _per_pair(corpus: Corpus | Corpora, indices: Indices) -> dict[str, Any]:
     """Return the weights of pairs, and what corpora they are of, as arguments of a batch."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     weights = corpus.weights_of(indices)
     if weights is not None and len(indices):
-        found["weights_B"] = torch.from_numpy(weights)
+        values["weights_B"] = torch.from_numpy(weights)
     if isinstance(corpus, Corpora) and len(corpus.parts) > 1:
         numbers = corpus.part_of(indices) if len(indices) else np.zeros(1, dtype=np.int64)
-        found |= {"corpora": len(corpus.parts), "corpora_B": torch.from_numpy(numbers)}
-    return found
+        values |= {"corpora": len(corpus.parts), "corpora_B": torch.from_numpy(numbers)}
+    return values
 
 
 class TrainLoader:
@@ -368,7 +334,7 @@ class TrainLoader:
         return tuple(map(int, tokens))
 
     def _makers(self, window: Window, positions: Indices) -> list[Callable[[UpdateInfo], Batch]]:
-        """Cut an update, and return a function for each of this rank's micro-batches that makes it."""
+        """Divide an update; return a function for each of this rank's micro-batches that makes it."""
         source, target, rows = window.source, window.target, window.rows
         if self.config.layout == "packed":
             parts = pack_update(positions, source, target, self.ranks, self.config, self.row_sizes)[self.rank]
@@ -379,14 +345,7 @@ class TrainLoader:
 
 
 class Prefetcher(Generic[T]):
-    """An iterator that runs in a thread, a few items ahead.
-
-    Exceptions of the thread are raised by :meth:`next`, in their place.
-
-    Args:
-        items: items to prepare.
-        depth: number of items to hold ready.
-    """
+    """An iterator that runs in a thread, up to ``depth`` items ahead; :meth:`next` raises its exceptions in their place."""
 
     def __init__(self, items: Iterator[T], depth: int = 4) -> None:
         self._queue: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
@@ -395,11 +354,7 @@ class Prefetcher(Generic[T]):
         self._thread.start()
 
     def next(self) -> T:
-        """Return the next item, waiting for it if necessary.
-
-        Raises:
-            StopIteration: if the iterator has ended.
-        """
+        """Return the next item, waiting for it if necessary, or raise StopIteration."""
         item, error = self._queue.get()
         if error is not None:
             raise error
@@ -439,13 +394,6 @@ class ValidationSet:
     """The validation corpus, shared among ranks.
 
     Unlike training, validation accepts sentences longer than ``micro_tokens``: it raises the bound to the longest.
-
-    Args:
-        corpus: validation corpus.
-        vocabulary: special tokens of both sides.
-        config: bounds of a batch.
-        rank: number of this process.
-        ranks: number of processes.
     """
 
     def __init__(self, corpus: Corpus, vocabulary: Vocabulary, config: BatchConfig, rank: int, ranks: int) -> None:

@@ -30,13 +30,7 @@ _SAMPLED_SEGMENTS = 4
 
 
 class Weight(Config):
-    """Weight of a corpus in some updates.
-
-    Attributes:
-        value: the weight.
-        first: first update.
-        last: last update; None for all that follow.
-    """
+    """Weight of a corpus from update ``first`` on, up to ``last`` or without end."""
 
     value: float = Field(gt=0.0, allow_inf_nan=False)
     first: int = Field(default=1, ge=1)
@@ -91,10 +85,8 @@ class Phase(Config):
 
     def same_mixture(self, other: Phase) -> bool:
         """Return True if the other phase draws from the same corpora with the same shares."""
-        mixtures = [
-            (each.temperature, [(stream.corpus, stream.weights) for stream in each.streams]) for each in (self, other)
-        ]
-        return mixtures[0] == mixtures[1]
+        mine, theirs = ([(s.corpus, s.weights) for s in phase.streams] for phase in (self, other))
+        return self.temperature == other.temperature and mine == theirs
 
 
 class MixtureConfig(Config):
@@ -112,7 +104,6 @@ class MixtureConfig(Config):
     @field_validator("temperature")
     @classmethod
     def _is_in_range(cls, temperature: float) -> float:
-        """Refuse powers that are out of the range of numbers."""
         if temperature != 0.0 and not temperature >= 0.1:
             raise ValueError(f"{temperature:g} is neither 0 nor at least 0.1")
         return temperature
@@ -136,15 +127,7 @@ class Segment:
 
 
 class Shares:
-    """Shares of the corpora in each update of a phase, and their positions.
-
-    Args:
-        phase: the phase.
-        update_tokens: target tokens in one update.
-
-    Attributes:
-        segments: the updates, divided where weights change.
-    """
+    """Shares of the corpora in each update of a phase, and their positions; weights change between ``segments``."""
 
     def __init__(self, phase: Phase, update_tokens: int) -> None:
         self.phase = phase
@@ -160,11 +143,7 @@ class Shares:
                 starts = self._advanced(self.segments[-1], end)
 
     def check(self, max_updates: int) -> None:
-        """Check that each update up to ``max_updates`` has a corpus.
-
-        Raises:
-            ConfigError: if one has none.
-        """
+        """Raise a ConfigError if an update up to ``max_updates`` has no corpus."""
         for segment in self.segments:
             if segment.first <= max_updates and not any(segment.shares):
                 until = "on" if segment.end is None else f"to {segment.end - 1:,}"
@@ -190,18 +169,15 @@ class Shares:
         ]
         return max(1, min(window_updates(self.update_tokens), int(min(whole, default=1.0))))
 
-    def positions(self, update: int) -> list[int]:
-        """Return the sentences of each stream before an update."""
-        return [int(position) for position in self._advanced(self.segments[self.segment(update)], update)]
-
-    def before(self, segment: Segment, update: int) -> list[int]:
-        """Return the sentences of each stream before an update of a segment, or before the one that follows it."""
+    def positions(self, update: int, segment: Segment | None = None) -> list[int]:
+        """Return the sentences of each stream before an update, of a segment or just after it."""
+        segment = segment or self.segments[self.segment(update)]
         return [int(position) for position in self._advanced(segment, update)]
 
     def _advanced(self, segment: Segment, update: int) -> tuple[float, ...]:
         tokens = (update - segment.first) * self.update_tokens
-        each = zip(segment.starts, segment.shares, self.phase.streams, strict=True)
-        return tuple(start + share * tokens / stream.mean for start, share, stream in each)
+        streams = zip(segment.starts, segment.shares, self.phase.streams, strict=True)
+        return tuple(start + share * tokens / stream.mean for start, share, stream in streams)
 
     def _at(self, update: int) -> tuple[float, ...]:
         """Return the share of each corpus in an update; all are 0 if none has a weight."""
@@ -218,12 +194,7 @@ class Shares:
 class MixtureOrder(UpdateOrder):
     """Updates of a mixture. An epoch has as many target tokens as all its corpora together.
 
-    Args:
-        corpora: the training text; parts in the order of the phase's streams.
-        seed: seed of the run.
-        update_tokens: target tokens in one update.
-        phase: the phase that the run is in.
-        max_updates: last update of the run, up to which each must have a corpus.
+    ``corpora`` has parts in the order of the phase's streams; each update up to ``max_updates`` must have a corpus.
 
     Raises:
         ConfigError: if some updates have no corpus, or updates are smaller than sentences.
@@ -260,8 +231,8 @@ class MixtureOrder(UpdateOrder):
         size = self.shares.window_updates(segment)
         first = segment.first + number * size
         stop = first + size if segment.end is None else min(first + size, segment.end)
-        bounds = zip(self.shares.before(segment, first), self.shares.before(segment, stop), strict=True)
-        rows = np.concatenate([self._rows(part, *each) for part, each in enumerate(bounds)])
+        bounds = zip(*(self.shares.positions(update, segment) for update in (first, stop)), strict=True)
+        rows = np.concatenate([self._rows(part, *ends) for part, ends in enumerate(bounds)])
         # Sentences of equal lengths stay in this order, in which no corpus may come first.
         rows = rows[randomness.permutation(len(rows), self.seed, randomness.Purpose.SHUFFLE, first)]
         drawn = (self.seed, randomness.Purpose.GRAINS, first)
@@ -280,22 +251,19 @@ class MixtureOrder(UpdateOrder):
     def _rows(self, part: int, start: int, stop: int) -> Indices:
         """Return the rows of a piece of a corpus' stream."""
         corpus = self.corpora.parts[part]
-        found: list[Indices] = [np.empty(0, dtype=np.int64)]
+        rows: list[Indices] = [np.empty(0, dtype=np.int64)]
         for epoch in range(start // len(corpus), -(-stop // len(corpus))):
             first = epoch * len(corpus)
             positions = np.arange(max(start, first) - first, min(stop, first + len(corpus)) - first)
             indices = corpus.shuffled(positions, self.seed, epoch)
-            found.append(self.corpora.rows(part, corpus.segmentation(epoch), indices))
-        return np.concatenate(found)
+            rows.append(self.corpora.rows(part, corpus.segmentation(epoch), indices))
+        return np.concatenate(rows)
 
 
 def next_phase(phases: Sequence[Phase], mixture: Phase, before: Mapping[str, int]) -> tuple[Phase, ...]:
     """Return the phases of a run that continues with a mixture: those so far, and a new one if the mixture differs.
 
-    Args:
-        phases: so far; the last one is in force.
-        mixture: with which the run continues, from its first update on; its streams start anew.
-        before: sentences that the run has taken of each corpus before that update.
+    ``before`` has the sentences that the run has taken of each corpus before the mixture's first update.
     """
     if phases and phases[-1].same_mixture(mixture):
         return tuple(phases)
@@ -311,13 +279,7 @@ def next_phase(phases: Sequence[Phase], mixture: Phase, before: Mapping[str, int
 
 
 def taken(phase: Phase, update: int, update_tokens: int) -> dict[str, int]:
-    """Return the sentences that a run has taken of each corpus before an update of its last phase.
-
-    Args:
-        phase: the phase.
-        update: number of the update.
-        update_tokens: target tokens in one update.
-    """
+    """Return the sentences that a run has taken of each corpus before an update of its last phase."""
     positions = Shares(phase, update_tokens).positions(update)
     now = {stream.corpus: position for stream, position in zip(phase.streams, positions, strict=True)}
     return {**{stream.corpus: stream.start for stream in phase.absent}, **now}

@@ -38,14 +38,11 @@ _EXCHANGES = 100
 
 
 def divide(lengths: Sizes, room: Sizes) -> Indices | None:
-    """Divide sentences among rows.
+    """Divide sentences among rows, or return None if no division was found. Shape: -> (sentences,).
 
     Args:
         lengths: source and target length of each sentence. Shape: (sentences, 2)
         room: size of each row of the source and of the target. Shape: (rows, 2)
-
-    Returns:
-        The row of each sentence, or None if no division was found. Shape: (sentences,)
     """
     left = room.copy()
     # Sides count by the share of their room that is needed.
@@ -85,7 +82,8 @@ def _exchange(lengths: Sizes, row_of: Indices, left: Sizes, giver: int) -> bool:
     """
     side = int(left[giver].argmin())
     taker = int(left[:, side].argmax())
-    given, taken = (_spread(np.flatnonzero(row_of == row)) for row in (giver, taker))
+    sides = (np.flatnonzero(row_of == row) for row in (giver, taker))
+    given, taken = (sentences[:: max(1, -(-len(sentences) // _TRIED))] for sentences in sides)  # of all lengths
     if taker == giver or not len(taken):
         return False
     moved = lengths[given][:, None] - lengths[taken][None]  # Shape: (given, taken, 2)
@@ -98,11 +96,6 @@ def _exchange(lengths: Sizes, row_of: Indices, left: Sizes, giver: int) -> bool:
     left[giver] += lengths[one] - lengths[other]
     left[taker] -= lengths[one] - lengths[other]
     return True
-
-
-def _spread(sentences: Indices) -> Indices:
-    """Return at most _TRIED of some sentences, of all lengths."""
-    return sentences[:: max(1, -(-len(sentences) // _TRIED))]
 
 
 _SPARE = 1.004
@@ -127,12 +120,7 @@ _STEPS = 16
 
 @dataclass(frozen=True)
 class Ladder:
-    """Sizes of rows among which each row takes the smallest that holds its sentences.
-
-    Attributes:
-        source: sizes of the source's rows, ascending.
-        target: sizes of the target's rows, ascending.
-    """
+    """Sizes of rows, ascending, among which each row takes the smallest that holds its sentences."""
 
     source: tuple[int, ...]
     target: tuple[int, ...]
@@ -143,32 +131,22 @@ class Ladder:
         return self.source[-1], self.target[-1]
 
     def shapes(self, loads: Sizes, bound: int) -> Sizes:
-        """Return the sizes of rows that hold some tokens. An empty micro-batch has one position on either side.
+        """Return the sizes of rows that hold some tokens, of at most ``bound``. Shape: (micro_batches, 2) -> same.
 
-        Args:
-            loads: source and target tokens of each micro-batch. Shape: (micro_batches, 2)
-            bound: tokens of the largest row.
-
-        Shape: -> (micro_batches, 2)
+        An empty micro-batch has one position on either side.
         """
-        found = []
+        shapes = []
         for load, rungs in zip(loads.T, (self.source, self.target), strict=True):
             # A load above those of the sample takes a coarser size, so that few are added.
             above = np.arange(1, _STEPS + 1) * -(-bound // _STEPS)
             sizes = np.array([*rungs, *above[above > rungs[-1]].clip(max=bound)])
-            found.append(np.where(load > 0, sizes[np.searchsorted(sizes, np.minimum(load + 1, bound))], 1))
-        return np.stack(found, axis=1)
+            shapes.append(np.where(load > 0, sizes[np.searchsorted(sizes, np.minimum(load + 1, bound))], 1))
+        return np.stack(shapes, axis=1)
 
 
 @dataclass(frozen=True)
 class RowSizes:
-    """Sizes in tokens of the rows of a run's micro-batches, in two shapes.
-
-    Attributes:
-        target: of every target's row.
-        short: of the source's rows of some micro-batches.
-        long: of the source's rows of the others.
-    """
+    """Sizes in tokens of the rows of a run's micro-batches: of every target's row, and two of the source's rows."""
 
     target: int
     short: int
@@ -180,10 +158,7 @@ class RowSizes:
         return self.long, self.target
 
     def shapes(self, micro_batches: int, long: int) -> Sizes:
-        """Return the sizes of rows, source and target, of micro-batches, ``long`` of which have long source rows.
-
-        Shape: -> (micro_batches, 2)
-        """
+        """Return the sizes of rows of micro-batches, ``long`` of which have long source rows. Shape: -> (micro_batches, 2)."""
         sources = np.repeat([self.long, self.short], [long, micro_batches - long])
         return np.stack([sources, np.full(micro_batches, self.target)], axis=1)
 
@@ -196,12 +171,9 @@ def row_sizes(updates: Window, longest: int, ranks: int, config: BatchConfig) ->
         longest: tokens of the longest sentence of the training text.
         ranks: number of data-parallel ranks.
         config: bounds of a micro-batch.
-
-    Raises:
-        ConfigError: if a single sentence of the sample does not fit.
     """
     starts = updates.bounds[:-1]
-    totals = np.stack([np.add.reduceat(each, starts, dtype=np.int64) for each in (updates.source, updates.target)])
+    totals = np.stack([np.add.reduceat(side, starts, dtype=np.int64) for side in (updates.source, updates.target)])
     full = np.flatnonzero(totals[1] > 0.9 * np.median(totals[1]))  # without the rest at the end of the epoch
     # The sample has updates with few and with many source tokens.
     number = max(4, min(_SAMPLED_UPDATES, _SAMPLED_TOKENS // max(1, int(np.median(totals[1])))))
@@ -214,8 +186,8 @@ def row_sizes(updates: Window, longest: int, ranks: int, config: BatchConfig) ->
     taken = failed = 0
     for update in sample.tolist():
         lengths = lengths_of(updates[update], updates.source, updates.target, config)
-        if (found := _divide_into_two_shapes(lengths, ranks, config.micro_tokens, two)) is not None:
-            taken += int(found[1].sum())
+        if (division := _divide_into_two_shapes(lengths, ranks, config.micro_tokens, two)) is not None:
+            taken += int(division[1].sum())
         elif (failed := failed + 1) >= _FAILED:
             return ladder
     return ladder if needed * (len(sample) - failed) < (1.0 - _GAIN) * taken * len(sample) else two
@@ -237,8 +209,8 @@ def _two_shapes(full: Indices, totals: Sizes, longest: int, ranks: int, config: 
     def size(tokens: float) -> int:
         return min(bound, _rounded(max(longest, _SPARE * tokens / count) + 1))
 
-    wanted = sorted({size(tokens) for tokens in np.quantile(full, _QUANTILES)})
-    pairs = [(short, long) for short, long in itertools.product(wanted, wanted) if short <= long]
+    candidates = sorted({size(tokens) for tokens in np.quantile(full, _QUANTILES)})
+    pairs = itertools.combinations_with_replacement(candidates, 2)
     rows = size(totals[1].max())
 
     def positions(pair: tuple[int, int]) -> float:
@@ -252,45 +224,28 @@ def _two_shapes(full: Indices, totals: Sizes, longest: int, ranks: int, config: 
 
 
 def _even_divisions(updates: Window, sample: list[int], ranks: int, config: BatchConfig) -> Sizes:
-    """Return the source and target tokens of each micro-batch of some updates that are divided evenly.
-
-    Shape: -> (micro_batches, 2)
-    """
-    found = []
+    """Return the source and target tokens of each micro-batch of some evenly divided updates. Shape: (micro_batches, 2)."""
+    loads = []
     for update in sample:
         lengths = lengths_of(updates[update], updates.source, updates.target, config)
-        row_of, count = _divide_evenly(lengths, ranks, config.micro_tokens)
-        found.append(_loads(lengths, row_of, count))
-    return np.concatenate(found)
+        loads.append(_loads(lengths, *_divide_evenly(lengths, ranks, config.micro_tokens)))
+    return np.concatenate(loads)
 
 
 def _ladder(loads: Sizes, bound: int) -> tuple[Ladder, int]:
     """Choose the sizes of rows for some micro-batches, as few as waste little, and count the positions needed.
 
-    Args:
-        loads: source and target tokens of each micro-batch. Shape: (micro_batches, 2)
-        bound: tokens of the largest row.
+    Shape: (micro_batches, 2). ``bound`` is the largest size.
     """
-    chosen: tuple[Ladder, int] | None = None
-    finest = Ladder(*(_rungs(side, _RUNGS[-1], bound) for side in loads.T))
-    for number in _RUNGS:
-        ladder = Ladder(*(_rungs(side, number, bound) for side in loads.T))
-        chosen = ladder, int(ladder.shapes(loads, bound).sum())
-        if (1.0 - _RUNGS_GAIN) * chosen[1] <= finest.shapes(loads, bound).sum():
-            break
-    assert chosen is not None
-    return chosen
+    ladders = [Ladder(*(_rungs(side, number, bound) for side in loads.T)) for number in _RUNGS]
+    needed = [int(ladder.shapes(loads, bound).sum()) for ladder in ladders]
+    return next(pair for pair in zip(ladders, needed, strict=True) if (1.0 - _RUNGS_GAIN) * pair[1] <= needed[-1])
 
 
 def _rungs(loads: Indices, number: int, bound: int) -> tuple[int, ...]:
-    """Return at most ``number`` sizes that hold some loads with the fewest positions in all.
+    """Return at most ``number`` sizes up to ``bound`` that hold some loads with the fewest positions in all.
 
-    They are found by dynamic programming over the quantiles of the loads.
-
-    Args:
-        loads: tokens of each row on one side. Shape: (micro_batches,)
-        number: of sizes.
-        bound: largest size.
+    They are found by dynamic programming over the quantiles of the loads. Shape: (micro_batches,)
     """
     loads = np.minimum(loads + 1, bound)
     needed = np.minimum(bound, -(-np.quantile(loads, _LOADS).astype(np.int64) // _MULTIPLE) * _MULTIPLE)
@@ -316,13 +271,7 @@ def _rungs(loads: Indices, number: int, bound: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Sentences of a micro-batch, and the sizes of its rows.
-
-    Attributes:
-        sentences: indices of the sentences, which may be none.
-        source: size of the source's row.
-        target: size of the target's row.
-    """
+    """Sentences of a micro-batch, which may be none, and the sizes of its rows."""
 
     sentences: Indices
     source: int
@@ -342,26 +291,23 @@ def pack_update(
         config: bounds of a micro-batch.
         sizes: sizes of the rows of the run.
 
-    Returns:
-        The micro-batches of each rank.
-
     Raises:
         ConfigError: if a single sentence does not fit.
     """
     indices = indices[by_length(source[indices], target[indices])]
     lengths = lengths_of(indices, source, target, config)
-    found = None
+    division = None
     if isinstance(sizes, RowSizes):
-        found = _divide_into_two_shapes(lengths, ranks, config.micro_tokens, sizes)
-    if found is None:
+        division = _divide_into_two_shapes(lengths, ranks, config.micro_tokens, sizes)
+    if division is None:
         row_of, count = _divide_evenly(lengths, ranks, config.micro_tokens)
         loads = _loads(lengths, row_of, count)
         ladder = sizes if isinstance(sizes, Ladder) else Ladder((sizes.short, sizes.long), (sizes.target,))
         shapes = ladder.shapes(loads, config.micro_tokens)
     else:
-        row_of, shapes = found
+        row_of, shapes = division
     parts = [PackedPart(indices[row_of == row], *map(int, shape)) for row, shape in enumerate(shapes)]
-    if found is None:  # ranks have micro-batches of like size at the same time
+    if division is None:  # ranks have micro-batches of like size at the same time
         parts.sort(key=lambda part: part.source + part.target, reverse=True)
     return [parts[rank::ranks] for rank in range(ranks)]
 
@@ -369,18 +315,14 @@ def pack_update(
 def largest_packed(
     indices: Indices, source: Lengths, target: Lengths, ranks: int, config: BatchConfig, sizes: RowSizes | Ladder
 ) -> PackedPart:
-    """Return a micro-batch of an update in rows of the largest sizes; arguments as of :func:`pack_update`."""
+    """Return a micro-batch of an update in rows of the largest sizes."""
     first = pack_update(indices, source, target, ranks, config, sizes)[0][0]
     source_size, target_size = sizes.largest
     return replace(first, source=max(first.source, source_size), target=max(first.target, target_size))
 
 
 def _divide_into_two_shapes(lengths: Sizes, ranks: int, bound: int, sizes: RowSizes) -> tuple[Indices, Sizes] | None:
-    """Divide sentences among the fewest rows of two shapes.
-
-    Returns:
-        The row of each sentence, and the sizes of the rows; None if the sentences were not fitted into them.
-    """
+    """Divide sentences among the fewest rows of two shapes: their rows, and the sizes; None if they were not fitted in."""
     sources, targets = (int(_SPARE * total) for total in lengths.sum(axis=0))
     count = ranks * max(1, -(-max(-(-targets // sizes.target), -(-sources // sizes.long)) // ranks))
     least = min(count, max(0, -(-(sources - count * sizes.short) // max(1, sizes.long - sizes.short))))
@@ -395,7 +337,7 @@ def _divide_into_two_shapes(lengths: Sizes, ranks: int, bound: int, sizes: RowSi
 
 
 def _divide_evenly(lengths: Sizes, ranks: int, bound: int) -> tuple[Indices, int]:
-    """Divide sentences among few rows of at most ``bound`` tokens; return the row of each, and the number of rows."""
+    """Divide sentences among few rows of at most ``bound`` tokens: the row of each, and the number of rows."""
     total = int(lengths.sum(axis=0).max())
     count = max(1, -(-total // (ranks * bound)))
     while (row_of := divide(lengths, np.full((ranks * count, 2), bound))) is None:

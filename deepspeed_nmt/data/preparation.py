@@ -96,9 +96,6 @@ _work: Callable[[Any], Any] | None = None
 def prepare(options: PrepareOptions) -> Meta:
     """Make a data directory, unless the same one exists already. A failed call leaves nothing behind.
 
-    Returns:
-        The content of the directory's ``meta.json``.
-
     Raises:
         DataError: if files are missing or not aligned, no pairs are left after cleaning, the text does not support
             the vocabulary, the vocabulary does not fit the options, another directory is in the way, or the disk is
@@ -196,11 +193,7 @@ def _fill(
 
 
 def _copy_held_out(staging: Path, options: PrepareOptions) -> dict[str, tuple[InputRecord, ...]]:
-    """Copy the text of validation and test set, and return records of its files.
-
-    Raises:
-        DataError: if files are not aligned, or the validation set is empty.
-    """
+    """Copy the text of validation and test set, and return records of its files."""
     records: dict[str, tuple[InputRecord, ...]] = {}
     problems = []
     for split in ("valid", "test") if options.test_source else ("valid",):
@@ -225,22 +218,15 @@ def _warn_of_tokens(path: Path) -> None:
     lines = [line.decode("utf-8", errors="replace").rstrip() for line in read_lines((path,))]
     if count := looks_tokenised(lines):
         logger.warning(
-            "%s: %s of %s lines end in ' .' and look tokenised, so that BLEU would not be comparable; give --text "
-            "moses and the languages, or --text tokenised",
-            path.name,
-            f"{count:,}",
-            f"{len(lines):,}",
+            f"{path.name}: {count:,} of {len(lines):,} lines end in ' .' and look tokenised, so BLEU would not be "
+            "comparable; give --text moses and the languages, or --text tokenised"
         )
 
 
 def _check_room(directory: Path, options: PrepareOptions, tokenizer: Tokenizer | None) -> int | None:
-    """Estimate and log what will be written, as if cleaning removed nothing, and check that the disk has room for it.
+    """Check that the disk has room for what will be written, and log it, as if cleaning removed nothing.
 
-    Returns:
-        An estimate of the number of pairs; None if a file is a pipe or standard input, whose size is not known.
-
-    Raises:
-        DataError: if the disk has less free space than is needed, or a file cannot be read.
+    Returns an estimate of the number of pairs; None if a file is a pipe, whose size is not known.
     """
     pairs = text = 0.0
     for files in options.training_sets:
@@ -282,7 +268,6 @@ def _check_room(directory: Path, options: PrepareOptions, tokenizer: Tokenizer |
 
 
 def _train_vocabulary(options: PrepareOptions, files: Paths, pairs: int) -> Tokenizer:
-    """Train the vocabulary on the clean text in ``files``, or on a sample of it; or one on each of them."""
     if options.separate_vocabularies:
         source, target = (_trained(options, (path,), pairs) for path in files)
         return SentencePieceTokenizer(target.model, target.segmented, source.model, options.symbols)
@@ -290,7 +275,7 @@ def _train_vocabulary(options: PrepareOptions, files: Paths, pairs: int) -> Toke
 
 
 def _trained(options: PrepareOptions, files: Paths, pairs: int) -> SentencePieceTokenizer:
-    """Train one vocabulary."""
+    """Train one vocabulary on the clean text in ``files``, or on a sample of it."""
     if options.segmented:
         total = len(files) * pairs
         lines = (line.decode() for line in progress(read_lines(files), "vocabulary", "lines", total=total))
@@ -349,11 +334,7 @@ def _existing_vocabulary(options: PrepareOptions) -> Tokenizer | None:
 
 
 def _same_or_refuse(out: Path, recorded: dict[str, Any], inputs: dict[str, tuple[InputRecord, ...]]) -> Meta:
-    """Open an existing data directory if it was made from the same text with the same options.
-
-    Raises:
-        DataError: if it was not, or was changed since.
-    """
+    """Open an existing data directory if it was made from the same text with the same options; refuse others."""
     directory = DataDirectory.open(out)
     meta = directory.meta
     differing = [name for name in sorted({*recorded, *meta.options}) if recorded.get(name) != meta.options.get(name)]
@@ -374,10 +355,7 @@ def _same_or_refuse(out: Path, recorded: dict[str, Any], inputs: dict[str, tuple
 class _Checked(NamedTuple):
     """Pairs of a piece whose text is acceptable, duplicates included.
 
-    Attributes:
-        pairs: counts and hashes; without the texts, since few long strings are quickly handed to another process.
-        sides: the sources and the targets, with line feeds.
-        weights: weights of the pairs, if they have any. Shape: (N,)
+    ``pairs`` lacks the texts, since few long strings, ``sides``, are quickly handed to another process.
     """
 
     pairs: CheckedPairs
@@ -385,7 +363,6 @@ class _Checked(NamedTuple):
     weights: Weights | None
 
     def text(self, number: int) -> tuple[str, str]:
-        """Return one of the pairs."""
         source, target = (side.split(b"\n", number + 1)[number].decode() for side in self.sides)
         return source, target
 
@@ -406,7 +383,7 @@ def clean_text(
     workers: int,
     total: int | None,
 ) -> Weights | None:
-    """Write the clean pairs of the training text to two files, one line a pair.
+    """Write the clean pairs of the training text to two files, one line a pair, and return their weights, if any.
 
     Args:
         pieces: the text.
@@ -414,13 +391,7 @@ def clean_text(
         cleaner: receives the counts, and decides on duplicates.
         files: paths of the clean text of both sides.
         workers: number of processes.
-        total: estimate of the number of pairs, to show the progress; None if there is none.
-
-    Returns:
-        Weights of the pairs, if they have any. Shape: (pairs,)
-
-    Raises:
-        DataError: if the text cannot be read.
+        total: estimate of the number of pairs, to show the progress.
     """
     work = partial(_check, cleaner.checker, layout)
     weights: list[Weights] = []
@@ -457,19 +428,13 @@ class PairEncoder:
     sampling: SampledSegmentations | None = None
 
     def check(self) -> None:
-        """Check that the vocabularies have the tags, and several segmentations if they are to be drawn.
-
-        Raises:
-            DataError: if not.
-        """
+        """Raise a DataError if the vocabularies lack a tag, or several segmentations if they are to be drawn."""
         self.encode([])
 
     def encode(self, pairs: Sequence[tuple[str, str]], first: int = 0) -> list[EncodedPairs]:
         """Encode successive pairs (source, target), in each segmentation.
 
-        Args:
-            pairs: text of both sides.
-            first: number of the first pair in the clean text, from 0. Sampled segmentations depend on it.
+        ``first`` is the number of the first pair in the clean text, from 0, on which sampled segmentations depend.
         """
         texts = {side: [pair[place] for pair in pairs] for place, side in enumerate(SIDES)}
         if (sampling := self.sampling) is None:
@@ -495,14 +460,7 @@ class PairEncoder:
 
 
 class _Encoded(NamedTuple):
-    """Encoded pairs of a piece.
-
-    Attributes:
-        segmentations: tokens of the sources and of the targets of pairs that fit, in each segmentation.
-        keep: True for pairs of the piece that fit. Shape: (N,)
-        removals: others, by reason.
-        round_trips: lines that encoding and decoding changes, by side.
-    """
+    """Encoded pairs of a piece; sentences are those of pairs that fit, ``keep`` of shape (N,) says which."""
 
     segmentations: list[tuple[Tokens, Tokens]]
     keep: npt.NDArray[np.bool_]
@@ -515,9 +473,6 @@ class _Encoding:
     """The encoding of a piece by a worker, which opens the vocabulary for itself.
 
     Attributes:
-        vocabulary: directory of the vocabulary.
-        tags: symbols in front of all sentences.
-        sampling: segmentations to draw, if any.
         cleaning: lengths to keep; None keeps all pairs, and reads any bytes as text.
         every: one of so many lines is decoded again.
     """
@@ -596,15 +551,14 @@ def encode_split(
         files: its text.
         pairs: number of its pairs.
         encoder: the vocabulary, tags and segmentations.
-        directory: which has the files of the vocabulary, and receives those of the split.
+        directory: has the files of the vocabulary, and receives those of the split.
         split: ``train`` or ``valid``.
         workers: number of processes.
         cleaner: lengths to keep; receives the counts of others. None keeps all pairs, and reads any bytes as text.
         weights: of the pairs, if they have any. Shape: (pairs,)
 
     Returns:
-        Statistics of the split and of its other segmentations, and lines that encoding and decoding changes, of the
-        first segmentation.
+        For each segmentation its statistics, and lines that encoding and decoding changes (of the first one).
     """
     vocabulary, size = encoder.tokenizer.vocabulary, vocabulary_size(encoder.tokenizer)
     names = [split] if encoder.sampling is None else [split_name(number) for number in range(encoder.sampling.count)]

@@ -88,12 +88,8 @@ class Window:
         """Return one window with the updates of several."""
         ends = np.cumsum([0, *(len(window.rows) for window in windows)])
         bounds = [window.bounds[1:] + end for window, end in zip(windows, ends, strict=False)]
-        return cls(
-            np.concatenate([window.rows for window in windows]),
-            np.concatenate([window.source for window in windows]),
-            np.concatenate([window.target for window in windows]),
-            np.concatenate([[0], *bounds]).astype(np.int64),
-        )
+        columns = zip(*((window.rows, window.source, window.target) for window in windows), strict=True)
+        return cls(*map(np.concatenate, columns), np.concatenate([[0], *bounds]).astype(np.int64))
 
 
 _WINDOW_UPDATES = 256
@@ -106,12 +102,7 @@ _SAMPLED_TOKENS, _SAMPLED_WINDOWS = 1 << 22, 8
 
 @dataclass(frozen=True)
 class Cursor:
-    """A position in the data: the next update to make.
-
-    Attributes:
-        epoch: number of the epoch, from 0.
-        update: index of the update within the epoch, from 0.
-    """
+    """A position in the data: the epoch, and the next update within it, both from 0."""
 
     epoch: int = 0
     update: int = 0
@@ -119,12 +110,7 @@ class Cursor:
 
 @dataclass(frozen=True)
 class UpdatePlace:
-    """The place of an update in the order.
-
-    Attributes:
-        window: key of its window, as :meth:`UpdateOrder.window` takes it.
-        index: of the update in the window.
-    """
+    """The window of an update, by its key for :meth:`UpdateOrder.window`, and its index there."""
 
     window: tuple[int, int]
     index: int
@@ -136,13 +122,7 @@ def window_updates(update_tokens: int) -> int:
 
 
 class UpdateOrder(ABC):
-    """A division of the training text into updates.
-
-    Args:
-        corpora: the training text.
-        seed: seed of the run.
-        update_tokens: target tokens in one update.
-    """
+    """A division of the training text into updates of ``update_tokens`` target tokens, by the seed of the run."""
 
     def __init__(self, corpora: Corpora, seed: int, update_tokens: int) -> None:
         self.corpora = corpora
@@ -155,12 +135,7 @@ class UpdateOrder(ABC):
 
     @abstractmethod
     def place(self, cursor: Cursor, number: int) -> UpdatePlace:
-        """Return the place of an update.
-
-        Args:
-            cursor: its position in the data.
-            number: its number in the run, from 1.
-        """
+        """Return the place of an update by its position in the data, and its number in the run, from 1."""
 
     @abstractmethod
     def window(self, key: tuple[int, int]) -> Window:
