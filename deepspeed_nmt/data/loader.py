@@ -57,7 +57,7 @@ def check_lengths(corpora: Corpora, config: BatchConfig) -> int:
 
 
 def largest_micro_batch(updates: Window, corpora: Corpora, ranks: int, config: BatchConfig) -> Indices:
-    """Choose the sentences of the largest micro-batch that can be expected of any update, the longest first. Shape: (B,).
+    """Choose the sentences of the largest micro-batch to be expected of any update, the longest first. Shape: (B,).
 
     A sample of the updates gives its size: ``micro_tokens``, or less if updates are small or are divided finer
     because of padding. Of all sentences that fill at least 97% of that size, the longest are chosen.
@@ -143,8 +143,17 @@ def collate(
     pad, bos, eos, source_eos = vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.source.eos
     if len(indices) == 0:
         pad_11 = torch.full((1, 1), pad)
-        source_11, nobody = torch.full((1, 1), source_eos), torch.tensor([-1])
-        return Batch(source_11, pad_11, pad_11, nobody, 0, 0, pad=pad, update=update, **_per_pair(corpus, indices))
+        return Batch(
+            source_BS=torch.full((1, 1), source_eos),
+            target_input_BT=pad_11,
+            target_output_BT=pad_11,
+            sentence_ids_B=torch.tensor([-1]),
+            source_tokens=0,
+            target_tokens=0,
+            pad=pad,
+            update=update,
+            **_per_pair(corpus, indices),
+        )
     sources = corpus.sources(indices if source_indices is None else source_indices)
     targets = corpus.targets(indices)
     source_BS, _ = _padded(sources, source_eos, pad)
@@ -345,7 +354,7 @@ class TrainLoader:
 
 
 class Prefetcher(Generic[T]):
-    """An iterator that runs in a thread, up to ``depth`` items ahead; :meth:`next` raises its exceptions in their place."""
+    """An iterator that runs in a thread, up to ``depth`` items ahead; :meth:`next` raises its exceptions."""
 
     def __init__(self, items: Iterator[T], depth: int = 4) -> None:
         self._queue: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)

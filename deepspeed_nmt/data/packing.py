@@ -158,7 +158,7 @@ class RowSizes:
         return self.long, self.target
 
     def shapes(self, micro_batches: int, long: int) -> Sizes:
-        """Return the sizes of rows of micro-batches, ``long`` of which have long source rows. Shape: -> (micro_batches, 2)."""
+        """Return the sizes of rows, ``long`` of which have long source rows. Shape: -> (micro_batches, 2)."""
         sources = np.repeat([self.long, self.short], [long, micro_batches - long])
         return np.stack([sources, np.full(micro_batches, self.target)], axis=1)
 
@@ -224,7 +224,7 @@ def _two_shapes(full: Indices, totals: Sizes, longest: int, ranks: int, config: 
 
 
 def _even_divisions(updates: Window, sample: list[int], ranks: int, config: BatchConfig) -> Sizes:
-    """Return the source and target tokens of each micro-batch of some evenly divided updates. Shape: (micro_batches, 2)."""
+    """Return the tokens of each micro-batch of some evenly divided updates. Shape: (micro_batches, 2)."""
     loads = []
     for update in sample:
         lengths = lengths_of(updates[update], updates.source, updates.target, config)
@@ -322,7 +322,7 @@ def largest_packed(
 
 
 def _divide_into_two_shapes(lengths: Sizes, ranks: int, bound: int, sizes: RowSizes) -> tuple[Indices, Sizes] | None:
-    """Divide sentences among the fewest rows of two shapes: their rows, and the sizes; None if they were not fitted in."""
+    """Divide sentences among the fewest rows of two shapes: their rows, and the sizes; None if they do not fit."""
     sources, targets = (int(_SPARE * total) for total in lengths.sum(axis=0))
     count = ranks * max(1, -(-max(-(-targets // sizes.target), -(-sources // sizes.long)) // ranks))
     least = min(count, max(0, -(-(sources - count * sizes.short) // max(1, sizes.long - sizes.short))))

@@ -88,8 +88,12 @@ class Window:
         """Return one window with the updates of several."""
         ends = np.cumsum([0, *(len(window.rows) for window in windows)])
         bounds = [window.bounds[1:] + end for window, end in zip(windows, ends, strict=False)]
-        columns = zip(*((window.rows, window.source, window.target) for window in windows), strict=True)
-        return cls(*map(np.concatenate, columns), np.concatenate([[0], *bounds]).astype(np.int64))
+        return cls(
+            np.concatenate([window.rows for window in windows]),
+            np.concatenate([window.source for window in windows]),
+            np.concatenate([window.target for window in windows]),
+            np.concatenate([[0], *bounds]).astype(np.int64),
+        )
 
 
 _WINDOW_UPDATES = 256
