@@ -91,18 +91,12 @@ def run(arguments: argparse.Namespace) -> int:
     inputs = _read(arguments, tokenised)
     scoring.warn_of_files(inputs, tokenised, lowercase)
     for report in scoring.score_files(inputs, tokenised, lowercase, chosen):
-        scoring.warn_of_copies(report)
         output((scoring.as_json if arguments.json else scoring.as_text)(report, inputs, by_name))
     return 0
 
 
 def _tune(arguments: argparse.Namespace, tokenised: bool) -> str:
-    """Return the report of --tune-rerank.
-
-    Raises:
-        ConfigError: if an option has no meaning with it.
-        DataError: if a file cannot be used.
-    """
+    """Return the report of --tune-rerank."""
     from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.evaluate.nbest import tune
 
@@ -123,11 +117,7 @@ def _tune(arguments: argparse.Namespace, tokenised: bool) -> str:
 
 
 def _read(arguments: argparse.Namespace, tokenised: bool) -> ScoreInputs:
-    """Read all files of the command line, each once.
-
-    Raises:
-        DataError: if a file cannot be read, or the files are not aligned.
-    """
+    """Read all files of the command line, each once."""
     from deepspeed_nmt.errors import DataError
     from deepspeed_nmt.evaluate.scoring import ScoreInputs, read_sentences
     from deepspeed_nmt.files import shown_name
@@ -153,11 +143,7 @@ def _read(arguments: argparse.Namespace, tokenised: bool) -> ScoreInputs:
 
 
 def _converters(arguments: argparse.Namespace, tokenised: bool) -> tuple[Converter, Converter]:
-    """Return functions that bring translations, and references, into the form to score.
-
-    Raises:
-        DataError: if text like that of --like cannot have this form.
-    """
+    """Return functions that bring translations, and references, into the form to score."""
     from deepspeed_nmt.text import join_segments
 
     def join(lines: Sequence[str]) -> list[str]:

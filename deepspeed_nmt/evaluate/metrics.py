@@ -73,23 +73,13 @@ class TextMetric(Metric):
         return str(metric.get_signature())
 
     def score(self, hypotheses: Sequence[str], references: Sequence[str]) -> float:
-        """Score translations.
-
-        Args:
-            hypotheses: one translation of each sentence; text of :attr:`kind`.
-            references: the same number of references.
-        """
+        """Score translations, text of :attr:`kind`, by a reference of each."""
         return float(self.make(False).corpus_score(hypotheses, [references]).score)
 
     def p_value(self, hypotheses: Sequence[str], baseline: Sequence[str], references: Sequence[str]) -> float:
         """Return the probability that two equally good systems differ as much, by paired bootstrap resampling.
 
-        It takes about 40 KB of memory for a sentence.
-
-        Args:
-            hypotheses: translations of one system; text of :attr:`kind`.
-            baseline: those of the other one.
-            references: the same number of references.
+        It takes about 40 KB of memory for a sentence. Texts are of :attr:`kind`, with a line for each of ``references``.
         """
         from sacrebleu.significance import PairedTest, Result
 
@@ -102,12 +92,7 @@ class TextMetric(Metric):
 
 
 def p_value_of_scores(scores: Sequence[float], baseline: Sequence[float]) -> float:
-    """Return the probability that two equally good systems differ as much in the mean of their sentences' scores.
-
-    Args:
-        scores: of each sentence by one system.
-        baseline: of the same sentences by the other one.
-    """
+    """Return the probability that equally good systems differ as much in the mean of their scores of each sentence."""
     import numpy as np
 
     differences = np.asarray(scores, dtype=np.float64) - np.asarray(baseline, dtype=np.float64)
@@ -161,12 +146,7 @@ METRICS: Mapping[str, TextMetric] = {
 
 
 def validation_tag(name: str, of: str = "") -> str:
-    """Return the tag under which a value of a validation set is logged.
-
-    Args:
-        name: of the value: a metric, loss, nll or ppl.
-        of: name of the set; "" for that of the training data.
-    """
+    """Return the tag of a metric, loss, nll or ppl of a validation set; ``of`` is "" for that of the training data."""
     return f"valid/{of}/{name}" if of else f"valid/{name}"
 
 
@@ -192,11 +172,7 @@ class Scorer:
         return {metric.kind for metric in self.metrics}
 
     def __call__(self, hypotheses: Sequence[str]) -> dict[str, float]:
-        """Return the value of each metric by name.
-
-        Args:
-            hypotheses: one translation for each reference.
-        """
+        """Return the value of each metric by name; there is a translation for each reference."""
         converted = {kind: self._text.convert(kind, hypotheses) for kind in self._kinds}
         return {
             metric.name: metric.score(converted[metric.kind], self._references[metric.kind])

@@ -175,12 +175,8 @@ class Tuning:
             return {"alpha": pair[0], "exponent": pair[1], "bleu": self.grid[pair]}
 
         values: dict[str, object] = {
-            "lines": self.lines,
-            "candidates": self.candidates,
-            "metric": self.label,
-            "signature": self.signature,
-            "default": point(DEFAULT),
-            "best": point(self.best),
+            **{"lines": self.lines, "candidates": self.candidates, "metric": self.label, "signature": self.signature},
+            **{"default": point(DEFAULT), "best": point(self.best)},
         }
         if grid:
             values["grid"] = [point(pair) for pair in self.grid]
@@ -188,10 +184,7 @@ class Tuning:
 
 
 class RerankLists:
-    """N-best lists of both exits, as arrays.
-
-    Args:
-        lists: the candidates of each line. That of an empty line, which neither exit has scored, stands alone.
+    """N-best lists of both exits, as arrays. The list of an empty line, which neither exit has scored, is one candidate.
 
     Raises:
         ValueError: if a candidate lacks the scores by both exits; the message is the number of its line, from 1.
@@ -228,12 +221,7 @@ class RerankLists:
         return int(cut_L.argmax()) + 1 if cut_L.any() else None
 
     def choose(self, alpha: float, exponent: float) -> NDArray[np.intp]:
-        """Return the place of the best candidate of each line. Shape: (L,).
-
-        Args:
-            alpha: weight of the exit that proposed a candidate.
-            exponent: exponent of its length with EOS.
-        """
+        """Return the place of the best candidate of each line by these weights. Shape: (L,)."""
         own_LKN, other_LKN = self._means_LKN, self._means_LKN[:, :, ::-1]
         total_LKN = total_of(own_LKN, other_LKN, self._length_LK[:, :, None], alpha, exponent)
         chosen_L: NDArray[np.intp] = np.where(self._proposed_LKN, total_LKN, -np.inf).max(axis=2).argmax(axis=1)
@@ -254,15 +242,15 @@ def tune(
     tokenised: bool = False,
     lowercase: bool = False,
 ) -> Tuning:
-    """Compute the BLEU of the translations that each pair of weights chooses.
+    """Compute the BLEU of the translations that each pair of weights chooses from ``nbest``, "-" or a file.
 
     Args:
-        nbest: file of n-best lists, written by `translate --rerank deep-shallow --nbest`; "-" is standard input.
+        nbest: n-best lists, written by `translate --rerank deep-shallow --nbest`.
         references: files of reference translations.
         convert: function that brings translations into the form to score.
         convert_reference: the same for references.
-        tokenised: compute BLEU over the tokens of the text instead of sacreBLEU.
-        lowercase: ignore case.
+        tokenised: True for BLEU over the tokens of the text instead of sacreBLEU.
+        lowercase: True to ignore case.
 
     Raises:
         DataError: if a file cannot be read, lacks candidates or scores, or is not aligned with the others.
@@ -279,9 +267,7 @@ def tune(
     )
 
     if nbest in references:
-        raise DataError(
-            f"{shown_name(nbest)} is given as n-best list and as reference; give the reference translations"
-        )
+        raise DataError(f"{shown_name(nbest)} is given as n-best list and as reference; give the references")
     lists = read_nbest(nbest)
     read = {name: convert_reference(read_sentences(name)) for name in dict.fromkeys(references)}  # pipes, once
     sentences = [read[name] for name in references]
@@ -291,18 +277,13 @@ def tune(
                 f"{shown_name(nbest)} has the candidates of {len(lists):,} lines, and {shown_name(name)} has "
                 f"{len(lines):,} lines; give files of the same sentences"
             )
+    remedy = "write it with translate --rerank deep-shallow --nbest TWICE_THE_BEAM"
     try:
         reranked = RerankLists(lists)
     except ValueError as error:
-        raise DataError(
-            f"{shown_name(nbest)} lacks the scores by both exits for line {error}; write it with translate --rerank "
-            "deep-shallow --nbest"
-        ) from error
+        raise DataError(f"{shown_name(nbest)} lacks the scores by both exits for line {error}; {remedy}") from error
     if (line := reranked.first_cut) is not None:
-        raise DataError(
-            f"{shown_name(nbest)} lacks candidates of line {line:,} that an exit proposed; write it with translate "
-            "--rerank deep-shallow --nbest TWICE_THE_BEAM"
-        )
+        raise DataError(f"{shown_name(nbest)} lacks candidates of line {line:,} that an exit proposed; {remedy}")
     name = "bleu_tokenised" if tokenised else "bleu"
     metric = METRICS[name].make(lowercase)
     assert isinstance(metric, BLEU)

@@ -53,35 +53,6 @@ class ScoreInputs:
 
 
 @dataclass(frozen=True)
-class BleuDetail:
-    """Components of a BLEU score.
-
-    Attributes:
-        precisions: of 1-grams to 4-grams, in percent.
-        brevity_penalty: factor on the score, below 1 when the hypothesis is shorter than the reference.
-        hypothesis_tokens: length of the hypothesis as BLEU counts it.
-        reference_tokens: length of the references, for each sentence the one closest to the hypothesis.
-    """
-
-    precisions: tuple[float, ...]
-    brevity_penalty: float
-    hypothesis_tokens: int
-    reference_tokens: int
-
-    @classmethod
-    def of(cls, score: BLEUScore) -> BleuDetail:
-        """Return the components of a sacreBLEU result."""
-        return cls(tuple(score.precisions), float(score.bp), int(score.sys_len), int(score.ref_len))
-
-    def __str__(self) -> str:
-        precisions = "/".join(f"{precision:.1f}" for precision in self.precisions)
-        return (
-            f"{precisions}, BP {self.brevity_penalty:.3f}, "
-            f"hypothesis {self.hypothesis_tokens}, reference {self.reference_tokens} tokens"
-        )
-
-
-@dataclass(frozen=True)
 class Score:
     """Score of translations by a metric.
 
@@ -89,25 +60,19 @@ class Score:
         metric: the metric.
         value: the score.
         signature: version and settings of the metric.
-        detail: components of a BLEU.
+        detail: components of a BLEU: n-gram precisions in percent, brevity penalty, lengths in tokens.
     """
 
     metric: Metric
     value: float
     signature: str
-    detail: BleuDetail | None = None
+    detail: BLEUScore | None = None
 
 
 def corpus_score(
     metric: TextMetric, hypotheses: Sequence[str], references: Sequence[Sequence[str]], *, lowercase: bool = False
 ) -> Score:
-    """Score translations by a metric of sacreBLEU.
-
-    Args:
-        metric: of the text's kind.
-        hypotheses: one translation of each sentence.
-        references: one list for each reference, aligned with ``hypotheses``.
-        lowercase: True to ignore case.
+    """Score translations, ignoring case if ``lowercase``; each of ``references`` is a list aligned with them.
 
     Raises:
         DataError: if there is nothing to score, or a reference has another number of lines.
@@ -122,7 +87,7 @@ def corpus_score(
             )
     scorer = metric.make(lowercase)
     score = scorer.corpus_score(hypotheses, references)
-    detail = BleuDetail.of(score) if isinstance(score, BLEUScore) else None
+    detail = score if isinstance(score, BLEUScore) else None
     return Score(metric, float(score.score), str(scorer.get_signature()), detail)
 
 
@@ -186,7 +151,7 @@ def read_sentences(name: str) -> list[str]:
 
 
 def choose_metrics(values: Sequence[str], kind: Kind, lowercase: bool, for_programs: bool) -> list[Metric]:
-    """Return the metrics that ``score --metrics`` names, each once.
+    """Return the metrics that ``score --metrics`` names for text of a kind, each once.
 
     Args:
         values: names of metrics, and programs as `command:PATH`.
@@ -195,7 +160,7 @@ def choose_metrics(values: Sequence[str], kind: Kind, lowercase: bool, for_progr
         for_programs: True if there are the source and one reference, which programs need.
 
     Raises:
-        ConfigError: if one is unknown, is for other text, comes late, or cannot be called; all of them at once.
+        ConfigError: if any is unknown or cannot be called; all problems at once.
     """
     if lowercase:
         raise ConfigError("--metrics gives scores that respect case; leave out --lowercase, or --metrics")
@@ -209,19 +174,16 @@ def choose_metrics(values: Sequence[str], kind: Kind, lowercase: bool, for_progr
             problems.append(f"--metrics {error}")
             continue
         if metric is None:
-            other = "; that is for text of the other kind (--tokenised)" if value in METRICS else ""
             problems.append(
                 f"--metrics {shown(value)} is none of {', '.join(known)} and command:PATH, which are for {kind} text"
-                f"{other or did_you_mean(value, known)}"
+                f"{did_you_mean(value, known)}"
             )
-        elif isinstance(metric, CommandMetric) and metric.late:
-            problems.append(f"--metrics {shown(value)} comes late; give command:{metric.path}")
         elif chosen.setdefault(metric.name, metric) != metric:
             problems.append(f"--metrics has two programs of the name {metric.name}; put NAME= in front of one")
+        elif isinstance(metric, CommandMetric) and metric.late:
+            problems.append(f"--metrics {shown(value)} comes late; give command:{metric.path}")
         elif isinstance(metric, CommandMetric) and not for_programs:
-            problems.append(
-                f"the metric {metric.name} needs the source and one reference; give --source and one --reference"
-            )
+            problems.append(f"the metric {metric.name} needs --source and one --reference; give both")
     if problems:
         raise ConfigError(problems)
     check_programs([metric for metric in chosen.values() if isinstance(metric, CommandMetric)])
@@ -281,37 +243,20 @@ def _score(
     if isinstance(metric, TextMetric):
         return corpus_score(metric, hypotheses, references, lowercase=lowercase)
     assert isinstance(metric, CommandMetric) and source is not None
-    return Score(metric, _call(metric, hypotheses, references[0], source), metric.signature())
-
-
-def _call(
-    metric: CommandMetric, hypotheses: Sequence[str], references: Sequence[str], source: Sequence[str]
-) -> float:
     with TemporaryDirectory() as scratch:
-        hypothesis, reference, original, sentences = (
-            Path(scratch, name) for name in ("hypothesis.txt", "reference.txt", "source.txt", "sentences")
-        )
-        for path, lines in ((hypothesis, hypotheses), (reference, references), (original, source)):
+        files = [Path(scratch, name) for name in ("hypothesis.txt", "reference.txt", "source.txt")]
+        for path, lines in zip(files, (hypotheses, references[0], source), strict=True):
             path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
-        return metric.score(ScoredFiles(hypothesis, reference, original, sentences), math.inf)
+        value = metric.score(ScoredFiles(*files, Path(scratch, "sentences")), math.inf)
+    return Score(metric, value, metric.signature())
 
 
 def paired_bootstrap(
-    systems: Sequence[Sequence[str]],
-    references: Sequence[Sequence[str]],
-    metric: BLEU,
+    systems: Sequence[Sequence[str]], references: Sequence[Sequence[str]], metric: BLEU
 ) -> list[Comparison]:
-    """Test the differences in BLEU between systems and the first one by paired bootstrap resampling.
+    """Test the differences in BLEU between each later system and the first one by paired bootstrap resampling.
 
     It takes about 40 KB of memory per line, because sacreBLEU draws all 1000 resamples at once.
-
-    Args:
-        systems: hypotheses of two or more systems; the first is the baseline.
-        references: one list for each reference, aligned with the hypotheses.
-        metric: BLEU of plain or of tokenised text.
-
-    Returns:
-        One comparison for each system but the first.
     """
     named = [(str(number), hypotheses) for number, hypotheses in enumerate(systems)]
     signatures, table = PairedTest(named, {"BLEU": metric}, references, test_type="bs")()
@@ -334,23 +279,14 @@ def _resampled_bleu(
     """Return the BLEU of resampled test sets; the draws are the same for every system."""
     table = sentence_statistics(metric, hypotheses, references)
     draws = np.random.default_rng(SEED)
-    return np.array(
-        [
-            bleu_of_statistics(metric, table[draws.integers(len(table), size=len(table))].sum(axis=0))
-            for _ in range(RESAMPLES)
-        ]
-    )
+    samples = (table[draws.integers(len(table), size=len(table))] for _ in range(RESAMPLES))
+    return np.array([bleu_of_statistics(metric, sample.sum(axis=0)) for sample in samples])
 
 
 def sentence_statistics(
     metric: BLEU, hypotheses: Sequence[str], references: Sequence[Sequence[str]]
 ) -> NDArray[np.int64]:
     """Count what BLEU adds up over the sentences of a test set.
-
-    Args:
-        metric: of plain or of tokenised text.
-        hypotheses: one translation per sentence.
-        references: one list for each reference, aligned with ``hypotheses``.
 
     Returns:
         For each sentence the matching n-grams of each order, all n-grams of each order, and the lengths of hypothesis
@@ -385,81 +321,50 @@ def _copies(sentences: list[str], source: list[str] | None) -> int | None:
 
 def warn_of_files(inputs: ScoreInputs, tokenised: bool, lowercase: bool) -> None:
     """Warn of lines that make a score doubtful."""
-    if not lowercase:
-        _warn_of_case(inputs)
+
+    def warn(name: str, lines: int, words: str, *further: str) -> None:
+        if lines:
+            total = len(next(iter(inputs.references.values())))
+            logger.warning(f"%s: %s of %s lines {words}", shown_name(name), f"{lines:,}", f"{total:,}", *further)
+
     for name, sentences in {**dict(inputs.hypotheses), **inputs.references}.items():
-        file, total = shown_name(name), f"{len(sentences):,}"
-        empty = sum(not sentence.strip() for sentence in sentences)
-        if empty:
-            logger.warning("%s: %s of %s lines are empty", file, f"{empty:,}", total)
-        segmented = sum("@@ " in sentence for sentence in sentences)
-        if segmented:
-            logger.warning("%s: %s of %s lines hold `@@ `; --segmented joins them", file, f"{segmented:,}", total)
-        if not tokenised and (periods := looks_tokenised(sentences)):
-            logger.warning(
-                "%s: %s of %s lines end in ' .' and look tokenised, but sacreBLEU is for plain text; detokenise it, "
-                "or give --tokenised for the older papers' BLEU",
-                file,
-                f"{periods:,}",
-                total,
-            )
-        if tokenised and (stops := looks_plain(sentences)):
-            logger.warning(
-                "%s: %s of %s lines end in a word with its stop and look like plain text, but multi-bleu is for "
-                "tokens; tokenise it as the other files are, or give plain text everywhere, without --tokenised",
-                file,
-                f"{stops:,}",
-                total,
-            )
-
-
-def _warn_of_case(inputs: ScoreInputs) -> None:
-    """Warn of hypotheses in lower case, if many lines of a reference have upper case."""
-    cased = [(name, _with_upper_case(sentences), len(sentences)) for name, sentences in inputs.references.items()]
-    for name, count, total in cased:
-        if count < CASED_LINES_WORTH_A_WARNING * total:
-            continue
-        for hypothesis, sentences in inputs.hypotheses:
-            if not _with_upper_case(sentences):
-                logger.warning(
-                    "%s is in lower case, but %s of %s lines of %s have upper case; give --like RUN if a BERT "
-                    "translated, whose tokenizer also splits words, or --lowercase",
-                    shown_name(hypothesis),
-                    f"{count:,}",
-                    f"{total:,}",
-                    shown_name(name),
-                )
+        warn(name, sum(not sentence.strip() for sentence in sentences), "are empty")
+        warn(name, sum("@@ " in sentence for sentence in sentences), "hold `@@ `; --segmented joins them")
+        if tokenised:
+            text = "end in a word with its stop and look like plain text, but multi-bleu is for tokens; tokenise it"
+            warn(name, looks_plain(sentences), f"{text} as the other files are, or leave out --tokenised")
+        else:
+            text = "end in ' .' and look tokenised, but sacreBLEU is for plain text; detokenise it, or give"
+            warn(name, looks_tokenised(sentences), f"{text} --tokenised for the older papers' BLEU")
+    lower = [name for name, sentences in inputs.hypotheses if not _with_upper_case(sentences)]
+    for name, sentences in inputs.references.items():
+        cased = _with_upper_case(sentences)
+        if lower and not lowercase and cased >= CASED_LINES_WORTH_A_WARNING * len(sentences):
+            text = "have upper case, but %s is in lower case; give --like RUN if a BERT translated, or --lowercase"
+            warn(name, cased, text, ", ".join(map(shown_name, lower)))
+    for name, sentences in inputs.hypotheses:
+        copies = _copies(sentences, inputs.source) or 0
+        if copies >= COPIES_WORTH_A_WARNING * len(sentences):
+            text = "are copies of the source; is it the right file, and does the model translate?"
+            warn(name, copies, text)
 
 
 def _with_upper_case(sentences: Sequence[str]) -> int:
     return sum(sentence != sentence.lower() for sentence in sentences)
 
 
-def warn_of_copies(report: ScoreReport) -> None:
-    """Warn of a model that copies its source, or of a wrong file."""
-    if report.copies is not None and report.copies >= COPIES_WORTH_A_WARNING * report.lines:
-        logger.warning(
-            "%s: %s of %s lines are copies of the source; is it the right file, and does the model translate?",
-            shown_name(report.hypothesis),
-            f"{report.copies:,}",
-            f"{report.lines:,}",
-        )
-
-
 def as_text(report: ScoreReport, inputs: ScoreInputs, by_name: bool) -> str:
-    """Return the report as text: each score with its components, and its signature below it.
-
-    Args:
-        report: of a hypothesis.
-        inputs: sentences of the files.
-        by_name: True to call metrics by their names, as the user did.
-    """
+    """Return the report as text, with names of metrics if the user named them: ``by_name``."""
     lines = [shown_name(report.hypothesis)] if len(inputs.hypotheses) > 1 else []
     for score in report.scores:
         if by_name:
             lines.append(f"{score.metric.name} = {score.value:.{score.metric.decimals}f}")
         else:
-            detail = "" if score.detail is None else f" ({score.detail})"
+            detail = ""
+            if (bleu := score.detail) is not None:
+                precisions = "/".join(f"{precision:.1f}" for precision in bleu.precisions)
+                lengths = f"hypothesis {bleu.sys_len}, reference {bleu.ref_len} tokens"
+                detail = f" ({precisions}, BP {bleu.bp:.3f}, {lengths})"
             lines.append(f"{LABELS[score.metric.name]} = {score.value:.2f}{detail}")
         lines.append(f"  {score.signature}")
     if report.comparison is not None:
@@ -476,13 +381,7 @@ def as_text(report: ScoreReport, inputs: ScoreInputs, by_name: bool) -> str:
 
 
 def as_json(report: ScoreReport, inputs: ScoreInputs, by_name: bool) -> str:
-    """Return the report as JSON, with unrounded scores; values that were not requested are left out.
-
-    Args:
-        report: of a hypothesis.
-        inputs: sentences of the files.
-        by_name: True to call metrics by their names, as the user did.
-    """
+    """Return the report as JSON, with unrounded scores, and names of metrics if the user named them: ``by_name``."""
     values: dict[str, object] = {
         "hypothesis": report.hypothesis,
         "references": list(inputs.references),
@@ -495,11 +394,13 @@ def as_json(report: ScoreReport, inputs: ScoreInputs, by_name: bool) -> str:
         }
     else:
         for score in report.scores:
-            label = {"label": LABELS["bleu_tokenised"]} if score.metric.name == "bleu_tokenised" else {}
-            detail = {} if score.detail is None else asdict(score.detail)
-            values[_KEYS[score.metric.name]] = {
-                **label, "score": score.value, **detail, "signature": score.signature,
-            }  # fmt: skip
+            entry: dict[str, object] = {"score": score.value}
+            if score.metric.name == "bleu_tokenised":
+                entry = {"label": LABELS["bleu_tokenised"], **entry}
+            if (bleu := score.detail) is not None:
+                entry |= {"precisions": list(bleu.precisions), "brevity_penalty": float(bleu.bp)}
+                entry |= {"hypothesis_tokens": int(bleu.sys_len), "reference_tokens": int(bleu.ref_len)}
+            values[_KEYS[score.metric.name]] = {**entry, "signature": score.signature}
     if report.copies is not None:
         values["source_copies"] = report.copies
     if report.comparison is not None:
