@@ -79,7 +79,7 @@ class TextMetric(Metric):
     def p_value(self, hypotheses: Sequence[str], baseline: Sequence[str], references: Sequence[str]) -> float:
         """Return the probability that two equally good systems differ as much, by paired bootstrap resampling.
 
-        It takes about 40 KB of memory for a sentence. Texts are of :attr:`kind`, with a line for each of ``references``.
+        It takes about 40 KB of memory for a sentence. Texts are of :attr:`kind`, and aligned with ``references``.
         """
         from sacrebleu.significance import PairedTest, Result
 
@@ -92,7 +92,7 @@ class TextMetric(Metric):
 
 
 def p_value_of_scores(scores: Sequence[float], baseline: Sequence[float]) -> float:
-    """Return the probability that equally good systems differ as much in the mean of their scores of each sentence."""
+    """Return the probability that equally good systems differ as much in the mean of their sentences' scores."""
     import numpy as np
 
     differences = np.asarray(scores, dtype=np.float64) - np.asarray(baseline, dtype=np.float64)
@@ -146,7 +146,7 @@ METRICS: Mapping[str, TextMetric] = {
 
 
 def validation_tag(name: str, of: str = "") -> str:
-    """Return the tag of a metric, loss, nll or ppl of a validation set; ``of`` is "" for that of the training data."""
+    """Return the tag of a metric, loss, nll or ppl of the validation set ``of``; "" is that of the training data."""
     return f"valid/{of}/{name}" if of else f"valid/{name}"
 
 

@@ -175,8 +175,12 @@ class Tuning:
             return {"alpha": pair[0], "exponent": pair[1], "bleu": self.grid[pair]}
 
         values: dict[str, object] = {
-            **{"lines": self.lines, "candidates": self.candidates, "metric": self.label, "signature": self.signature},
-            **{"default": point(DEFAULT), "best": point(self.best)},
+            "lines": self.lines,
+            "candidates": self.candidates,
+            "metric": self.label,
+            "signature": self.signature,
+            "default": point(DEFAULT),
+            "best": point(self.best),
         }
         if grid:
             values["grid"] = [point(pair) for pair in self.grid]
@@ -184,7 +188,7 @@ class Tuning:
 
 
 class RerankLists:
-    """N-best lists of both exits, as arrays. The list of an empty line, which neither exit has scored, is one candidate.
+    """N-best lists of both exits, as arrays. An empty line, which neither exit has scored, has one candidate.
 
     Raises:
         ValueError: if a candidate lacks the scores by both exits; the message is the number of its line, from 1.

@@ -244,10 +244,15 @@ def _score(
         return corpus_score(metric, hypotheses, references, lowercase=lowercase)
     assert isinstance(metric, CommandMetric) and source is not None
     with TemporaryDirectory() as scratch:
-        files = [Path(scratch, name) for name in ("hypothesis.txt", "reference.txt", "source.txt")]
-        for path, lines in zip(files, (hypotheses, references[0], source), strict=True):
+        names = ("hypothesis.txt", "reference.txt", "source.txt", "sentences")
+        files = ScoredFiles(**{name.partition(".")[0]: Path(scratch, name) for name in names})
+        for path, lines in (
+            (files.hypothesis, hypotheses),
+            (files.reference, references[0]),
+            (files.source, source),
+        ):
             path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
-        value = metric.score(ScoredFiles(*files, Path(scratch, "sentences")), math.inf)
+        value = metric.score(files, math.inf)
     return Score(metric, value, metric.signature())
 
 
@@ -322,31 +327,31 @@ def _copies(sentences: list[str], source: list[str] | None) -> int | None:
 def warn_of_files(inputs: ScoreInputs, tokenised: bool, lowercase: bool) -> None:
     """Warn of lines that make a score doubtful."""
 
-    def warn(name: str, lines: int, words: str, *further: str) -> None:
+    def warn(name: str, sentences: Sequence[str], lines: int, words: str, *further: str) -> None:
         if lines:
-            total = len(next(iter(inputs.references.values())))
-            logger.warning(f"%s: %s of %s lines {words}", shown_name(name), f"{lines:,}", f"{total:,}", *further)
+            text = f"%s: %s of %s lines {words}"
+            logger.warning(text, shown_name(name), f"{lines:,}", f"{len(sentences):,}", *further)
 
     for name, sentences in {**dict(inputs.hypotheses), **inputs.references}.items():
-        warn(name, sum(not sentence.strip() for sentence in sentences), "are empty")
-        warn(name, sum("@@ " in sentence for sentence in sentences), "hold `@@ `; --segmented joins them")
+        warn(name, sentences, sum(not sentence.strip() for sentence in sentences), "are empty")
+        warn(name, sentences, sum("@@ " in sentence for sentence in sentences), "hold `@@ `; --segmented joins them")
         if tokenised:
             text = "end in a word with its stop and look like plain text, but multi-bleu is for tokens; tokenise it"
-            warn(name, looks_plain(sentences), f"{text} as the other files are, or leave out --tokenised")
+            warn(name, sentences, looks_plain(sentences), f"{text} as the other files are, or leave out --tokenised")
         else:
             text = "end in ' .' and look tokenised, but sacreBLEU is for plain text; detokenise it, or give"
-            warn(name, looks_tokenised(sentences), f"{text} --tokenised for the older papers' BLEU")
+            warn(name, sentences, looks_tokenised(sentences), f"{text} --tokenised for the older papers' BLEU")
     lower = [name for name, sentences in inputs.hypotheses if not _with_upper_case(sentences)]
     for name, sentences in inputs.references.items():
         cased = _with_upper_case(sentences)
         if lower and not lowercase and cased >= CASED_LINES_WORTH_A_WARNING * len(sentences):
             text = "have upper case, but %s is in lower case; give --like RUN if a BERT translated, or --lowercase"
-            warn(name, cased, text, ", ".join(map(shown_name, lower)))
+            warn(name, sentences, cased, text, ", ".join(map(shown_name, lower)))
     for name, sentences in inputs.hypotheses:
         copies = _copies(sentences, inputs.source) or 0
         if copies >= COPIES_WORTH_A_WARNING * len(sentences):
             text = "are copies of the source; is it the right file, and does the model translate?"
-            warn(name, copies, text)
+            warn(name, sentences, copies, text)
 
 
 def _with_upper_case(sentences: Sequence[str]) -> int:

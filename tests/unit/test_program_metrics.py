@@ -193,9 +193,9 @@ def test_score_prints_the_chosen_metrics(tmp_path: Path, capsys: pytest.CaptureF
     assert math.isclose(found["metrics"]["bleu"]["score"], bleu)
     refused = {
         ("meteor",): "--metrics 'meteor' is none of bleu, chrf, ter and command:PATH",
-        ("bleu_tokenised",): "that is for text of the other kind (--tokenised)",
+        ("bleu_tokenised",): "'bleu_tokenised' is none of bleu, chrf, ter",
         (f"late:{path}", *source): f"--metrics 'late:{path}' comes late; give command:{path}",
-        (f"command:{path}",): "the metric words needs the source and one reference; give --source and one",
+        (f"command:{path}",): "the metric words needs --source and one --reference",
         ("command:/none/x", *source): "/none/x, the metric x, does not exist",
         ("bleu", "--lowercase"): "--metrics gives scores that respect case; leave out --lowercase",
     }

@@ -139,7 +139,7 @@ def test_tokenised_bleu_does_not_tokenise() -> None:
     score = of("bleu_tokenised", ["the cat sat on a mat", "a b c d e"], ["the cat sat on the mat", "a b c d e"])
     assert score.detail is not None
     assert score.detail.precisions == pytest.approx((1000 / 11, 700 / 9, 500 / 7, 300 / 5))
-    assert (score.detail.hypothesis_tokens, score.detail.reference_tokens) == (11, 11)
+    assert (score.detail.sys_len, score.detail.ref_len) == (11, 11)
     assert score.value == pytest.approx(100 * (10 / 11 * 7 / 9 * 5 / 7 * 3 / 5) ** 0.25)
 
 
@@ -206,7 +206,8 @@ def test_text_of_another_form_or_case_is_warned_of(tmp_path: Path, capsys: pytes
         said = warnings(list(tokenise(REFERENCE, "de")), REFERENCE, option)
         assert "ref: 3 of 3 lines end in a word with its stop" in said and "/hyp:" not in said
     lower = [line.lower() for line in HYPOTHESIS]
-    assert f"hyp is in lower case, but 3 of 3 lines of {tmp_path}/ref have upper case" in warnings(lower, REFERENCE)
+    said = warnings(lower, REFERENCE)
+    assert f"{tmp_path}/ref: 3 of 3 lines have upper case" in said and f"{tmp_path}/hyp is in lower case" in said
     assert "upper case" not in warnings(lower, REFERENCE, "--lowercase")
     assert "upper case" not in warnings(REFERENCE, [*lower[:-1], ""])
 
