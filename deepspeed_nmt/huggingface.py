@@ -1,7 +1,7 @@
 """Pretrained models of `transformers`: BERTs, and translation models.
 
-A model is named by a folder, or by its name on the Hugging Face hub. No other file imports `transformers`, an
-optional package; this one imports it when a function is called.
+A model is named by a folder, or by its name on the Hugging Face hub; `option` is the setting that has the name, for
+messages. No other file imports `transformers`, an optional package; this one imports it when a function is called.
 """
 
 from __future__ import annotations
@@ -111,10 +111,6 @@ class TokenizerFile(NamedTuple):
 def load_shape(name: str, option: str) -> dict[str, Any]:
     """Load the shape of a BERT.
 
-    Args:
-        name: a folder, or a name on the hub.
-        option: setting or option that contains the name, for messages.
-
     Returns:
         A mapping with the keys dim, layers, heads, ffn_dim, positions, norm_eps and activation.
 
@@ -140,10 +136,6 @@ def load_shape(name: str, option: str) -> dict[str, Any]:
 def load_weights(name: str, option: str) -> dict[str, Tensor]:
     """Load the weights of a BERT.
 
-    Args:
-        name: a folder, or a name on the hub.
-        option: setting or option that contains the name, for messages.
-
     Returns:
         The weights in fp32, by their names in BertForMaskedLM of `transformers`. The head is absent if the model was
         saved without it.
@@ -158,10 +150,6 @@ def load_weights(name: str, option: str) -> dict[str, Tensor]:
 
 def load_vocabulary(name: str, option: str) -> TokenizerFile:
     """Load the tokenizer of a BERT.
-
-    Args:
-        name: a folder, or a name on the hub.
-        option: setting or option that contains the name, for messages.
 
     Raises:
         ConfigError: if the tokenizer cannot be loaded, or lacks a special token or a vocabulary.
@@ -197,10 +185,6 @@ class MarianFiles(NamedTuple):
 
 def load_marian(name: str, option: str) -> MarianFiles:
     """Load a MarianMT model and its tokenizer.
-
-    Args:
-        name: a folder, or a name on the hub.
-        option: option that contains the name, for messages.
 
     Raises:
         ConfigError: if it cannot be loaded, or is no MarianMT model.
@@ -267,8 +251,8 @@ def _load_weights(
 
     Args:
         kind: name of the class.
-        name: a folder, or a name on the hub.
-        option: setting or option that contains the name, for messages.
+        name: of the model.
+        option: that has the name.
         what: kind of the model, for messages.
         optional: beginnings of the names of weights that may be missing.
         own: pattern of the beginnings of the names of weights that the model must have a place for.
@@ -304,13 +288,6 @@ def _load_weights(
 def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:
     """Load an object through ``from_pretrained`` of a class of `transformers`, without its log and progress bars.
 
-    Args:
-        kind: name of the class.
-        name: a folder, or a name on the hub.
-        option: setting or option that contains the name, for messages.
-        what: content that is loaded, for messages.
-        options: further arguments of ``from_pretrained``.
-
     Raises:
         ConfigError: if `transformers` is not installed, or the object cannot be loaded.
     """
@@ -325,12 +302,9 @@ def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:
     looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1 or ("/" in name and local.parent.is_dir())
     if not local.is_dir() and (looks_local or local.exists()):
         raise ConfigError(f"{option}: there is no folder {name}; give a folder or a name on the Hugging Face hub")
-    if (
-        irregular := []
-        if not local.is_dir()
-        else [file for file in local.iterdir() if not (file.is_file() or file.is_dir())]
-    ):
-        raise ConfigError(f"{option}: {irregular[0]} is not a regular file; remove it, or give another folder")
+    files = local.iterdir() if local.is_dir() else ()
+    if irregular := next((file for file in files if not (file.is_file() or file.is_dir())), None):
+        raise ConfigError(f"{option}: {irregular} is not a regular file; remove it, or give another folder")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     # The code of a model's folder is never run, and nobody is asked whether it may.

@@ -23,7 +23,7 @@ from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.interruption import interruptible
 
 if TYPE_CHECKING:
-    from deepspeed_nmt.export.certificate import Certificate
+    from deepspeed_nmt.export.certificate import Certificate, ExportInfo
     from deepspeed_nmt.export.runtime import ExportedTranslator
     from deepspeed_nmt.run.translation import LineTranslator
     from deepspeed_nmt.search.decode_options import DecodeOptions
@@ -98,7 +98,7 @@ def _open_exported(options: DecodeOptions) -> ExportedTranslator:
         ConfigError: if CTranslate2 does not have what the options or the run ask for.
     """
     from deepspeed_nmt.export.certificate import EXPORTER, KeptExport, given_export
-    from deepspeed_nmt.export.runtime import ExportedTranslator, form_with, settings_with, tags_with
+    from deepspeed_nmt.export.runtime import ExportedTranslator, choose
 
     if options.export is not None:
         return ExportedTranslator(options.export, given_export(options.export, options.precision), options)
@@ -115,13 +115,14 @@ def _open_exported(options: DecodeOptions) -> ExportedTranslator:
     kept = KeptExport(run, checkpoint, exit, precision)
 
     def make(out: Path) -> Certificate:
-        from deepspeed_nmt.run.exporting import ExportRequest, described_run, export_run  # imports torch
+        from deepspeed_nmt.run.exporting import ExportRequest, export_run  # imports torch
 
-        described = described_run(run, exit)  # options that the run excludes are refused before it is exported
-        settings_with(options, described), tags_with(options, described), form_with(options, described)
-        kept.check_writable()
-        logger.info("%s is exported for CTranslate2, once; later translations use %s", run, out)
-        return export_run(ExportRequest(run, EXPORTER, precision, checkpoint, exit), out, overwrite=True)
+        def check(info: ExportInfo) -> None:
+            choose(options, info, run)  # options that the run excludes are refused before it is exported
+            kept.check_writable()
+            logger.info("%s is exported for CTranslate2, once; later translations use %s", run, out)
+
+        return export_run(ExportRequest(run, EXPORTER, precision, checkpoint, exit), out, overwrite=True, check=check)
 
     def is_current(certificate: Certificate) -> bool:
         from deepspeed_nmt.run.exporting import is_current  # imports torch

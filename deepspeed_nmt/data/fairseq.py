@@ -29,10 +29,7 @@ _OVERWRITE = "#fairseq:overwrite"
 
 
 def read_dictionary(path: Path) -> list[str]:
-    """Read a dictionary.
-
-    Returns:
-        Its symbols by number, the special ones included. All differ.
+    """Read the symbols of a dictionary by number, the special ones included.
 
     Raises:
         DataError: if it is missing, or is no dictionary.
@@ -48,11 +45,7 @@ def read_dictionary(path: Path) -> list[str]:
 
 
 def symbols_of(content: bytes, path: Path) -> list[str]:
-    """Return the symbols of a dictionary by number.
-
-    Args:
-        content: of the file.
-        path: of the file, for messages.
+    """Return the symbols of the content of a dictionary by number.
 
     Raises:
         DataError: if the file is no dictionary.
@@ -80,16 +73,6 @@ def symbols_of(content: bytes, path: Path) -> list[str]:
         numbers.add(symbol)
         symbols.append(symbol)
     return symbols
-
-
-def content_of(symbols: Sequence[str]) -> bytes:
-    """Return the content of a dictionary's file, with all counts 1. fairseq reads it, too."""
-    return "".join(f"{symbol} 1\n" for symbol in symbols[len(SPECIAL) :]).encode()
-
-
-def has_pieces(symbols: Sequence[str]) -> bool:
-    """Return True if a dictionary is of pieces of SentencePiece, where a mark begins words."""
-    return sum(SPACE in symbol for symbol in symbols) > 0.1 * len(symbols)
 
 
 KIND = "fairseq"
@@ -122,7 +105,8 @@ class FairseqTokenizer(ListedPieces):
         }
         self._words = {side: dict(list(numbers.items())[len(SPECIAL) :]) for side, numbers in self._numbers.items()}
         self._shared = self._pieces["source"] == self._pieces["target"]
-        self._is_sentencepiece = has_pieces(self._pieces["target"])
+        marked = sum(SPACE in symbol for symbol in self._pieces["target"])
+        self._is_sentencepiece = marked > 0.1 * len(self._pieces["target"])
         self._models, self._processors = models, dict[Side, Any]()
         self.segmented = models is None
         for side, model in zip(SIDES, models or (), strict=False):
@@ -131,11 +115,7 @@ class FairseqTokenizer(ListedPieces):
         self.vocabulary = target if self._shared else replace(target, own_source=source)
 
     def _processor(self, model: bytes, side: Side) -> Any:
-        """Return the SentencePiece model of a side, after comparing it with the dictionary.
-
-        Raises:
-            DataError: if it cannot be read, or is another's.
-        """
+        """Return the SentencePiece model of a side, after comparing it with the dictionary."""
         try:
             processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
@@ -152,12 +132,7 @@ class FairseqTokenizer(ListedPieces):
 
     @classmethod
     def read(cls, path: Path) -> FairseqTokenizer:
-        """Read the vocabulary of a directory.
-
-        Raises:
-            DataError: if it is damaged.
-            OSError: if a file cannot be read.
-        """
+        """Read the vocabulary of a directory."""
         files = [path / DICTIONARY_FILES[side] for side in SIDES]
         dictionaries = [symbols_of(read_regular(file), file) for file in files[: 1 + files[1].exists()]]
         models = [read_regular(path / MODEL_FILES[side]) for side in SIDES if (path / MODEL_FILES[side]).exists()]
@@ -166,7 +141,11 @@ class FairseqTokenizer(ListedPieces):
     @override
     def files(self) -> dict[str, bytes]:
         sides = SIDES[: 1 if self._shared else 2]
-        found = {DICTIONARY_FILES[side]: content_of(self._pieces[side]) for side in sides}
+        # fairseq reads these dictionaries, too.
+        found = {
+            DICTIONARY_FILES[side]: "".join(f"{symbol} 1\n" for symbol in self._pieces[side][len(SPECIAL) :]).encode()
+            for side in sides
+        }
         if self._models is not None:
             models = dict(zip(SIDES, self._models, strict=True))
             found |= {MODEL_FILES[side]: models[side] for side in SIDES[: 1 if len(set(self._models)) == 1 else 2]}
@@ -224,13 +203,7 @@ _LINES = 1 << 14
 
 @dataclass(frozen=True)
 class BinarisedText:
-    """One side of a split.
-
-    Attributes:
-        path: its files without ``.bin`` and ``.idx``.
-        size: number of the dictionary's symbols; a token's number must be smaller.
-        lines: number of lines.
-    """
+    """One side of a split, whose files are `path` with ``.bin`` and ``.idx``, by a dictionary of `size` symbols."""
 
     path: Path
     size: int
@@ -243,10 +216,6 @@ class BinarisedText:
     def open(cls, path: Path, size: int) -> BinarisedText:
         """Open the files of a side of a split. They are mapped to memory, not read.
 
-        Args:
-            path: the files without ``.bin`` and ``.idx``.
-            size: number of the dictionary's symbols.
-
         Raises:
             DataError: if a file is missing, damaged, or of another format.
         """
@@ -257,13 +226,10 @@ class BinarisedText:
             kind, lines = _read_header(head, index)
             if index.stat().st_size != _HEADER.size + 12 * lines:
                 raise _damaged(index, "its length is not that of its lines")
-            sizes: npt.NDArray[np.int32] = np.zeros(0, np.int32)
-            places: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-            if lines:
-                sizes = np.memmap(index, np.int32, "r", _HEADER.size, (lines,))
-                places = np.memmap(index, np.int64, "r", _HEADER.size + 4 * lines, (lines,))
+            sizes = _mapped(index, np.int32, _HEADER.size, lines)
+            places = _mapped(index, np.int64, _HEADER.size + 4 * lines, lines)
             count, rest = divmod(data.stat().st_size, np.dtype(kind).itemsize)
-            tokens: npt.NDArray[Any] = np.memmap(data, kind, "r", shape=(count,)) if count else np.zeros(0, kind)
+            tokens = _mapped(data, kind, 0, count)
         except OSError as error:
             raise DataError(
                 f"the binarised text {path}.idx and {path}.bin cannot be read ({error.strerror or error}); give "
@@ -300,12 +266,12 @@ class BinarisedText:
                 yield row
 
 
-def _read_header(head: bytes, path: Path) -> tuple[Any, int]:
-    """Return the type of the tokens and the number of lines.
+def _mapped(path: Path, dtype: Any, offset: int, count: int) -> npt.NDArray[Any]:
+    return np.memmap(path, dtype, "r", offset, (count,)) if count else np.zeros(0, dtype)  # nothing cannot be mapped
 
-    Raises:
-        DataError: if the index is of another format, or damaged.
-    """
+
+def _read_header(head: bytes, path: Path) -> tuple[Any, int]:
+    """Return the type of the tokens and the number of lines."""
     if head.startswith(_OLD_MAGIC):
         raise DataError(
             f"{path} is of an older format than mmap; binarise the text again with `fairseq-preprocess "

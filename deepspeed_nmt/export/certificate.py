@@ -70,16 +70,11 @@ class ExportInfo(Config):
     """The content of ``deepspeed_nmt.json``, for the programs that translate with an export.
 
     Attributes:
-        format: version of this file.
-        exporter: format of the export.
-        precision: of its matrices.
         longest: positions of the longest sentence.
         longest_line: default bound of a source line, in tokens without EOS.
         search_name: name of the search that decodes the run at this exit.
         search: its settings that a beam search has.
         rules: its rules of the next token, which other programs lack.
-        text: form of the text that the run was trained on.
-        tags: symbols in front of all sentences of that text.
         model: shape of the model, for readers.
     """
 
@@ -119,8 +114,6 @@ class Difference(Config):
 
     Attributes:
         line: number of the sentence, from 1.
-        here: translation of this program.
-        there: translation of the other program.
         margin: difference of log-probabilities (nats), or of scores, by which this program decided: the smallest one
             of `kind`; None if another rule of the program explains the difference.
         kind: of the decision: between the two translations, between their first different tokens, or between
@@ -140,17 +133,11 @@ class Comparison(Config):
     """Translations of both programs with one beam size.
 
     Attributes:
-        beam: beam size.
-        sentences: number of sentences.
-        identical: number of those with the same tokens.
+        identical: number of sentences with the same tokens.
         score_difference: largest difference of scores among identical translations; None if the other program gives
             none.
         tolerance: largest margin of a near-tie.
-        differences: all sentences that differ.
         bleu_here: of this program; None without references.
-        bleu_there: of the other program.
-        seconds_here: time of this program on one device.
-        seconds_there: time of the other program.
     """
 
     beam: int
@@ -222,25 +209,12 @@ class Certificate(Config):
     """The content of ``certificate.json``.
 
     Attributes:
-        format: version of this file.
-        exporter: format of the export.
-        precision: of its matrices.
-        versions: of the programs, by name.
-        run: run directory.
-        checkpoint: name of the checkpoint.
         exit: exit of the model; "" for the top.
-        update: number of the checkpoint's update.
         hashes: SHA-256 of the run's config, of its vocabulary, of the weights, and of the text; all of them.
         text: description of the text.
         metric: name of the metric; "" without references.
-        signature: of the metric.
-        length_penalty: of both searches.
-        logit_difference: largest difference of log-probabilities of tokens of this program's translations; None if
-            the other program gives none.
+        logit_difference: largest difference of log-probabilities of tokens of this program's translations.
         comparisons: one for each beam size.
-        weights_bytes: size of the run's weights.
-        export_bytes: size of the export.
-        files: records of the export's files.
         problems: reasons why it is not passed; empty if it is.
     """
 
@@ -341,11 +315,7 @@ class Certificate(Config):
 
 
 def given_export(place: Path, precision: str) -> Certificate:
-    """Return the certificate of an export that the user has made, whose files it describes.
-
-    Args:
-        place: directory of the export.
-        precision: that the user asks for; auto for that of the export.
+    """Return the certificate of an export that the user has made; precision auto takes that of the export.
 
     Raises:
         ConfigError: if it is for another program, of another precision, or its certificate is not passed.
@@ -367,17 +337,7 @@ def given_export(place: Path, precision: str) -> Certificate:
 
 
 class KeptExport:
-    """The export of a checkpoint that a run keeps.
-
-    Args:
-        run: run directory.
-        checkpoint: best, last, average, or a path.
-        exit: of the model; None for the top.
-        precision: of the matrices.
-
-    Attributes:
-        place: directory of the export.
-    """
+    """The export of a checkpoint at an exit (None for the top) that a run keeps in its directory `place`."""
 
     def __init__(self, run: Path, checkpoint: str, exit: str | None, precision: str) -> None:
         key = hashlib.sha256(json.dumps([checkpoint, exit]).encode()).hexdigest()[:8]

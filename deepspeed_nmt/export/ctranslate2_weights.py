@@ -5,10 +5,9 @@ Legend: V vocabulary, D model width, E output width, T positions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +25,7 @@ from deepspeed_nmt.export.ctranslate2_search import (
 from deepspeed_nmt.export.formats import MAX_TOKENS, Advance, Format, Sentences, Subject, no_progress, standardise
 from deepspeed_nmt.search.base import Hypothesis
 
-Precision = Literal["fp32", "int8"]
-_TYPES: dict[str, str] = {"fp32": "float32", "int8": "int8"}
+_TYPES = {"fp32": "float32", "int8": "int8"}
 _ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "swish": "SWISH"}
 
 
@@ -51,8 +49,7 @@ class CTranslate2Format(Format):
     @staticmethod
     def write(directory: Path, subject: Subject) -> None:
         model = subject.model.described()
-        precision: Precision = "int8" if subject.precision == "int8" else "fp32"
-        write_ctranslate2(directory, model, subject.vocabulary, subject.pieces, subject.longest, precision)
+        write_ctranslate2(directory, model, subject.vocabulary, subject.pieces, subject.longest, subject.precision)
 
     @override
     def translate(
@@ -75,7 +72,7 @@ def write_ctranslate2(
     vocabulary: Vocabulary,
     pieces: tuple[Sequence[str], Sequence[str]],
     longest: int,
-    precision: Precision,
+    precision: str,
 ) -> None:
     """Write a model as CTranslate2 reads it: ``model.bin``, ``config.json`` and ``*_vocabulary.json``.
 
@@ -85,7 +82,7 @@ def write_ctranslate2(
         vocabulary: special tokens.
         pieces: text of each token of the source and of the target.
         longest: positions of the longest sentence that the model reads or writes, T.
-        precision: of the matrices; int8 has one scale for each row.
+        precision: of the matrices: fp32, or int8 with one scale for each row.
 
     Raises:
         ConfigError: if CTranslate2 is not installed.
@@ -168,15 +165,3 @@ def _set_norm(spec: Any, norm: NormWeights) -> None:
 def _array(tensor: Tensor) -> Any:
     # A copy: the quantisation changes arrays in place.
     return tensor.detach().to("cpu", torch.float32, copy=True).numpy()
-
-
-def longest_positions(longest_source: int, max_length_ratio: float, max_length_extra: int) -> int:
-    """Return the number of positions that an export needs: that of the longest source or translation, rounded up.
-
-    Args:
-        longest_source: tokens of the longest source, EOS included.
-        max_length_ratio: of the search.
-        max_length_extra: of the search.
-    """
-    longest = max(longest_source, int(max_length_ratio * longest_source) + max_length_extra) + 1
-    return 1 << math.ceil(math.log2(longest))

@@ -33,7 +33,7 @@ from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.export.ctranslate2_search import ExportBeamSettings
 from deepspeed_nmt.search.base import Hypothesis
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
-from deepspeed_nmt.search.forced import token_log_probs
+from deepspeed_nmt.search.forced import pad_sources, token_log_probs
 from deepspeed_nmt.search.lines import length_buckets
 from deepspeed_nmt.search.models import prepare_to_decode
 from deepspeed_nmt.text import NO_TAGS, Tags
@@ -55,15 +55,7 @@ def no_progress(more: int) -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to export.
-
-    Attributes:
-        model: at the exit to export, in eval mode, on the CPU.
-        tokenizer: of the run.
-        longest: positions of the longest sentence.
-        precision: of the matrices.
-        tags: symbols in front of the sentences of the run's data.
-    """
+    """A model to export: at its exit, in eval mode, on the CPU, with the positions of the longest sentence."""
 
     model: TranslationModel
     tokenizer: Tokenizer
@@ -143,24 +135,16 @@ class Format(Program):
 
 
 class OwnProgram(Program):
-    """Beam search of this program, on the CPU.
-
-    Args:
-        model: in eval mode.
-        vocabulary: special tokens.
-    """
+    """Beam search of this program with a model in eval mode, on the CPU."""
 
     def __init__(self, model: TranslationModel, vocabulary: Vocabulary) -> None:
         prepare_to_decode(model, torch.device("cpu"), "fp32")
-        self._model = model
-        self._vocabulary = vocabulary
+        self._model, self._vocabulary = model, vocabulary
 
     @override
     def translate(
         self, sources: Sentences, settings: ExportBeamSettings, advance: Advance = no_progress
     ) -> list[Hypothesis]:
-        from deepspeed_nmt.search.forced import pad_sources
-
         search = BeamSearch(BeamConfig(**settings.model_dump()), self._model, self._vocabulary)
         translations: dict[int, Hypothesis] = {}
         for numbers in length_buckets([len(source) + 1 for source in sources], MAX_TOKENS):

@@ -220,7 +220,6 @@ def _tie(model: StandardTransformer, state: dict[str, Tensor]) -> bool:
 
 
 def _state(model: StandardTransformer, longest: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors by their names there."""
     positions_TD = model.positions(longest).cpu()
     # The scale there is sqrt(D); whatever else scales the embedded tokens is in the matrices.
     excess = model.scale / math.sqrt(model.dim)
@@ -300,11 +299,6 @@ def write_marian_tokenizer(directory: Path, tokenizer: Tokenizer, longest: int) 
 
     A vocabulary of SentencePiece becomes a MarianTokenizer. Other vocabularies are written as ``vocab.json`` only: a
     number for each token.
-
-    Args:
-        directory: of the export, with the files of the run's vocabulary in it.
-        tokenizer: tokenizer of the run.
-        longest: positions of the model.
     """
     for side, name in zip(SIDES, ("vocab.json", "target_vocab.json"), strict=True):
         if side == "target" and tokenizer.vocabulary.own_source is None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -31,27 +31,6 @@ from deepspeed_nmt.text import Tags, TextForm, plain_form
 
 PRECISIONS = ("fp32", "int8")
 """Precisions of exports that are translated with."""
-
-
-@dataclass(frozen=True)
-class RunDescription:
-    """What a translation by CTranslate2 depends on in a run.
-
-    Attributes:
-        path: directory of the run or the export, for messages.
-        search_name: name of the search that decodes the run if the user names no other.
-        search: its settings that CTranslate2's search has.
-        rules: its rules of the next token, which CTranslate2 lacks.
-        text: form of its text.
-        tags: symbols in front of the sentences of its text.
-    """
-
-    path: Path
-    search_name: str
-    search: ExportBeamSettings
-    rules: Mapping[str, Any]
-    text: TextForm
-    tags: Tags
 
 
 LACKS = frozenset(name for name, flag in flags().items() if flag.torch)
@@ -91,55 +70,50 @@ def check_options(options: DecodeOptions) -> None:
     check_device(options.device)
 
 
-def settings_with(options: DecodeOptions, run: RunDescription) -> ExportBeamSettings:
-    """Return the settings of the search, which is as that of the run.
+class ExportDecoding(NamedTuple):
+    """Settings of a translation; no form keeps the text as the model writes it."""
+
+    search: ExportBeamSettings
+    tags: Tags
+    form: TextForm | None
+
+
+def choose(options: DecodeOptions, info: ExportInfo, place: Path) -> ExportDecoding:
+    """Return what the options make of a run's settings.
+
+    Args:
+        options: of the translation.
+        info: of the export.
+        place: directory of the run or the export, for messages.
 
     Raises:
-        ConfigError: if CTranslate2 does not have what the run's search has, or an option is wrong.
+        ConfigError: if CTranslate2 does not have what they ask for, or an option is wrong.
     """
-    changes = options.settings
-    if changes["name"] is None and run.search_name != "beam":
+    runtime, changes = f"{option('runtime')} ctranslate2", options.settings
+    if changes["name"] is None and info.search_name != "beam":
         raise ConfigError(
-            f"{run.path} has search.name={run.search_name}, and {option('runtime')} ctranslate2 decodes by beam "
-            f"search; give {option('search')} beam, or translate by the run with torch"
+            f"{place} has search.name={info.search_name}, and {runtime} decodes by beam search; give "
+            f"{option('search')} beam, or translate by the run with torch"
         )
-    rules = [name for name in run.rules if changes.get(name) is None]
-    if rules:
-        none = RULES[rules[0]]
-        remedy = f"give {option(rules[0])} {none}, or " if rules[0] in changes and none is not False else ""
+    if rule := next((name for name in info.rules if changes.get(name) is None), None):
+        none = RULES[rule]
+        remedy = f"give {option(rule)} {none}, or " if rule in changes and none is not False else ""
         raise ConfigError(
-            f"{run.path} has search.{rules[0]}={run.rules[rules[0]]}, and {option('runtime')} ctranslate2 has no "
-            f"rules of the next token; {remedy}translate by the run with torch"
+            f"{place} has search.{rule}={info.rules[rule]}, and {runtime} has no rules of the next token; {remedy}"
+            "translate by the run with torch"
         )
-    settings = changed_settings(run.search, changes)
+    settings = changed_settings(info.search, changes)
     check_nbest(options.nbest, settings)
-    return settings
-
-
-def tags_with(options: DecodeOptions, run: RunDescription) -> Tags:
-    """Return the symbols in front of source lines.
-
-    Raises:
-        ConfigError: if translations are to begin with one.
-    """
     given = {"source": options.tag, "target": options.tag_target}
-    tags = replace(run.tags, **{side: tag or None for side, tag in given.items() if tag is not None})
+    tags = replace(info.tags, **{side: tag or None for side, tag in given.items() if tag is not None})
     if tags.target is not None:
         raise ConfigError(
             f"{option('tag_target')} is {tags.target}{' in the data of the run' * (options.tag_target is None)}, and "
-            f"{option('runtime')} ctranslate2 does not let translations begin with a tag; give "
-            f"{option('tag_target')} none, or translate by the run with torch"
+            f"{runtime} does not let translations begin with a tag; give {option('tag_target')} none, or translate "
+            "by the run with torch"
         )
-    return tags
-
-
-def form_with(options: DecodeOptions, run: RunDescription) -> TextForm | None:
-    """Return the form of the text that is made plain; None if it stays as it is.
-
-    Raises:
-        ConfigError: if it cannot be made plain.
-    """
-    return None if options.detokenise is None else plain_form(run.text, options.detokenise, run.path)
+    form = None if options.detokenise is None else plain_form(info.text, options.detokenise, place)
+    return ExportDecoding(settings, tags, form)
 
 
 class ExportedTranslator:
@@ -150,14 +124,6 @@ class ExportedTranslator:
         certificate: of the export.
         options: of the translation.
 
-    Attributes:
-        tokenizer: of the run.
-        search: settings of the search.
-        text: form of the text that the model was trained on.
-        digests: hash of the export's files.
-        precision: of its matrices.
-        longest_line: default bound of a line, in tokens.
-
     Raises:
         ConfigError: if an option is wrong, or CTranslate2 is not installed.
         DataError: if the vocabulary is not that of the certificate, or the tag is no symbol of it.
@@ -165,17 +131,14 @@ class ExportedTranslator:
 
     def __init__(self, place: Path, certificate: Certificate, options: DecodeOptions) -> None:
         info = ExportInfo.read(place)
-        run = RunDescription(place, info.search_name, info.search, info.rules, info.text, info.tags)
+        self.search, self._tags, self._plain = choose(options, info, place)
         self.tokenizer: Tokenizer = open_tokenizer(place)
         if self.tokenizer.digest != certificate.hashes["vocabulary"]:
             raise DataError(f"{place} has another vocabulary than its certificate records; export again")
-        self.search = settings_with(options, run)
         self.text = info.text
-        self.digests = (certificate.hashes["weights"], *(each.sha256 for each in certificate.files.values()))
+        self.digests = (certificate.hashes["weights"], *(file.sha256 for file in certificate.files.values()))
         self.precision = info.precision
         self.longest_line, self._longest_source = info.longest_line, info.longest
-        self._tags = tags_with(options, run)
-        self._plain = form_with(options, run)
         if self._tags.source is not None:
             self.tokenizer.symbol("source", self._tags.source)
         pieces = self.tokenizer.all_pieces("source"), self.tokenizer.all_pieces("target")

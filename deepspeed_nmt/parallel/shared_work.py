@@ -92,11 +92,7 @@ class SharedWork:
             self._leave()
 
     def announce(self, value: Any) -> None:
-        """Tell the other ranks what rank 0 has prepared; they wait for it in :meth:`announced`.
-
-        Args:
-            value: anything that JSON can represent.
-        """
+        """Tell the other ranks what rank 0 has prepared, as JSON; they wait for it in :meth:`announced`."""
         self._ask(lambda: self._store.set("announced", json.dumps(value)))
 
     def announced(self) -> Any:
@@ -110,11 +106,7 @@ class SharedWork:
         return json.loads(self._ask(lambda: self._store.get("announced")))
 
     def claim(self, series: str = "items") -> int:
-        """Return a number that no other rank gets: 0, 1, 2, ...
-
-        Args:
-            series: name of what is numbered.
-        """
+        """Return a number of a series that no other rank gets: 0, 1, 2, ..."""
         return int(self._ask(lambda: self._store.add(f"claimed/{series}", 1))) - 1
 
     def advance(self, count: int) -> None:
@@ -219,14 +211,9 @@ def _status(error: BaseException) -> int:
 
 
 def run_workers(target: Callable[[T], int], argument: T, workers: int) -> int:
-    """Run a function as several ranks on this host, and return their exit status.
+    """Run a function, of a module that can be imported, as several ranks on this host, and return their exit status.
 
     If one of them fails, or this process is asked to stop, the others are stopped, too.
-
-    Args:
-        target: function that returns an exit status, of a module that can be imported.
-        argument: its argument.
-        workers: number of ranks.
     """
     store = local_store()  # of this process, as of an agent of torchrun: no other program can take its port
     environment = {
@@ -297,12 +284,7 @@ def _supervise(processes: Sequence[Any]) -> int:
 
 
 def _stop(processes: Sequence[Any], ask: bool = True) -> None:
-    """Wait until all workers have ended, and kill those that do not end in time.
-
-    Args:
-        processes: the workers.
-        ask: True to ask them to end; False if they end by themselves, because one of them has.
-    """
+    """Ask workers to end, or let them end by themselves because one of them has, and kill those that are late."""
     started = [process for process in processes if process.pid is not None]
     if ask:
         for process in started:

@@ -10,12 +10,12 @@ import importlib.metadata
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,10 +41,9 @@ from deepspeed_nmt.export.certificate import (
     ExportInfo,
 )
 from deepspeed_nmt.export.ctranslate2_search import RULES, ExportBeamSettings
-from deepspeed_nmt.export.ctranslate2_weights import CTranslate2Format, longest_positions
+from deepspeed_nmt.export.ctranslate2_weights import CTranslate2Format
 from deepspeed_nmt.export.formats import Format, OwnProgram, Program, SafetensorsFormat, Sentences, Subject
 from deepspeed_nmt.export.huggingface_weights import HuggingFaceFormat
-from deepspeed_nmt.export.runtime import RunDescription
 from deepspeed_nmt.files import check_utf8_name, replacing, staged
 from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.run.directory import Run
@@ -73,18 +72,7 @@ _SCORED = 50
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """An export to make.
-
-    Attributes:
-        run: run directory.
-        format: name of the format.
-        precision: of the matrices.
-        checkpoint: best, last, average, or a path.
-        exit: exit of the model; None for the top.
-        source: text to compare translations of; None for that of the run's data.
-        reference: translations of the text; None without such, or for those of the run's data.
-        sentences: number of sentences to compare; None: 1,000.
-    """
+    """An export to make; its fields are the options of `export`."""
 
     run: Path
     format: str
@@ -96,28 +84,24 @@ class ExportRequest:
     sentences: int | None = None
 
 
-@dataclass(frozen=True)
-class ExportText:
-    """Text to compare translations of.
-
-    Attributes:
-        lines: sentences, none without tokens, with the tag of the run's data.
-        references: one of each; None without such.
-        description: of its origin.
-    """
+class ExportText(NamedTuple):
+    """Text to compare translations of: tagged sentences with tokens, a reference of each or None, and its origin."""
 
     lines: list[str]
     references: list[str] | None
     description: str
 
 
-def export_run(request: ExportRequest, out: Path, overwrite: bool) -> Certificate:
+def export_run(
+    request: ExportRequest, out: Path, overwrite: bool, check: Callable[[ExportInfo], object] = lambda info: None
+) -> Certificate:
     """Export a run, compare translations, and write the certificate into the export.
 
     Args:
         request: the run, and how to export it.
         out: directory of the export.
         overwrite: True to replace an older export.
+        check: refuses a run by what the export will say of it, before anything is written.
 
     Raises:
         ConfigError: if the model cannot be expressed, the directory is in use, or an option does not fit.
@@ -127,7 +111,9 @@ def export_run(request: ExportRequest, out: Path, overwrite: bool) -> Certificat
     format = FORMATS[request.format]
     check_installed(format.package, f"--format {format.name}", format.install)
     check_utf8_name(out, "--out")
-    _check_out(out, overwrite)
+    if is_export(out) and not overwrite:
+        raise ConfigError(f"{out} has an export; add --overwrite to replace it")
+    Certificate.check_own(out)
     run = Run.open(request.run)
     if not run.config.model.left_to_right:
         raise ConfigError(
@@ -138,37 +124,25 @@ def export_run(request: ExportRequest, out: Path, overwrite: bool) -> Certificat
     try:
         format.check(empty)
     except NotStandardError as error:
-        raise _not_standard(run, format, error) from error
+        raise ConfigError(f"{run.path} cannot be exported as {format.name}: {error}") from error
+    info = _info(run, request, empty)
+    check(info)
     checkpoint = run.checkpoint(request.checkpoint)
-    settings = settings_of(run)
-    _warn_of_search(run, request)
-    longest = _longest(run, empty, settings)
+    _warn_of_search(run, info)
+    settings, longest = info.search, info.longest
     text = export_text(run, request, longest, request.sentences or SENTENCES)
+    scorer = None if text.references is None else run.scorer(text.references)
     cut = _cut(run, run.model(request.checkpoint), request.exit).eval()
 
     subject = Subject(cut, run.tokenizer, longest, request.precision, run.tags)
     with replacing(out, is_export), staged(out, partial(Certificate.check_own, out)) as new:
-        try:
-            format.write(new, subject)
-        except NotStandardError as error:
-            raise _not_standard(run, format, error) from error
+        format.write(new, subject)
         run.tokenizer.save(new)
         shutil.copyfile(run.path / "config.yaml", new / "run.yaml")
-        ExportInfo(
-            exporter=format.name,
-            precision=request.precision,
-            longest=longest,
-            longest_line=min(run.longest_line, longest - 1),
-            search_name=search_name(run, request.exit),
-            search=settings,
-            rules=rules_of(run),
-            text=run.text_form,
-            tags=run.tags,
-            model={**config.model.model_dump(mode="json"), "exit": request.exit or TOP},
-        ).write(new)
+        info.write(new)
         records = {file.name: FileRecord.of(file) for file in sorted(new.iterdir()) if file.is_file()}
         program = format(new, subject)
-        metric, signature, comparisons, difference = _compare(run, subject, program, settings, text, format)
+        comparisons, difference = _compare(subject, program, settings, text, scorer)
         problems = [problem for comparison in comparisons for problem in comparison.problems(request.precision)]
         if request.precision == "fp32" and difference > _LARGEST_LOGIT_DIFFERENCE:
             problems.append(
@@ -192,8 +166,8 @@ def export_run(request: ExportRequest, out: Path, overwrite: bool) -> Certificat
                 "text": hashlib.sha256("\n".join(text.lines).encode()).hexdigest(),
             },
             text=text.description,
-            metric=metric,
-            signature=signature,
+            metric="" if scorer is None else scorer.metrics[0].name,
+            signature="" if scorer is None else scorer.metrics[0].signature(),
             length_penalty=format.length_penalty or settings.length_penalty,
             logit_difference=difference,
             comparisons=comparisons,
@@ -267,11 +241,10 @@ def export_text(run: Run, request: ExportRequest, longest: int, most: int) -> Ex
     )
 
 
-def _warn_of_search(run: Run, request: ExportRequest) -> None:
+def _warn_of_search(run: Run, info: ExportInfo) -> None:
     """Warn if the run's search is none that the export's program has."""
-    rules = [f"search.{name}={value}" for name, value in rules_of(run).items()]
-    name = search_name(run, request.exit)
-    if lacking := [*([f"search.name={name}"] if name != SEARCHES.default else []), *rules]:
+    search = {"name": info.search_name} if info.search_name != SEARCHES.default else {}
+    if lacking := [f"search.{name}={value}" for name, value in {**search, **info.rules}.items()]:
         logger.warning(
             "the export of %s is compared by beam search without %s, which other programs lack",
             run.path,
@@ -282,18 +255,6 @@ def _warn_of_search(run: Run, request: ExportRequest) -> None:
 def is_export(path: Path) -> bool:
     """Return True if a directory is an export that was written in full."""
     return (path / CERTIFICATE_FILE).is_file()
-
-
-def _check_out(out: Path, overwrite: bool) -> None:
-    """Check that nothing but an older export is replaced.
-
-    Raises:
-        ConfigError: if there is an export that must not be replaced.
-        DataError: if there is something else.
-    """
-    if is_export(out) and not overwrite:
-        raise ConfigError(f"{out} has an export; add --overwrite to replace it")
-    Certificate.check_own(out)
 
 
 def _cut(run: Run, model: TranslationModel, exit: str | None) -> TranslationModel:
@@ -308,10 +269,6 @@ def _cut(run: Run, model: TranslationModel, exit: str | None) -> TranslationMode
         raise ConfigError(f"{run.path}: {error}") from error
 
 
-def _not_standard(run: Run, format: type[Format], reason: NotStandardError) -> ConfigError:
-    return ConfigError(f"{run.path} cannot be exported as {format.name}: {reason}")
-
-
 def settings_of(run: Run) -> ExportBeamSettings:
     """Return the settings of a beam search with the run; those that its own search lacks have their defaults."""
     settings = {**BeamConfig().model_dump(), **run.config.search.model_dump(), "name": "beam"}
@@ -324,48 +281,41 @@ def rules_of(run: Run) -> dict[str, Any]:
     return {name: value for name, none in RULES.items() if (value := getattr(search, name, none)) != none}
 
 
-def search_name(run: Run, exit: str | None) -> str:
-    """Return the name of the search that decodes a run at an exit, if the user names no other."""
-    search = run.config.search
-    return SEARCHES.default if exit is not None and search.needs_exits else search.name
-
-
-def described_run(path: Path, exit: str | None) -> RunDescription:
-    """Return the description of a run at an exit to translate with an export.
-
-    Args:
-        path: run directory.
-        exit: of the model; None for the top.
-
-    Raises:
-        UserError: if it cannot be opened.
-    """
-    run = Run.open(path)
-    return RunDescription(path, search_name(run, exit), settings_of(run), rules_of(run), run.text_form, run.tags)
-
-
-def _longest(run: Run, model: TranslationModel, settings: ExportBeamSettings) -> int:
-    """Return the positions that an export needs."""
-    most = min(run.longest_line, (model.longest_source or math.inf) - 1)
-    return longest_positions(int(most) + 1, settings.max_length_ratio, settings.max_length_extra)
+def _info(run: Run, request: ExportRequest, model: TranslationModel) -> ExportInfo:
+    """Describe the export of a run, whose model at the exit has no weights yet."""
+    search, settings = run.config.search, settings_of(run)
+    source = int(min(run.longest_line, (model.longest_source or math.inf) - 1)) + 1
+    # Positions of the longest source or translation, rounded up.
+    target = int(settings.max_length_ratio * source) + settings.max_length_extra
+    longest = 1 << math.ceil(math.log2(max(source, target) + 1))
+    return ExportInfo(
+        exporter=request.format,
+        precision=request.precision,
+        longest=longest,
+        longest_line=min(run.longest_line, longest - 1),
+        search_name=SEARCHES.default if request.exit is not None and search.needs_exits else search.name,
+        search=settings,
+        rules=rules_of(run),
+        text=run.text_form,
+        tags=run.tags,
+        model={**run.config.model.model_dump(mode="json"), "exit": request.exit or TOP},
+    )
 
 
 def _compare(
-    run: Run, subject: Subject, program: Program, settings: ExportBeamSettings, text: ExportText, format: type[Format]
-) -> tuple[str, str, tuple[Comparison, ...], float]:
+    subject: Subject, program: Format, settings: ExportBeamSettings, text: ExportText, scorer: Scorer | None
+) -> tuple[tuple[Comparison, ...], float]:
     """Translate by both programs.
 
     Returns:
-        Name and signature of the metric, a comparison for each beam size, and the largest difference of a token's
-        log-probability.
+        A comparison for each beam size, and the largest difference of a token's log-probability.
     """
-    scorer = None if text.references is None else run.scorer(text.references)
-    sources = [run.tokenizer.encode(line) for line in text.lines]
+    sources = [subject.tokenizer.encode(line) for line in text.lines]
     here = OwnProgram(subject.model, subject.vocabulary)
     comparisons: list[Comparison] = []
     difference = 0.0
     for beam in BEAMS:
-        changes = {"beam": beam, "length_penalty": format.length_penalty or settings.length_penalty}
+        changes = {"beam": beam, "length_penalty": program.length_penalty or settings.length_penalty}
         chosen = settings.model_copy(update=changes)
         for one in (here, program):  # the first batch has start-up costs
             one.translate(sources[:2], chosen)
@@ -378,10 +328,7 @@ def _compare(
         if beam == BEAMS[0]:
             difference = _logit_difference(here, program, sources, own)
         comparisons.append(_comparison(subject, sources, chosen, own, other, seconds, scorer, difference))
-    if scorer is None:
-        return "", "", tuple(comparisons), difference
-    metric = scorer.metrics[0]
-    return metric.name, metric.signature(), tuple(comparisons), difference
+    return tuple(comparisons), difference
 
 
 def _logit_difference(here: OwnProgram, program: Program, sources: Sentences, own: Sequence[Hypothesis]) -> float:
@@ -464,16 +411,7 @@ def _gaps(pairs: Sequence[tuple[float, float]], same: Sequence[bool]) -> list[fl
 
 
 def is_current(certificate: Certificate, path: Path, checkpoint: str) -> bool:
-    """Return True if a certificate is of a run's settings, vocabulary and weights of now.
-
-    Args:
-        certificate: of an export of the run.
-        path: run directory.
-        checkpoint: best, last, average, or a path.
-
-    Raises:
-        UserError: if the run cannot be opened.
-    """
+    """Return True if a certificate is of the settings, the vocabulary and the weights that a run has now."""
     run = Run.open(path)
     now = {
         "config.yaml": run.files["config.yaml"].sha256,
@@ -512,16 +450,7 @@ def _smallest_margin(
     there: Sequence[int],
     config: BeamConfig,
 ) -> tuple[float, str]:
-    """Return the smallest margin (nats) by which a search preferred one translation to another, and its kind.
-
-    Args:
-        model: on the CPU, in eval mode.
-        vocabulary: special tokens.
-        source: tokens of the sentence, without EOS.
-        here: tokens that the search found.
-        there: tokens that another program found.
-        config: settings of the search.
-    """
+    """Return the smallest margin (nats) by which the search preferred `here` to `there`, and its kind."""
     source_BS: Tensor = torch.tensor([[*source, vocabulary.source.eos]])
     scored = token_log_probs([model], vocabulary, source_BS, False, [[list(here), list(there)]])[0]
     penalty = LengthPenalty.parse(config.length_penalty)

@@ -100,11 +100,7 @@ def write_run(
 
 
 def import_marian(name: str, out: Path) -> RunConfig:
-    """Write a MarianMT model as a run with one checkpoint, which is its best and its last.
-
-    Args:
-        name: a folder, or a name on the Hugging Face hub.
-        out: directory of the run.
+    """Write a MarianMT model, a folder or a name on the Hugging Face hub, as a run with one checkpoint.
 
     Returns:
         Settings of the run.
@@ -182,11 +178,6 @@ def _close(one: Tensor, other: Tensor) -> bool:
 
 
 def _tokenizer(files: MarianFiles, name: str) -> MarianTokenizer:
-    """Return the tokenizer.
-
-    Raises:
-        ConfigError: if its tokens are not those of the embeddings.
-    """
     config = files.config
     numbers = (files.numbers, files.target_numbers)
     own_target = None if config.share_encoder_decoder_embeddings else config.decoder_vocab_size
@@ -224,15 +215,7 @@ def _states(model: TranslationModel, files: MarianFiles, name: str) -> Iterator[
 def imported_state(
     own: str, parameter: Tensor, there: str, weight: Tensor | None, origin: str, remedy: str = "use another model"
 ) -> ParameterState:
-    """Return a parameter with the weight that another program's model has for it.
-
-    Args:
-        own: name of the parameter.
-        parameter: the parameter, whose values are not read.
-        there: name of the weight.
-        weight: the weight; None if the model has none.
-        origin: name of the model, for messages.
-        remedy: for a message on a missing weight or another shape.
+    """Return a parameter with the weight `there` of the model `origin` of another program, which may lack it.
 
     Raises:
         ConfigError: if it is missing, has another shape, or numbers that are not finite.

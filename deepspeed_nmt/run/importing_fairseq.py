@@ -11,8 +11,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 from unittest.mock import patch
@@ -26,7 +25,7 @@ from deepspeed_nmt.config import RunConfig, validate
 from deepspeed_nmt.console import logger, progress
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS
-from deepspeed_nmt.core.vocabulary import SIDES, Side
+from deepspeed_nmt.core.vocabulary import SIDES
 from deepspeed_nmt.data.fairseq import BinarisedText, FairseqTokenizer, read_dictionary
 from deepspeed_nmt.engine.contract import ParameterState
 from deepspeed_nmt.errors import ConfigError, DataError, shown
@@ -122,28 +121,17 @@ to which its fast path copies the others.
 _OUTPUT, _OLD_OUTPUT = "decoder.output_projection.weight", "decoder.embed_out"
 
 
-@dataclass(frozen=True)
-class Languages:
+class Languages(NamedTuple):
     """Languages of a model or a corpus, as fairseq's files name them."""
 
     source: str
     target: str
 
-    def of(self, side: Side) -> str:
-        """Return the language of a side."""
-        return self.source if side == "source" else self.target
-
 
 def find_languages(
     directory: Path, source: str | None, target: str | None, options: dict[str, Any] | None = None
 ) -> Languages:
-    """Find the languages: those that are given, those of a checkpoint, or those of the directory's only pair.
-
-    Args:
-        directory: made by fairseq-preprocess.
-        source: language of the source; None to find it.
-        target: language of the target; None to find it.
-        options: those of a checkpoint.
+    """Find the languages: those given, those of a checkpoint's options, or those of the directory's only pair.
 
     Raises:
         ConfigError: if they are not clear.
@@ -155,29 +143,21 @@ def find_languages(
     known_pairs = {match.groups()[:2] for file in _names(directory) if (match := _INDEX.fullmatch(file))}
     pairs = [pair for pair in known_pairs if source in (None, pair[0]) and target in (None, pair[1])]
     if len(pairs) != 1:
-        what = f"has {len(pairs)} pairs of languages" if pairs else "has no binarised text that names them"
-        dictionaries = [file for file in _names(directory) if file.startswith("dict.") and file.endswith(".txt")]
-        if len(dictionaries) < 2:
-            what += (
-                f", and of dictionaries only {dictionaries[0]}" if dictionaries else ", and no dictionaries either"
-            )
-        raise ConfigError(f"{directory} {what}; give --source-lang and --target-lang, the names in its dict.LANG.txt")
+        raise ConfigError(
+            f"{directory} has {len(pairs)} pairs of languages in its binarised text; give --source-lang and "
+            "--target-lang, the names in its dict.LANG.txt"
+        )
     return Languages(*pairs[0])
 
 
 def open_dictionaries(directory: Path, languages: Languages, models: Sequence[Path] = ()) -> FairseqTokenizer:
-    """Read the dictionaries of both sides.
-
-    Args:
-        directory: with `dict.LANG.txt` of both languages.
-        languages: of both sides.
-        models: SentencePiece model of both sides, or of source and target; none for segmented text.
+    """Read the dictionaries `dict.LANG.txt` of both sides, and their SentencePiece models if text is not segmented.
 
     Raises:
         DataError: if a file is missing or damaged.
         ConfigError: if there are more than two models.
     """
-    source, target = (read_dictionary(directory / f"dict.{languages.of(side)}.txt") for side in SIDES)
+    source, target = (read_dictionary(directory / f"dict.{language}.txt") for language in languages)
     if len(models) > 2:
         raise ConfigError(f"--sentencepiece has {len(models)} models; give one, or two for source and target")
     try:
@@ -190,14 +170,7 @@ def open_dictionaries(directory: Path, languages: Languages, models: Sequence[Pa
 def import_model(
     path: Path, checkpoint: FairseqCheckpoint, tokenizer: FairseqTokenizer, out: Path, text: TextForm
 ) -> RunConfig:
-    """Write a model of fairseq as a run with one checkpoint, which is its best and its last.
-
-    Args:
-        path: file of the checkpoint, for messages and the run's record.
-        checkpoint: its content.
-        tokenizer: its dictionaries.
-        out: directory of the run.
-        text: form of the text.
+    """Write the model of a checkpoint as a run with one checkpoint, which is its best and its last.
 
     Returns:
         Settings of the run.
@@ -314,11 +287,6 @@ def read_checkpoint(path: Path) -> FairseqCheckpoint:
 
 
 def _load(path: Path) -> Any:
-    """Read the file.
-
-    Raises:
-        ConfigError: if it cannot be read, or holds other objects than those that are allowed.
-    """
     if path.exists() and not path.is_file():
         raise ConfigError(f"{path} is not a regular file; check the path")
     of_torch = _weights_only_unpickler._get_allowed_globals()
@@ -368,23 +336,14 @@ def _flat(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_settings(checkpoint: FairseqCheckpoint, origin: str) -> dict[str, Any]:
-    """Return the settings of the model.
-
-    Args:
-        checkpoint: the model.
-        origin: its file, for messages.
+    """Return the settings of a model, which came from the file `origin`.
 
     Raises:
         ConfigError: if it has what this program has not; all such properties at once.
     """
     options = checkpoint.options
-    for name in (
-        "encoder_layers",
-        "decoder_layers",
-        "encoder_embed_dim",
-        "encoder_ffn_embed_dim",
-        "encoder_attention_heads",
-    ):
+    needed = ("embed_dim", "ffn_embed_dim", "attention_heads")
+    for name in ("encoder_layers", "decoder_layers", *(f"encoder_{name}" for name in needed)):
         if options.get(name) is None:
             raise ConfigError(f"{origin} has no option {name}, as a Transformer has; use another model")
     for side in _STACKS:
@@ -450,12 +409,7 @@ def model_settings(checkpoint: FairseqCheckpoint, origin: str) -> dict[str, Any]
 
 
 def states(model: TranslationModel, checkpoint: FairseqCheckpoint, origin: str) -> Iterator[ParameterState]:
-    """Yield the parameters of a model.
-
-    Args:
-        model: model with the settings that :func:`model_settings` has returned.
-        checkpoint: the model of fairseq.
-        origin: its file, for messages.
+    """Yield the parameters of a model with the settings that :func:`model_settings` has returned.
 
     Raises:
         ConfigError: if a weight is missing, has another shape, or has no place in the model.
@@ -485,7 +439,7 @@ def _name(own: str) -> str:
     return layer_names(fixed.get(own, own).replace(".final_norm.", ".layer_norm."))
 
 
-def _tied(weights: Mapping[str, Tensor], used: Sequence[str] | Any) -> set[str]:
+def _tied(weights: Mapping[str, Tensor], used: Iterable[str]) -> set[str]:
     """Return the names of embeddings and outputs that are equal to a matrix that is used."""
     matrices = {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight", _OUTPUT} & weights.keys()
     kept = [weights[name] for name in matrices & set(used)]
@@ -517,12 +471,6 @@ def write_text(
 ) -> dict[str, list[Path]]:
     """Write binarised text as text, one sentence a line, from which the tokenizer makes the same numbers.
 
-    Args:
-        directory: made by fairseq-preprocess.
-        languages: of both sides.
-        tokenizer: its dictionaries.
-        out: existing directory for the text.
-
     Returns:
         The files by names such as ``train_source``.
 
@@ -530,17 +478,17 @@ def write_text(
         DataError: if files are missing, damaged, or not aligned.
     """
     written: dict[str, list[Path]] = {}
-    sizes = {side: len(tokenizer.all_pieces(side)) for side in SIDES}
     for split, stem in _binarised(directory, languages):
-        paths = {side: stem.with_name(f"{stem.name}.{languages.of(side)}") for side in SIDES}
-        texts = {side: BinarisedText.open(paths[side], sizes[side]) for side in SIDES}
-        counts = [texts[side].lines for side in SIDES]
-        if counts[0] != counts[1]:
+        source, target = (
+            BinarisedText.open(stem.with_name(f"{stem.name}.{language}"), len(tokenizer.all_pieces(side)))
+            for side, language in zip(SIDES, languages, strict=True)
+        )
+        if source.lines != target.lines:
             raise DataError(
-                f"{stem} has {counts[0]:,} lines of source and {counts[1]:,} of target; binarise the text again"
+                f"{stem} has {source.lines:,} lines of source and {target.lines:,} of target; binarise the text again"
             )
-        for side, text in texts.items():
-            file = out / paths[side].name
+        for side, text in zip(SIDES, (source, target), strict=True):
+            file = out / text.path.name
             rows = progress(text.rows(), f"{split} {side}", "lines", total=text.lines)
             with file.open("w", encoding="utf-8", newline="\n") as stream:
                 stream.writelines(f"{tokenizer.spelt(row, side)}\n" for row in rows)

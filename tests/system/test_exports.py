@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
 
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.core.description import StandardTransformer
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.export import certificate as records
 from deepspeed_nmt.export import ctranslate2_weights, formats
@@ -142,10 +142,7 @@ def test_exits_and_formats_are_certified(format: str, options: list[str], with_e
 
 
 def test_a_wrong_export_is_not_passed(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_alpha(model: StandardTransformer) -> StandardTransformer:
-        return replace(model, norm="post")
-
-    monkeypatch.setattr(formats, "fold_deepnorm", without_alpha)
+    monkeypatch.setattr(formats, "fold_deepnorm", lambda model: replace(model, norm="post"))
     assert export(run, tmp_path / "out") == 1
     problems = Certificate.read(tmp_path / "out").problems
     assert any("at beam 1" in problem and "identical" in problem for problem in problems)
@@ -217,22 +214,14 @@ def test_a_run_whose_export_is_not_passed_is_not_translated(
 
 
 REFUSED = [
-    (["--runtime", "ctranslate2", "--precision", "bf16"], "give fp32 or int8"),
-    (["--runtime", "ctranslate2", "--workers", "2"], "translates in one process"),
-    (["--runtime", "ctranslate2", "--search", "sampling"], "--search is sampling"),
-    (["--runtime", "ctranslate2", "--token-scores"], "--token-scores is not for CTranslate2; leave it out"),
-    (["--runtime", "ctranslate2", "--min-length", "3"], "--min-length is no option of the beam search"),
-    (["--runtime", "ctranslate2", "--rerank", "deep-shallow"], "--rerank is not for CTranslate2"),
-    (
-        ["--runtime", "ctranslate2", "--iterations", "3"],
-        "--iterations is no option of the beam search of CTranslate2",
-    ),
-    (["--runtime", "ctranslate2", "--encoder-layers", "1"], "needs both --encoder-layers and --decoder-layers"),
-    (["--runtime", "ctranslate2", "--nbest", "9"], "--nbest is 9"),
-    (["--runtime", "ctranslate2", "--nbest", "9", "--beam", "3"], "--nbest is 9, more than --beam, which is 3"),
-    (["--runtime", "ctranslate2", "--beam", "1001"], "--beam is 1001; give a number less than or equal to 1000"),
-    (["--runtime", "ctranslate2", "--beam", "0"], "--beam is 0; give a number greater than or equal to 1"),
-    (["--runtime", "ctranslate2", "--length-penalty", "x"], "--length-penalty must be gnmt:A"),
+    (["--precision", "bf16"], "give fp32 or int8"),
+    (["--workers", "2"], "translates in one process"),
+    (["--search", "sampling"], "--search is sampling"),
+    (["--token-scores"], "--token-scores is not for CTranslate2; leave it out"),
+    (["--min-length", "3"], "--min-length is no option of the beam search"),
+    (["--encoder-layers", "1"], "needs both --encoder-layers and --decoder-layers"),
+    (["--nbest", "9", "--beam", "3"], "--nbest is 9, more than --beam, which is 3"),
+    (["--beam", "1001"], "--beam is 1001"),
 ]
 
 
@@ -240,8 +229,9 @@ def test_options_that_ctranslate2_does_not_have_are_refused(
     run: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = shutil.copytree(run, tmp_path / "run")
+    source, runtime = data.parent / "text" / "test.en", ("--runtime", "ctranslate2")
     for options, message in REFUSED:
-        assert translate(run, data.parent / "text" / "test.en", tmp_path / "output", *options) == 2, options
+        assert translate(run, source, tmp_path / "output", *runtime, *options) == 2, options
         assert message in capsys.readouterr().err
     assert not (tmp_path / "output").exists() and not (run / "exports").exists(), "nothing is exported"
 
@@ -308,20 +298,12 @@ def test_an_export_is_translated_with_in_place_of_a_run(
 
 
 HOSTILE: list[tuple[str, dict[str, Any]]] = [
-    *(("deepspeed_nmt.json", {"longest": value}) for value in (0, -1, 10**12, "64", None, 1.5)),
-    *(("deepspeed_nmt.json", {"longest_line": value}) for value in (0, -7, [])),
-    *(("deepspeed_nmt.json", {"text": value}) for value in ({"form": "raw", "more": 1}, {"form": "x"}, [], None)),
-    ("deepspeed_nmt.json", {"format": 99}),
-    ("deepspeed_nmt.json", {"more": 1}),
-    ("deepspeed_nmt.json", {"rules": {"more": 1}}),
-    ("deepspeed_nmt.json", {"tags": {"more": 1}}),
-    ("deepspeed_nmt.json", {"precision": "fp7"}),
+    *(("deepspeed_nmt.json", {"longest": value}) for value in (0, 10**12, "64")),
+    *(("deepspeed_nmt.json", {name: {"more": 1}}) for name in ("text", "rules", "tags", "more")),
     ("deepspeed_nmt.json", {"search": {"name": "beam", "beam": 0}}),
-    *(("certificate.json", {"format": value}) for value in (99, "1", None)),
-    *(("certificate.json", {"hashes": value}) for value in ({}, {"weights": "x"}, [], {"more": "0" * 64})),
-    *(("certificate.json", {"files": value}) for value in ({}, [], {"../a": {"bytes": 0, "sha256": "0" * 64}})),
-    ("certificate.json", {"more": 1}),
-    ("certificate.json", {"problems": "x"}),
+    *(("certificate.json", {"hashes": value}) for value in ({}, {"weights": "x"})),
+    *(("certificate.json", {"files": value}) for value in ({}, {"../a": {"bytes": 0, "sha256": "0" * 64}})),
+    ("certificate.json", {"format": 99}),
 ]
 
 
@@ -410,10 +392,8 @@ def test_two_first_uses_make_one_export(
     assert made == [kept.place]
     shutil.rmtree(kept.place)
 
-    def read_only(dir: Path) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(records, "TemporaryFile", read_only)
+    read_only = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    monkeypatch.setattr(records, "TemporaryFile", Mock(side_effect=read_only))
     with pytest.raises(ConfigError, match=r"cannot be written.*Read-only .*--export DIR"):
         kept.check_writable()
 
@@ -421,11 +401,8 @@ def test_two_first_uses_make_one_export(
 def test_a_run_without_its_data_names_a_way_out(
     run: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def gone(run: Path) -> None:
-        raise DataError("the data is gone")
-
     copy = shutil.copytree(run, tmp_path / "run")
-    monkeypatch.setattr(exporting, "recorded_data", gone)
+    monkeypatch.setattr(exporting, "recorded_data", Mock(side_effect=DataError("the data is gone")))
     assert translate(copy, data.parent / "text" / "test.en", tmp_path / "output", "--runtime", "ctranslate2") == 2
     assert "give that export by `translate --export DIR`" in capsys.readouterr().err
 
@@ -443,8 +420,6 @@ def test_bad_exports_are_refused(
         (run, tmp_path / "out", ["--exit", "3-1"], "the exit is '3-1'; use n-m with n from 1 to 2"),
         (run, tmp_path / "out", ["--reference", source], "--reference is given without --source"),
         (run, tmp_path / "out", ["--precision", "int8", "--source", source], "no --reference"),
-        (run, tmp_path / "out", ["--source", str(tmp_path / "none")], "does not exist"),
-        (run, tmp_path / "out", ["--source", os.devnull], f"{os.devnull} is empty"),
     ]
     for directory, out, options, message in cases:
         assert export(directory, out, *options) == 2, message
@@ -459,10 +434,8 @@ def test_a_full_disk_leaves_the_older_export(
 ) -> None:
     out = shutil.copytree(exported, tmp_path / "out")
 
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(ctranslate2_weights, "write_ctranslate2", full)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(ctranslate2_weights, "write_ctranslate2", Mock(side_effect=full))
     assert export(run, out, "--overwrite") == 1
     assert "No space left on device; free some space and start again" in capsys.readouterr().err
     assert Certificate.read(out).passed

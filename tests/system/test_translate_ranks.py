@@ -19,7 +19,7 @@ import pytest
 from tests.programs import Program
 from tests.support import ROOT, free_port, rank_environment, run_ranks
 
-KILLS = 6
+KILLS = 4
 """Few enough that a fast machine does not finish all pieces before the last one."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_nmt.api import Translator
-from deepspeed_nmt.console import counting, logger, setup_logging
+from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import Memory, TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError, DataError, options_as_typed
@@ -20,7 +18,6 @@ from deepspeed_nmt.search import streams as module
 from deepspeed_nmt.search.base import Translation
 from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.search.decode_options import DecodeOptions
-from deepspeed_nmt.search.forced import pad_sources
 from deepspeed_nmt.search.lines import SourceCounts, length_buckets, warn_of_form
 from deepspeed_nmt.text import TextForm, text_of
 
@@ -91,7 +88,9 @@ def same(left: list[Translation], right: list[Translation]) -> bool:
 
 
 @pytest.mark.parametrize(("max_tokens", "buffer_lines"), [(1, 1), (20, 4), (20, 100), (1000, 3), (1000, 100)])
-def test_order_is_kept_with_any_batches(model: TranslationModel, max_tokens: int, buffer_lines: int) -> None:
+def test_order_is_kept_with_any_batches(
+    model: TranslationModel, shapes: list[tuple[int, int]], max_tokens: int, buffer_lines: int
+) -> None:
     alone = [next(translate_lines(model, Letters(), [line], CONFIG, nbest=3)) for line in LINES]
     assert len({translations[0].text for translations in alone}) >= 8, "equal translations would not show the order"
     with_ends = [line + "\n" for line in LINES]
@@ -100,11 +99,13 @@ def test_order_is_kept_with_any_batches(model: TranslationModel, max_tokens: int
             model, Letters(), with_ends, CONFIG, max_tokens=max_tokens, buffer_lines=buffer_lines, nbest=3
         )
     )
-    assert len(together) == len(LINES)
+    assert len(together) == len(LINES) and sum(rows for rows, _ in shapes) == 2 * (len(LINES) - 2), "none is empty"
     assert all(map(same, together, alone))
     for line, translations in zip(LINES, together, strict=True):
         assert all(translation.text == Letters().decode(translation.tokens) for translation in translations)
         assert len(translations) == 3 if line.strip() else translations == [Translation("", 0.0, [])]
+        scores = [translation.score for translation in translations]
+        assert scores == sorted(scores, reverse=True)
 
 
 def test_batches_are_bounded_and_have_similar_lengths(model: TranslationModel, shapes: list[tuple[int, int]]) -> None:
@@ -137,27 +138,15 @@ def test_lines_are_read_on_demand(model: TranslationModel) -> None:
     assert read == 8
 
 
-def test_empty_lines_do_not_reach_the_model(model: TranslationModel, shapes: list[tuple[int, int]]) -> None:
-    translations = list(translate_lines(model, Letters(), ["", "\n", "  \r\n"], CONFIG, nbest=3))
-    assert translations == [[Translation("", 0.0, [])]] * 3
-    assert list(translate_lines(model, Letters(), [], CONFIG)) == []
-    assert shapes == []
-
-
 def test_a_line_over_the_limit_is_translated_alone_with_a_warning(
     model: TranslationModel,
     shapes: list[tuple[int, int]],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    warnings: list[str],
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("deepspeed_nmt"), "propagate", True)
     lines = ["ab", "cd", "e" * 300, "fg"]
-    with caplog.at_level(logging.WARNING, "deepspeed_nmt"):
-        translations = list(translate_lines(model, Letters(), lines, CONFIG, max_tokens=12, buffer_lines=2))
-    assert len(translations) == 4
+    assert len(list(translate_lines(model, Letters(), lines, CONFIG, max_tokens=12, buffer_lines=2))) == 4
     assert shapes == [(2, 3), (1, 301), (1, 3)]
-    assert len(caplog.messages) == 1
-    assert "line 3 has 301 tokens" in caplog.messages[0]
+    assert len(warnings) == 1 and "line 3 has 301 tokens" in warnings[0]
 
 
 class Alphabet(Letters):
@@ -294,15 +283,6 @@ def test_a_source_of_another_form_than_the_training_text_is_warned_of(
     assert [said in each for each in warnings] == [True] * bool(said)
 
 
-def test_nbest(model: TranslationModel) -> None:
-    (translations,) = translate_lines(model, Letters(), ["hello"], CONFIG, nbest=3)
-    assert len({tuple(translation.tokens) for translation in translations}) == 3
-    scores = [translation.score for translation in translations]
-    assert scores == sorted(scores, reverse=True)
-    (best,) = next(translate_lines(model, Letters(), ["hello"], CONFIG))
-    assert best.tokens == translations[0].tokens
-
-
 def test_invalid_numbers_are_reported_together_before_reading(model: TranslationModel) -> None:
     lines = iter(["a"])
     with options_as_typed(), pytest.raises(ConfigError) as error:
@@ -314,35 +294,10 @@ def test_invalid_numbers_are_reported_together_before_reading(model: Translation
     assert list(lines) == ["a"]
 
 
-@pytest.mark.parametrize(
-    ("sentences", "shown"),
-    [("Dog.", "one string"), (b"Dog.", "one string"), (5, "5"), ([None], "None"), ([b"x"], "b'x'")],
-)
-def test_what_is_no_list_of_sentences_is_refused(model: TranslationModel, sentences: Any, shown: str) -> None:
-    translator = Translator(model, Letters(), CONFIG, torch.device("cpu"))  # type: ignore[arg-type]
-    for read in (translator.translate, translator.check):
-        with pytest.raises(ConfigError, match=f"^`sentences` is {shown}"):
-            read(sentences)
-
-
-def test_pad_sources() -> None:
-    source_BS, padded = pad_sources([[5, 6, 3], [7, 3]], 0, "cpu")
-    assert source_BS.tolist() == [[5, 6, 3], [7, 3, 0]]
-    assert source_BS.dtype == torch.long
-    assert padded
-    assert pad_sources([[5, 3], [7, 3]], 0, "cpu")[1] is False
-
-
-def test_length_buckets_hold_every_sentence_once() -> None:
-    lengths = [3, 50, 4, 4, 9, 1]
-    buckets = list(length_buckets(lengths, 12))
-    assert buckets == [[1], [4], [2, 3, 0], [5]]
-    assert list(length_buckets([], 12)) == []
-
-
 def test_a_batch_of_many_hypotheses_has_fewer_sentences(
     model: TranslationModel, shapes: list[tuple[int, int]]
 ) -> None:
+    assert list(length_buckets([3, 50, 4, 4, 9, 1], 12)) == [[1], [4], [2, 3, 0], [5]]
     lengths = [2, 30, 2, 10]
     assert list(length_buckets(lengths, 40, 5)) == [[1], [3, 0, 2]]
     assert list(length_buckets(lengths, 40, 20)) == [[1], [3, 0], [2]]
@@ -351,9 +306,7 @@ def test_a_batch_of_many_hypotheses_has_fewer_sentences(
     assert [rows for rows, _ in shapes] == [8, 8, 4]
 
 
-def test_progress_is_reported_while_a_buffer_is_translated(
-    model: TranslationModel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_is_reported_while_a_buffer_is_translated(model: TranslationModel) -> None:
     """A large model takes minutes for a buffer, whose lines are output together."""
     reported: list[int] = []
     translations = translate_lines(model, Letters(), LINES, CONFIG, max_tokens=24, advance=reported.append)  # type: ignore[arg-type]
@@ -361,14 +314,3 @@ def test_progress_is_reported_while_a_buffer_is_translated(
     assert sum(reported) == len(LINES) and len(reported) > 2 and reported[0] == 2, (
         "empty lines first, then batch by batch"
     )
-    monkeypatch.setattr("deepspeed_nmt.console.PLAIN_LINE_EVERY_S", 0.0)
-    setup_logging()
-    with counting("translate", "sentences", total=len(LINES)) as advance:
-        list(translate_lines(model, Letters(), LINES, CONFIG, max_tokens=24, advance=advance))  # type: ignore[arg-type]
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == len(reported) + 1 and "translate: 2 of 11 sentences, " in said[0]
-    assert "translate: 11 sentences in " in said[-1]
-    with counting("translate", "sentences") as advance:
-        advance(1)
-    said = capsys.readouterr().err.splitlines()
-    assert "translate: 1 sentence, " in said[0] and "translate: 1 sentence in " in said[1]
