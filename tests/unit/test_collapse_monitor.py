@@ -16,7 +16,6 @@ from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.loader import ValidationSet
-from deepspeed_nmt.engine.contract import Engine
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.parallel.world import World
@@ -103,25 +102,6 @@ def test_a_resumed_run_stops_at_the_next_bad_measurement(tmp_path: Path) -> None
 def test_it_measures_at_every_kth_update(tmp_path: Path) -> None:
     assert [update for update in range(1, 12) if monitor(tmp_path, every=5).due(update)] == [5, 10]
     assert not monitor(tmp_path, every=0).due(500)
-
-
-def test_the_replica_copies_the_parameters_once_for_an_update() -> None:
-    class Counting(Engine):
-        device = torch.device("cpu")
-        asked = 0
-
-        def parameters(self):  # type: ignore[no-untyped-def]
-            self.asked += 1
-            return iter(())
-
-        update = scalars = restore = probe = _gather = _states_of = None  # type: ignore[assignment]
-
-    engine = Counting()
-    config = TransformerConfig(dim=16, ffn_dim=16, heads=2, encoder_layers=1, decoder_layers=1)
-    replica = Replica(build_transformer(config, Vocabulary(9)), engine)
-    for update, asked in ((3, 1), (3, 1), (4, 2)):
-        with replica.at(update) as model:
-            assert not model.training and engine.asked == asked
 
 
 def test_the_replica_copies_no_old_weights_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
