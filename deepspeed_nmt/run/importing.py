@@ -45,11 +45,7 @@ _TOLERANCE = 1e-5
 
 
 def check_new(out: Path) -> None:
-    """Check that a run directory can be made.
-
-    Raises:
-        ConfigError: if it exists and has files.
-    """
+    """Refuse a run directory that exists and has files."""
     check_utf8_name(out, "--run")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} has files; give another --run")
@@ -128,17 +124,16 @@ def _model_settings(files: MarianFiles, name: str) -> dict[str, Any]:
     """
     config = files.config
     problems = []
-    for setting, sides in (
-        ("ffn_dim", (config.encoder_ffn_dim, config.decoder_ffn_dim)),
-        ("heads", (config.encoder_attention_heads, config.decoder_attention_heads)),
-    ):
-        if sides[0] != sides[1]:
-            problems.append(f"{name} has {setting} {sides[0]} in its encoder and {sides[1]} in its decoder")
+    for setting in ("ffn_dim", "attention_heads"):
+        encoder, decoder = (getattr(config, f"{side}_{setting}") for side in ("encoder", "decoder"))
+        if encoder != decoder:
+            problems.append(f"{name} has {setting} {encoder} in its encoder and {decoder} in its decoder")
     if not config.scale_embedding:
         problems.append(f"{name} does not scale its embeddings (scale_embedding)")
     if config.activation_function not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        problems.append(f"{name} has the activation_function {config.activation_function}, none of {known}")
+        problems.append(
+            f"{name} has the activation_function {config.activation_function}, none of {', '.join(_ACTIVATIONS)}"
+        )
     positions = _positions(files)
     if positions is None:
         problems.append(f"{name} has positions that are not sinusoidal")

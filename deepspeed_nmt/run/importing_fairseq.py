@@ -83,25 +83,17 @@ _CONVERT = (
 """Way to write the settings of a checkpoint as plain values."""
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "swish"}
 """Activations by their names there."""
+_SWITCHES = (
+    *("adaptive_input", "character_embeddings", "encoder_learned_pos", "decoder_learned_pos", "layernorm_embedding"),
+    *("no_token_positional_embeddings", "no_scale_embedding", "no_cross_attention", "cross_self_attention"),
+    *("no_decoder_final_norm", "scale_attn", "scale_fc", "scale_heads", "scale_resids"),
+)
 _REQUIRED: Mapping[str, tuple[Any, ...]] = {
     "adaptive_softmax_cutoff": (None, "", ()),
-    "adaptive_input": (False,),
-    "character_embeddings": (False,),
-    "encoder_learned_pos": (False,),
-    "decoder_learned_pos": (False,),
-    "no_token_positional_embeddings": (False,),
-    "no_scale_embedding": (False,),
-    "layernorm_embedding": (False,),
-    "no_cross_attention": (False,),
-    "cross_self_attention": (False,),
-    "no_decoder_final_norm": (False,),
     "encoder_layers_to_keep": (None, ""),
     "decoder_layers_to_keep": (None, ""),
-    "scale_attn": (False,),
-    "scale_fc": (False,),
-    "scale_heads": (False,),
-    "scale_resids": (False,),
     "moe_freq": (0,),
+    **dict.fromkeys(_SWITCHES, (False,)),
 }
 """Options that must have one of these values, in an older checkpoint also None or none at all."""
 _COMPARED = (bool, int, float, str, list, tuple)
@@ -328,10 +320,8 @@ def _flat(model: dict[str, Any]) -> dict[str, Any]:
     """Return a model's settings with those of its sides as `encoder_layers` instead of a section `encoder`."""
     flat: dict[str, Any] = {}
     for name, value in model.items():
-        if name in ("encoder", "decoder") and isinstance(value, Mapping):
-            flat |= {f"{name}_{key}": option for key, option in value.items()}
-        else:
-            flat[name] = value
+        nested = name in _STACKS and isinstance(value, Mapping)
+        flat |= {f"{name}_{key}": option for key, option in value.items()} if nested else {name: value}
     return flat
 
 
@@ -362,9 +352,9 @@ def model_settings(checkpoint: FairseqCheckpoint, origin: str) -> dict[str, Any]
         one, other = (options.get(f"{side}_{name}") for side in _STACKS)
         if (one or False) != (other or False):
             problems.append(f"{origin} has encoder_{name}={one} and decoder_{name}={other}, which must be equal")
+    width = options.get("decoder_embed_dim")
     for name in ("decoder_input_dim", "decoder_output_dim"):
-        if options.get(name) not in (None, options.get("decoder_embed_dim")):
-            width = options.get("decoder_embed_dim")
+        if options.get(name) not in (None, width):
             problems.append(f"{origin} has {name}={options[name]}, other than decoder_embed_dim={width}")
     versions = [checkpoint.weights.get(f"{side}.version", torch.zeros(1)) for side in _STACKS]
     if options.get("encoder_normalize_before") and any(
@@ -387,19 +377,15 @@ def model_settings(checkpoint: FairseqCheckpoint, origin: str) -> dict[str, Any]
             origin,
             architecture,
         )
-    if options.get("share_all_embeddings"):
-        shared = "all"
-    else:
-        shared = "decoder" if options.get("share_decoder_input_output_embed") else "none"
+    shared = "decoder" if options.get("share_decoder_input_output_embed") else "none"
     return {
         "name": MODELS.default,
         "dim": options["encoder_embed_dim"],
         "ffn_dim": options["encoder_ffn_embed_dim"],
         "heads": options["encoder_attention_heads"],
-        "encoder_layers": options["encoder_layers"],
-        "decoder_layers": options["decoder_layers"],
+        **{f"{side}_layers": options[f"{side}_layers"] for side in _STACKS},
         "norm": "pre" if options.get("encoder_normalize_before") else "post",
-        "share_embeddings": shared,
+        "share_embeddings": "all" if options.get("share_all_embeddings") else shared,
         "activation": _ACTIVATIONS[activation],
         "positions": "fairseq",
         "dropout": options.get("dropout") or 0.0,
@@ -443,11 +429,7 @@ def _tied(weights: Mapping[str, Tensor], used: Iterable[str]) -> set[str]:
     """Return the names of embeddings and outputs that are equal to a matrix that is used."""
     matrices = {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight", _OUTPUT} & weights.keys()
     kept = [weights[name] for name in matrices & set(used)]
-    return {
-        name
-        for name in matrices - set(used)
-        if any(weights[name].shape == matrix.shape and torch.equal(weights[name], matrix) for matrix in kept)
-    }
+    return {name for name in matrices - set(used) if any(torch.equal(weights[name], matrix) for matrix in kept)}
 
 
 def _current(weights: Mapping[str, Tensor], origin: str) -> Iterator[tuple[str, Tensor]]:
@@ -522,11 +504,7 @@ def _binarised(directory: Path, languages: Languages) -> Iterator[tuple[str, Pat
 
 
 def _names(directory: Path) -> set[str]:
-    """Return the names of a directory's files.
-
-    Raises:
-        ConfigError: if it is none.
-    """
+    """Return the names of a directory's files."""
     try:
         return {path.name for path in directory.iterdir()}
     except OSError as error:
