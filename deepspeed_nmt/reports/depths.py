@@ -84,24 +84,14 @@ class Oracle:
 
 @dataclass(frozen=True)
 class System:
-    """Results of one system.
-
-    Attributes:
-        name: of the system.
-        depths: all its depths, in the order of n, then m.
-        oracle: None without --oracle.
-    """
+    """Results of one system: its depths, in the order of n, then m, and the oracle's choice with --oracle."""
 
     name: str
     depths: Sequence[Depth]
     oracle: Oracle | None = None
 
     def report(self, max_loss: float) -> dict[str, Any]:
-        """Return the report for programs.
-
-        Args:
-            max_loss: BLEU that the cheapest depth may lose.
-        """
+        """Return the report for programs; the cheapest depth may lose ``max_loss`` BLEU."""
         result = {
             "system": self.name,
             "depths": [asdict(depth) for depth in self.depths],
@@ -115,11 +105,7 @@ class System:
         return result
 
     def text(self, max_loss: float) -> str:
-        """Return the report for people.
-
-        Args:
-            max_loss: BLEU that the cheapest depth may lose.
-        """
+        """Return the report for people; the cheapest depth may lose ``max_loss`` BLEU."""
         head = ["n-m", "BLEU", "seconds", "with loading"]
         rows = [
             [depth.name, cell(depth.bleu, 2), cell(depth.seconds, 1), cell(depth.seconds + depth.loading_seconds, 1)]
@@ -210,12 +196,7 @@ def oracle(
 
 @dataclass(frozen=True)
 class Members:
-    """A system to measure.
-
-    Attributes:
-        name: of the system.
-        pairs: depths to measure of each run.
-    """
+    """A system to measure: the depths of each of its runs."""
 
     name: str
     pairs: Sequence[tuple[Run, Sequence[Pair]]]
@@ -285,16 +266,7 @@ def measure(
     repeat: int = 1,
     with_oracle: bool = False,
 ) -> System:
-    """Translate a text at every depth of a system.
-
-    Args:
-        system: runs and their depths.
-        text: the test set.
-        scorer: of its translations by all runs.
-        checkpoint: best, last, average, or a path.
-        max_tokens: batch size: sentences x longest source.
-        repeat: times to measure; the median counts.
-        with_oracle: True to choose the best depth for each sentence.
+    """Translate a text at every depth of a system; the times are medians of ``repeat`` measurements.
 
     Raises:
         CheckpointError: if a run has no such checkpoint.

@@ -133,11 +133,7 @@ class Outcome:
         return None if best is None else best[1]
 
     def parameters(self, plans: Plans) -> int | None:
-        """Return the number of parameters, frozen ones included.
-
-        Args:
-            plans: what is known of other runs, whose models may be the same.
-        """
+        """Return the number of parameters, frozen ones included; ``plans`` knows models of other runs."""
         with suppress(UserError, OSError):
             return plans.parameters(self.config, open_tokenizer(self.path).vocabulary)[1]
         return None
@@ -145,14 +141,7 @@ class Outcome:
     def row(
         self, settings: Sequence[str], measures: Sequence[str], plans: Plans, scores: Sequence[RecordedScore]
     ) -> dict[str, Any]:
-        """Return what is known of a run, for JSON.
-
-        Args:
-            settings: to list.
-            measures: measures of validation to list.
-            plans: what is known of other runs.
-            scores: scores of test sets.
-        """
+        """Return what is known of a run, for JSON, with these settings, measures of validation, and test scores."""
         flat = self.config.flat()
         last = {measure: self.log.last(validation_tag(measure)) for measure in measures}
         return {
@@ -197,12 +186,7 @@ def differing(configs: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def comparison_table(rows: Mapping[str, Mapping[str, Any]], measures: Sequence[str]) -> list[list[str]]:
-    """Return the cells of a comparison: a line for each setting and each result, a column for each run.
-
-    Args:
-        rows: what is known of each run (:meth:`Outcome.row`), by its name.
-        measures: measures of validation.
-    """
+    """Return the cells of a comparison: a line for each setting and result of :meth:`Outcome.row`, a column a run."""
     runs = list(rows.values())
     lines = [["", *rows]]
     lines += [[key, *(setting(row["settings"][key]) for row in runs)] for key in runs[0]["settings"]]
@@ -222,12 +206,7 @@ def comparison_table(rows: Mapping[str, Mapping[str, Any]], measures: Sequence[s
 
 
 def collapse_row(name: str, log: RunLog) -> dict[str, object]:
-    """Return the signs of a collapse in a log, for JSON.
-
-    Args:
-        name: of the run.
-        log: that has begun.
-    """
+    """Return the signs of a collapse in a log that has begun, for JSON."""
     metric = validation_metric([log])
     score = log.series(validation_tag(metric.name))
     best = score.best(higher_is_better=metric.higher_is_better)

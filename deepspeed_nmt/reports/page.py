@@ -381,10 +381,9 @@ class RunPage:
             tiles.append(Tile("time in updates", f"{hours:.1f} h" if hours >= 1.0 else f"{60 * hours:.0f} min"))
         if speeds := sorted(self.log.series("perf/target_tokens_per_s").finite):
             tiles.append(Tile("speed", _short(speeds[len(speeds) // 2]), "target tokens a second"))
-        counts = {"skip": "skipped", "spike": "spikes", "rollback": "rollbacks"}
-        for kind, label in (("skip", "skipped updates"), ("spike", "spikes"), ("rollback", "rollbacks")):
-            if count := len(self._events_of(kind)) or int(last.get(f"train/{counts[kind]}", 0)):
-                tiles.append(Tile(label, f"{count:,}"))
+        for kind, tag in (("skip", "skipped"), ("spike", "spikes"), ("rollback", "rollbacks")):
+            if count := len(self._events_of(kind)) or int(last.get(f"train/{tag}", 0)):
+                tiles.append(Tile("skipped updates" if kind == "skip" else tag, f"{count:,}"))
         if starts := len(self._events_of(*STARTS)):
             tiles.append(Tile("starts", f"{starts:,}"))
         if goodput := self.log.series(GOODPUT).finite:
@@ -454,7 +453,7 @@ class RunPage:
         rows += [(f"origin: {key}", value) for key, value in origin.items()]
         packages = [[name, _words(value)] for name, value in _mapping(given.get("packages")).items() if value]
         command = [str(word) for word in _list(given.get("command"))]
-        words = _arguments([Path(command[0]).name, *command[1:]]) if command else []
+        words = [[str(number), word] for number, word in enumerate(command, 1)]
         tables = [
             Table("The last start", ["what", "value"], [[key, _words(value)] for key, value in rows]),
             Table("Packages", ["package", "version"], packages, folded=True),
@@ -497,17 +496,6 @@ class RunPage:
         ]
 
 
-def _arguments(words: Sequence[str]) -> list[list[str]]:
-    """Return the words of a command as rows, an option with its value."""
-    rows: list[list[str]] = []
-    for word in words:
-        if rows and not word.startswith("-") and "=" not in word and rows[-1][1].startswith("-"):
-            rows[-1][1] += f" {word}"
-        else:
-            rows.append([f"{len(rows) + 1}", word])
-    return rows
-
-
 def _words(value: object) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_words, value)) or "none"
@@ -533,15 +521,7 @@ def _short(number: float) -> str:
 
 
 class Sentence(NamedTuple):
-    """A sentence with a translation.
-
-    Attributes:
-        number: line number, from 1.
-        source: source sentence; "" if it is not kept.
-        reference: reference translation.
-        translation: of an update.
-        update: number of the update.
-    """
+    """A line of a set, from 1, with the translation of an update; ``source`` is "" if it is not kept."""
 
     number: int
     source: str
@@ -561,15 +541,7 @@ class Sentence(NamedTuple):
 
 
 class Signs(NamedTuple):
-    """Counts that reveal a broken model, over the newest translations of a set.
-
-    Attributes:
-        lines: number of translations.
-        distinct: number of different translations.
-        empty: number of empty ones.
-        copies: number of copies of the source.
-        length_ratio: characters of all translations for each character of the references.
-    """
+    """Counts that reveal a broken model: of translations, different ones, empty ones, and copies of the source."""
 
     lines: int
     distinct: int
@@ -656,12 +628,7 @@ class TextSet:
 
 
 def read_texts(run: Path, best: int = 0) -> list[TextSet]:
-    """Open the validation sets whose translations a run keeps, the main one first; none if it keeps none.
-
-    Args:
-        run: run directory.
-        best: update of the best validation.
-    """
+    """Open the validation sets whose translations a run keeps, the main one first; ``best`` is among the sampled."""
     sets: list[TextSet] = []
     with suppress(OSError):
         sets = [TextSet(run, path.name, best) for path in (run / VALIDATION).iterdir() if path.is_dir()]

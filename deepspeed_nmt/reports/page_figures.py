@@ -124,14 +124,7 @@ class Chart:
 
 
 def theme(ink: str, faint: str, lines: str, card: str) -> dict[str, Any]:
-    """Return plotly's template of a page with these colours.
-
-    Args:
-        ink: colour of text.
-        faint: colour of buttons.
-        lines: colour of grids.
-        card: colour behind text.
-    """
+    """Return plotly's template of a page with colours of text, buttons, grids, and the ground of labels."""
     axis = {"gridcolor": lines, "zerolinecolor": lines, "linecolor": lines, "automargin": True, "title_font_size": 12}
     layout = {
         "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)", "colorway": _COLOURS,
@@ -162,10 +155,7 @@ def plain(text: str) -> str:
 def curves(log: RunLog, threshold: float, guessing: float | None) -> list[Chart]:
     """Return the charts of the log's curves; those without a value are left out.
 
-    Args:
-        log: of the run.
-        threshold: source reliance below which a decoder counts as collapsed.
-        guessing: loss of guessing, in nats a token; None if the vocabulary's size is not known.
+    ``threshold`` is the source reliance of a collapsed decoder, ``guessing`` the loss of guessing in nats a token.
     """
     scales = [] if set(log.series("train/loss_scale").finite) <= {1.0} else ["train/loss_scale"]
     reliance = (
@@ -235,12 +225,6 @@ def _curves(
     """Return a chart with a line for each tag that has a finite value; None if none has.
 
     Args:
-        log: of the run.
-        name: identifier on the page.
-        title: of the chart.
-        unit: of the values.
-        tags: to draw.
-        caption: what it shows.
         log_scale: True for a logarithmic axis, if the values differ much.
         stacked: True to draw each line on top of the ones before.
         level: value at which there is a dashed line; None for none.
@@ -360,16 +344,7 @@ def _row_name(row: str) -> str:
 def histogram(
     name: str, title: str, caption: str, unit: str, values: Mapping[str, Sequence[float]], bounds: tuple[float, float]
 ) -> Chart:
-    """Return a histogram with the same bins for each list of values, as shares.
-
-    Args:
-        name: identifier on the page.
-        title: its title.
-        caption: what it shows.
-        unit: title of the horizontal axis.
-        values: by name; each list has values.
-        bounds: of the bins; values beyond them are counted in the outermost bins.
-    """
+    """Return a histogram with the same bins for each list of values, as shares; the outermost bins have the rest."""
     low, high = bounds
     size = (high - low) / 25
     bins = {"start": low, "end": high, "size": size}
@@ -394,9 +369,7 @@ def histogram(
 def marks(events: Sequence[Event], best: Best | None) -> list[dict[str, Any]]:
     """Return the marks on curves as plotly's traces, along the bottom, and lines across for some kinds.
 
-    Args:
-        events: of the run.
-        best: the best validation, whose mark has the tag of the curve that it lies on, and its height there.
+    The mark of the best validation has the tag of the curve that it lies on, and its height there.
     """
     traces: list[dict[str, Any]] = []
     level = 0

@@ -190,12 +190,7 @@ def choose_runs(sweep: Sweep, directory: Path) -> list[Outcome | None]:
 
 
 def warn_of_differences(sweep: Sweep, chosen: Sequence[Outcome | None]) -> None:
-    """Log in what the runs differ from the sweep's recipe, and warn if they do not differ from it alike.
-
-    Args:
-        sweep: the sweep.
-        chosen: run of each point; None if there is none.
-    """
+    """Log in what the runs of the points differ from the recipe, and warn if they do not differ from it alike."""
     trained = [(point, run) for point, run in zip(sweep.points, chosen, strict=True) if run is not None]
     differences = [sweep.differences(point, run) for point, run in trained]
     keys = sorted({key for of_run in differences for key in of_run})
@@ -217,11 +212,7 @@ def warn_of_differences(sweep: Sweep, chosen: Sequence[Outcome | None]) -> None:
 
 
 def validation_scores(runs: Sequence[Outcome], metric: str | None) -> tuple[str, Scores]:
-    """Return a measure of validation, one for all runs, and the best score of each run by its path.
-
-    Args:
-        runs: to score.
-        metric: name of the measure; None for the first metric that any run has logged.
+    """Return a measure of validation, or else the first that any run has logged, and the best score of each run.
 
     Raises:
         ConfigError: if there is no such measure.
@@ -257,13 +248,7 @@ def sweep_rows(
 
 
 def sweep_table(sweep: Sweep, rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> list[list[str]]:
-    """Return the cells of a sweep's table, a line for each point.
-
-    Args:
-        sweep: the sweep.
-        rows: of :func:`sweep_rows`.
-        titles: of the scores, by metric.
-    """
+    """Return the cells of a sweep's table, a line for each point, with a title for each metric."""
     lines = [["point", *sweep.axes, "train ppl", *titles.values(), "source reliance", "hours", "run"]]
     for point, row in zip(sweep.points, rows, strict=True):
         values = [setting(point.value(axis)) for axis in sweep.axes]
@@ -276,13 +261,7 @@ def sweep_table(sweep: Sweep, rows: Sequence[Mapping[str, Any]], titles: Mapping
 def draw_sweep(sweep: Sweep, rows: Sequence[Mapping[str, Any]], score: str, out: Path) -> None:
     """Draw a panel for each result, with a line for each value of the settings swept besides the first.
 
-    Points of unfinished runs are hollow.
-
-    Args:
-        sweep: the sweep.
-        rows: of :func:`sweep_rows`.
-        score: title of the score.
-        out: picture to write; its suffix is the format.
+    Points of unfinished runs are hollow. ``score`` is the title of the score.
     """
     panels = {"train_ppl": "final training perplexity", "score": score, "source_reliance": "source reliance (nats)"}
     first, *others = sweep.axes

@@ -176,17 +176,7 @@ def recorded_scores(run: Path) -> tuple[RecordedScore, ...]:
 def score_text(
     run: Run, which: str, text: ParallelText, scorer: Scorer, max_tokens: int
 ) -> tuple[RecordedScore, ...]:
-    """Return the scores of a test set; it is translated unless the run has recorded all of them for these weights.
-
-    Args:
-        run: to translate with, by its own search.
-        which: checkpoint (best, last, average, a name, or a path).
-        text: the test set.
-        scorer: of its translations.
-        max_tokens: batch size: sentences x longest source.
-
-    Returns:
-        A score for each metric of the scorer, in its order.
+    """Return a score for each metric; the text is translated unless the run recorded all of them for these weights.
 
     Raises:
         CheckpointError: if there is no such checkpoint, or it is damaged.
@@ -234,13 +224,7 @@ def score_text(
 def score_runs(
     paths: Sequence[Path], which: str, text: ParallelText, max_tokens: int
 ) -> tuple[list[str], dict[Path, tuple[RecordedScore, ...]]]:
-    """Score a test set by each of several runs; a run that cannot translate it is left out with a warning.
-
-    Args:
-        paths: run directories.
-        which: checkpoint (best, last, average, a name, or a path).
-        text: the test set.
-        max_tokens: batch size: sentences x longest source.
+    """Score a test set by each run; one that cannot translate it is left out with a warning.
 
     Returns:
         Names of the metrics, the same for all; and by run directory a score for each of them.
@@ -269,17 +253,7 @@ def score_runs(
 def all_scores(
     paths: Sequence[Path], which: str, text: ParallelText | None, max_tokens: int
 ) -> dict[Path, list[RecordedScore]]:
-    """Return the scores of each run: those of a test set, and of other texts those that the run has recorded.
-
-    Args:
-        paths: run directories.
-        which: checkpoint (best, last, average, a name, or a path).
-        text: the test set; None for recorded scores only.
-        max_tokens: batch size: sentences x longest source.
-
-    Raises:
-        UserError: as :func:`score_runs`.
-    """
+    """Return the scores of each run: those of the test set, and of other texts those that it has recorded."""
     measured = {} if text is None else score_runs(paths, which, text, max_tokens)[1]
     others = {
         path: [score for score in recorded_scores(path) if text is None or score.key.text != text.digest]
