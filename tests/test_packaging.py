@@ -328,11 +328,9 @@ esac
 @pytest.mark.parametrize(
     ("number", "step"),
     [
-        (signal.SIGINT, "training"),
         (signal.SIGHUP, "training"),
         (signal.SIGUSR1, "training"),
         (signal.SIGTERM, "preparing"),
-        (signal.SIGHUP, "preparing"),
         (signal.SIGINT, "installing"),
     ],
 )

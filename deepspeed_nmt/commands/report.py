@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from deepspeed_nmt.reports.text_scores import ParallelText
@@ -33,11 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the report, and return the exit status.
-
-    Raises:
-        UserError: if an option is wrong, or a run or a text cannot be read or compared.
-    """
+    """Make the report, and return the exit status."""
     return KINDS[arguments.kind].run(arguments)
 
 
@@ -68,12 +64,7 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
 
 
 def _read_text(arguments: argparse.Namespace) -> ParallelText | None:
-    """Check the options of decoding, and read the text to translate; return None if no option names one.
-
-    Raises:
-        ConfigError: if the options are incomplete, out of range, or contradict each other.
-        DataError: if the text is missing, empty or not aligned.
-    """
+    """Check the options of decoding, and read the text to translate; return None if no option names one."""
     from deepspeed_nmt.data.data_directory import DataDirectory
     from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.reports.text_scores import ParallelText
@@ -90,8 +81,17 @@ def _read_text(arguments: argparse.Namespace) -> ParallelText | None:
     return None if arguments.input is None else ParallelText.read(*files)
 
 
+def _print(arguments: argparse.Namespace, rows: Iterable[Mapping[str, Any]], text: Callable[[], str]) -> int:
+    """Print a JSON object for each row, or the text; return the exit status."""
+    from deepspeed_nmt.console import json_line, logger, output
+
+    output("\n".join(map(json_line, rows)) if arguments.json else text())
+    logger.info("picture: %s", arguments.out)
+    return 0
+
+
 def _collapse(arguments: argparse.Namespace) -> int:
-    from deepspeed_nmt.console import cell, json_line, logger, output, table
+    from deepspeed_nmt.console import cell, table
     from deepspeed_nmt.evaluate.metrics import validation_tag
     from deepspeed_nmt.reports.outcome import collapse_row
     from deepspeed_nmt.reports.pictures import check_out, draw_curves
@@ -116,15 +116,9 @@ def _collapse(arguments: argparse.Namespace) -> int:
     }
     draw_curves(logs, panels, arguments.out, shares=True)
     rows = [collapse_row(name, log) for name, log in logs.items()]
-    if arguments.json:
-        output("\n".join(map(json_line, rows)))
-    else:
-        titles = {key: key.replace("_", " ") for key in rows[0] if key != "cross_share"} | {
-            "best_valid_score": "best"
-        }
-        output(table([list(titles.values()), *([cell(row[key]) for key in titles] for row in rows)]))
-    logger.info("picture: %s", arguments.out)
-    return 0
+    titles = {key: key.replace("_", " ") for key in rows[0] if key != "cross_share"} | {"best_valid_score": "best"}
+    cells = [list(titles.values()), *([cell(row[key]) for key in titles] for row in rows)]
+    return _print(arguments, rows, lambda: table(cells))
 
 
 def _add_depths(parser: argparse.ArgumentParser) -> None:
@@ -146,7 +140,7 @@ def _add_depths(parser: argparse.ArgumentParser) -> None:
 
 
 def _depths(arguments: argparse.Namespace) -> int:
-    from deepspeed_nmt.console import json_line, logger, output
+    from deepspeed_nmt.console import logger
     from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.reports.depths import draw_depths, measure, systems_of
     from deepspeed_nmt.reports.pictures import check_out
@@ -172,25 +166,12 @@ def _depths(arguments: argparse.Namespace) -> int:
             "--oracle breaks ties by decoding time, but these times and the Pareto front rest on one measurement of "
             "each pair; --repeat 3 steadies them"
         )
-    measured = [
-        measure(
-            system,
-            text,
-            scorer,
-            checkpoint=arguments.checkpoint,
-            max_tokens=arguments.max_tokens,
-            repeat=arguments.repeat,
-            with_oracle=arguments.oracle,
-        )
-        for system in systems
-    ]
+    options = {"checkpoint": arguments.checkpoint, "max_tokens": arguments.max_tokens, "repeat": arguments.repeat}
+    measured = [measure(system, text, scorer, **options, with_oracle=arguments.oracle) for system in systems]
     draw_depths(measured, arguments.out)
-    if arguments.json:
-        output("\n".join(json_line(system.report(arguments.max_loss)) for system in measured))
-    else:
-        output("\n\n".join(system.text(arguments.max_loss) for system in measured))
-    logger.info("picture: %s", arguments.out)
-    return 0
+    loss = arguments.max_loss
+    reports = [system.report(loss) for system in measured]
+    return _print(arguments, reports, lambda: "\n\n".join(system.text(loss) for system in measured))
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -235,7 +216,7 @@ def _add_comparison(parser: argparse.ArgumentParser) -> None:
 
 
 def _runs(arguments: argparse.Namespace) -> int:
-    from deepspeed_nmt.console import json_line, logger, output, table
+    from deepspeed_nmt.console import table
     from deepspeed_nmt.evaluate.metrics import validation_tag
     from deepspeed_nmt.reports.outcome import Outcome, comparison_table, differing
     from deepspeed_nmt.reports.pictures import check_out, draw_curves
@@ -266,12 +247,8 @@ def _runs(arguments: argparse.Namespace) -> int:
         validation_tag(metric): f"validation {metric}",
     }
     draw_curves(logs, panels, arguments.out)
-    if arguments.json:
-        output("\n".join(json_line({"run": name, **row}) for name, row in rows.items()))
-    else:
-        output(table(comparison_table(rows, measures), markdown=arguments.markdown))
-    logger.info("picture: %s", arguments.out)
-    return 0
+    named = ({"run": name, **row} for name, row in rows.items())
+    return _print(arguments, named, lambda: table(comparison_table(rows, measures), markdown=arguments.markdown))
 
 
 def _add_sweep(parser: argparse.ArgumentParser) -> None:
@@ -287,7 +264,7 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    from deepspeed_nmt.console import json_line, logger, output, table
+    from deepspeed_nmt.console import table
     from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.reports.pictures import check_out
     from deepspeed_nmt.reports.sweep import (
@@ -323,9 +300,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     rows = sweep_rows(sweep, runs, metrics, scores)
     titles = {metric: f"{'validation' if text is None else 'test'} {metric}" for metric in metrics}
     draw_sweep(sweep, rows, titles[metrics[0]], arguments.out)
-    output("\n".join(map(json_line, rows)) if arguments.json else table(sweep_table(sweep, rows, titles)))
-    logger.info("picture: %s", arguments.out)
-    return 0
+    return _print(arguments, rows, lambda: table(sweep_table(sweep, rows, titles)))
 
 
 def _add_collapse(parser: argparse.ArgumentParser) -> None:
@@ -334,14 +309,7 @@ def _add_collapse(parser: argparse.ArgumentParser) -> None:
 
 
 class Kind(NamedTuple):
-    """A kind of report.
-
-    Attributes:
-        help: what it is, in a line.
-        description: text of its help.
-        add_arguments: function that declares its options.
-        run: function that makes it, and returns the exit status.
-    """
+    """A kind of report: a line on it, the text of its help, and functions that declare its options and make it."""
 
     help: str
     description: str

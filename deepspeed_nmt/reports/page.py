@@ -109,15 +109,7 @@ class Tile(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table of text.
-
-    Attributes:
-        title: caption.
-        head: titles of the columns.
-        rows: a cell for each column; the first cell names the row.
-        folded: True if it is shown only on request.
-        note: a sentence above it.
-    """
+    """A table of text, whose rows begin with their names; a folded one is shown on request, ``note`` above it."""
 
     title: str
     head: Sequence[str]

@@ -27,12 +27,9 @@ _MAX_COLUMNS = 500
 
 
 def check_out(out: Path, inputs: Iterable[Path | None], suffixes: Collection[str] = ()) -> None:
-    """Check that a report can be written to a path, before the work is done.
+    """Check that a report can be written to ``--out`` without harm to the ``inputs``, before the work is done.
 
-    Args:
-        out: path of ``--out``.
-        inputs: runs, data directories and files that are read, which stay as they are; None is ignored.
-        suffixes: that it may have, with their points; none for those of pictures.
+    Without ``suffixes`` those of pictures are allowed.
 
     Raises:
         ConfigError: if it is an input or lies in one, is a directory, lies in no existing directory, or has another
@@ -57,15 +54,9 @@ def check_out(out: Path, inputs: Iterable[Path | None], suffixes: Collection[str
 
 @contextmanager
 def picture(out: Path, width: float, height: float) -> Iterator[Figure]:
-    """Open a figure that is written when the block ends without an error, in the format of the path's suffix.
+    """Open a figure (inches) that is written when the block ends without an error, in the format of the suffix.
 
-    Args:
-        out: file to write, which :func:`check_out` has accepted.
-        width: in inches.
-        height: in inches.
-
-    Yields:
-        The figure. It belongs to no window, so it needs no screen and no closing.
+    It belongs to no window, so it needs no screen and no closing.
 
     Raises:
         OSError: if the file cannot be written; an older picture is then unchanged.
@@ -89,13 +80,9 @@ def use_log_scale(axis: Axes) -> None:
 
 
 def draw_curves(logs: Mapping[str, RunLog], panels: Mapping[str, str], out: Path, *, shares: bool = False) -> None:
-    """Draw a panel for each tag over target tokens, with a line for each run.
+    """Draw a panel for each tag and its title over target tokens, with a line for each run by its name.
 
-    Args:
-        logs: by name of the run in the legend.
-        panels: titles by tag. Axes of perplexity are logarithmic.
-        out: picture to write; its suffix is the format (png, svg, pdf).
-        shares: True to add a heat map of cross-attention's share in each decoder layer for each run that logs it.
+    With ``shares`` runs that log cross-attention's share in each decoder layer get a heat map of it.
     """
     maps = {name: log.cross_shares() for name, log in logs.items() if shares and log.cross_shares()}
     columns = len(panels)

@@ -105,12 +105,7 @@ def bounded_json(text: bytes | str) -> Any:
 
 @dataclass(frozen=True)
 class Series:
-    """Values under one tag.
-
-    Attributes:
-        updates: number of the update of each value, ascending.
-        values: the values; NaN and infinities are among them.
-    """
+    """Values under one tag, NaN and infinities among them, and the updates of each, ascending."""
 
     updates: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -151,12 +146,7 @@ class Series:
 
 
 class RunLog:
-    """The log of a run.
-
-    Args:
-        entries: values by tag for each update.
-        damaged: number of lines that could not be read.
-    """
+    """The log of a run: values by tag for each update, and the number of lines that could not be read."""
 
     def __init__(self, entries: Mapping[int, Mapping[str, float]], damaged: int = 0) -> None:
         self.damaged = damaged
@@ -300,15 +290,7 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 @dataclass(frozen=True)
 class Event:
-    """An event of a run.
-
-    Attributes:
-        kind: one of those of :mod:`deepspeed_nmt.train.events`, or another text.
-        update: number of the last update before it; None if the event does not record it.
-        time: ISO 8601; "" if the event does not record it.
-        text: one sentence.
-        details: further values.
-    """
+    """An event of a run: its kind, the update before it, ISO 8601 time and a sentence, as far as recorded."""
 
     kind: str
     update: int | None
