@@ -25,7 +25,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError, option
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.search.base import Links
-from deepspeed_nmt.search.lines import SourceTokenizer
+from deepspeed_nmt.search.lines import LineTokenizer
 from deepspeed_nmt.text import NO_TAGS, Tags
 
 Weighted = Sequence[tuple[MultiHeadAttention, float]]
@@ -49,7 +49,7 @@ def watched(attentions: Iterable[MultiHeadAttention]) -> Iterator[dict[MultiHead
         query_NTD, memory, mask = (*args, kwargs.get("mask"))[:3]
         seen[attention] = attention.weights(query_NTD, memory, mask)
 
-    hooks = [each.register_forward_pre_hook(see, with_kwargs=True) for each in dict.fromkeys(attentions)]
+    hooks = [attention.register_forward_pre_hook(see, with_kwargs=True) for attention in dict.fromkeys(attentions)]
     try:
         yield seen
     finally:
@@ -77,7 +77,7 @@ class AttentionWatch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch during the block. Of a layer that is applied several times, the last application counts."""
-        with watched(attention for each in self._combinations for attention, _ in each) as self._seen:
+        with watched(attention for combination in self._combinations for attention, _ in combination) as self._seen:
             yield
 
     def decoded(self, numbers: list[int], rows_N: Tensor) -> None:
@@ -103,12 +103,12 @@ def word_links(links: Sequence[int], source_words: Sequence[int], target_words: 
         source_words: word of each source token.
         target_words: word of each target token; None for a token that no word has.
     """
-    found = {
+    pairs = {
         (source_words[position], word)
         for position, word in zip(links, target_words, strict=True)
         if word is not None and position < len(source_words)
     }
-    return tuple(sorted(found))
+    return tuple(sorted(pairs))
 
 
 def without_tags(links: Links | None, tags: Tags, text: str) -> Links | None:
@@ -126,7 +126,7 @@ def without_tags(links: Links | None, tags: Tags, text: str) -> Links | None:
     return tuple((source, target) for source, target in shifted if min(source, target) >= 0)
 
 
-def source_words(line: str, tokens: Sequence[int], tokenizer: SourceTokenizer) -> list[int]:
+def source_words(line: str, tokens: Sequence[int], tokenizer: LineTokenizer) -> list[int]:
     """Return the number of the word that each source token belongs to.
 
     Tokens are those of the words one by one, where a tokenizer splits white space first. Otherwise a token belongs to
@@ -159,22 +159,22 @@ def source_words(line: str, tokens: Sequence[int], tokenizer: SourceTokenizer) -
     return (numbers + [last] * len(tokens))[: len(tokens)]
 
 
-def target_words(tokens: Sequence[int], tokenizer: SourceTokenizer) -> list[int | None]:
+def target_words(tokens: Sequence[int], tokenizer: LineTokenizer) -> list[int | None]:
     """Return the number of the word, in the decoded text, that each target token belongs to; None if it has no text.
 
     A token without a letter of its own, such as a mere space, belongs to the word that it begins.
     """
-    found: list[int | None] = []
+    words: list[int | None] = []
     text, waiting = "", 0
     for end in range(1, len(tokens) + 1):
         longer = tokenizer.decode(list(tokens[:end]))
         if len("".join(longer.split())) == len("".join(text.split())):
             waiting += 1
         else:
-            found += [len(longer.split()) - 1] * (waiting + 1)
+            words += [len(longer.split()) - 1] * (waiting + 1)
             waiting = 0
         text = longer
-    return found + [None] * waiting
+    return words + [None] * waiting
 
 
 def cross_attention(attentions: dict[int, MultiHeadAttention], layer: int) -> MultiHeadAttention:

@@ -21,7 +21,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import DataError, counted
 from deepspeed_nmt.search.base import MisalignedError
 from deepspeed_nmt.search.decode_options import DecodeOptions
-from deepspeed_nmt.search.lines import BUFFER_LINES, PairTokenizer, SourceCounts, SourceLines, length_buckets
+from deepspeed_nmt.search.lines import BUFFER_LINES, LineTokenizer, SourceCounts, SourceLines, length_buckets
 from deepspeed_nmt.search.models import mean_of, members_of, weights_of
 from deepspeed_nmt.text import Tags
 
@@ -68,10 +68,10 @@ def token_log_probs(
     assert not any(model.training for model in models), "call model.eval() first: dropout would change the scores"
     bos, eos, pad = vocabulary.bos, vocabulary.eos, vocabulary.pad
     memories = [model.encode(source_BS, padded) for model in models]
-    flat = [(row, tokens) for row, each in enumerate(translations) for tokens in each]
+    flat = [(row, tokens) for row, of_source in enumerate(translations) for tokens in of_source]
     # Translations of similar length are scored together, so that there is little padding.
     order = sorted(range(len(flat)), key=lambda number: -len(flat[number][1]))
-    found: list[list[float]] = [[] for _ in flat]
+    scores: list[list[float]] = [[] for _ in flat]
     start = 0
     while start < len(order):
         length = len(flat[order[start]][1]) + 1
@@ -84,16 +84,16 @@ def token_log_probs(
             outputs_NT[place, : len(tokens) + 1] = torch.tensor([*tokens, eos])
         rows_N = torch.tensor([flat[number][0] for number in numbers], device=source_BS.device)
         inputs_NT, outputs_NT = inputs_NT.to(source_BS.device), outputs_NT.to(source_BS.device)
-        each = []
+        by_model = []
         for model, memory in zip(models, memories, strict=True):
             states_NTD = model.decode(inputs_NT, memory.select(rows_N))[0]
             log_p_NTV = torch.log_softmax(model.projection(states_NTD).float(), dim=2)
-            each.append(log_p_NTV.gather(2, outputs_NT.unsqueeze(2)).squeeze(2))
-        for number, values in zip(numbers, mean_of(each, weights).tolist(), strict=True):
-            found[number] = values[: len(flat[number][1]) + 1]
+            by_model.append(log_p_NTV.gather(2, outputs_NT.unsqueeze(2)).squeeze(2))
+        for number, values in zip(numbers, mean_of(by_model, weights).tolist(), strict=True):
+            scores[number] = values[: len(flat[number][1]) + 1]
         decoded(numbers, rows_N)
-    results = iter(found)
-    return [[next(results) for _ in each] for each in translations]
+    results = iter(scores)
+    return [[next(results) for _ in of_source] for of_source in translations]
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class ScoredTranslation:
         return self.log_prob / len(self.log_probs)
 
 
-def check_targets(model: DecodableModel, tokenizer: PairTokenizer, tags: Tags, lines: Iterable[str]) -> None:
+def check_targets(model: DecodableModel, tokenizer: LineTokenizer, tags: Tags, lines: Iterable[str]) -> None:
     """Check that a model can read all translations of a text, before any is scored.
 
     Args:
@@ -153,7 +153,7 @@ def _check_lengths(targets: Sequence[Sequence[int]], longest: int | None, before
 
 def score_lines(
     model: DecodableModel,
-    tokenizer: PairTokenizer,
+    tokenizer: LineTokenizer,
     sources: Iterable[str],
     translations: Iterable[str],
     options: DecodeOptions | None = None,
@@ -183,7 +183,6 @@ def score_lines(
         Each translation with the log-probabilities of its tokens, in order.
 
     Raises:
-        ConfigError: if numbers are out of range. All of them are reported at once, before anything is read.
         DataError: if a translation is longer than the model can read, or ``strict`` is True and a source is too
             long or a line was not UTF-8.
         MisalignedError: if there are more sources than translations or fewer, after all pairs.
@@ -192,24 +191,10 @@ def score_lines(
     counts = None if warn else SourceCounts()
     reader = SourceLines(tokenizer, options.longest_line(), model.longest_source, options.strict, counts)
     pairs = zip_longest(sources, translations)
-    held = nullcontext() if lock is None else lock
-    return _score(model, tokenizer, reader, pairs, options, torch.device(device), advance, held)
-
-
-def _score(
-    model: DecodableModel,
-    tokenizer: PairTokenizer,
-    reader: SourceLines,
-    pairs: Iterator[tuple[str | None, str | None]],
-    options: DecodeOptions,
-    device: torch.device,
-    advance: Callable[[int], object],
-    lock: AbstractContextManager[object],
-) -> Iterator[ScoredTranslation]:
-    vocabulary, before = tokenizer.vocabulary, 0
+    lock, vocabulary, before = lock or nullcontext(), tokenizer.vocabulary, 0
     problem: MisalignedError | None = None
     while problem is None and (buffer := list(islice(pairs, options.buffer_lines or BUFFER_LINES))):
-        sources, texts = [], []
+        rows, texts = [], []
         for line, (source, text) in enumerate(buffer, before + 1):
             if source is None or text is None:
                 more, fewer = ("translations", "sources") if source is None else ("sources", "translations")
@@ -218,27 +203,28 @@ def _score(
                     "aligned line by line"
                 )
                 break
-            sources.append((*reader.encode(source), vocabulary.source.eos))
+            rows.append((*reader.encode(source), vocabulary.source.eos))
             reader.check_utf8(text, line, "translations")
             texts.append(text.rstrip("\r\n"))
         targets = tokenizer.encode_batch(texts, "target")
         _check_lengths(targets, model.longest_target, before)
         reader.warn()
         scored: list[ScoredTranslation | None] = [None] * len(texts)
-        lengths = [max(len(source), len(tokens) + 1) for source, tokens in zip(sources, targets, strict=True)]
+        lengths = [max(len(source), len(tokens) + 1) for source, tokens in zip(rows, targets, strict=True)]
         for bucket in length_buckets(lengths, options.max_tokens):
             numbers_of: dict[tuple[int, ...], list[int]] = {}
             for number in bucket:
-                numbers_of.setdefault(sources[number], []).append(number)
-            asked = [[targets[number] for number in numbers] for numbers in numbers_of.values()]
+                numbers_of.setdefault(rows[number], []).append(number)
+            texts_of = [[targets[number] for number in numbers] for numbers in numbers_of.values()]
             with lock:
                 source_BS, padded = pad_sources(list(numbers_of), vocabulary.pad, device)
-                found = token_log_probs(members_of(model), vocabulary, source_BS, padded, asked, weights_of(model))
-            for numbers, each in zip(numbers_of.values(), found, strict=True):
-                for number, log_probs in zip(numbers, each, strict=True):
+                members, weights = members_of(model), weights_of(model)
+                scores = token_log_probs(members, vocabulary, source_BS, padded, texts_of, weights)
+            for numbers, of_source in zip(numbers_of.values(), scores, strict=True):
+                for number, log_probs in zip(numbers, of_source, strict=True):
                     scored[number] = ScoredTranslation(targets[number], log_probs)
             advance(len(bucket))
-        yield from (each for each in scored if each is not None)
+        yield from (one for one in scored if one is not None)
         before += len(buffer)
     reader.warn_at_end()
     if problem is not None:

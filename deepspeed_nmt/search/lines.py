@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.parts import SearchConfig
@@ -33,12 +33,11 @@ _KINDS = {
     "damaged": "have bytes that are not UTF-8",
     "unknown beside": "have prefixes or constraints with unknown tokens",
     "cut": "were cut",
-    "alone": "are longer than a batch",
 }
 """Kinds of lines to warn of."""
 
 
-class SourceTokenizer(Protocol):
+class LineTokenizer(Protocol):
     """The part of a tokenizer that translation needs."""
 
     @property
@@ -50,17 +49,12 @@ class SourceTokenizer(Protocol):
         """Encode a source sentence as tokens, without EOS."""
         ...
 
-    def decode(self, tokens: list[int], /) -> str:
-        """Decode target tokens into a sentence."""
-        ...
-
-
-@runtime_checkable
-class PairTokenizer(SourceTokenizer, Protocol):
-    """The part of a tokenizer that given target text needs."""
-
     def encode_batch(self, texts: Sequence[str], side: Side, threads: int = 1) -> list[list[int]]:
         """Encode lines of one side as tokens, without EOS."""
+        ...
+
+    def decode(self, tokens: list[int], /) -> str:
+        """Decode target tokens into a sentence."""
         ...
 
 
@@ -146,7 +140,7 @@ class SourceLines:
 
     def __init__(
         self,
-        tokenizer: SourceTokenizer,
+        tokenizer: LineTokenizer,
         longest: int,
         longest_source: int | None,
         strict: bool = False,
@@ -176,15 +170,17 @@ class SourceLines:
         self.counts.unknown += tokens.count(self.tokenizer.vocabulary.source.unk)
         if len(tokens) <= self._longest:
             return tokens
-        length = (
-            f"{len(tokens):,} tokens{'' if is_whole else ' or more'}, more than {self._longest:,} ({self._bound})"
-        )
+        length = f"{len(tokens):,} tokens{'' if is_whole else ' or more'}"
         if self._strict:
             raise DataError(
-                f"line {self.number:,} of the source has {length}; split it, or leave out {option('strict')} to "
-                "translate its beginning"
+                f"line {self.number:,} of the source has {length}, more than {self._longest:,} ({self._bound}); "
+                f"split it, or leave out {option('strict')} to translate its beginning"
             )
-        self.counts.note("cut", f"line {self.number:,} has {length}: its end is not translated")
+        self.counts.note(
+            "cut",
+            f"line {self.number:,} has {length}, more than {self._longest:,} ({self._bound}): its end is not "
+            "translated",
+        )
         return tokens[: self._longest]
 
     def _beginning(self, line: str) -> tuple[list[int], bool]:
@@ -203,12 +199,7 @@ class SourceLines:
         return self.tokenizer.encode(line), True
 
     def check_utf8(self, text: str, number: int, name: str = "source") -> None:
-        """Note a line that was not UTF-8, or refuse it.
-
-        Args:
-            text: the line.
-            number: its number, from 1.
-            name: of its text, for messages.
+        """Note a line that was not UTF-8, or refuse it, by its number from 1 and the name of its text.
 
         Raises:
             DataError: if it was not UTF-8, and ``strict`` is True.
@@ -253,25 +244,22 @@ class LineInputs:
     step: int = 1
     tags: Tags = NO_TAGS
 
-    def check(self, search: SearchConfig, tokenizer: SourceTokenizer) -> None:
+    def check(self, search: SearchConfig) -> None:
         """Check that a search respects the inputs.
 
         Raises:
             ConfigError: if it does not.
         """
-        for name, given, taken, remedy in (
+        for name, text, taken, remedy in (
             ("prefix", self.prefix, "prefix", "a search from left to right"),
             ("tag_target", self.tags.target, "prefix", "a search from left to right"),
             ("constraints", self.constraints, "constraints", "search constrained_beam"),
         ):
-            if given is None:
-                continue
-            if taken not in search.takes:
+            if text is not None and taken not in search.takes:
                 raise ConfigError(
                     f"{option(name)} needs {remedy}, but search.name={search.name} decodes here; change the search, "
                     f"or leave out {option(name)}"
                 )
-            assert isinstance(tokenizer, PairTokenizer), "the tokenizer must encode target text"
 
     def requests(
         self, lines: Iterable[str], reader: SourceLines, longest_target: int | None
@@ -336,8 +324,7 @@ class LineInputs:
             yield line, request
 
 
-def _target_tokens(tokenizer: SourceTokenizer, texts: list[str]) -> list[tuple[int, ...]]:
-    assert isinstance(tokenizer, PairTokenizer)
+def _target_tokens(tokenizer: LineTokenizer, texts: list[str]) -> list[tuple[int, ...]]:
     return [tuple(tokens) for tokens in tokenizer.encode_batch(texts, "target")]
 
 
@@ -434,13 +421,6 @@ def translated(
         with lock or nullcontext():
             sources = [reader.encode(line) for line, _ in buffer]
         filled = [number for number, source in enumerate(sources) if source]
-        for number in filled:
-            if (length := len(sources[number]) + 1) > options.max_tokens:
-                reader.counts.note(
-                    "alone",
-                    f"line {reader.number - len(buffer) + number + 1:,} has {length:,} tokens, more than "
-                    f"{option('max_tokens')} ({options.max_tokens:,}): it is translated in a batch of its own",
-                )
         reader.warn()
         translations = [[nothing] for _ in buffer]
         advance(len(buffer) - len(filled))

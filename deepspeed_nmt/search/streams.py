@@ -6,8 +6,9 @@ Legend: B sentences, S source length.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import count
 from typing import cast
 
 import torch
@@ -24,36 +25,22 @@ from deepspeed_nmt.search.alignment import (
     without_tags,
     word_links,
 )
-from deepspeed_nmt.search.base import Hypothesis, Links, RanksTexts, RequestSearch, Search, Translation
+from deepspeed_nmt.search.base import Hypothesis, RanksTexts, RequestSearch, Translation
 from deepspeed_nmt.search.decode_options import DecodeOptions
 from deepspeed_nmt.search.forced import pad_sources, token_log_probs
 from deepspeed_nmt.search.lines import (
     Found,
     Line,
     LineInputs,
+    LineTokenizer,
     SourceCounts,
     SourceLines,
-    SourceTokenizer,
     check_nbest,
     length_buckets,
     translated,
 )
 from deepspeed_nmt.search.models import members_of, weights_of
 from deepspeed_nmt.search.searches import SEARCHES
-from deepspeed_nmt.text import Tags
-
-
-@dataclass(frozen=True)
-class Details:
-    """Details of one translation.
-
-    Attributes:
-        token_scores: log-probability (nats) of each token and of the EOS; None if they were not asked for.
-        alignment: links of words; None if it was not asked for.
-    """
-
-    token_scores: tuple[float, ...] | None = None
-    alignment: Links | None = None
 
 
 class DetailsReader:
@@ -67,20 +54,21 @@ class DetailsReader:
             align nothing.
 
     Attributes:
-        of_nothing: details of an empty line.
+        of_nothing: translation of an empty line.
 
     Raises:
         ConfigError: if a layer has no cross-attention.
     """
 
     def __init__(
-        self, model: DecodableModel, tokenizer: SourceTokenizer, token_scores: bool, layers: Sequence[int] | None
+        self, model: DecodableModel, tokenizer: LineTokenizer, token_scores: bool, layers: Sequence[int] | None
     ) -> None:
         self._members, self._weights = members_of(model), weights_of(model)
         self._tokenizer = tokenizer
         self._token_scores = token_scores
         self._aligning: list[tuple[MultiHeadAttention, float]] | None = None
-        self.of_nothing = Details(() if token_scores else None, None if layers is None else ())
+        links = None if layers is None else ()
+        self.of_nothing = Translation("", 0.0, [], token_scores=() if token_scores else None, alignment=links)
         if layers is not None:
             weights = self._weights or [1.0] * len(self._members)
             self._aligning = [
@@ -88,57 +76,48 @@ class DetailsReader:
                 for member, layer, weight in zip(self._members, layers, weights, strict=True)
             ]
 
-    def read(
+    def add(
         self,
         source_BS: Tensor,
         padded: bool,
         sources: Sequence[tuple[str, Sequence[int]]],
-        translations: Sequence[Sequence[Sequence[int]]],
-    ) -> list[list[Details]]:
-        """Return the details of the translations of a batch.
+        translations: list[list[Translation]],
+    ) -> list[list[Translation]]:
+        """Return the translations of a batch with their details.
 
         Args:
             source_BS: source tokens.
             padded: False promises that no position is padding.
             sources: text and tokens of each sentence.
-            translations: tokens of the translations of each sentence.
+            translations: of each sentence, tags included.
         """
         if not self._token_scores and self._aligning is None:
-            return [[Details() for _ in each] for each in translations]
-        vocabulary = self._tokenizer.vocabulary
-        with ExitStack() as stack:
-            watch = None
-            if self._aligning is not None:
-                watch = AttentionWatch([self._aligning], source_BS, vocabulary)
-                stack.enter_context(watch.watching())
-            scores = token_log_probs(
-                self._members,
-                vocabulary,
-                source_BS,
-                padded,
-                translations,
-                self._weights,
-                *([] if watch is None else [watch.decoded]),
-            )
-        number, found = 0, []
-        for (line, source), each, log_probs in zip(sources, translations, scores, strict=True):
-            words = source_words(line, source, self._tokenizer) if watch is not None else []
-            details = []
-            for tokens, values in zip(each, log_probs, strict=True):
-                links = None
-                if watch is not None:
-                    links = word_links(
-                        watch.links(0, number, len(tokens)), words, target_words(tokens, self._tokenizer)
-                    )
-                details.append(Details(tuple(values) if self._token_scores else None, links))
-                number += 1
-            found.append(details)
-        return found
+            return translations
+        tokenizer, vocabulary = self._tokenizer, self._tokenizer.vocabulary
+        tokens = [[one.tokens for one in best] for best in translations]
+        watch = None if self._aligning is None else AttentionWatch([self._aligning], source_BS, vocabulary)
+        with nullcontext() if watch is None else watch.watching():
+            decoded = [] if watch is None else [watch.decoded]
+            scores = token_log_probs(self._members, vocabulary, source_BS, padded, tokens, self._weights, *decoded)
+        numbers = count()
+
+        def detailed(one: Translation, log_probs: list[float], words: Sequence[int]) -> Translation:
+            links, number = None, next(numbers)
+            if watch is not None:
+                own = watch.links(0, number, len(one.tokens))
+                links = word_links(own, words, target_words(one.tokens, tokenizer))
+            return replace(one, token_scores=tuple(log_probs) if self._token_scores else None, alignment=links)
+
+        result = []
+        for (line, source), best, of_best in zip(sources, translations, scores, strict=True):
+            words = source_words(line, source, tokenizer) if watch is not None else []
+            result.append([detailed(*pair, words) for pair in zip(best, of_best, strict=True)])
+        return result
 
 
 def translate_lines(
     model: DecodableModel,
-    tokenizer: SourceTokenizer,
+    tokenizer: LineTokenizer,
     lines: Iterable[str],
     config: SearchConfig,
     options: DecodeOptions | None = None,
@@ -179,72 +158,46 @@ def translate_lines(
     """
     options, inputs = options or DecodeOptions(), inputs or LineInputs()
     check_nbest(options.nbest, config)
-    inputs.check(config, tokenizer)
+    inputs.check(config)
     lock = nullcontext() if lock is None else lock
     with lock:
         search = SEARCHES[config.name].build(config, model, tokenizer.vocabulary)
-    longest = options.longest_line()
+    longest, tags, vocabulary = options.longest_line(), inputs.tags, tokenizer.vocabulary
     reader = SourceLines(tokenizer, longest, model.longest_source, options.strict, counts, inputs.first)
     details = DetailsReader(model, tokenizer, options.token_scores, alignment_layers)
-    job = _Job(search, bool(config.takes), tokenizer, details, torch.device(device), options.nbest, lock, inputs.tags)
 
-    def translate(buffer: list[Line], sources: list[list[int]]) -> Iterator[list[Found]]:
-        for numbers in length_buckets([len(source) + 1 for source in sources], options.max_tokens, config.width):
-            best = job.translate([buffer[number] for number in numbers], [sources[number] for number in numbers])
-            yield list(zip(numbers, best, strict=True))
-
-    nothing = Translation(
-        "", 0.0, [], token_scores=details.of_nothing.token_scores, alignment=details.of_nothing.alignment
-    )
-    requests = inputs.requests(lines, reader, model.longest_target)
-    return translated(requests, translate, reader, nothing, options, advance, lock)
-
-
-@dataclass(frozen=True)
-class _Job:
-    """Properties that all batches of a translation share; see :func:`translate_lines`."""
-
-    search: Search | RequestSearch
-    takes_requests: bool
-    tokenizer: SourceTokenizer
-    details: DetailsReader
-    device: torch.device
-    nbest: int
-    lock: AbstractContextManager[object]
-    tags: Tags
-
-    def translate(self, lines: Sequence[Line], sources: Sequence[list[int]]) -> list[list[Translation]]:
-        """Translate a batch of sentences with their tokens."""
-        vocabulary = self.tokenizer.vocabulary
-        rows = [[*source, vocabulary.source.eos] for source in sources]
-        with self.lock:
-            source_BS, padded = pad_sources(rows, vocabulary.pad, self.device)
-            if self.takes_requests:
-                lists = cast(RequestSearch, self.search).search(source_BS, padded, [request for _, request in lines])
-            else:
-                lists = self.search.search(source_BS, padded)
-            best = [self._best(hypotheses) for hypotheses in lists]
-            tokens = [[hypothesis.tokens for hypothesis, _ in ranked] for ranked in best]
-            texts = [(line, source) for (line, _), source in zip(lines, sources, strict=True)]
-            details = self.details.read(source_BS, padded, texts, tokens)
+    def best_of(hypotheses: list[Hypothesis]) -> list[Translation]:
+        kept = hypotheses if isinstance(search, RanksTexts) else hypotheses[: options.nbest]
+        texts = [tokenizer.decode(hypothesis.tokens) for hypothesis in kept]
+        ranked = search.rank(kept, texts) if isinstance(search, RanksTexts) else list(zip(kept, texts, strict=True))
         return [
-            [
-                Translation(
-                    self.tags.untagged(text),
-                    hypothesis.score,
-                    hypothesis.tokens,
-                    hypothesis.log_prob,
-                    hypothesis.features,
-                    detail.token_scores,
-                    without_tags(detail.alignment, self.tags, text),
-                )
-                for (hypothesis, text), detail in zip(ranked, of_ranked, strict=True)
-            ]
-            for ranked, of_ranked in zip(best, details, strict=True)
+            Translation(text, one.score, one.tokens, one.log_prob, one.features)
+            for one, text in ranked[: options.nbest]
         ]
 
-    def _best(self, hypotheses: list[Hypothesis]) -> list[tuple[Hypothesis, str]]:
-        """Return the best hypotheses of a sentence and their texts."""
-        if not isinstance(self.search, RanksTexts):
-            return [(each, self.tokenizer.decode(each.tokens)) for each in hypotheses[: self.nbest]]
-        return self.search.rank(hypotheses, [self.tokenizer.decode(each.tokens) for each in hypotheses])[: self.nbest]
+    def translate(lines: Sequence[Line], sources: Sequence[list[int]]) -> list[list[Translation]]:
+        """Translate a batch of sentences with their tokens."""
+        rows = [[*source, vocabulary.source.eos] for source in sources]
+        with lock:
+            source_BS, padded = pad_sources(rows, vocabulary.pad, device)
+            if config.takes:
+                lists = cast(RequestSearch, search).search(source_BS, padded, [request for _, request in lines])
+            else:
+                lists = search.search(source_BS, padded)
+            texts = [(line, source) for (line, _), source in zip(lines, sources, strict=True)]
+            translations = details.add(source_BS, padded, texts, [best_of(hypotheses) for hypotheses in lists])
+        return [
+            [
+                replace(one, text=tags.untagged(one.text), alignment=without_tags(one.alignment, tags, one.text))
+                for one in best
+            ]
+            for best in translations
+        ]
+
+    def batches(buffer: list[Line], sources: list[list[int]]) -> Iterator[list[Found]]:
+        for numbers in length_buckets([len(source) + 1 for source in sources], options.max_tokens, config.width):
+            best = translate([buffer[number] for number in numbers], [sources[number] for number in numbers])
+            yield list(zip(numbers, best, strict=True))
+
+    requests = inputs.requests(lines, reader, model.longest_target)
+    return translated(requests, batches, reader, details.of_nothing, options, advance, lock)

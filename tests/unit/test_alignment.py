@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from deepspeed_nmt.build import build_model
+from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
 from deepspeed_nmt.data.vocabulary_training import train_subwords
 from deepspeed_nmt.errors import ConfigError
@@ -17,6 +18,7 @@ from deepspeed_nmt.parity import VOCABULARY, methods, settings_of
 from deepspeed_nmt.run.opening import held_out_cross_entropy
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.alignment import AttentionWatch, pharaoh, source_words, target_words, word_links
+from deepspeed_nmt.search.base import Translation
 from deepspeed_nmt.search.forced import token_log_probs
 from deepspeed_nmt.search.models import Ensemble
 from deepspeed_nmt.search.streams import DetailsReader
@@ -74,18 +76,20 @@ def test_an_ensemble_aligns_by_the_sum_of_its_models() -> None:
     for seed in (1, 2):
         torch.manual_seed(seed)
         models.append(build_model(settings_of("vanilla"), VOCABULARY).eval())
-    reader = DetailsReader(Ensemble(models, [0.999, 0.001]).eval(), Words(), True, [2, 1])
     sources = [("7 8 9 10 11", [7, 8, 9, 10, 11]), ("12 13", [12, 13])]
-    both = reader.read(SOURCE, True, sources, ASKED)
-    first = DetailsReader(models[0], Words(), False, [2]).read(SOURCE, True, sources, ASKED)
-    second = DetailsReader(models[1], Words(), False, [1]).read(SOURCE, True, sources, ASKED)
-    links = [[each.alignment for each in found] for found in both]
-    assert links == [[each.alignment for each in found] for found in first]
-    assert links != [[each.alignment for each in found] for found in second]
-    assert [len(each.token_scores or ()) for each in both[0]] == [4, 3]
-    assert first[0][0].token_scores is None
+    translations = [[Translation("", 0.0, list(tokens)) for tokens in best] for best in ASKED]
+
+    def read(model: DecodableModel, token_scores: bool, layers: list[int]) -> list[Translation]:
+        reader = DetailsReader(model, Words(), token_scores, layers)  # type: ignore[arg-type]
+        return [one for best in reader.add(SOURCE, True, sources, translations) for one in best]
+
+    both = read(Ensemble(models, [0.999, 0.001]).eval(), True, [2, 1])
+    first, second = read(models[0], False, [2]), read(models[1], False, [1])
+    links = [one.alignment for one in both]
+    assert links == [one.alignment for one in first] != [one.alignment for one in second]
+    assert [len(one.token_scores or ()) for one in both] == [4, 3, 5] and first[0].token_scores is None
     with pytest.raises(ConfigError, match=r"`alignment_layer` is 9.* 1, 2"):
-        DetailsReader(models[0], Words(), False, [9])
+        read(models[0], False, [9])
 
 
 def test_words_of_tokens() -> None:
