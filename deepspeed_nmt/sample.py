@@ -516,15 +516,9 @@ def sentence_pairs(seed: int) -> Iterator[tuple[str, str]]:
 
 
 def write_sample(directory: Path, train: int, valid: int, test: int, seed: int, *, overwrite: bool = False) -> None:
-    """Write ``train``, ``valid`` and ``test`` pairs to ``directory``/train.en, ``directory``/train.de, and so on.
+    """Write pairs to ``directory``/train.en, ``directory``/train.de, and so on for the other splits.
 
-    Args:
-        directory: of the files; made if missing.
-        train: pairs of train.en and train.de; ``valid`` and ``test`` likewise.
-        valid: see ``train``.
-        test: see ``train``.
-        seed: of the sentences.
-        overwrite: replaces files of these names. Without it, those that have other content are refused.
+    Without ``overwrite``, files of these names that have other content are refused.
 
     Raises:
         DataError: if a count is negative, the pairs are more than MAX_PAIRS, ``directory`` cannot be written, or has

@@ -67,12 +67,7 @@ def normalise_whitespace(text: str, segmented: bool = False) -> str:
 
 @dataclass(frozen=True)
 class Tags:
-    """Symbols in front of all sentences of a corpus.
-
-    Attributes:
-        source: symbol in front of sources; None for none.
-        target: symbol in front of targets, with which a translation is forced to begin; None for none.
-    """
+    """Symbols in front of all sentences of a corpus; with the target's, a translation is forced to begin."""
 
     source: str | None = None
     target: str | None = None
@@ -120,11 +115,7 @@ class TextForm:
 
     @classmethod
     def moses(cls, target_lang: str, option: str) -> TextForm:
-        """Return the form of text that Moses' tokenizer made.
-
-        Args:
-            target_lang: language code of the target.
-            option: option by which the user gave it, for messages.
+        """Return the form of text that Moses' tokenizer made, for a language that the user gave by ``option``.
 
         Raises:
             ConfigError: if it is no language code.
@@ -171,10 +162,6 @@ class TextForm:
     def convert(self, kind: Kind, lines: Sequence[str]) -> list[str]:
         """Make lines of the target side plain, or tokenised.
 
-        Args:
-            kind: plain or tokenised.
-            lines: lines in this form.
-
         Raises:
             ConfigError: if that is not possible, or sacremoses is required and not installed.
         """
@@ -191,11 +178,7 @@ class TextForm:
 
 
 def check_language(code: str) -> str:
-    """Return a language code (ISO 639).
-
-    Raises:
-        ValueError: if it is none.
-    """
+    """Return a language code (ISO 639), or raise a ValueError if it is none."""
     if not re.fullmatch("[a-z]{2,3}", code):
         raise ValueError(f"{shown(code)} is no language code, for example de")
     return code
@@ -233,31 +216,14 @@ def phrases_of(line: str) -> list[str]:
 
 
 def tokenise(lines: Iterable[str], language: str, dashes: bool = False) -> Iterable[str]:
-    """Yield lines tokenised and escaped by the rules of Moses' tokenizer.perl.
-
-    Args:
-        lines: raw text.
-        language: language code.
-        dashes: True to split words at dashes (option -a).
-
-    Raises:
-        ConfigError: if sacremoses is not installed.
-    """
+    """Yield raw lines tokenised and escaped by the rules of Moses' tokenizer.perl; ``dashes`` is its option -a."""
     tokenizer: Any = sacremoses().MosesTokenizer(language)
     for line in lines:
         yield tokenizer.tokenize(line, aggressive_dash_splits=dashes, return_str=True, escape=True)
 
 
 def detokenise(lines: Iterable[str], language: str) -> list[str]:
-    """Undo :func:`tokenise`, by the rules of Moses' detokenizer.perl, escapes and split dashes included.
-
-    Args:
-        lines: tokens separated by spaces.
-        language: language code.
-
-    Raises:
-        ConfigError: if sacremoses is not installed.
-    """
+    """Undo :func:`tokenise`, by the rules of Moses' detokenizer.perl, escapes and split dashes included."""
     detokenizer: Any = sacremoses().MosesDetokenizer(language)
     return [detokenizer.detokenize(line.split()) for line in lines]
 
@@ -288,12 +254,7 @@ def _if_many(count: int, lines: Sequence[str]) -> int:
 
 
 def warn_of_missing_rules(language: str, option: str) -> None:
-    """Warn if sacremoses has no rules for a language. Without sacremoses, do nothing.
-
-    Args:
-        language: language code.
-        option: option by which the user gave it.
-    """
+    """Warn if sacremoses has no rules for a language, given by ``option``. Without sacremoses, do nothing."""
     try:
         corpus = importlib.import_module("sacremoses.corpus")
     except ImportError:
@@ -308,11 +269,7 @@ def warn_of_missing_rules(language: str, option: str) -> None:
 
 
 def sacremoses() -> ModuleType:
-    """Import sacremoses.
-
-    Raises:
-        ConfigError: if it is not installed.
-    """
+    """Import sacremoses, or raise a ConfigError if it is not installed."""
     try:
         return importlib.import_module("sacremoses")
     except ImportError as error:

@@ -38,12 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prepare the data, and print what was removed and what is left.
-
-    Raises:
-        ConfigError: if an option is out of range.
-        DataError: if the text cannot be used.
-    """
+    """Prepare the data, and print what was removed and what is left."""
     from deepspeed_nmt.console import output
     from deepspeed_nmt.data.preparation import prepare
 
@@ -53,15 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_options(values: Mapping[str, Any]) -> PrepareOptions:
-    """Return the options of a command line.
-
-    Args:
-        values: by option; others are ignored. Without ``workers`` all cores work.
-
-    Raises:
-        ConfigError: if an option is out of range, or contradicts another.
-        DataError: if the directory of a given vocabulary cannot be read.
-    """
+    """Return the options of a command line; others are ignored. Without ``workers`` all cores work."""
     from deepspeed_nmt.commands.flags import validated
     from deepspeed_nmt.data.clean import CleaningConfig
     from deepspeed_nmt.data.options import PrepareOptions

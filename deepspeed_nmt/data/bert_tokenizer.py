@@ -67,11 +67,7 @@ class BertTokenizer(Tokenizer):
 
     @classmethod
     def from_berts(cls, names: str, option: str = "--tokenizer") -> BertTokenizer:
-        """Load the tokenizers of pretrained models.
-
-        Args:
-            names: ``BERT`` for both sides, or ``BERT,BERT`` for source and target.
-            option: option that named them, for messages.
+        """Load the tokenizers of pretrained models, ``BERT`` for both sides, or ``BERT,BERT``; ``option`` named them.
 
         Raises:
             ConfigError: if one cannot be loaded.
@@ -80,18 +76,12 @@ class BertTokenizer(Tokenizer):
         if len(parts) > 2 or not all(parts):
             raise ConfigError(f"{option} is {PREFIX}{names}, not {PREFIX}BERT or {PREFIX}BERT,BERT")
         loaded = [huggingface.load_vocabulary(part, option) for part in (parts[0], parts[-1])]
-        contents: Contents = {side: each.content for side, each in zip(SIDES, loaded, strict=True)}
-        special: Special = {side: each.special for side, each in zip(SIDES, loaded, strict=True)}
-        return cls(contents, special)
+        sides: dict[Side, huggingface.TokenizerFile] = dict(zip(SIDES, loaded, strict=True))
+        return cls({s: of.content for s, of in sides.items()}, {s: of.special for s, of in sides.items()})
 
     @classmethod
     def read(cls, path: Path, info: VocabularyInfo) -> BertTokenizer:
-        """Read the vocabularies of a directory.
-
-        Raises:
-            DataError: if one is damaged.
-            OSError: if one cannot be read.
-        """
+        """Read the vocabularies of a directory; raise a DataError or an OSError if one is damaged."""
         special: Special = {"source": info.source, "target": info.target}
         if lacking := sorted({*huggingface.SPECIAL} - (info.source.keys() & info.target.keys())):
             raise DataError(f"{path / INFO_FILE} lacks the special token {lacking[0]}; restore it from a copy")

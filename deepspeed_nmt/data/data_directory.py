@@ -30,10 +30,7 @@ EXAMPLES = 3
 class RoundTrip(Config):
     """Lines of one side of a split that encoding and decoding changes, apart from white space.
 
-    Attributes:
-        lines: number of lines tried.
-        changed: number of those that change.
-        examples: the first of them, each with what it becomes.
+    ``lines`` were tried, ``changed`` of them change; ``examples`` has the first, each with what it becomes.
     """
 
     lines: Count = 0
@@ -42,7 +39,7 @@ class RoundTrip(Config):
 
     @classmethod
     def of(cls, lines: int, changed: Sequence[tuple[str, str]]) -> RoundTrip:
-        """Count some lines, those that change with what they become."""
+        """Count some lines, and those that change with what they become."""
         return cls(lines=lines, changed=len(changed), examples=tuple(changed[:EXAMPLES]))
 
     def followed_by(self, other: RoundTrip) -> RoundTrip:
@@ -226,11 +223,7 @@ class DataDirectory:
         return [self.corpus(split_name(number)) for number in range(self.segmentations)]
 
     def text(self, split: str, side: str) -> Path:
-        """Return the path of the unchanged raw text of ``valid`` or ``test``, ``source`` or ``target``.
-
-        Raises:
-            DataError: if `prepare` was given no such text.
-        """
+        """Return the path of the unchanged raw text of ``valid`` or ``test``, ``source`` or ``target``."""
         name = f"{split}.{side}"
         if name not in self.meta.files:
             raise DataError(f"no text {name} in {self.path}; give it to `prepare` (--{split}-{side})")
@@ -239,8 +232,7 @@ class DataDirectory:
     def verify_hashes(self, split: str = "") -> None:
         """Compare the SHA-256 of files with ``meta.json``, which takes seconds per gigabyte.
 
-        Args:
-            split: ``train``, ``valid`` or ``test`` for its files and the vocabulary only; "" for every file.
+        ``split`` limits it to the files of ``train``, ``valid`` or ``test``, and the vocabulary.
 
         Raises:
             DataError: if files are missing or were changed, all of them at once.
@@ -248,11 +240,7 @@ class DataDirectory:
         self._check(verify=True, names=(f"{split}.", "vocabulary.") if split else ("",))
 
     def check_same(self) -> None:
-        """Check that the directory is still the one that was opened; `prepare` replaces a directory as a whole.
-
-        Raises:
-            DataError: if `prepare` has made another one of its name.
-        """
+        """Raise a DataError if `prepare`, which replaces a directory as a whole, has done so since it was opened."""
         if DataDirectory.open(self.path).meta != self.meta:
             raise DataError(f"`prepare` has replaced {self.path} while a run opened it; start again")
 

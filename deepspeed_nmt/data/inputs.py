@@ -32,11 +32,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-"""First bytes of compressed files, with the name of the format."""
-_COMPRESSED_BYTES = 1 << 16
-"""Bytes that are decompressed at once."""
-_ZSTD_WINDOW_BYTES = 1 << 31
-"""Largest window of Zstandard, that of its option --long=31."""
+"""First bytes of compressed files."""
+_COMPRESSED_BYTES = 1 << 16  # that are decompressed at once
+_ZSTD_WINDOW_BYTES = 1 << 31  # largest window of Zstandard, that of its option --long=31
 
 
 class InputRecord(Config):
@@ -84,10 +82,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 def check_inputs(files: Mapping[str, Paths]) -> None:
-    """Check that all input files can be there to be read; they are not opened.
-
-    Args:
-        files: paths by the option that names them. Pipes and standard input (``-``) will do.
+    """Check that all input files, by the option that names them, can be there to be read; they are not opened.
 
     Raises:
         DataError: if files are missing or directories, all of them at once, a name is not UTF-8, or a pipe is given
@@ -111,17 +106,7 @@ def check_inputs(files: Mapping[str, Paths]) -> None:
 
 
 def inspect_inputs(files: Mapping[str, Paths]) -> dict[str, tuple[InputRecord, ...]]:
-    """Read input files only to hash and count them.
-
-    Args:
-        files: paths by ``<split>.<side>``.
-
-    Returns:
-        Records of the files by the same names.
-
-    Raises:
-        DataError: if a file cannot be read.
-    """
+    """Read input files only to hash and count them."""
     work = [(name, path) for name, paths in files.items() for path in paths]
     records: dict[str, list[InputRecord]] = {name: [] for name in files}
     for name, path in progress(work, "checking", "files", total=len(work)):
@@ -132,14 +117,7 @@ def inspect_inputs(files: Mapping[str, Paths]) -> dict[str, tuple[InputRecord, .
 
 
 def copy_text(paths: Sequence[Path], destination: Path) -> tuple[InputRecord, ...]:
-    """Concatenate the text of input files byte for byte, but without byte order marks, and with a line end between.
-
-    Returns:
-        Records of the files.
-
-    Raises:
-        DataError: if a file cannot be read.
-    """
+    """Concatenate the text of input files, but without byte order marks, and with a line end between."""
     records = []
     with destination.open("wb") as file:
         last = b""
@@ -157,28 +135,15 @@ def copy_text(paths: Sequence[Path], destination: Path) -> tuple[InputRecord, ..
 
 
 def unaligned(counts: Sequence[tuple[str, int]]) -> str | None:
-    """Describe aligned files with different numbers of lines.
-
-    Args:
-        counts: name and number of lines of each file.
-
-    Returns:
-        The description; None if the numbers are equal.
-    """
+    """Describe aligned files, by name and number of lines; None if the numbers are equal."""
     if len({lines for _, lines in counts}) < 2:
         return None
-    words = [f"{name} has {lines} lines" if not place else f"{name} has {lines}" for place, (name, lines) in
-             enumerate(counts)]  # fmt: skip
-    return f"{', '.join(words[:-1])} and {words[-1]}"
+    first, *others, last = (f"{name} has {lines}" for name, lines in counts)
+    return f"{', '.join([f'{first} lines', *others])} and {last}"
 
 
 def unaligned_error(descriptions: Sequence[str], what: str = "source and target") -> DataError:
-    """Return the error of files that are not aligned.
-
-    Args:
-        descriptions: of the files, by :func:`unaligned`.
-        what: content of the files.
-    """
+    """Return the error of files that are not aligned, described by :func:`unaligned`."""
     return DataError(
         f"{what} have different numbers of lines: {'; '.join(descriptions)}; find where one lost or gained lines "
         "(only \\n ends a line here)"
@@ -193,7 +158,7 @@ class InputText(io.RawIOBase):
         quiet: True to log nothing about it.
 
     Attributes:
-        name: name of the file for messages.
+        name: of the file, for messages.
         stream: the text, without a byte order mark.
 
     Raises:
@@ -344,11 +309,7 @@ FileSet = Mapping[str, Path]
 class Piece(NamedTuple):
     """Successive lines of aligned files.
 
-    Attributes:
-        columns: text of the lines in each file.
-        names: names of the files for messages.
-        first: number of the first line in its files, from 1.
-        lines: number of lines.
+    ``columns`` is the text of each file, ``first`` the number of the first line in its files, from 1.
     """
 
     columns: tuple[bytes, ...]
@@ -358,11 +319,7 @@ class Piece(NamedTuple):
 
 
 def read_pieces(sets: Sequence[FileSet], records: dict[str, list[InputRecord]]) -> Iterator[Piece]:
-    """Yield the text of aligned files, set by set.
-
-    Args:
-        sets: files that are aligned with each other; each set has the same names.
-        records: receives the records of the files, once they are read, by these names.
+    """Yield the text of aligned files, set by set; ``records`` receives records of those that are read, by name.
 
     Raises:
         DataError: if a file cannot be read, or is not as long as the others of its set.
@@ -463,9 +420,7 @@ def _weights(lines: Sequence[bytes], name: str, first: int) -> npt.NDArray[np.fl
     with np.errstate(over="ignore"):
         values = np.array([float(line) if _NUMBER.fullmatch(line) else np.nan for line in lines], np.float64)
         weights = values.astype("<f4")
-    wrong = np.flatnonzero(
-        ~(np.isfinite(weights) & (weights > 1e-37) & (weights < 1e38))
-    )  # also of numbers that fp32 cannot hold
+    wrong = np.flatnonzero(~((weights > 1e-37) & (weights < 1e38)))  # also of numbers that fp32 cannot hold
     if len(wrong):
         text = shown(lines[wrong[0]].decode("utf-8", errors="replace"))
         raise DataError(

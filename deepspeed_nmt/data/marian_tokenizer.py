@@ -65,28 +65,14 @@ class MarianTokenizer(ListedPieces):
                         f"the number of the token {name} is {number}, but the {side} has {len(pieces):,} tokens"
                     )
         self._shared = self._numbers["source"] == self._numbers["target"]
-        source, target = (
-            Vocabulary(
-                len(self._pieces[side]),
-                pad=special["pad"],
-                bos=special["bos"],
-                eos=special["eos"],
-                unk=special["unk"],
-            )
-            for side in SIDES
-        )
+        pad, bos, eos, unk = (special[name] for name in ("pad", "bos", "eos", "unk"))
+        source, target = (Vocabulary(len(self._pieces[side]), pad=pad, bos=bos, eos=eos, unk=unk) for side in SIDES)
         self.vocabulary = target if self._shared else replace(target, own_source=source)
         self.symbols = tuple(piece for piece in self._pieces["source"] if _LANGUAGE.fullmatch(piece))
 
     @classmethod
     def read(cls, path: Path, info: VocabularyInfo) -> MarianTokenizer:
-        """Read the vocabulary of a directory.
-
-        Raises:
-            DataError: if it is damaged.
-            OSError: if a file cannot be read.
-            ValidationError: if a file with numbers has other content.
-        """
+        """Read the vocabulary of a directory; raise a DataError, an OSError or a ValidationError if it is damaged."""
         if lacking := sorted({"pad", "bos", "eos", "unk"} - info.special.keys()):
             raise DataError(f"{path / INFO_FILE} lacks the special token {lacking[0]}; restore it from a copy")
         source, target = (read_regular(path / MODEL_FILES[side]) for side in SIDES)

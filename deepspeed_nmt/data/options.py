@@ -28,11 +28,7 @@ _SPECIAL = re.compile(r"<pad>|<s>|</s>|<unk>|<0x[0-9A-F]{2}>")
 
 
 def check_symbol(text: str) -> str:
-    """Return a user-supplied symbol.
-
-    Raises:
-        ValueError: if it cannot be a token.
-    """
+    """Return a user-supplied symbol, or raise a ValueError if it cannot be a token."""
     if not text or text.split() != [text]:
         raise ValueError(f"{shown(text)} has white space, which a symbol cannot have")
     if _SPECIAL.fullmatch(text) or SPACE in text:
@@ -268,11 +264,7 @@ class PrepareOptions(Config):
         return TextForm(form=form, source_lang=self.source_lang, target_lang=self.target_lang)
 
     def pair_filters(self) -> PairFilters:
-        """Build the filters.
-
-        Raises:
-            ConfigError: if a filter lacks a language or a package.
-        """
+        """Build the filters; raise a ConfigError if one lacks a language or a package."""
         return PairFilters(self.filters, self.text_form, self.segmented)
 
     @property
@@ -316,12 +308,7 @@ class PrepareOptions(Config):
         return bool(self.train_weights) or len(self.tsv_columns or ()) == 3
 
     def recorded(self, vocabulary: Tokenizer | None, sampling: SampledSegmentations | None = None) -> dict[str, Any]:
-        """Collect the options that decide the result, besides the text; most of them only if they are not defaults.
-
-        Args:
-            vocabulary: the one that the options name, if any.
-            sampling: segmentations to draw, if any.
-        """
+        """Collect the options that decide the result, besides the text, most of them only if not defaults."""
         options = self.model_dump(mode="json", include={"segmented", "cleaning"})
         text = self.text_form
         changed: dict[str, Any] = {

@@ -21,6 +21,7 @@ from random import Random
 from typing import Any, Generic, TypeVar
 
 import sentencepiece
+from typing_extensions import override
 
 from deepspeed_nmt.core.vocabulary import SIDES, Side, Vocabulary
 from deepspeed_nmt.data.tokenizer import (
@@ -51,12 +52,7 @@ Word = tuple[int, ...]
 
 
 class SegmentationSampler(ABC, Generic[W]):
-    """A sampler of segmentations.
-
-    Args:
-        processor: SentencePiece's, with the model.
-        pieces: texts of ordinary tokens with their numbers.
-    """
+    """A sampler of segmentations, by SentencePiece's processor and the numbers of ordinary tokens' texts."""
 
     def __init__(self, processor: Any, pieces: dict[str, int]) -> None:
         self._processor = processor
@@ -66,28 +62,21 @@ class SegmentationSampler(ABC, Generic[W]):
         self._words: dict[Word, W] = {}
 
     def sample(self, tokens: Sequence[int], seed: int) -> list[int]:
-        """Draw a segmentation of a sentence.
-
-        Args:
-            tokens: the sentence as the vocabulary segments it.
-            seed: any number; equal seeds give equal segmentations.
-        """
+        """Draw a segmentation of a sentence from the one that the vocabulary gives; equal seeds give equal ones."""
         random = Random(seed)  # its numbers are the same on every machine and in every version
-        found: list[int] = []
+        drawn: list[int] = []
         word: list[int] = []
         texts, begins = self._texts, self._begins
         for token in tokens:
             if token not in texts or token in begins:
                 if word:
-                    found += self._drawn(tuple(word), random)
+                    drawn += self._drawn(tuple(word), random)
                     word = []
                 if token not in texts:
-                    found.append(token)
+                    drawn.append(token)
                     continue
             word.append(token)
-        if word:
-            found += self._drawn(tuple(word), random)
-        return found
+        return drawn + list(self._drawn(tuple(word), random)) if word else drawn
 
     def _drawn(self, word: Word, random: Random) -> Sequence[int]:
         known = self._words.get(word)
@@ -109,11 +98,8 @@ class SegmentationSampler(ABC, Generic[W]):
 class BpeSampler(SegmentationSampler[tuple[tuple[float, ...], tuple[int, ...]]]):
     """BPE-Dropout (Provilkov, Emelianenko and Voita 2020): at each step every possible merge is skipped at random.
 
-    Args:
-        processor: SentencePiece's, with the model.
-        pieces: texts of ordinary tokens with their numbers.
-        scores: their scores: the merge with the highest one comes first, of equal ones the first in the word.
-        dropout: probability that a merge is skipped.
+    The merge with the highest of ``scores`` comes first, of equal ones the first in the word; ``dropout`` is the
+    probability that one is skipped.
     """
 
     def __init__(self, processor: Any, pieces: dict[str, int], scores: dict[str, float], dropout: float) -> None:
@@ -121,6 +107,7 @@ class BpeSampler(SegmentationSampler[tuple[tuple[float, ...], tuple[int, ...]]])
         self._scores, self._dropout = scores, dropout
         self._known: dict[tuple[str, ...], tuple[int, ...]] = {}
 
+    @override
     def learn(self, word: Word) -> tuple[tuple[float, ...], tuple[int, ...]]:
         """Return the places of all merges, and the probabilities that the first k are made, in ascending order."""
         parts, places = tuple(self._text(word)), []
@@ -154,14 +141,14 @@ class BpeSampler(SegmentationSampler[tuple[tuple[float, ...], tuple[int, ...]]])
 
     def _possible(self, parts: tuple[str, ...]) -> tuple[int, ...]:
         """Return the places of the possible merges of a word, that of the first one first."""
-        found = self._known.get(parts)
-        if found is None:
+        places = self._known.get(parts)
+        if places is None:
             if len(self._known) >= _CACHED_WORDS:
                 self._known.clear()
             scored = enumerate(map(self._scores.get, map(add, parts, parts[1:])))
             ordered = sorted((-score, place) for place, score in scored if score is not None)
-            found = self._known[parts] = tuple(place for _, place in ordered)
-        return found
+            places = self._known[parts] = tuple(place for _, place in ordered)
+        return places
 
 
 def _merged(parts: tuple[str, ...], place: int) -> tuple[str, ...]:
@@ -171,10 +158,7 @@ def _merged(parts: tuple[str, ...], place: int) -> tuple[str, ...]:
 class UnigramSampler(SegmentationSampler[tuple[list[float], list[Word]]]):
     """Subword regularization (Kudo 2018): a segmentation of each word is drawn from its best ones.
 
-    Args:
-        processor: SentencePiece's, with the model.
-        pieces: texts of ordinary tokens with their numbers.
-        alpha: exponent of the segmentations' probabilities.
+    ``alpha`` is the exponent of their probabilities.
     """
 
     def __init__(self, processor: Any, pieces: dict[str, int], alpha: float) -> None:
@@ -202,15 +186,10 @@ class UnigramSampler(SegmentationSampler[tuple[list[float], list[Word]]]):
 
 
 def sampler_of(model: bytes, processor: Any, alpha: float) -> SegmentationSampler[Any]:
-    """Return a sampler of a SentencePiece model.
-
-    Args:
-        model: serialised.
-        processor: SentencePiece's, with the model.
-        alpha: of BPE the probability that a merge is skipped; of a unigram model the exponent of probabilities.
+    """Return a sampler of a serialised SentencePiece model, ``alpha`` as of :class:`SampledSegmentations`.
 
     Raises:
-        DataError: if the model is of another type.
+        DataError: if the model is of another type than BPE and unigram.
     """
     import sentencepiece.sentencepiece_model_pb2 as sentencepiece_model  # needs protobuf, which the rest does not
 
@@ -232,17 +211,9 @@ _CONTINUATION = re.compile(r"@@( |$)")
 
 
 class SentencePieceModel:
-    """The vocabulary of one side, with the special tokens PAD, BOS, EOS and UNK.
+    """The vocabulary of one side; arguments and errors as of :class:`SentencePieceTokenizer`.
 
     A symbol at the beginning of a line is its token alone. Before others SentencePiece sets its mark of a space.
-
-    Args:
-        model: A serialised SentencePiece model.
-        segmented: True if text is already segmented in the ``@@ `` style, so that tokens are its words.
-        symbols: texts that are single tokens, which the model must have.
-
-    Raises:
-        DataError: if the model cannot be read, has other special tokens, or lacks a symbol.
     """
 
     def __init__(self, model: bytes, segmented: bool = False, symbols: Sequence[str] = ()) -> None:
@@ -285,12 +256,7 @@ class SentencePieceModel:
         return encoded
 
     def sample(self, texts: Sequence[str], seeds: Sequence[int], alpha: float) -> list[list[int]]:
-        """Draw a segmentation of each line, in this thread.
-
-        Args:
-            texts: the lines.
-            seeds: a number for each of them.
-            alpha: of BPE the probability that a merge is skipped; of a unigram model the exponent of probabilities.
+        """Draw a segmentation of each line by its seed, in this thread.
 
         Raises:
             DataError: if the model segments a text in one way only.
@@ -382,25 +348,16 @@ class SentencePieceTokenizer(Tokenizer):
         self.model = model
         self.segmented = segmented
         self.symbols = tuple(symbols)
-        target = SentencePieceModel(model, segmented, self.symbols)
         self._shared = source_model in (None, model)
-        source = (
-            SentencePieceModel(source_model, segmented, self.symbols) if source_model and not self._shared else target
-        )
+        target = SentencePieceModel(model, segmented, self.symbols)
+        source = target if self._shared else SentencePieceModel(source_model or model, segmented, self.symbols)
         self._sides: dict[Side, SentencePieceModel] = {"source": source, "target": target}
-        self.vocabulary = Vocabulary(target.size, pad=PAD, bos=BOS, eos=EOS, unk=UNK)
-        if not self._shared:
-            own = Vocabulary(source.size, pad=PAD, bos=BOS, eos=EOS, unk=UNK)
-            self.vocabulary = replace(self.vocabulary, own_source=own)
+        ours, theirs = (Vocabulary(s.size, pad=PAD, bos=BOS, eos=EOS, unk=UNK) for s in (source, target))
+        self.vocabulary = theirs if self._shared else replace(theirs, own_source=ours)
 
     @classmethod
     def read(cls, path: Path, info: VocabularyInfo) -> SentencePieceTokenizer:
-        """Read the vocabulary of a directory.
-
-        Raises:
-            DataError: if a model is damaged.
-            OSError: if one cannot be read.
-        """
+        """Read the vocabulary of a directory; raise a DataError or an OSError if it is damaged."""
         separate = [path / name for name in SIDE_MODEL_FILES.values()]
         models = separate if any(file.exists() for file in separate) else [path / MODEL_FILE]
         source, target = read_regular(models[0]), read_regular(models[-1])
@@ -419,42 +376,41 @@ class SentencePieceTokenizer(Tokenizer):
         return {**files, INFO_FILE: (json.dumps(info, indent=2, ensure_ascii=False) + "\n").encode()}
 
     @property
+    @override
     def digest(self) -> str:
-        """SHA-256 of the model, or of the hashes of both."""
         hashes = [hashlib.sha256(self._sides[side].model).hexdigest() for side in SIDES]
         return hashes[0] if self._shared else hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
+    @override
     def encode_batch(self, texts: Sequence[str], side: Side = "source", threads: int = 1) -> list[list[int]]:
-        """Encode lines; see :meth:`Tokenizer.encode_batch`. Segmented text takes one thread."""
         return self._sides[side].encode(texts, threads)
 
+    @override
     def sample_batch(
         self, texts: Sequence[str], side: Side, sampling: SampledSegmentations, number: int, first: int
     ) -> TokenLists:
-        """Draw segmentations; see :meth:`Tokenizer.sample_batch`."""
-        seeds = sampling.seeds(number, side, first, len(texts))
-        return self._sides[side].sample(texts, seeds, sampling.alpha)
+        return self._sides[side].sample(texts, sampling.seeds(number, side, first, len(texts)), sampling.alpha)
 
+    @override
     def _decoded(self, tokens: Iterable[int], side: Side) -> str:
-        """Decode tokens; see :meth:`Tokenizer.decode`. Segmented text is joined to words."""
         return self._sides[side].decode(tokens)
 
+    @override
     def all_pieces(self, side: Side = "target") -> list[str]:
-        """Return the text of each token; see :meth:`Tokenizer.all_pieces`."""
         return self._sides[side].all_pieces()
 
+    @override
     def sentencepiece_models(self) -> tuple[bytes, bytes] | None:
-        """Return the models of both sides; None for segmented text, which no model segments."""
         return None if self.segmented else (self._sides["source"].model, self.model)
 
+    @override
     def pieces(self, tokens: Iterable[int], side: Side = "target") -> list[str]:
-        """Return tokens as the vocabulary spells them; see :meth:`Tokenizer.pieces`."""
         return self._sides[side].pieces(tokens)
 
+    @override
     def number(self, piece: str, side: Side = "target") -> int | None:
-        """Return the number of a token; see :meth:`Tokenizer.number`."""
         return self._sides[side].number(piece)
 
+    @override
     def reference(self, text: str) -> str:
-        """Remove the ``@@ `` marks of segmented text; raw text stays as it is."""
         return joined(text) if self.segmented else text

@@ -24,24 +24,18 @@ from deepspeed_nmt.registry import Config
 from deepspeed_nmt.text import one_line
 
 ALPHA = {"bpe": 0.1, "unigram": 0.2}
-"""Default of :attr:`SampledSegmentations.alpha` by the type of a vocabulary.
-
-Sentences become a fifth to a third longer.
-"""
+"""Default of :attr:`SampledSegmentations.alpha` by type of vocabulary; sentences become up to a third longer."""
 
 
 @dataclass(frozen=True)
 class SampledSegmentations:
-    """Sampled segmentations of a text.
-
-    Each is a function of (seed, number of the pair, side, number of the segmentation), so that it does not depend on
-    the processes that encode the text.
+    """Sampled segmentations of a text, independent of the processes that encode it.
 
     Attributes:
         count: number of segmentations of each sentence.
         alpha: of BPE the probability that a merge is skipped (Provilkov, Emelianenko and Voita 2020: BPE-Dropout); of
             a unigram model the exponent of the segmentations' probabilities (Kudo 2018: Subword Regularization).
-        seed: seed of all of them.
+        seed: of all of them.
     """
 
     count: int
@@ -49,20 +43,12 @@ class SampledSegmentations:
     seed: int
 
     def seeds(self, number: int, side: Side, first: int, pairs: int) -> list[int]:
-        """Return the seeds of successive sentences.
+        """Return the seeds (64 bits) of successive sentences of one side.
 
-        Args:
-            number: of the segmentation, from 0.
-            side: of the sentences.
-            first: number of the first pair in the clean text, from 0.
-            pairs: number of sentences.
-
-        Returns:
-            Numbers of 64 bits. Length: pairs
+        ``number`` is that of the segmentation, ``first`` that of the first pair in the clean text, both from 0.
         """
-        parts = self.seed, Purpose.SEGMENTATION, number, SIDES.index(side)
-        seeds: list[int] = keys(pairs, *parts, start=first).tolist()
-        return seeds
+        seeds = keys(pairs, self.seed, Purpose.SEGMENTATION, number, SIDES.index(side), start=first)
+        return list(map(int, seeds))
 
 
 def split_name(number: int) -> str:
@@ -154,23 +140,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str], side: Side, threads: int = 1) -> list[list[int]]:
-        """Encode many lines of one side, without EOS.
-
-        Returns:
-            Tokens of each line; none for a line without tokens.
-        """
+        """Encode many lines of one side, without EOS; a line without tokens gives none."""
 
     def sample_batch(
         self, texts: Sequence[str], side: Side, sampling: SampledSegmentations, number: int, first: int
     ) -> TokenLists:
         """Draw a segmentation of many lines of one side, without EOS, in this thread.
 
-        Args:
-            texts: lines of the side, of successive pairs.
-            side: of the lines.
-            sampling: of the text.
-            number: of the segmentation.
-            first: number of the first pair in the clean text, from 0.
+        ``first`` is the number of the lines' first pair in the clean text, from 0.
 
         Raises:
             DataError: if the vocabulary segments a text in one way only.
@@ -187,9 +164,7 @@ class Tokenizer(ABC):
         """
         number = self.number(symbol, side) if symbol in self.symbols else None
         if number is None:
-            known = (
-                did_you_mean(symbol, self.symbols) if self.symbols else "; it has no symbols, see prepare --symbols"
-            )
+            known = did_you_mean(symbol, self.symbols) or "; it has no symbols, see prepare --symbols"
             raise DataError(f"the tag {shown(symbol)} is no symbol of the {side}'s vocabulary{known}")
         return number
 
@@ -213,13 +188,7 @@ class Tokenizer(ABC):
         """Return the number of a token that the vocabulary spells as ``piece``; None if there is none."""
 
     def matches_bert(self, tokenizer_json: str, special: Mapping[str, int], side: Side) -> bool:
-        """Return True if a side's tokens are those of a BERT's tokenizer.
-
-        Args:
-            tokenizer_json: the BERT's tokenizer, serialised.
-            special: numbers of its special tokens by name.
-            side: the side to compare.
-        """
+        """Return True if a side's tokens are those of a BERT's tokenizer, in JSON, with special tokens by name."""
         return False
 
     @abstractmethod
@@ -238,8 +207,7 @@ class Tokenizer(ABC):
 class ListedPieces(Tokenizer):
     """A tokenizer with a list of pieces for each side.
 
-    A subclass sets ``_pieces``, the pieces of each side by number, ``_numbers``, the number of each piece, and
-    ``_models``, the SentencePiece models of source and target, or None.
+    A subclass sets the pieces of each side by number, the number of each piece, and the SentencePiece models.
     """
 
     _pieces: dict[Side, list[str]]

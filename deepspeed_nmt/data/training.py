@@ -26,13 +26,7 @@ _FORM = "DIR, DIR=WEIGHT, DIR=WEIGHT:FIRST-LAST,WEIGHT:FIRST-LAST, each with @TA
 
 
 class DataOption(NamedTuple):
-    """A value of ``--data``.
-
-    Attributes:
-        path: data directory.
-        weights: weights of its corpus by update.
-        tag: in front of its sentences; None for none.
-    """
+    """A value of ``--data``: a directory, weights of its corpus by update, and a tag in front of its sentences."""
 
     path: Path
     weights: tuple[Weight, ...] = (Weight(value=1.0),)
@@ -67,14 +61,7 @@ class DataOption(NamedTuple):
 
 @dataclass(frozen=True)
 class DataPart:
-    """A corpus of a run.
-
-    Attributes:
-        name: of the corpus, for the log.
-        directory: its data directory.
-        weights: by update.
-        tag: in front of its sentences; None for none.
-    """
+    """A corpus of a run, by its name in the log."""
 
     name: str
     directory: DataDirectory
@@ -87,11 +74,7 @@ class DataPart:
         return f"{self.directory.fingerprint}{f' {self.tag}' if self.tag else ''}"
 
     def corpus(self, tokenizer: Tokenizer, config: MixtureConfig) -> CorpusPart:
-        """Open the corpus.
-
-        Raises:
-            DataError: if its tag is no token of the vocabulary.
-        """
+        """Open the corpus; raise a DataError if its tag is no token of the vocabulary."""
         source = target = None
         if self.tag is not None and config.tag == "source":
             source = tokenizer.symbol("source", self.tag)
@@ -102,14 +85,7 @@ class DataPart:
 
 
 class CorpusRecord(Config):
-    """Record of a corpus in a run.
-
-    Attributes:
-        path: its data directory.
-        fingerprint: fingerprint of the directory.
-        weights: weights by update.
-        tag: in front of its sentences; None for none.
-    """
+    """Record of a corpus in a run."""
 
     path: str
     fingerprint: str
@@ -177,8 +153,8 @@ class TrainingData:
     @property
     def tags(self) -> Tags:
         """Tags in front of all sentences; none if the data directories differ in them."""
-        found = {part.directory.tags for part in self.parts}
-        return found.pop() if len(found) == 1 else NO_TAGS
+        tags = {part.directory.tags for part in self.parts}
+        return tags.pop() if len(tags) == 1 else NO_TAGS
 
     @property
     def longest_source(self) -> int:
@@ -186,22 +162,12 @@ class TrainingData:
         return max(part.directory.longest_source + (part.tag is not None) for part in self.parts)
 
     def corpora(self, config: MixtureConfig) -> Corpora:
-        """Open the training text.
-
-        Raises:
-            DataError: if a tag is no token of the vocabulary.
-        """
+        """Open the training text; raise a DataError if a tag is no token of the vocabulary."""
         tokenizer = self.main.tokenizer()
         return Corpora([part.corpus(tokenizer, config) for part in self.parts])
 
     def phase(self, corpora: Corpora, config: MixtureConfig, first: int) -> Phase:
-        """Return the mixture, from an update on.
-
-        Args:
-            corpora: the training text, as :meth:`corpora` returns it.
-            config: settings of the mixture.
-            first: the update.
-        """
+        """Return the mixture from the update ``first`` on, of the text that :meth:`corpora` returns."""
         streams = tuple(
             Stream(corpus=part.identity, pairs=len(text), tokens=text.mean_target_tokens, weights=part.weights)
             for part, text in zip(self.parts, corpora.parts, strict=True)
@@ -212,20 +178,12 @@ class TrainingData:
         return ", ".join(map(str, self.options))
 
     def verify_hashes(self) -> None:
-        """Compare the files of all directories with their hashes, which takes seconds per gigabyte.
-
-        Raises:
-            DataError: if files are missing or were changed.
-        """
+        """Compare the files of all directories with their hashes, which takes seconds per gigabyte."""
         for directory in {part.directory.path: part.directory for part in self.parts}.values():
             directory.verify_hashes()
 
     def check_same(self) -> None:
-        """Check that the directories are still those that were opened.
-
-        Raises:
-            DataError: if `prepare` has made another one of the name of one.
-        """
+        """Check that the directories are still those that were opened."""
         for part in self.parts:
             part.directory.check_same()
 
@@ -242,14 +200,12 @@ class TrainingData:
                     f"{part.directory.path} has text of the form {part.directory.text_form.form}, but {main.path} "
                     f"{main.text_form.form}; prepare them alike"
                 )
-            if part.directory.text_form.contradicts(main.text_form) and not self._marks(part):
+            tags = [(p.tag, p.directory.tags) for p in (part, self.parts[0])]
+            if part.directory.text_form.contradicts(main.text_form) and tags[0] == tags[1]:
+                path = part.directory.path
                 logger.warning(
-                    "%s is %s, but %s is %s, and no tag tells them apart; give one a tag, such as --data '%s@<2fr>'",
-                    part.directory.path,
-                    part.directory.text_form,
-                    main.path,
-                    main.text_form,
-                    part.directory.path,
+                    f"{path} is {part.directory.text_form}, but {main.path} is {main.text_form}, and no tag tells "
+                    f"them apart; give one a tag, such as --data '{path}@<2fr>'"
                 )
         identity, count = Counter(part.identity for part in self.parts).most_common(1)[0]
         if count > 1:
@@ -257,11 +213,6 @@ class TrainingData:
             raise ConfigError(
                 f"{' and '.join(twice)} are the same corpus with the same tag; give it once, with a larger weight"
             )
-
-    def _marks(self, part: DataPart) -> bool:
-        """Return True if the tags of a corpus are not those of the first."""
-        first = self.parts[0]
-        return (part.tag, part.directory.tags) != (first.tag, first.directory.tags)
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -272,14 +223,14 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 def _weights(text: str, option: str) -> tuple[Weight, ...]:
     """Read the weights of a ``--data``."""
-    found: list[Weight] = []
+    weights: list[Weight] = []
     for piece in text.split(","):
         matched = _WEIGHT.fullmatch(piece.strip())
         try:
             if matched is None:
                 raise ValueError
             value, first, last = matched.groups()
-            found.append(Weight(value=float(value), first=int(first or 1), last=int(last) if last else None))
+            weights.append(Weight(value=float(value), first=int(first or 1), last=int(last) if last else None))
         except ValidationError as error:
             raise ConfigError(
                 f"{shown(piece)} in {shown(option)} is no weight above 0, from an update of 1 or more on; leave a "
@@ -287,8 +238,8 @@ def _weights(text: str, option: str) -> tuple[Weight, ...]:
             ) from error
         except ValueError as error:
             raise ConfigError(f"--data is {shown(option)}, which is none of {_FORM}") from error
-    found.sort(key=lambda weight: weight.first)
-    for weight, after in zip(found, [*found[1:], None], strict=True):
+    weights.sort(key=lambda weight: weight.first)
+    for weight, after in zip(weights, [*weights[1:], None], strict=True):
         if weight.last is not None and weight.last < weight.first:
             raise ConfigError(f"{weight} in {shown(option)} ends before it begins")
         if after is not None and (weight.last is None or after.first <= weight.last):
@@ -296,4 +247,4 @@ def _weights(text: str, option: str) -> tuple[Weight, ...]:
                 f"update {after.first:,} has both weights {weight} and {after} in {shown(option)}; let them follow "
                 "one another"
             )
-    return tuple(found)
+    return tuple(weights)

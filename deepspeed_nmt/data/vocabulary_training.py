@@ -26,10 +26,10 @@ from deepspeed_nmt.files import read_regular
 from deepspeed_nmt.text import segmented_words
 
 Normalization = Literal["nfkc", "nfc", "none"]
-"""Unicode's form of a vocabulary's text.
+"""Unicode's form of a vocabulary's text; all of them turn white space into spaces.
 
 ``nfkc`` unifies compatibility variants (½, km², full-width letters) and removes control characters, ``nfc`` unifies
-only different spellings of the same character, ``none`` keeps the text. All of them turn white space into spaces.
+only different spellings of the same character, ``none`` keeps the text.
 """
 
 
@@ -47,10 +47,7 @@ def trainer_settings(normalization: Normalization) -> Iterator[dict[str, str]]:
 
 
 def named(model: bytes, normalization: Normalization) -> bytes:
-    """Return a trained model that records the name of its rules instead of the file that they were read from.
-
-    Otherwise equal text would give different models.
-    """
+    """Return a trained model that records the name of its rules, not their file: equal text gives equal models."""
     if normalization == "nfkc":
         return model
     import sentencepiece.sentencepiece_model_pb2 as sentencepiece_model  # needs protobuf, which the rest does not
@@ -104,11 +101,11 @@ def _spellings(decomposed: str) -> Iterator[str]:
 
 def _as_tsv(rules: dict[str, str]) -> str:
     """Return rules in SentencePiece's format: code points in hexadecimal, the replacement after a tab."""
-    return "".join(f"{_code_points(source)}\t{_code_points(target)}\n" for source, target in sorted(rules.items()))
 
+    def code_points(text: str) -> str:
+        return " ".join(f"{ord(character):04X}" for character in text)
 
-def _code_points(text: str) -> str:
-    return " ".join(f"{ord(character):04X}" for character in text)
+    return "".join(f"{code_points(source)}\t{code_points(target)}\n" for source, target in sorted(rules.items()))
 
 
 VocabularyType = Literal["bpe", "unigram"]
@@ -163,13 +160,8 @@ def train_words(
 ) -> SentencePieceTokenizer:
     """Collect the vocabulary of already segmented text, in memory proportional to the number of different tokens.
 
-    Tokens spelt like special ones (``<s>``, ``<unk>``) are not in it and become unknown.
-
-    Args:
-        lines: text of both sides together, or of one.
-        vocab_size: number of tokens to keep, the four special ones, the symbols and the most frequent; None keeps
-            all.
-        symbols: tokens to keep in any case.
+    Of the most frequent tokens it has ``vocab_size``, special ones and ``symbols`` included; None keeps all. Tokens
+    spelt like special ones (``<s>``, ``<unk>``) are not in it and become unknown.
 
     Raises:
         DataError: if there is no text, it has fewer tokens than ``vocab_size``, or it was segmented by SentencePiece.
@@ -251,14 +243,10 @@ def _check_size(tokenizer: SentencePieceTokenizer, vocab_size: int) -> None:
 
 
 def adopt_models(paths: Sequence[Path], symbols: Sequence[str] = ()) -> SentencePieceTokenizer:
-    """Read SentencePiece models that the user has trained.
+    """Read SentencePiece models that the user has trained: one for both sides, or those of source and target.
 
     Tokens keep their texts and scores, so that segmentations are those of the files. Their numbers change: special
-    tokens get those of this program, and those that a model lacks (padding, often) are added.
-
-    Args:
-        paths: one model for both sides, or those of source and target.
-        symbols: texts that are single tokens. Those that a model lacks are added.
+    tokens get those of this program, and those that a model lacks (padding, often, and symbols) are added.
 
     Raises:
         DataError: if a file is no model, or its model is of words.
@@ -324,14 +312,7 @@ _LENGTH_BYTES = 4
 
 
 def train_model(lines: Iterable[str], **settings: Any) -> bytes:
-    """Train a model.
-
-    Args:
-        lines: of text.
-        settings: of SentencePiece.
-
-    Returns:
-        The serialised model.
+    """Train a model in a process of its own, with settings of SentencePiece, and return it serialised.
 
     Raises:
         RuntimeError: if SentencePiece fails, with its message.
