@@ -10,6 +10,7 @@ difference is listed. A model that the format cannot express is refused.
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 
 HELP = "export a run for CTranslate2 or Hugging Face, with a certificate"
@@ -63,16 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.sentences is not None and arguments.sentences < 1:
         raise ConfigError(f"--sentences is {arguments.sentences}; give at least 1")
-    request = ExportRequest(
-        run=arguments.run,
-        format=arguments.format,
-        precision=arguments.precision,
-        checkpoint=arguments.checkpoint,
-        exit=arguments.exit,
-        source=arguments.source,
-        reference=arguments.reference,
-        sentences=arguments.sentences,
-    )
+    request = ExportRequest(**{field.name: getattr(arguments, field.name) for field in fields(ExportRequest)})
     certificate = export_run(request, arguments.out, arguments.overwrite)
     output(certificate.table())
     if certificate.passed:

@@ -88,11 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _text_form(arguments: argparse.Namespace, languages: Languages) -> TextForm:
-    """Return the form of the text. Names of languages that are no language codes are not recorded.
-
-    Raises:
-        ConfigError: if Moses' rules have no language.
-    """
+    """Return the form of the text. Names of languages that are no language codes are not recorded."""
     from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.text import Form, TextForm, check_language
 
@@ -113,12 +109,7 @@ def _text_form(arguments: argparse.Namespace, languages: Languages) -> TextForm:
 def _import_text(
     arguments: argparse.Namespace, languages: Languages, tokenizer: FairseqTokenizer, text: TextForm
 ) -> str:
-    """Make the data directory, and return a report of it.
-
-    Raises:
-        ConfigError: if an option is out of range.
-        DataError: if the text cannot be used.
-    """
+    """Make the data directory, and return a report of it."""
     from deepspeed_nmt.commands.prepare import read_options, report
     from deepspeed_nmt.data.preparation import prepare
     from deepspeed_nmt.run.importing_fairseq import write_text

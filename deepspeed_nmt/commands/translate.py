@@ -74,11 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _open(options: DecodeOptions) -> LineTranslator:
-    """Open the program that translates.
-
-    Raises:
-        UserError: if it cannot be opened.
-    """
+    """Open the program that translates."""
     if options.is_exported:
         return _open_exported(options)
     from deepspeed_nmt.api import Translator
@@ -92,11 +88,7 @@ def _open(options: DecodeOptions) -> LineTranslator:
 
 
 def _open_exported(options: DecodeOptions) -> ExportedTranslator:
-    """Open an export, which is made first if a run has no current one. Nothing imports torch if it has one.
-
-    Raises:
-        ConfigError: if CTranslate2 does not have what the options or the run ask for.
-    """
+    """Open an export, which is made first if a run has no current one. Nothing imports torch if it has one."""
     from deepspeed_nmt.export.certificate import EXPORTER, KeptExport, given_export
     from deepspeed_nmt.export.runtime import ExportedTranslator, choose
 

@@ -97,11 +97,7 @@ class ExportInfo(Config):
 
     @classmethod
     def read(cls, directory: Path) -> ExportInfo:
-        """Read the file of an export.
-
-        Raises:
-            DataError: if it is missing or damaged.
-        """
+        """Read the file of an export, or raise a DataError."""
         try:
             return cls.model_validate_json(read_regular(directory / INFO_FILE), strict=True)
         except (OSError, ValidationError) as error:
@@ -244,11 +240,7 @@ class Certificate(Config):
         return not self.problems
 
     def write(self, directory: Path) -> None:
-        """Write the certificate and its table into an export.
-
-        Raises:
-            OSError: if a file cannot be written.
-        """
+        """Write the certificate and its table into an export."""
         (directory / TABLE_FILE).write_text(self.table() + "\n", encoding="utf-8")
         write_record(directory / CERTIFICATE_FILE, self.model_dump_json(indent=1).encode())
 
@@ -348,10 +340,6 @@ class KeptExport:
     def ensure(self, make: Callable[[Path], Certificate], is_current: Callable[[Certificate], bool]) -> Certificate:
         """Make sure that the export is there, current, as its certificate says, and that this is passed.
 
-        Args:
-            make: exports the run into a directory, and returns the certificate.
-            is_current: returns True if a certificate is of the run's settings and weights of now.
-
         Raises:
             ConfigError: if the certificate is not passed, or the run cannot be written.
         """
@@ -373,11 +361,7 @@ class KeptExport:
         return certificate
 
     def check_writable(self) -> None:
-        """Check that the export can be written into its run.
-
-        Raises:
-            ConfigError: if it cannot.
-        """
+        """Check that the export can be written into its run, or raise a ConfigError."""
         try:
             self.place.parent.mkdir(exist_ok=True)
             with TemporaryFile(dir=self.place.parent):
@@ -403,8 +387,9 @@ class KeptExport:
                 reason = str(error).rpartition("; ")[0]
                 logger.warning("%s; the run is exported again, and the old export kept as %s", reason, aside.name)
             return None
-        if self._recorded_stamp() == stamp:
-            return certificate
+        with suppress(OSError, ValueError):
+            if parse_json(read_regular(self._stamp_file)) == stamp:
+                return certificate
         if not is_current(certificate):
             return None
         self._write_stamp(stamp)
@@ -415,13 +400,6 @@ class KeptExport:
         places = [self._run, *sorted((self._run / "checkpoints").glob("*/")), Path(self._checkpoint)]
         manifests = [place / MANIFEST_FILE for place in places]
         return {str(file): sha256_of(file) for file in manifests if file.is_file()}
-
-    def _recorded_stamp(self) -> object:
-        """Return the stamp of the export; None if it cannot be read."""
-        try:
-            return parse_json(read_regular(self._stamp_file))
-        except (OSError, ValueError):
-            return None
 
     def _write_stamp(self, stamp: dict[str, str]) -> None:
         with suppress(OSError):  # only costs time: the export is compared with the run again

@@ -62,14 +62,7 @@ def import_ctranslate2() -> Any:
 
 
 def check_device(device: str) -> None:
-    """Check that CTranslate2 has a device.
-
-    Args:
-        device: auto, cpu or cuda.
-
-    Raises:
-        ConfigError: if it has not.
-    """
+    """Check that CTranslate2 has a device, or raise a ConfigError."""
     if device == "cuda" and not import_ctranslate2().get_cuda_device_count():
         raise ConfigError(f"{option('device')} is cuda, but CTranslate2 finds no GPU; use cpu")
 
@@ -86,12 +79,7 @@ class ExportBeamSettings(SearchConfig):
     max_length: int = Field(default=0, ge=0, le=1_000_000)
 
     def limit(self, source_tokens: int, longest: int) -> int:
-        """Return the most tokens that a translation may have, EOS included.
-
-        Args:
-            source_tokens: length of the source, EOS included.
-            longest: positions of the model.
-        """
+        """Return the most tokens of a translation, given those of the source (both with EOS) and the positions."""
         bound = length_bound(source_tokens, self.max_length_ratio, self.max_length_extra, self.max_length)
         return min(longest, bound)
 
@@ -138,12 +126,7 @@ class CTranslate2Search:
     def search(
         self, sources: Sequence[Sequence[int]], settings: ExportBeamSettings, max_tokens: int
     ) -> Iterator[tuple[int, list[Hypothesis]]]:
-        """Translate sentences, the longest first.
-
-        Args:
-            sources: tokens of each, without EOS; none is empty.
-            settings: of the search.
-            max_tokens: bound of a batch: sentences times the longest of them.
+        """Translate sentences without EOS, of which none is empty, the longest first.
 
         Yields:
             The number of each sentence and its translations, best first.
@@ -167,13 +150,7 @@ class CTranslate2Search:
     def token_log_probs(
         self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], max_tokens: int
     ) -> list[list[float]]:
-        """Compute the log-probabilities (nats) of the tokens of translations and of the EOS after them.
-
-        Args:
-            sources: tokens of each sentence, without EOS.
-            targets: tokens of its translation, without EOS.
-            max_tokens: bound of a batch, in tokens of the source.
-        """
+        """Compute the log-probabilities (nats) of the tokens of translations and of the EOS after them."""
         scored = self._model.score_batch(
             [[self._source_pieces[token] for token in source] for source in sources],
             [[self._target_pieces[token] for token in target] for target in targets],

@@ -40,11 +40,8 @@ _STOP_S = 30.0
 class SharedWork:
     """Items that the ranks of a start share; a context manager around this rank's part.
 
-    If the block fails or is interrupted, the other ranks end at their next call of a method.
-
-    Args:
-        place: of this process.
-        store: that all ranks share; None for a single rank.
+    If the block fails or is interrupted, the other ranks end at their next call of a method, by a ReportedError. A
+    single rank needs no store.
 
     Attributes:
         stopped_by: name of the signal that asked a rank to stop; empty without one.
@@ -96,11 +93,7 @@ class SharedWork:
         self._ask(lambda: self._store.set("announced", json.dumps(value)))
 
     def announced(self) -> Any:
-        """Wait for the value that rank 0 announces, and return it.
-
-        Raises:
-            ReportedError: if the work has ended on another rank.
-        """
+        """Wait for the value that rank 0 announces, and return it."""
         while not self._ask(lambda: self._store.check(["announced"])):
             self.pause()
         return json.loads(self._ask(lambda: self._store.get("announced")))
@@ -110,11 +103,7 @@ class SharedWork:
         return int(self._ask(lambda: self._store.add(f"claimed/{series}", 1))) - 1
 
     def advance(self, count: int) -> None:
-        """Add to the count of what is done on all ranks.
-
-        Raises:
-            ReportedError: if the work has ended on another rank.
-        """
+        """Add to the count of what is done on all ranks."""
         self.check()
         self._ask(lambda: self._store.add("done", count))
 
@@ -131,11 +120,7 @@ class SharedWork:
         return bool(self._ask(lambda: self._store.check(["complete"])))
 
     def pause(self) -> None:
-        """Sleep for a moment.
-
-        Raises:
-            ReportedError: if the work has ended on another rank.
-        """
+        """Sleep for a moment."""
         self.check()
         time.sleep(_POLL_S)
 
@@ -168,11 +153,7 @@ class SharedWork:
                 time.sleep(_POLL_S)
 
     def _ask(self, request: Callable[[], T]) -> T:
-        """Make a request to the store.
-
-        Raises:
-            ReportedError: if the store is gone, with the rank or the launcher that hosted it.
-        """
+        """Make a request to the store, which may be gone with the rank or the launcher that hosted it."""
         try:
             return request()
         except RuntimeError as error:  # the connection was closed

@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, create_model
 from torch import Tensor, _weights_only_unpickler
 
 from deepspeed_nmt.build import build_meta_model
@@ -199,42 +199,25 @@ _Rate = Annotated[float | None, Field(ge=0.0, lt=1.0)]
 _Language = Annotated[str | None, AfterValidator(_check_file_name)]
 
 
-class FairseqOptions(BaseModel):
-    """Options of a checkpoint that decide on its model, of any of which older versions know nothing."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
-    arch: str | None = None
-    source_lang: _Language = None
-    target_lang: _Language = None
-    encoder_layers: _Layers = None
-    decoder_layers: _Layers = None
-    encoder_embed_dim: _Width = None
-    decoder_embed_dim: _Width = None
-    encoder_ffn_embed_dim: _Width = None
-    decoder_ffn_embed_dim: _Width = None
-    encoder_attention_heads: _Width = None
-    decoder_attention_heads: _Width = None
-    decoder_input_dim: _Width = None
-    decoder_output_dim: _Width = None
-    encoder_normalize_before: bool | None = None
-    decoder_normalize_before: bool | None = None
-    share_all_embeddings: bool | None = None
-    share_decoder_input_output_embed: bool | None = None
-    activation_fn: str | None = None
-    dropout: _Rate = None
-    attention_dropout: _Rate = None
-    activation_dropout: _Rate = None
-    relu_dropout: _Rate = None
-    label_smoothing: _Rate = None
+_KINDS: Any = {
+    **dict.fromkeys(("arch", "activation_fn"), str | None),
+    **dict.fromkeys(("source_lang", "target_lang"), _Language),
+    **{f"{side}_layers": _Layers for side in _STACKS},
+    **{f"{side}_{name}": _Width for side in _STACKS for name in ("embed_dim", "ffn_embed_dim", "attention_heads")},
+    **dict.fromkeys(("decoder_input_dim", "decoder_output_dim"), _Width),
+    **{f"{side}_normalize_before": bool | None for side in _STACKS},
+    **dict.fromkeys(("share_all_embeddings", "share_decoder_input_output_embed"), bool | None),
+    **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "relu_dropout", "label_smoothing"), _Rate),
+}
+"""Types of the options that decide on a model, of any of which older versions know nothing."""
+_FIELDS: Any = {name: (kind, None) for name, kind in _KINDS.items()}
+_Options = create_model(
+    "_Options", __config__=ConfigDict(strict=True, extra="ignore", allow_inf_nan=False), **_FIELDS
+)
 
 
 class FairseqCheckpoint(NamedTuple):
-    """The parts of a checkpoint that describe its model.
-
-    Attributes:
-        options: options of `fairseq-train` for the model, by name, with `source_lang` and `target_lang`.
-        weights: by their names there.
-    """
+    """Options of `fairseq-train` for a model, with `source_lang` and `target_lang`, and its weights; by name."""
 
     options: dict[str, Any]
     weights: dict[str, Tensor]
@@ -271,7 +254,7 @@ def read_checkpoint(path: Path) -> FairseqCheckpoint:
     if options is None:
         raise ConfigError(f"{path} has no options ('args' or 'cfg'); give a checkpoint that fairseq-train wrote")
     try:
-        FairseqOptions.model_validate(options)
+        _Options.model_validate(options)
     except ValidationError as error:
         problems = [problem_of(one, f"the option {one['loc'][0]} of {path}") for one in error.errors()]
         raise ConfigError(problems) from error

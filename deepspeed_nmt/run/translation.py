@@ -223,10 +223,9 @@ def check_workers(options: DecodeOptions) -> None:
         ConfigError: if it is too large, or a launcher has started processes.
     """
     cores, ranks = len(os.sched_getaffinity(0)), place().ranks
-    if options.workers > (most := _WORKERS_A_CORE * cores):
+    if options.workers > _WORKERS_A_CORE * cores:
         raise ConfigError(
-            f"--workers is {options.workers}, more than {most}, {_WORKERS_A_CORE} for each CPU core of this process; "
-            f"{cores} are usually fastest"
+            f"--workers is {options.workers}, for {cores} CPU cores; as many as these are usually fastest"
         )
     if options.workers > 1 and ranks > 1:
         raise ConfigError(
@@ -249,20 +248,20 @@ def output_path(name: str, option: str) -> Path | None:
     if name == "-":
         return None
     target = Path(name)
-    problem = "" if target.parent.is_dir() else f"is in {target.parent}, which is no directory"
-    problem = "is a directory" if target.is_dir() else problem
     try:
-        if not problem and (inside := recorded_directory(target)) is not None:
+        if target.is_dir():
+            problem = "is a directory"
+        elif (inside := recorded_directory(target)) is not None:
             problem = f"lies in {inside}, which other commands read"
-        if not problem and is_replaceable(target):  # permissions do not tell what some file systems refuse
-            with TemporaryFile(dir=resolved(target).parent):
-                return target
+        elif not is_replaceable(target):
+            problem = "" if os.access(target, os.W_OK) else f"cannot be written ({os.strerror(errno.EACCES)})"
+        else:
+            with TemporaryFile(dir=resolved(target).parent):  # permissions do not tell what some file systems refuse
+                problem = ""
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
         problem = f"cannot be written ({error.strerror or error})"
-    if not problem and not os.access(target, os.W_OK):
-        problem = f"cannot be written ({os.strerror(errno.EACCES)})"
     if problem:
         raise ConfigError(f"{option}: {target} {problem}; give another path")
     return target
@@ -353,10 +352,6 @@ def translate_in_pieces(translator: LineTranslator, texts: Texts) -> int:
 
     Pieces that an earlier start has finished are used. If this one is interrupted, those that it has finished stay.
 
-    Args:
-        translator: the same on all ranks.
-        texts: what to translate.
-
     Raises:
         ConfigError: if the ranks cannot meet.
         DataError: if another process translates to the same output, another translation was begun there, or a line is
@@ -400,16 +395,7 @@ class _PieceHeader(BaseModel):
 
 
 class Pieces:
-    """The directory of the pieces of a translation.
-
-    Args:
-        texts: which are cut.
-        identity: all that the translation depends on besides the options and the texts.
-
-    Attributes:
-        path: of the directory.
-        count: number of pieces.
-    """
+    """The directory of the pieces of a translation, which depends on texts, their options, and an identity."""
 
     def __init__(self, texts: Texts, identity: Mapping[str, Any]) -> None:
         assert texts.lines is not None
@@ -438,11 +424,10 @@ class Pieces:
         return f"{finished} of {self.count} pieces are finished, in {self.path}"
 
     def prepare(self) -> int:
-        """Make the directory or resume in it, and remove damaged pieces. Return the lines that are translated.
+        """Make the directory or resume in it, and remove damaged pieces. Return the number of translated lines.
 
         Raises:
             DataError: if the directory is of another translation.
-            OSError: if a file cannot be written.
         """
         if self.path.exists():
             self._check_own()
@@ -481,11 +466,7 @@ class Pieces:
         return self.file(number).exists()
 
     def source(self, number: int) -> dict[str, list[Any]]:
-        """Read the lines of a piece in all texts.
-
-        Raises:
-            DataError: if a text has become shorter.
-        """
+        """Read the lines of a piece in all texts, which must not have become shorter."""
         at, readers = self._reading
         if number < at:
             self.restart()
@@ -499,11 +480,7 @@ class Pieces:
         return sources
 
     def check_sources(self) -> None:
-        """Check that the texts are those that were translated.
-
-        Raises:
-            DataError: if one has changed.
-        """
+        """Check that the texts are still those that were translated."""
         digests = zip(self.texts.streams, self.texts.digests().items(), self._sources.items(), strict=True)
         for name, now, before in digests:
             if now != before:
@@ -514,11 +491,7 @@ class Pieces:
         return DataError(f"{getattr(self.texts.options, name)} changed while it was translated; start again")
 
     def write(self, number: int, piece: Piece) -> None:
-        """Write a piece.
-
-        Raises:
-            OSError: if the file cannot be written, for example because the disk is full.
-        """
+        """Write a piece."""
         header = {"job": self.digest, "text": len(piece.text), "counts": asdict(piece.counts)}
         content = json.dumps(header).encode() + b"\n" + piece.text + piece.alignment
         atomic_write_bytes(self.file(number), hashlib.sha256(content).hexdigest().encode() + b"\n" + content)

@@ -20,33 +20,16 @@ from deepspeed_nmt.errors import ConfigError, finite_number, option, shown
 from deepspeed_nmt.registry import Config, problem_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-PRECISIONS = ("auto", "fp32", "bf16", "fp16", "int8")
-"""Precisions in which a model can be asked to decode."""
 MAX_SOURCE_TOKENS = 1024
 """Tokens of a source line that are translated by default, if the model was not trained on longer ones."""
 STREAM = (
-    "max_tokens",
-    "buffer_lines",
-    "nbest",
-    "max_source_tokens",
-    "strict",
-    "token_scores",
-    "alignment",
-    "alignment_layer",
+    *("max_tokens", "buffer_lines", "nbest", "max_source_tokens", "strict"),
+    *("token_scores", "alignment", "alignment_layer"),
 )
 """Options of the translation of lines by an opened model."""
 OPEN = (
-    "checkpoint",
-    "device",
-    "exit",
-    "encoder_layers",
-    "decoder_layers",
-    "detokenise",
-    "precision",
-    "weights",
-    "suppress",
-    "tag",
-    "tag_target",
+    *("checkpoint", "device", "exit", "encoder_layers", "decoder_layers", "detokenise", "precision", "weights"),
+    *("suppress", "tag", "tag_target"),
 )
 """Options of the opening of runs."""
 SEARCH, RULES = "search", "rules of the translation"
@@ -59,7 +42,6 @@ class Flag:
 
     Attributes:
         metavar: name of its value on the command line; empty for a choice or a flag.
-        group: under which `--help` and the documentation list it.
         setting: setting of the search that it overrides.
         resumed: False if the translation of a line does not depend on it, or if what it names is compared instead:
             a stopped translation is then resumed with any value.
@@ -291,10 +273,7 @@ class DecodeOptions(Config):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> DecodeOptions:
-        """Check options.
-
-        Args:
-            values: by name; those that are None are not given.
+        """Check options by name; those that are None are not given.
 
         Raises:
             ConfigError: naming all that are wrong, or options that exclude one another.
@@ -361,8 +340,8 @@ class DecodeOptions(Config):
     @property
     def settings(self) -> dict[str, Any]:
         """Settings of the search by name; None where those of the run are to be taken."""
-        found = {flag.setting: getattr(self, name) for name, flag in flags().items() if flag.setting}
-        return {**found, "name": next(filter(None, self._searches.values()), None)}
+        settings = {flag.setting: getattr(self, name) for name, flag in flags().items() if flag.setting}
+        return {**settings, "name": next(filter(None, self._searches.values()), None)}
 
     def longest_line(self, default: int | None = None) -> int:
         """Return the bound of a source line in tokens, given that of the run."""
@@ -399,7 +378,7 @@ class DecodeOptions(Config):
 def flags() -> dict[str, Flag]:
     """Return the properties of all options by name."""
     return {
-        name: next((each for each in field.metadata if isinstance(each, Flag)), Flag())
+        name: next((part for part in field.metadata if isinstance(part, Flag)), Flag())
         for name, field in DecodeOptions.model_fields.items()
     }
 
@@ -451,13 +430,12 @@ def keywords(*names: str) -> Callable[[Function], Function]:
 
     def with_signature(function: Function) -> Function:
         signature = inspect.signature(function)
-        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-        rest = [each for each in signature.parameters.values() if each.kind is each.VAR_KEYWORD]
+        parameters, kind = signature.parameters.values(), inspect.Parameter
+        own = [parameter for parameter in parameters if parameter.kind is not kind.VAR_KEYWORD]
+        rest = [parameter for parameter in parameters if parameter.kind is kind.VAR_KEYWORD]
         fields = {name: DecodeOptions.model_fields[name] for name in names}
         more = [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.annotation
-            )
+            kind(name, kind.KEYWORD_ONLY, default=field.default, annotation=field.annotation)
             for name, field in fields.items()
         ]
         keep = rest if function.__name__ == "open" else []
@@ -470,21 +448,13 @@ def keywords(*names: str) -> Callable[[Function], Function]:
 
 
 def check_type(name: str, value: object, types: tuple[type, ...], requirement: str) -> None:
-    """Check the type of an argument.
-
-    Raises:
-        ConfigError: if the value is of none of the types.
-    """
+    """Check that an argument is of one of the types, or raise a ConfigError."""
     if not isinstance(value, types):
         raise ConfigError(f"{option(name)} is {shown(value)}; give {requirement}")
 
 
 def check_unicode(name: str, text: str) -> None:
-    """Check that text can be encoded as UTF-8.
-
-    Raises:
-        ConfigError: if it has surrogates, as Python makes of bytes that are not UTF-8.
-    """
+    """Check that text has no surrogates, as Python makes of bytes that are not UTF-8, or raise a ConfigError."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -495,10 +465,6 @@ def check_unicode(name: str, text: str) -> None:
 
 def checked_texts(sentences: Iterable[str], name: str = "sentences") -> Iterator[str]:
     """Return an iterator over sentences that refuses everything else; it reads on demand.
-
-    Args:
-        sentences: to check.
-        name: of the argument, for messages.
 
     Raises:
         ConfigError: if they are one string, or no iterable. The iterator raises it for what is no string.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_nmt.core.model import DecodableModel, Memory, TranslationModel
-from deepspeed_nmt.errors import ConfigError, did_you_mean, option, shown
+from deepspeed_nmt.errors import ConfigError, option
 from deepspeed_nmt.kernels import onednn_ops
 from deepspeed_nmt.kernels.precision import DTYPES, native_precision
 from deepspeed_nmt.nn.cache import DecoderCache
@@ -51,7 +51,7 @@ def mean_of(log_probs: Sequence[Tensor], weights: Sequence[float] | None) -> Ten
         return log_probs[0]
     if weights is None:
         return torch.logsumexp(torch.stack(list(log_probs)), dim=0) - math.log(len(log_probs))
-    weighted = [each + math.log(weight) for each, weight in zip(log_probs, weights, strict=True)]
+    weighted = [part + math.log(weight) for part, weight in zip(log_probs, weights, strict=True)]
     return torch.logsumexp(torch.stack(weighted), dim=0)
 
 
@@ -114,26 +114,18 @@ def weights_of(model: DecodableModel) -> list[float] | None:
     return model.weights if isinstance(model, Ensemble) else None
 
 
-PRECISIONS = ("auto", "fp32", "bf16", "fp16", "int8")
-"""Precisions in which a model can be asked to decode."""
-
-
 def resolve_precision(precision: str, device: torch.device) -> str:
     """Return the precision that is meant on a device.
 
     Args:
-        precision: one of PRECISIONS; auto: bf16 on a GPU from sm_80 up, fp16 on an older GPU, fp32 on a CPU.
+        precision: auto, fp32, bf16, fp16 or int8; auto: bf16 on a GPU from sm_80 up, fp16 on an older GPU, fp32 on a
+            CPU.
         device: device of the model.
 
     Raises:
-        ConfigError: if it is unknown, or the device does not have it.
+        ConfigError: if the device does not have it.
     """
     name = option("precision")
-    if precision not in PRECISIONS:
-        raise ConfigError(
-            f"{name} is {shown(precision)}; give one of {', '.join(PRECISIONS)}"
-            f"{did_you_mean(str(precision), PRECISIONS)}"
-        )
     native = native_precision(device)
     if device.type == "cuda":
         if precision == "int8" or (precision == "bf16" and native != "bf16"):
@@ -148,20 +140,13 @@ def resolve_precision(precision: str, device: torch.device) -> str:
         return native
     reason = "CPUs multiply fp16 slowly" if precision == "fp16" else onednn_ops.obstacle(precision)
     if reason is not None and precision != "fp32":
-        able = ["fp32", *(each for each in ("bf16", "int8") if onednn_ops.obstacle(each) is None)]
-        choice = " or ".join(filter(None, (", ".join(able[:-1]), able[-1])))
-        raise ConfigError(f"{name} is {precision}, but {reason}; use {choice}")
+        able = ["fp32", *(other for other in ("bf16", "int8") if onednn_ops.obstacle(other) is None)]
+        raise ConfigError(f"{name} is {precision}, but {reason}; use {' or '.join(able)}")
     return precision
 
 
 def prepare_to_decode(model: nn.Module, device: torch.device, precision: str) -> None:
-    """Bring a model to a device for good, in the precision in which it is to decode.
-
-    Args:
-        model: the model, in eval mode.
-        device: the device.
-        precision: as :func:`resolve_precision` returns it.
-    """
+    """Bring a model in eval mode to a device for good, in a precision that :func:`resolve_precision` has returned."""
     model.to(device, DTYPES.get(precision, torch.float32))  # int8 is packed from fp32
     if device.type == "cpu" and onednn_ops.obstacle(precision) is None:
         pack_weights(model, int8=precision == "int8")

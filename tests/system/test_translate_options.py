@@ -224,12 +224,6 @@ def test_pairs_are_scored_at_every_exit(
     assert "--source has 10 lines and --target 1" in capsys.readouterr().err
 
 
-def test_ensembles_have_weights(run: Path, source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    alone = translate(run, source, out)
-    assert translate(run, source, out, "--run", str(run), "--weights", "0.7,0.3") == alone
-
-
 def test_a_prefix_of_another_length_loses_nothing(
     run: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

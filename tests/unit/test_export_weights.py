@@ -240,24 +240,26 @@ def test_an_export_is_imported_with_the_same_weights(share: str, tokenizer: Toke
         assert torch.equal(weights[name], weight), name
 
 
-def test_an_imported_tokenizer_reads_as_the_original(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    marian(tmp_path / "there", tokenizer)
-    import_marian(str(tmp_path / "there"), tmp_path / "run")
-    theirs = transformers.MarianTokenizer.from_pretrained(tmp_path / "there")
+def test_an_imported_tokenizer_reads_as_the_original(there: Path, tmp_path: Path) -> None:
+    import_marian(str(there), tmp_path / "run")
+    theirs = transformers.MarianTokenizer.from_pretrained(there)
     ours = Translator.open(tmp_path / "run", device="cpu").tokenizer
     for line in ["the red dog and the cat", "a dogma   xyz", "", "éé the"]:
         assert [*ours.encode(line), 2] == theirs(line)["input_ids"], line
     assert ours.decode(ours.encode("the red dog and")) == "the red dog and"
     assert ours.vocabulary == Vocabulary(48, pad=0, bos=0, eos=2, unk=3)
+    (tmp_path / "run" / "vocabulary.numbers.json").write_text('{"a": 0}')
+    with pytest.raises((DataError, CheckpointError), match=r"vocabulary.numbers.json"):
+        Translator.open(tmp_path / "run", device="cpu")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"scale_embedding": False}, "scale_embedding"),
-        ({"activation_function": "tanh"}, "activation_function tanh"),
-        ({"decoder_ffn_dim": 8}, "ffn_dim 24 in its encoder and 8"),
+        (
+            {"scale_embedding": False, "activation_function": "tanh", "decoder_ffn_dim": 8},
+            r"(?s)ffn_dim 24 in its encoder and 8.*scale_embedding.*activation_function tanh",
+        ),
         ({"vocab_size": 60, "decoder_vocab_size": 60}, "tokens for 60 and 60 rows"),
     ],
 )
@@ -314,7 +316,6 @@ def test_each_wrong_folder_is_refused_in_one_sentence(there: Path, tmp_path: Pat
     ("name", "number", "message"),
     [
         ("model.decoder.layers.1.fc2.weight", math.nan, r"decoder\.layers\.1\.fc2\.weight .*NaN"),
-        ("model.decoder.layers.1.fc2.weight", -math.inf, r"decoder\.layers\.1\.fc2\.weight .*infinite"),
         ("model.encoder.layers.9.fc2.weight", 1.0, r"no place for, among them .*encoder\.layers\.9\.fc2\.weight"),
         ("model.gate", 1.0, r"no place for, among them .*gate"),
     ],
@@ -351,12 +352,3 @@ def test_python_in_a_folder_is_not_run(there: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
             huggingface.load_translation_model(folder)
     assert not (tmp_path / "made").exists()
-
-
-def test_a_damaged_vocabulary_of_an_import_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    marian(tmp_path / "there", tokenizer)
-    import_marian(str(tmp_path / "there"), tmp_path / "run")
-    (tmp_path / "run" / "vocabulary.numbers.json").write_text('{"a": 0}')
-    with pytest.raises((DataError, CheckpointError), match=r"vocabulary.numbers.json"):
-        Translator.open(tmp_path / "run", device="cpu")

@@ -213,11 +213,10 @@ def test_a_piece_damaged_between_two_starts(
     assert "piece-0000001 is damaged; it is translated again" in caplog.text and "job.json is damaged" in caplog.text
 
 
-@pytest.mark.parametrize("mark", ["manifest.json.sha256", "meta.json.sha256", "deepspeed_nmt.json"])
-def test_no_output_lies_in_a_run_or_in_data(tmp_path: Path, mark: str) -> None:
+def test_no_output_lies_in_a_run(tmp_path: Path) -> None:
     inside = tmp_path / "own/checkpoints"
     inside.mkdir(parents=True)
-    (tmp_path / "own" / mark).touch()
+    (tmp_path / "own" / "manifest.json.sha256").touch()
     (tmp_path / "link").symlink_to(inside)
     for place in (inside.parent, inside, tmp_path / "link"):
         with pytest.raises(ConfigError, match=r"--output: .* lies in .*/own, which other commands read"):
@@ -240,21 +239,6 @@ def test_warnings_are_those_of_the_whole_text(
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == at_once
     with pytest.raises(DataError, match="line 7"):
         translate(translator, source, strict=True, max_source_tokens=100)
-
-
-def test_a_piece_damaged_while_others_are_translated(
-    translator: Translator, source: Path, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    write = Pieces.write
-
-    def damaged(self: Pieces, piece: int, *content: Any) -> None:
-        write(self, piece, *content)
-        if piece == 2 and "is damaged" not in caplog.text:
-            self.file(piece).write_bytes(b"{}")
-
-    monkeypatch.setattr(Pieces, "write", damaged)
-    assert translate(translator, source) == 0 and source.with_name("target").read_text() == expected
-    assert "piece-0000002 is damaged; it is translated again" in caplog.text
 
 
 def test_another_translation_does_not_resume(
@@ -304,7 +288,7 @@ def test_a_text_that_changes_meanwhile_is_refused(
 
 @pytest.mark.parametrize(
     ("lines", "max_tokens", "expected"),
-    [(0, 8, 4), (100, 8, 4), (6400, 8, 100), (10**7, 8, 4096), (100, 10**6, 16384)],
+    [(0, 8, 4), (6400, 8, 100), (10**7, 8, 4096), (100, 10**6, 16384)],
 )
 def test_pieces_fill_batches_and_are_bounded(lines: int, max_tokens: int, expected: int) -> None:
     assert lines_of_a_piece(lines, max_tokens) == expected
@@ -344,9 +328,7 @@ def in_ranks(monkeypatch: pytest.MonkeyPatch, ranks: int, work: Callable[[int], 
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("ranks", [2, 3])
 def test_any_number_of_ranks_writes_the_same(
-    ranks: int,
     translator: Translator,
     source: Path,
     expected: str,
@@ -354,8 +336,8 @@ def test_any_number_of_ranks_writes_the_same(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     statuses: list[int] = []
-    in_ranks(monkeypatch, ranks, lambda rank: statuses.append(translate(translator, source)))
-    assert statuses == [0] * ranks and source.with_name("target").read_text() == expected
+    in_ranks(monkeypatch, 3, lambda rank: statuses.append(translate(translator, source)))
+    assert statuses == [0] * 3 and source.with_name("target").read_text() == expected
     assert caplog.text.count("its end is not translated") == 1
 
 
@@ -414,17 +396,3 @@ def test_a_piece_of_a_silent_rank_is_taken_over(
     monkeypatch.setattr(translation, "SILENT_S", 0.0)
     assert translate(translator, source) == 0 and source.with_name("target").read_text() == expected
     assert "piece 0 is taken over" in caplog.text
-
-
-def test_progress_goes_on_where_it_was(
-    translator: Translator, source: Path, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    caplog.set_level(logging.INFO)
-    with interrupted(monkeypatch, 14, Interrupted(signal.SIGTERM)):
-        assert translate(translator, source) == 75
-    caplog.clear()
-    monkeypatch.setattr("deepspeed_nmt.console.PLAIN_LINE_EVERY_S", 0.0)
-    assert translate(translator, source) == 0
-    lines = [record.getMessage() for record in caplog.records if " of 25 sentences" in record.getMessage()]
-    first = int(lines[0].split()[1])
-    assert first > 8 and lines[-1].startswith("translate: 25 of 25 sentences, ") and "0:00:00 left" in lines[-1]
