@@ -46,23 +46,11 @@ def pipe(path: Path, data: bytes) -> Path:
 
 
 @pytest.mark.timeout(20)
-def test_named_pipes(tmp_path: Path) -> None:
-    source, target = pipe(tmp_path / "source", "".join(LINES).encode()), tmp_path / "target"
-    os.mkfifo(target)
-    read: list[str] = []
-    reader = threading.Thread(target=lambda: read.append(target.read_text()), daemon=True)
-    reader.start()
-    assert translate(source, target) == 0
-    reader.join(5)
-    assert read == [REVERSED]
-
-
-@pytest.mark.timeout(20)
 def test_a_coprocess_gets_its_lines_as_soon_as_they_are_translated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Reverser] = []
-    monkeypatch.setattr(api.Translator, "opened", lambda *_, **__: asked.append(Reverser()) or asked[-1])
+    reverser = Reverser()
+    monkeypatch.setattr(api.Translator, "opened", lambda *_, **__: reverser)
     source, target = tmp_path / "source", tmp_path / "target"
     os.mkfifo(source)
     os.mkfifo(target)
@@ -75,12 +63,17 @@ def test_a_coprocess_gets_its_lines_as_soon_as_they_are_translated(
             questions.write(f"x{pair[0]}\nx{pair[1]}\n")
             questions.flush()
             assert [answers.readline() for _ in pair] == [f"{letter}x\n" for letter in pair]
+        questions.write("last\n")
+        questions.close()
+        assert answers.read() == "tsal\n"
     command.join(10)
-    assert statuses == [0] and asked[0].options["buffer_lines"] == 2
+    assert statuses == [0] and reverser.options["buffer_lines"] == 2
 
 
 @pytest.mark.timeout(20)
-def test_process_substitution_and_standard_output(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_process_substitution_standard_output_and_an_existing_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     readable, writable = os.pipe()
     os.write(writable, "".join(LINES).encode())
     os.close(writable)
@@ -93,6 +86,9 @@ def test_process_substitution_and_standard_output(tmp_path: Path, capfd: pytest.
     assert translate(tmp_path / "source", "-") == 0
     assert capfd.readouterr().out == REVERSED
     assert translate(tmp_path / "source", "/dev/null") == 0
+    (tmp_path / "target").touch(0o640)
+    assert translate(tmp_path / "source", tmp_path / "target") == 0
+    assert (tmp_path / "target").read_text() == REVERSED and (tmp_path / "target").stat().st_mode & 0o777 == 0o640
 
 
 @pytest.mark.timeout(20)
@@ -101,14 +97,6 @@ def test_compressed_text_in_a_pipe_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert translate(pipe(tmp_path / "source", gzip.compress(b"one\n")), target) == 2
     assert "source is compressed with gzip; run `gunzip` first" in capsys.readouterr().err
     assert not target.exists() and len(list(tmp_path.iterdir())) == 1
-
-
-def test_an_existing_output_keeps_its_mode(tmp_path: Path) -> None:
-    source, target = tmp_path / "text", tmp_path / "target"
-    source.write_text("".join(LINES))
-    target.touch(0o640)
-    assert translate(source, target) == 0
-    assert target.read_text() == REVERSED and target.stat().st_mode & 0o777 == 0o640
 
 
 def test_the_source_is_not_overwritten(
