@@ -104,15 +104,6 @@ def test_text_files_to_data_directory(texts: dict[str, Any], tmp_path: Path) -> 
     assert meta.splits["train"].target.unknown == 0
 
 
-def test_directory_can_be_read_by_others(texts: dict[str, Any]) -> None:
-    before = os.umask(0o022)
-    try:
-        _prepare(texts)
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(texts["out"].stat().st_mode) == 0o755
-
-
 def test_every_removal_is_counted(texts: dict[str, Any]) -> None:
     bad = [
         (b"bad \xff", b"x"), (b"x", b"\xc3("), (b"nul \x00", b"x"), (b"", b"x"), (b"the old", b""),
@@ -210,12 +201,6 @@ def test_nothing_left_after_cleaning(texts: dict[str, Any], tmp_path: Path) -> N
     assert _left_behind(tmp_path) == []
 
 
-def test_vocabulary_too_large(texts: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"--vocab-size is 8000, but the text supports \d+"):
-        _prepare(texts, vocab_size=None)
-    assert _left_behind(tmp_path) == []
-
-
 def test_interrupted_run_leaves_nothing(
     texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,11 +269,16 @@ def test_two_processes_do_not_write_one_directory(texts: dict[str, Any], monkeyp
     DataDirectory.open(texts["out"]).verify_hashes()
 
 
-def test_a_replaced_directory_keeps_its_permissions(texts: dict[str, Any]) -> None:
-    _prepare(texts)
+def test_permissions_of_a_directory(texts: dict[str, Any]) -> None:
+    before = os.umask(0o022)
+    try:
+        _prepare(texts)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(texts["out"].stat().st_mode) == 0o755, "others can read it"
     texts["out"].chmod(0o2770)
     _prepare(texts, vocab_size=110, overwrite=True)
-    assert stat.S_IMODE(texts["out"].stat().st_mode) == 0o2770
+    assert stat.S_IMODE(texts["out"].stat().st_mode) == 0o2770, "another in its place has them, too"
 
 
 def test_an_interrupt_between_the_renames_changes_nothing(
@@ -449,6 +439,8 @@ def test_segmented_round_trip(texts: dict[str, Any]) -> None:
     assert meta.segmented
     assert [tokenizer.decode(corpus.source(i)) for i in range(len(corpus))] == SOURCE
     assert meta.splits["train"].source.tokens == sum(len(line.split()) + line.count("teacher") for line in SOURCE)
+    assert meta.round_trips["train.source"].changed == 0, "joining loses nothing"
+    assert meta.round_trips["valid.target"].examples == (("leer", "⁇"), ("unbekannt 猫", "⁇ ⁇"))
 
 
 def test_normalization_is_recorded_unless_it_is_the_one_there_always_was(
@@ -502,14 +494,6 @@ def test_lines_that_do_not_survive_encoding_are_counted_and_shown(
     monkeypatch.setattr(prepare_module, "SAMPLE_LINES", 50)
     sampled = _prepare(texts, overwrite=True).round_trips["train.source"]
     assert sampled.lines == len(SOURCE) // 3 and 0 < sampled.changed < share
-
-
-def test_joining_segmented_text_loses_nothing(texts: dict[str, Any]) -> None:
-    for name, lines in (("train_source", SOURCE), ("train_target", TARGET)):
-        texts[name][0].write_text("\n".join(line.replace("teacher", "teach@@ er") for line in lines) + "\n")
-    meta = _prepare(texts, vocab_size=None, segmented=True)
-    assert meta.round_trips["train.source"].changed == 0
-    assert meta.round_trips["valid.target"].examples == (("leer", "⁇"), ("unbekannt 猫", "⁇ ⁇"))
 
 
 def test_a_long_line_is_shown_where_it_changes() -> None:
@@ -656,16 +640,6 @@ def test_a_pipe_in_place_of_a_file_is_refused(texts: dict[str, Any]) -> None:
                 (texts["out"].parent / name).rename(texts["out"] / name)
         aside.rename(path)
     DataDirectory.open(texts["out"]).verify_hashes()
-
-
-def test_fingerprint_is_of_vocabulary_and_corpus(texts: dict[str, Any], tmp_path: Path) -> None:
-    def fingerprint(name: str, **changes: Any) -> str:
-        _prepare(texts, out=tmp_path / name, **changes)
-        return DataDirectory.open(tmp_path / name).fingerprint
-
-    first = fingerprint("one")
-    assert fingerprint("two") == first
-    assert fingerprint("three", vocab_size=100) != first
 
 
 def test_command_reports_and_refuses(texts: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-import sacrebleu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,34 +81,6 @@ def test_compound_is_one_word_in_german() -> None:
     assert not sample.compound(("night", "Nacht"), NOUNS["milk"]).english_plural, "still a mass noun"
 
 
-@pytest.mark.parametrize(
-    ("infinitive", "changed", "expected"),
-    [
-        ("kaufen", "", "kaufe kaufst kauft kaufen kaufen"),
-        ("arbeiten", "", "arbeite arbeitest arbeitet arbeiten arbeiten"),
-        ("öffnen", "", "öffne öffnest öffnet öffnen öffnen"),
-        ("zeichnen", "", "zeichne zeichnest zeichnet zeichnen zeichnen"),
-        ("lernen", "", "lerne lernst lernt lernen lernen"),
-        ("nehmen", "nimm", "nehme nimmst nimmt nehmen nehmen"),
-        ("putzen", "", "putze putzt putzt putzen putzen"),
-        ("grüßen", "", "grüße grüßt grüßt grüßen grüßen"),
-        ("füttern", "", "füttere fütterst füttert füttern füttern"),
-        ("essen", "iss", "esse isst isst essen essen"),
-        ("laden", "läd", "lade lädst lädt laden laden"),
-    ],
-)
-def test_conjugation(infinitive: str, changed: str, expected: str) -> None:
-    assert sample.conjugate(infinitive, changed) == tuple(expected.split())
-
-
-@pytest.mark.parametrize(
-    ("word", "expected"),
-    [("carry", "carries"), ("key", "keys"), ("watch", "watches"), ("go", "goes"), ("throw away", "throws away")],
-)
-def test_english_s(word: str, expected: str) -> None:
-    assert sample.add_s(word) == expected
-
-
 ICH, DU, ER, _, _, SIE = sample.PRONOUNS
 ANNA, BOY, COAT = sample.NAMES[0], phrase(THE, "", "boy"), phrase(THE, "", "coat")
 OBJECT, DATIVE = Slot("", "", Case.ACCUSATIVE), Slot("", "", Case.DATIVE)
@@ -161,18 +132,6 @@ def test_clause(found: Clause, english: tuple[str, ...], german: tuple[str, ...]
     assert (found.main, found.inverted, found.subordinate) == german
 
 
-@pytest.mark.parametrize(
-    ("verb", "english", "german"),
-    [
-        ("sehen", "see the coat", "den Mantel zu sehen"),
-        ("wegwerfen", "throw away the coat", "den Mantel wegzuwerfen"),
-    ],
-)
-def test_infinitive(verb: str, english: str, german: str) -> None:
-    found = clause(ANNA, verb, Tense.WILL, COAT.complement(OBJECT))
-    assert (found.base, found.infinitive) == (english, german)
-
-
 def test_verbs_and_adjectives_refer_to_existing_kinds_of_nouns() -> None:
     assert all(sample.ADJECTIVES[kind] for kind in sample.NOUNS)
     for verb in sample.VERBS:
@@ -184,10 +143,8 @@ def test_verbs_and_adjectives_refer_to_existing_kinds_of_nouns() -> None:
 def test_first_thousand_pairs_are_the_same_everywhere() -> None:
     text = "".join(f"{english}\t{german}\n" for english, german in islice(sentence_pairs(1), 1000))
     # The hash changes only with the grammar or the words.
-    assert (
-        hashlib.sha256(text.encode("utf-8")).hexdigest()
-        == "e0cec916cf54aab3663e7f288750ab2888263518ff5c42d4b89bdd7b307faa2b"
-    )
+    digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
+    assert digest == "e0cec916cf54aab3663e7f288750ab2888263518ff5c42d4b89bdd7b307faa2b"
     assert len({next(sentence_pairs(seed)) for seed in (-1, 0, 1, 2)}) == 4
 
 
@@ -211,28 +168,6 @@ def test_sentences_are_clean(seed: int) -> None:
             assert not re.search(r"  | ,|,[^ ]|,[.?]", text)
         assert pair[0].endswith("?") == pair[1].endswith("?")
         assert not re.search(r"\ba [aeiou]", pair[0])
-
-
-def test_corpus_has_difficult_constructions() -> None:
-    pairs = list(islice(sentence_pairs(3), 2000))
-    for side in zip(*pairs, strict=True):
-        lengths = [len(text.split()) for text in side]
-        assert 8 <= sum(lengths) / len(lengths) <= 13
-        assert max(lengths) < 50
-    german = "\n".join(text for _, text in pairs)
-    for fragment in (
-        *(", weil ", ", dass ", ", ob ", ", der ", ", die ", " zu ", " nicht ", " kein", " im ", " ins ", " vom "),
-        *(" hat ", " ist ", " wird ", " mir ", " dir ", " 17", " Uhr", "\nWeil ", "\nUm ", "\nWarum "),
-        *("(ein|auf|weg|mit|an)zu[a-z]+en\\b", "(ein|auf|weg|mit|an)ge[a-z]+(en|t)\\b"),
-    ):
-        assert re.search(fragment, german), fragment
-
-
-def test_a_decoder_that_ignores_its_source_scores_near_zero() -> None:
-    references = [german for _, german in islice(sentence_pairs(4), 300)]
-    others = [german for _, german in islice(sentence_pairs(5), 300)]
-    assert sacrebleu.corpus_bleu(others, [references]).score < 2
-    assert sacrebleu.corpus_bleu(references, [references]).score > 99.9
 
 
 def test_splits_share_no_sentence_and_write_the_same_bytes(tmp_path: Path) -> None:
@@ -270,8 +205,10 @@ def test_write_sample_refuses_impossible_counts_and_directories(tmp_path: Path) 
 
 
 def test_text_of_the_user_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["sample-data", "--out", str(tmp_path), "--train", "3", "--valid", "2", "--test", "1"]
+    command = ["sample-data", "--out", str(tmp_path), "--train", "3", "--valid", "2", "--test", "0"]
     assert cli.main(command) == 0
+    assert f"{tmp_path / 'train'}.en and .de: 3 pairs" in capsys.readouterr().out
+    assert (tmp_path / "test.de").read_bytes() == b"" and (tmp_path / "train.de").read_bytes().count(b"\n") == 3
     (sample := tmp_path / "train.en").chmod(0o400)
     before = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
     assert cli.main(command) == 0, "the same content"
@@ -285,13 +222,3 @@ def test_text_of_the_user_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert mine.read_text() == "Meins.\n" and not sample.exists(), "nothing is written"
     assert cli.main([*command, "--overwrite"]) == 0
     assert mine.read_text() != "Meins.\n" and sample.exists()
-
-
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "data"
-    assert cli.main(["sample-data", "--out", str(out), "--train", "50", "--valid", "5", "--test", "0"]) == 0
-    assert f"{out / 'train'}.en and .de: 50 pairs" in capsys.readouterr().out
-    assert (out / "test.de").read_bytes() == b""
-    assert len((out / "train.de").read_text("utf-8").splitlines()) == 50
-    assert cli.main(["sample-data", "--out", str(out), "--train", "-3"]) == 2
-    assert "-3 pairs of train" in capsys.readouterr().err

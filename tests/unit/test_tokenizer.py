@@ -100,12 +100,6 @@ def test_vocabulary_too_small_for_the_characters() -> None:
         train_subwords(RAW, vocab_size=4)
 
 
-def test_no_text() -> None:
-    for train in (lambda: train_subwords([], 100), lambda: train_words([])):
-        with pytest.raises(DataError, match="no text for a vocabulary"):
-            train()
-
-
 def test_sentencepiece_output_is_not_segmented_text() -> None:
     with pytest.raises(DataError, match=r"SentencePiece's .* raw text without --segmented"):
         train_words(["▁the ▁hou se", "▁a ▁ri ver"])
@@ -133,15 +127,3 @@ def test_foreign_model_with_other_special_tokens_is_refused(tmp_path: Path) -> N
     )
     with pytest.raises(DataError, match="tokens are -1, 1, 2, 0 instead of 0, 1, 2, 3"):
         SentencePieceTokenizer(prefix.with_suffix(".model").read_bytes())
-
-
-def test_real_segmented_text(shared_data: Path) -> None:
-    lines = [
-        line
-        for side in ("en", "de")
-        for line in (shared_data / "multi30k_bpe_ende" / f"train.{side}").read_text(encoding="utf-8").split("\n")[:-1]
-    ]
-    tokenizer = train_words(lines)
-    encoded = tokenizer.encode_batch(lines)
-    assert [len(tokens) for tokens in encoded] == [len(line.split(" ")) for line in lines]
-    assert [tokenizer.decode(tokens) for tokens in encoded] == [line.replace("@@ ", "") for line in lines]
