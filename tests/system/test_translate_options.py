@@ -49,35 +49,28 @@ def translate(run: Path, source: Path, out: Path, *options: str) -> list[str]:
 
 
 def test_searches_and_their_rules(run: Path, source: Path, tmp_path: Path) -> None:
-    out, prefix, constraints = (tmp_path / name for name in ("out", "prefix", "constraints"))
+    out = tmp_path / "out"
     beam = translate(run, source, out)
-    sampled = translate(run, source, out, "--search", "sampling", "--seed", "3", "--top-p", "0.9")
     sampling = ("--search", "sampling", "--top-p", "0.9")
+    sampled = translate(run, source, out, *sampling, "--seed", "3")
     assert translate(run, source, out, *sampling, "--seed", "3", "--max-tokens", "9") == sampled
     assert translate(run, source, out, *sampling, "--seed", "4") != sampled != beam
     translate(run, source, out, "--search", "mbr", "--samples", "6", "--nbest", "6")
-    assert all(sum(each.features["samples"] for each in found) == 6 for found in read_nbest(str(out)))
+    assert all(sum(one.features["samples"] for one in best) == 6 for best in read_nbest(str(out)))
     diverse = ("--search", "diverse_beam", "--beam", "4", "--groups", "2", "--nbest", "2", "--token-scores")
     translate(run, source, out, *diverse)
-    for found in read_nbest(str(out)):
-        assert len(found) == 2
-        for each in found:
-            assert math.fsum(each.token_log_probs) == pytest.approx(each.features["log_prob"], abs=1e-3)
-    prefix.write_text("Der Hund\n" + "\n" * 8 + "Heute\n", encoding="utf-8")
-    constraints.write_text("\n" * 8 + "Katze\tnicht wahr\n\n", encoding="utf-8")
-    both = translate(run, source, out, "--prefix", str(prefix), "--constraints", str(constraints))
-    assert both[0].startswith("Der Hund") and both[9].startswith("Heute")
-    assert "Katze" in both[8] and "nicht wahr" in both[8]
-    named = [*beam, *sampled]
-    word = max(
-        {word for line in named for word in line.split()}, key=lambda word: sum(word in line for line in named)
-    )
-    token = Translator.open(run, device="cpu").tokenizer.encode_batch([word], "target")[0][0]
-    piece = Translator.open(run, device="cpu").tokenizer.pieces([token])[0]
+    for best in read_nbest(str(out)):
+        assert len(best) == 2
+        for one in best:
+            assert math.fsum(one.token_log_probs) == pytest.approx(one.features["log_prob"], abs=1e-3)
+    words = [word for line in (*beam, *sampled) for word in line.split()]
+    tokenizer = Translator.open(run, device="cpu").tokenizer
+    token = tokenizer.encode_batch([max(set(words), key=words.count)], "target")[0][0]
+    piece = tokenizer.pieces([token])[0]
     translate(run, source, out, "--suppress", piece, "--suppress-unknown", "--nbest", "2", "--no-repeat-ngram", "1")
     translator = Translator.open(run, device="cpu", suppress=[piece], suppress_unknown=True, no_repeat_ngram=1)
-    for each in translator.translate(source.read_text(encoding="utf-8").splitlines()):
-        assert token not in each.tokens and len(set(each.tokens)) == len(each.tokens)
+    for one in translator.translate(source.read_text(encoding="utf-8").splitlines()):
+        assert token not in one.tokens and len(set(one.tokens)) == len(one.tokens)
 
 
 def test_texts_beside_the_source_are_translated_in_pieces(
@@ -94,7 +87,9 @@ def test_texts_beside_the_source_are_translated_in_pieces(
         return [each.read_text(encoding="utf-8") for each in (out, links)]
 
     whole = outputs("whole")
-    assert whole[0].startswith("Der Hund") and whole[1].count("\n") == 10
+    lines = whole[0].splitlines()
+    assert lines[0].startswith("Der Hund") and lines[9].startswith("Heute") and whole[1].count("\n") == 10
+    assert "Katze" in lines[8] and "nicht wahr" in lines[8]
     advance, before = SharedWork.advance, 0
 
     def stop(self: SharedWork, count: int) -> None:
