@@ -59,18 +59,14 @@ def test_empty_corpus_and_empty_sentences(tmp_path: Path) -> None:
     assert corpus.target(1).tolist() == []
 
 
-def test_index_out_of_range(tmp_path: Path) -> None:
+def test_sentences_are_read_only_and_their_numbers_checked(tmp_path: Path) -> None:
     _write(tmp_path, [([4], [5])], 10)
     corpus = Corpus(tmp_path, "train")
     for index in (-1, 1):
         with pytest.raises(IndexError):
             corpus.source(index)
-
-
-def test_views_cannot_be_written(tmp_path: Path) -> None:
-    _write(tmp_path, [([4], [5])], 10)
     with pytest.raises(ValueError, match="read-only"):
-        Corpus(tmp_path, "train").source(0)[0] = 9
+        corpus.source(0)[0] = 9
 
 
 def test_damage_is_named(tmp_path: Path) -> None:

@@ -458,19 +458,6 @@ def test_normalization_is_recorded_unless_it_is_the_one_there_always_was(
     assert "120 tokens (SentencePiece, normalization nfc)" in report(again, texts["out"])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"segmented": True}, "--segmented .* leave out --normalization"),
-        ({"vocab_from": "elsewhere"}, "--vocab-from .* leave out --normalization"),
-        ({"vocab_size": None, "tokenizer": "hf:bert"}, "brings its own vocabularies for raw text; leave out --norm"),
-    ],
-)
-def test_normalization_is_of_a_new_vocabulary(texts: dict[str, Any], changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        _prepare(texts, normalization="nfkc", **changes)
-
-
 def test_lines_that_do_not_survive_encoding_are_counted_and_shown(
     texts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from deepspeed_nmt import cli
-from deepspeed_nmt.data.data_directory import META_FILE, DataDirectory
+from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.errors import EXIT_USER_ERROR
 
 NOUNS = ("house", "river", "teacher", "apple", "window", "garden", "letter", "street")
@@ -72,19 +71,6 @@ def test_filters_are_applied_recorded_and_reported(
     assert cli.main([*words, "--unicode", "nfc"]) == EXIT_USER_ERROR
 
 
-def test_workers_change_nothing(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed_nmt.data.inputs.PIECE_BYTES", 200)
-    words += ["--filters", "web,script", "--unicode", "nfc,drop_control"]
-    words += ["--source-lang", "en", "--target-lang", "de"]
-    made = []
-    for workers in ("1", "3"):
-        words[words.index("--out") + 1] = str(tmp_path / workers)
-        assert cli.main([*words, "--workers", workers]) == 0
-        made.append({path.name: path.read_bytes() for path in (tmp_path / workers).iterdir()})
-    assert made[0] == made[1]
-    assert json.loads(made[0][META_FILE])["removed_examples"]["near_duplicates"] == [list(NOISE[5])]
-
-
 def test_nothing_changes_without_filters(words: list[str], tmp_path: Path) -> None:
     assert cli.main(words) == 0
     directory = DataDirectory.open(tmp_path / "data")
@@ -116,10 +102,3 @@ def test_wrong_options_are_refused(
     assert cli.main([*words, *more]) == EXIT_USER_ERROR
     assert message in capsys.readouterr().err
     assert not (tmp_path / "data").exists()
-
-
-def test_all_pairs_removed_names_the_filters(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([*words, "--filters", "long_words=2"]) == EXIT_USER_ERROR
-    assert f"{len(PAIRS + NOISE) - 2}: a word of 2 characters or more" in capsys.readouterr().err

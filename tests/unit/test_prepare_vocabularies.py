@@ -130,7 +130,7 @@ def test_vocabularies_of_each_side_and_of_other_types(text: Path, tmp_path: Path
         ("--symbols <a> --tag-target <b>", "--tag-target '<b>' is none of --symbols (<a>)"),
         ("--vocab-from {data} --tag-source <b>", "the tag '<b>' is no symbol of the source's vocabulary"),
         ("--vocab-from {data} --symbols <a>", "--vocab-from brings its own vocabulary; leave out --symbols"),
-        ("--vocab-from {data} --byte-fallback", "--vocab-from brings its own vocabulary; leave out --byte-fallback"),
+        ("--vocab-from {data} --byte-fallback --normalization nfc", "leave out --byte-fallback, --normalization"),
         (
             "--sentencepiece {model} --vocab-size 99 --vocabulary-type unigram --separate-vocabularies",
             "for raw text; leave out --vocab-size, --vocabulary-type, --separate-vocabularies",
@@ -138,14 +138,14 @@ def test_vocabularies_of_each_side_and_of_other_types(text: Path, tmp_path: Path
         ("--sentencepiece {model} --vocab-from {data}", "--sentencepiece brings its own vocabularies for raw text"),
         ("--sentencepiece {model} {model} {model}", "--sentencepiece: 3 models"),
         ("--sentencepiece {text}", "is no model of SentencePiece"),
-        ("--segmented --byte-fallback", "leave out --byte-fallback"),
+        ("--segmented --byte-fallback --normalization nfkc", "leave out --normalization, --byte-fallback"),
         ("--segmented --segmentations 2", "leave out --segmentations"),
         ("--segmentation-alpha 0.2", "--segmentation-alpha without sampled"),
         ("--segmentations 0", "--segmentations "),
         ("--segmentations 2 --segmentation-alpha 0", "--segmentation-alpha "),
         (
-            "--tokenizer hf:x --symbols <a>",
-            "--tokenizer brings its own vocabularies for raw text; leave out --symbols",
+            "--tokenizer hf:x --symbols <a> --normalization nfkc",
+            "--tokenizer brings its own vocabularies for raw text; leave out --normalization, --symbols",
         ),
     ],
 )
