@@ -91,6 +91,7 @@ class Tags:
 
 
 NO_TAGS = Tags()
+_UNDIVIDED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]{5}")
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,11 @@ class TextForm:
         if kind == "tokenised" and self.form == "raw":
             return list(tokenise(lines, language))
         return list(lines)
+
+
+def without_spaces(line: str) -> bool:
+    """Return True if a line has words of a script that does not divide them: of China, Japan or Southeast Asia."""
+    return _UNDIVIDED.search(line) is not None
 
 
 def check_language(code: str) -> str:

@@ -54,6 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="join subword-nmt's `@@ ` segments first; implies --tokenised",
     )
+    parser.add_argument(
+        "--language",
+        metavar="L",
+        help="target language, for example zh: sets BLEU's tokenizer (default: that of --like, else 13a)",
+    )
     parser.add_argument("--lowercase", action="store_true", help="ignore case")
     parser.add_argument(
         "--like",
@@ -104,7 +109,7 @@ def _tune(arguments: argparse.Namespace, tokenised: bool) -> str:
         raise ConfigError("--tune-rerank searches the highest BLEU; leave out --metrics")
     if arguments.source is not None:
         raise ConfigError("--tune-rerank compares n-best lists with --reference alone; leave out --source")
-    convert, convert_reference = _converters(arguments, tokenised)
+    convert, convert_reference, language = _converters(arguments, tokenised)
     tuning = tune(
         arguments.tune_rerank,
         arguments.reference,
@@ -112,6 +117,7 @@ def _tune(arguments: argparse.Namespace, tokenised: bool) -> str:
         convert_reference=convert_reference,
         tokenised=tokenised,
         lowercase=arguments.lowercase,
+        language=language,
     )
     return tuning.as_json(arguments.grid) if arguments.json else tuning.as_text(arguments.grid)
 
@@ -134,23 +140,30 @@ def _read(arguments: argparse.Namespace, tokenised: bool) -> ScoreInputs:
             f"the files have different numbers of lines:\n{counts}\n"
             "give files of the same sentences; a short hypothesis may be an unfinished translation"
         )
-    convert, convert_reference = _converters(arguments, tokenised)
+    convert, convert_reference, language = _converters(arguments, tokenised)
     return ScoreInputs(
         hypotheses=[(name, convert(lines[name])) for name in arguments.hypothesis],
         references={name: convert_reference(lines[name]) for name in arguments.reference},
         source=convert(lines[arguments.source]) if arguments.source else None,  # so that its copies stay copies
+        language=language,
     )
 
 
-def _converters(arguments: argparse.Namespace, tokenised: bool) -> tuple[Converter, Converter]:
-    """Return functions that bring translations, and references, into the form to score."""
-    from deepspeed_nmt.text import join_segments
+def _converters(arguments: argparse.Namespace, tokenised: bool) -> tuple[Converter, Converter, str | None]:
+    """Return functions that bring translations, and references, into the form to score, and the target language."""
+    from deepspeed_nmt.errors import ConfigError
+    from deepspeed_nmt.text import check_language, join_segments
 
     def join(lines: Sequence[str]) -> list[str]:
         return [join_segments(line) for line in lines] if arguments.segmented else list(lines)
 
+    language: str | None = arguments.language
+    try:
+        language = language and check_language(language)
+    except ValueError as error:
+        raise ConfigError(f"--language {error}") from error
     if arguments.like is None:
-        return join, join
+        return join, join, language
     from deepspeed_nmt.data.data_directory import open_tokenizer
     from deepspeed_nmt.errors import DataError
     from deepspeed_nmt.run.text_form import recorded_form, verify_vocabulary
@@ -171,4 +184,4 @@ def _converters(arguments: argparse.Namespace, tokenised: bool) -> tuple[Convert
         joined = [tokenizer.reference(line) for line in join(lines)]
         return form.convert(kind, joined) if known else joined
 
-    return convert, convert_reference
+    return convert, convert_reference, language or form.target_lang

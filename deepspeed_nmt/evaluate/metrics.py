@@ -8,14 +8,18 @@ A metric is an object with a name, a direction, a signature, and the kind of tex
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from deepspeed_nmt.text import Kind, TextForm
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.text import Kind, TextForm, without_spaces
 
 if TYPE_CHECKING:
     from sacrebleu.metrics.base import Metric as SacreBleuMetric
@@ -31,6 +35,11 @@ AUTO: Mapping[str, tuple[str, ...]] = {
     "unknown": ("bleu",),
 }
 """Metrics of `auto`, by the form of the text; the first one chooses the best checkpoint."""
+TOKENIZERS = ("13a", "intl", "char", "zh", "ja-mecab", "ko-mecab", "flores200")
+"""Tokenizers of sacreBLEU, each with a metric of its own."""
+OF_LANGUAGE = {"zh": "zh", "ja": "ja-mecab", "ko": "ko-mecab", **dict.fromkeys(("th", "lo", "km", "my"), "char")}
+"""Tokenizer of `bleu` by target language, as sacreBLEU chooses it; other languages have 13a, which takes a sentence
+without spaces for a word. For Thai, Lao, Khmer and Burmese sacreBLEU has a model that it downloads, flores200."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +71,11 @@ class TextMetric(Metric):
 
     Attributes:
         make: function that makes sacreBLEU's object; its argument is True to ignore case.
+        tokenizer: sacreBLEU's tokenizer of a BLEU of plain text; empty for other metrics.
     """
 
     make: Callable[[bool], SacreBleuMetric]
+    tokenizer: str = ""
 
     @override
     def signature(self) -> str:
@@ -106,11 +117,23 @@ def p_value_of_scores(scores: Sequence[float], baseline: Sequence[float]) -> flo
     return float((np.sum(chance > abs(differences.mean())) + 1) / (RESAMPLES + 1))
 
 
-def _bleu(lowercase: bool) -> BLEU:
+def _bleu(tokenizer: str, lowercase: bool) -> BLEU:
     from sacrebleu.metrics.bleu import BLEU
 
-    # `force` disables sacreBLEU's warning about tokenised input, which bypasses our log; `score` has its own.
-    return BLEU(lowercase=lowercase, force=True)
+    try:
+        # `force` disables sacreBLEU's warning about tokenised input, which bypasses our log; `score` has its own.
+        return BLEU(lowercase=lowercase, tokenize=tokenizer, force=True)
+    except (ImportError, RuntimeError, OSError) as error:  # an extra that is missing, a model that cannot be loaded
+        extra = tokenizer.partition("-mecab")[0]
+        way = f"pip install 'sacrebleu[{extra}]'" if extra != tokenizer else "let sacreBLEU download its model once"
+        raise ConfigError(
+            f"sacreBLEU's tokenizer {tokenizer} is not installed; {way}, or choose bleu_char as the metric"
+        ) from error
+
+
+def _named_bleu(name: str, tokenizer: str) -> TextMetric:
+    # So few words match by chance, while a model learns its first ones.
+    return TextMetric(name=name, kind="plain", least=1.0, make=partial(_bleu, tokenizer), tokenizer=tokenizer)
 
 
 def _multi_bleu(lowercase: bool) -> BLEU:
@@ -135,14 +158,36 @@ def _ter(lowercase: bool) -> SacreBleuMetric:
 METRICS: Mapping[str, TextMetric] = {
     metric.name: metric
     for metric in (
-        # So few words match by chance, while a model learns its first ones.
-        TextMetric(name="bleu", kind="plain", least=1.0, make=_bleu),
+        _named_bleu("bleu", "13a"),
         TextMetric(name="bleu_tokenised", kind="tokenised", least=1.0, make=_multi_bleu),
         TextMetric(name="chrf", kind="plain", make=_chrf),
         TextMetric(name="ter", kind="plain", higher_is_better=False, make=_ter),
+        *(_named_bleu(f"bleu_{tokenizer.replace('-', '_')}", tokenizer) for tokenizer in TOKENIZERS),
     )
 }
-"""All metrics that are no programs, by name."""
+"""All metrics that are no programs, by name. `bleu` is that of :func:`in_language`."""
+
+
+def in_language(metric: Metric, language: str | None) -> Metric:
+    """Return a metric of translations into a language, of which `bleu` has the tokenizer."""
+    tokenizer = OF_LANGUAGE.get(re.split("[-_]", language or "")[0].lower())
+    if tokenizer is None or metric.name != "bleu":
+        return metric
+    return replace(METRICS[f"bleu_{tokenizer.replace('-', '_')}"], name="bleu")
+
+
+def warn_of_spaces(name: str, references: Sequence[str], metrics: Iterable[Metric]) -> None:
+    """Warn if most references have no spaces between words, and a metric's tokenizer divides text at spaces."""
+    dividing = [m.name for m in metrics if isinstance(m, TextMetric) and m.tokenizer in ("13a", "intl")]
+    if dividing and 2 * (count := sum(map(without_spaces, references))) > len(references):
+        logger.warning(
+            "%s: %d of %d lines have no spaces between words, and %s takes them for one word; name the target "
+            "language (score --language, prepare --target-lang), or choose bleu_char",
+            name,
+            count,
+            len(references),
+            dividing[0],
+        )
 
 
 def validation_tag(name: str, of: str = "") -> str:
@@ -193,6 +238,6 @@ class Scorer:
         from sacrebleu.metrics.bleu import BLEU
 
         kind = self.metrics[0].kind
-        metric = BLEU(effective_order=True)
+        metric = BLEU(effective_order=True, tokenize=self.metrics[0].tokenizer or "13a")
         pairs = zip(self._text.convert(kind, hypotheses), self._references[kind], strict=True)
         return [float(metric.sentence_score(hypothesis, [reference]).score) for hypothesis, reference in pairs]

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from deepspeed_nmt.console import table
 from deepspeed_nmt.deep_shallow_score import ALPHA, EXITS, EXPONENT, total_of
 from deepspeed_nmt.errors import DataError, finite_number, shown, whole_number
-from deepspeed_nmt.evaluate.metrics import METRICS
+from deepspeed_nmt.evaluate.metrics import METRICS, TextMetric, in_language
 from deepspeed_nmt.files import open_text, shown_name, text_lines
 
 _BAR = " ||| "
@@ -245,6 +245,7 @@ def tune(
     convert_reference: Converter = list,
     tokenised: bool = False,
     lowercase: bool = False,
+    language: str | None = None,
 ) -> Tuning:
     """Compute the BLEU of the translations that each pair of weights chooses from ``nbest``, "-" or a file.
 
@@ -289,7 +290,9 @@ def tune(
     if (line := reranked.first_cut) is not None:
         raise DataError(f"{shown_name(nbest)} lacks candidates of line {line:,} that an exit proposed; {remedy}")
     name = "bleu_tokenised" if tokenised else "bleu"
-    metric = METRICS[name].make(lowercase)
+    bleu = in_language(METRICS[name], language)
+    assert isinstance(bleu, TextMetric)
+    metric = bleu.make(lowercase)
     assert isinstance(metric, BLEU)
     texts = convert([candidate.text for candidates in lists for candidate in candidates])
     warn_of_files(ScoreInputs([(nbest, texts)], read, None), tokenised, lowercase)

@@ -22,7 +22,7 @@ from sacrebleu.significance import PairedTest, Result
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import ConfigError, DataError, did_you_mean, shown
 from deepspeed_nmt.evaluate.command_metrics import CommandMetric, ScoredFiles, check_programs
-from deepspeed_nmt.evaluate.metrics import METRICS, RESAMPLES, SEED, Metric, TextMetric
+from deepspeed_nmt.evaluate.metrics import METRICS, RESAMPLES, SEED, Metric, TextMetric, in_language, warn_of_spaces
 from deepspeed_nmt.files import open_text, raw_lines, shown_name
 from deepspeed_nmt.text import Kind, looks_plain, looks_tokenised
 
@@ -45,11 +45,13 @@ class ScoreInputs:
         hypotheses: name and translations of each file to score; a file may be given twice.
         references: reference translations.
         source: source text; None if it is not given.
+        language: target language, whose tokenizer BLEU has; None if it is not known.
     """
 
     hypotheses: Sequence[tuple[str, list[str]]]
     references: Mapping[str, list[str]]
     source: list[str] | None
+    language: str | None = None
 
 
 @dataclass(frozen=True)
@@ -204,8 +206,13 @@ def score_files(
     Raises:
         MetricError: if a program gives no number.
     """
-    bleu = METRICS["bleu_tokenised" if tokenised else "bleu"]
-    metrics = chosen if chosen is not None else [bleu] if tokenised else [bleu, METRICS["chrf"]]
+    bleu = in_language(METRICS["bleu_tokenised" if tokenised else "bleu"], inputs.language)
+    assert isinstance(bleu, TextMetric)
+    metrics: Sequence[Metric] = [bleu] if tokenised else [bleu, METRICS["chrf"]]
+    if chosen is not None:
+        metrics = [in_language(metric, inputs.language) for metric in chosen]
+    for name, sentences in inputs.references.items():
+        warn_of_spaces(shown_name(name), sentences, metrics)
     systems = [sentences for _, sentences in inputs.hypotheses]
     references = list(inputs.references.values())
     comparisons: list[Comparison | None] = [None] * len(systems)

@@ -18,7 +18,7 @@ from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.loader import ValidationSet
 from deepspeed_nmt.errors import MetricError
 from deepspeed_nmt.evaluate.command_metrics import CommandMetric, read_sentence_scores
-from deepspeed_nmt.evaluate.metrics import Metric, Scorer, TextMetric, validation_tag
+from deepspeed_nmt.evaluate.metrics import Metric, Scorer, TextMetric, validation_tag, warn_of_spaces
 from deepspeed_nmt.files import open_regular, text_lines
 from deepspeed_nmt.parallel.collectives import from_main, gather_lists, sum_over_ranks
 from deepspeed_nmt.parallel.watchdog import Watchdog
@@ -227,6 +227,7 @@ class _MeasuredSet:
         self._scorer = Scorer(self._metrics, data.text_form, self._references)
         self._translations: list[str] = []
         if world.is_main:
+            warn_of_spaces(f"the references of {title(name)}", self._references, self._metrics)
             for metric in self._metrics:
                 how = data.text_form.how(metric.kind)
                 logger.info("%s: %s%s", validation_tag(metric.name, name), metric.signature(), how and f"; {how}")

@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from deepspeed_nmt.data.batching import MAX_TOKENS
 from deepspeed_nmt.errors import ConfigError, shown
 from deepspeed_nmt.evaluate.command_metrics import CommandMetric
-from deepspeed_nmt.evaluate.metrics import AUTO, METRICS, Metric
+from deepspeed_nmt.evaluate.metrics import AUTO, METRICS, Metric, in_language
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.text import Kind, TextForm
 from deepspeed_nmt.train.progress import Progress
@@ -335,7 +335,7 @@ class ValidationConfig(Config):
         best = self.best_by.rpartition("/")[2]
         if self.chooses in (of, MEAN) and best not in ("auto", "loss"):
             names = (*names, best)
-        metrics = tuple(known[name] for name in dict.fromkeys(names))
+        metrics = tuple(in_language(known[name], text.target_lang) for name in dict.fromkeys(names))
         problems = [
             f"the metric {metric.name} needs {metric.kind} text, but {where}{reason}; set validation.metrics and "
             "validation.best_by to others, or run `prepare` again with --text and --target-lang"
@@ -344,7 +344,7 @@ class ValidationConfig(Config):
         ]
         if problems:
             raise ConfigError(problems)
-        return metrics, next(iter(metrics), None) if best == "auto" else known.get(best)
+        return metrics, next((metric for metric in metrics if best in ("auto", metric.name)), None)
 
 
 def _names(metrics: tuple[str, ...]) -> tuple[str, ...]:

@@ -15,12 +15,13 @@ from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.engine.settings import EngineSettings
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.evaluate.metrics import METRICS as ALL_METRICS
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run.resolve import check_size
 from deepspeed_nmt.train.optimizers.adam import AdamConfig
 
 LONG = "n" * 300
-KNOWN = "bleu, bleu_tokenised, chrf, ter"
+KNOWN = ", ".join(ALL_METRICS)
 METRICS = f"{KNOWN}, command:PATH, late:PATH"
 PREPARE = [
     *("prepare", "--train-source", "F", "--train-target", "F", "--valid-source", "F", "--valid-target", "F"),

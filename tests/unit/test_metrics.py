@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import sacrebleu
 
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.evaluate.metrics import METRICS, Scorer
+from deepspeed_nmt.evaluate.metrics import METRICS, Scorer, TextMetric, in_language, warn_of_spaces
 from deepspeed_nmt.text import TextForm, warn_of_missing_rules
 from deepspeed_nmt.train.configuration import ValidationConfig
 
@@ -89,8 +90,35 @@ def test_unknown_metrics_are_named(name: str) -> None:
         load_config(settings=[f"validation.metrics=[{name}]"])
 
 
+def test_bleu_has_the_tokenizer_of_the_language(caplog: pytest.LogCaptureFixture) -> None:
+    chinese = ["这是一个很长的中文句子。", "他昨天去了北京。"]
+    bleu = METRICS["bleu"]
+    assert isinstance(bleu, TextMetric) and bleu.score(chinese, chinese) == 0.0
+    for code, tokenizer in (("zh", "zh"), ("zh-cn", "zh"), ("th", "char"), ("de", "13a"), (None, "13a")):
+        metric = in_language(bleu, code)
+        assert isinstance(metric, TextMetric) and f"tok:{tokenizer}|" in metric.signature() and metric.name == "bleu"
+        assert metric.score(chinese, chinese) == (0.0 if tokenizer == "13a" else pytest.approx(100.0))
+    text = TextForm("raw", target_lang="zh")
+    metrics, best = ValidationConfig().chosen(text)
+    assert Scorer(metrics, text, chinese)(chinese) == {"bleu": pytest.approx(100.0)} and best == metrics[0]
+    warn_of_spaces("references", chinese, metrics)
+    warn_of_spaces("references", ["Das ist ein Satz mit 北京."], [bleu])
+    assert not caplog.messages
+    warn_of_spaces("references", chinese, [bleu])
+    assert "2 of 2 lines" in caplog.text and "--language" in caplog.text
+
+
+def test_missing_extras_of_a_language_are_named() -> None:
+    if importlib.util.find_spec("MeCab") is not None:
+        pytest.skip("Japanese is installed")
+    metric = in_language(METRICS["bleu"], "ja")
+    with pytest.raises(ConfigError, match=r"ja-mecab.*sacrebleu\[ja\]"):
+        metric.signature()
+
+
 def test_bleu_of_moses_text_is_that_of_detokenised_text_and_13a_over_tokens_overstates_it() -> None:
-    scores = Scorer(list(METRICS.values()), MOSES, REFERENCES)(HYPOTHESES)
+    names = ("bleu", "bleu_tokenised", "chrf", "ter")
+    scores = Scorer([METRICS[name] for name in names], MOSES, REFERENCES)(HYPOTHESES)
     expected = sacrebleu.corpus_bleu(PLAIN_HYPOTHESES, [PLAIN_REFERENCES]).score
     overstated = Scorer([METRICS["bleu"]], UNKNOWN, REFERENCES)(HYPOTHESES)["bleu"]
     assert scores["bleu"] == pytest.approx(expected, abs=1e-9)
@@ -115,7 +143,8 @@ def test_raw_text_is_tokenised_for_multi_bleu() -> None:
 
 
 def test_signatures_name_the_tokeniser() -> None:
-    signatures = {name: metric.signature() for name, metric in METRICS.items()}
+    signatures = {name: METRICS[name].signature() for name in ("bleu", "bleu_tokenised", "chrf", "bleu_intl")}
+    assert "tok:intl|" in signatures["bleu_intl"]
     assert signatures["bleu"].startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:")
     assert "tok:none|smooth:none" in signatures["bleu_tokenised"]
     assert signatures["chrf"].startswith("nrefs:1|case:mixed|eff:yes|nc:6")

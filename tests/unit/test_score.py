@@ -134,6 +134,19 @@ def test_unequal_numbers_of_lines_are_refused() -> None:
             of("bleu", hypotheses, *references)
 
 
+def test_the_language_of_a_score_sets_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = write(tmp_path / "zh", ["这是一个很长的中文句子。", "他昨天去了北京。"])
+    files = ["score", "--hypothesis", text, "--reference", text]
+    assert main([*files, "--language", "zh"]) == 0
+    assert (
+        (done := capsys.readouterr()).out.startswith("sacreBLEU = 100.00") and "tok:zh" in done.out and not done.err
+    )
+    assert main([*files, "--metrics", "bleu_char"]) == 0
+    assert (done := capsys.readouterr()).out.startswith("bleu_char = 100.00") and not done.err
+    assert main(files) == 0 and "2 of 2 lines have no spaces" in capsys.readouterr().err
+    assert main([*files, "--language", "chinese"]) == 2 and "--language" in capsys.readouterr().err
+
+
 def test_tokenised_bleu_does_not_tokenise() -> None:
     # By hand: 5 + 5 of 6 + 5 tokens match, and one 4-gram of the first and both of the second sentence.
     score = of("bleu_tokenised", ["the cat sat on a mat", "a b c d e"], ["the cat sat on the mat", "a b c d e"])
