@@ -36,7 +36,7 @@ from torch import Tensor
 
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.export.ctranslate2_weights import Precision, write_ctranslate2
+from deepspeed_nmt.export.ctranslate2_weights import write_ctranslate2
 from deepspeed_nmt.export.huggingface_weights import write_huggingface
 from deepspeed_nmt.kernels import onednn_ops
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
@@ -45,7 +45,7 @@ from deepspeed_nmt.search.models import prepare_to_decode
 
 DIM, FFN, HEADS, ENCODER_LAYERS, SOURCE, STEPS, LONGEST = 256, 1024, 4, 6, 16, 24, 64
 V = Vocabulary(8000)
-PEERS: dict[Precision, str] = {"fp32": "float32", "int8": "int8"}
+PEERS = {"fp32": "float32", "int8": "int8"}
 CASE = "decoder layers, beam, batch"
 Translate = Callable[[Tensor, int], int]
 """Translates a batch of sentences, (B,S), with a beam, and returns the number of tokens that it has written."""
@@ -73,7 +73,7 @@ def ours(layers: int, precision: str) -> Translate:
     return translate
 
 
-def ctranslate2(layers: int, precision: Precision, directory: Path) -> Translate:
+def ctranslate2(layers: int, precision: str, directory: Path) -> Translate:
     """Return CTranslate2's search with the same weights."""
     from ctranslate2 import Translator
 
