@@ -141,6 +141,9 @@ def build(
             content = load_ds_config("zero3_offload")
         # Otherwise ZeRO-3 does not shard parameters as small as these.
         content["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        # By default DeepSpeed takes 2 GB for each buffer, whatever the model.
+        sizes = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
+        content["zero_optimization"] |= dict.fromkeys(sizes, 1_000_000)
         if precision == "fp16":
             content["fp16"] = {"enabled": "auto", "initial_scale_power": 8}
         file.write_text(json.dumps(content))
