@@ -77,10 +77,10 @@ class Tags:
         return self.source if side == "source" else self.target
 
     def tagged(self, lines: Iterable[str]) -> Iterable[str]:
-        """Put the source's tag in front of source lines; an empty line stays empty."""
+        """Put the source's tag in front of source lines. An empty line stays empty, a damaged one damaged."""
         if self.source is None:
             return lines
-        return (f"{self.source} {line}" if line.strip() else line for line in lines)
+        return (type(line)(f"{self.source} {line}") if line.strip() else line for line in lines)
 
     def untagged(self, line: str, side: Literal["source", "target"] = "target") -> str:
         """Remove the tag of its side from a line."""

@@ -39,7 +39,7 @@ from deepspeed_nmt.run.translation import (
 )
 from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.search.decode_options import DecodeOptions
-from deepspeed_nmt.text import text_of
+from deepspeed_nmt.text import DamagedLine, Tags, text_of
 
 LONG, UNKNOWN = "abcdefghijkl", "?????"
 LINES = [*("abc", "", "de", LONG, "fghi") * 4, LONG, *(UNKNOWN,) * 3, "end"]
@@ -241,6 +241,21 @@ def test_warnings_are_those_of_the_whole_text(
         translate(translator, source, strict=True, max_source_tokens=100)
 
 
+def test_a_piece_damaged_while_others_are_translated(
+    translator: Translator, source: Path, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    write = Pieces.write
+
+    def damaged(self: Pieces, piece: int, *content: Any) -> None:
+        write(self, piece, *content)
+        if piece == 2 and "is damaged" not in caplog.text:
+            self.file(piece).write_bytes(b"{}")
+
+    monkeypatch.setattr(Pieces, "write", damaged)
+    assert translate(translator, source) == 0 and source.with_name("target").read_text() == expected
+    assert "piece-0000002 is damaged; it is translated again" in caplog.text
+
+
 def test_another_translation_does_not_resume(
     translator: Translator, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,3 +411,23 @@ def test_a_piece_of_a_silent_rank_is_taken_over(
     monkeypatch.setattr(translation, "SILENT_S", 0.0)
     assert translate(translator, source) == 0 and source.with_name("target").read_text() == expected
     assert "piece 0 is taken over" in caplog.text
+
+
+def test_progress_goes_on_where_it_was(
+    translator: Translator, source: Path, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    caplog.set_level(logging.INFO)
+    with interrupted(monkeypatch, 14, Interrupted(signal.SIGTERM)):
+        assert translate(translator, source) == 75
+    caplog.clear()
+    monkeypatch.setattr("deepspeed_nmt.console.PLAIN_LINE_EVERY_S", 0.0)
+    assert translate(translator, source) == 0
+    lines = [record.getMessage() for record in caplog.records if " of 25 sentences" in record.getMessage()]
+    first = int(lines[0].split()[1])
+    assert first > 8 and lines[-1].startswith("translate: 25 of 25 sentences, ") and "0:00:00 left" in lines[-1]
+
+
+def test_a_tagged_line_that_is_not_utf8_stays_marked() -> None:
+    whole, damaged = Tags(source="<2de>").tagged([text_of(b"the house"), text_of(b"the h\xffuse")])
+    assert (whole, damaged) == ("<2de> the house", "<2de> the h\ufffduse")
+    assert isinstance(damaged, DamagedLine) and not isinstance(whole, DamagedLine)
