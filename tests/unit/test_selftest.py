@@ -28,7 +28,7 @@ def test_an_engine_with_other_results_fails(monkeypatch: pytest.MonkeyPatch) -> 
     def wrong(method: str, engine: str, world: World, directory: Path, **options: object) -> Engine:
         found = build(method, engine, world, directory, **options)  # type: ignore[arg-type]
         if engine == "plain+recompute":
-            found._clip_norm = 0.4  # type: ignore[attr-defined]
+            found._method = found._method.model_copy(update={"clip_norm": 0.4})
         return found
 
     monkeypatch.setattr(parity, "engines", lambda world, method: [("plain+recompute", 1), ("plain", 1)])
