@@ -155,7 +155,7 @@ def commit() -> str:
 
 
 class Record(_Strict):
-    """What was measured, by which command, on which machine.
+    """Results of a measurement, with its command and machine.
 
     Attributes:
         name: name of the file.
