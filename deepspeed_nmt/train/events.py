@@ -53,7 +53,8 @@ class Events:
 
     def record(self, event: Event, update: int, text: str, **details: Detail) -> None:
         """Append an event, and notify the command of it."""
-        self._update = update
+        if event not in ("saved", "unsaved"):  # these come late, from the thread that writes checkpoints
+            self._update = update
         self.begun = self.begun or event in ("start", "resume")
         if self._file is None:
             return
