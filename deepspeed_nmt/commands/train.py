@@ -179,7 +179,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
 def _read(
     arguments: argparse.Namespace, restart: bool
 ) -> tuple[RunConfig, TrainingData, Origin | None, Sequence[Mapping[str, Any]] | None]:
-    """Read configuration, data and origin of a run. Nothing is written, but lost files of the run are restored.
+    """Read configuration, data and origin of a run. Nothing is written.
 
     Returns:
         These, and the settings that override those of a resumed run, by section; None if its own do not count.
@@ -207,7 +207,7 @@ def _read(
     base, begun = arguments.config, not restart and has_begun(arguments.run)
     recorded = arguments.run / CONFIG_FILE
     if begun:
-        verify_run(arguments.run, options[0].path if options else None)
+        verify_run(arguments.run)
     elif origin is not None:
         Run.open(origin.run, origin.option)  # before anything is written
     if arguments.recipe is None and base is None and begun:

@@ -5,15 +5,14 @@ Files of a run:
 config.yaml  data.json  environment.json  resolved.json  origin.json  vocabulary.*  manifest.json
 metrics.jsonl  events.jsonl  goodput.jsonl  tensorboard/  checkpoints/  logs/  test_scores.json  alignment.json
 
-The manifest records ``config.yaml``, ``data.json`` and ``vocabulary.*``. A file that is lost or damaged is restored
-where that is possible: the vocabulary from the data directory, settings and ``data.json`` from the newest checkpoint.
+The manifest records ``config.yaml``, ``data.json`` and ``vocabulary.*``. If one of them is lost or damaged, a run is
+refused.
 """
 
 from __future__ import annotations
 
 import stat
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,7 +27,7 @@ from deepspeed_nmt.core.parts import LikelihoodConfig
 from deepspeed_nmt.data.data_directory import VOCABULARY_FILES, open_tokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.data.training import CorpusRecord, TrainingData
-from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError, UserError
+from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
 from deepspeed_nmt.evaluate.metrics import Scorer
 from deepspeed_nmt.files import atomic_write_bytes, check_utf8_name, read_regular, resolved
 from deepspeed_nmt.manifest import (
@@ -43,7 +42,7 @@ from deepspeed_nmt.manifest import (
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.search.decode_options import MAX_SOURCE_TOKENS
 from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
-from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore, RunRecord
+from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
 from deepspeed_nmt.train.configuration import ValidationConfig
 
 CONFIG_FILE, DATA_FILE, CHECKPOINTS = "config.yaml", "data.json", "checkpoints"
@@ -71,19 +70,9 @@ _FIXED = ("model.", "layer.", "objective.", "optimizer.name.", "training.seed.",
 """Settings that cannot change once the run has a checkpoint."""
 
 
-_LOST = "restore it from a copy, or start a new run with another --run directory"
-
-
 @dataclass(frozen=True)
 class Run:
-    """An existing run, opened for reading.
-
-    Attributes:
-        path: run directory.
-        config: settings of the run.
-        tokenizer: tokenizer of the run.
-        files: records of its files.
-    """
+    """An existing run, opened for reading, with the records of its files."""
 
     path: Path
     config: RunConfig
@@ -92,7 +81,7 @@ class Run:
 
     @classmethod
     def open(cls, path: Path, option: str = "--run") -> Run:
-        """Open the directory of a run for reading. Its files are verified, and restored if they are lost."""
+        """Open the directory of a run for reading, after its files are verified."""
         if (path / "state.json").is_file():
             raise ConfigError(
                 f"{path} is a checkpoint, not a run; give {path.parent.parent} as {option} and the "
@@ -127,21 +116,15 @@ class Run:
         return DataRecord.read(self.path).tags
 
     def scorer(self, references: Iterable[str]) -> Scorer:
-        """Return a scorer of the run's translations by the BLEUs that the form of its text allows.
+        """Return a scorer of the run's translations by the BLEUs that the form of its text allows, sacreBLEU first.
 
-        Its first metric is sacreBLEU where that is possible, else tokenised BLEU.
-
-        Args:
-            references: one reference of each sentence, in the form of the text that the run was trained on.
+        The references, one of each sentence, have the form of the text that the run was trained on.
         """
         metrics, _ = ValidationConfig().chosen(self.text_form)
         return Scorer(metrics, self.text_form, [self.tokenizer.reference(line) for line in references])
 
     def checkpoint(self, which: str, option: str = "") -> Checkpoint:
-        """Open a checkpoint of the run (best, last, average, a name, or a path).
-
-        Args:
-            option: option by which the user named it, for messages; "" for that of most commands and of the API.
+        """Open a checkpoint of the run; arguments as of :meth:`CheckpointStore.open`.
 
         Raises:
             CheckpointError: if there is none, or it is damaged, or of another run.
@@ -170,11 +153,7 @@ class Run:
         return model.eval(), checkpoint.weights_digest
 
     def trained_at(self, exit: str, stages: tuple[int, int]) -> bool:
-        """Return True if the run's objective trains an exit of its model.
-
-        Args:
-            exit: name of the exit. Exits without numbers, such as those of a grown model, are always trained.
-        """
+        """Return True if the run's objective trains an exit of its model, as always one without numbers."""
         encoder, numbered, decoder = exit.partition("-")
         if not numbered:
             return True
@@ -192,7 +171,7 @@ def check_record(checkpoint: Checkpoint, config: RunConfig, files: Mapping[str, 
         f"its {key} is {before.get(key, 'unset')} instead of {now.get(key, 'unset')}"
         for key in changed_fixed_settings(before, now)
     ]
-    if any(files.get(name) != each for name, each in record.vocabulary.items()):
+    if any(files.get(name) != file for name, file in record.vocabulary.items()):
         differences.append("its vocabulary is another one")
     if differences:
         raise CheckpointError(
@@ -267,7 +246,9 @@ class DataRecord(Config):
         try:
             return cls.model_validate_json(read_regular(run / DATA_FILE))
         except (OSError, ValidationError) as error:
-            raise DataError(f"{run / DATA_FILE} is not what `train` wrote when the run began; {_LOST}") from error
+            raise DataError(
+                f"{run / DATA_FILE} is not what `train` wrote when the run began; restore it from a copy"
+            ) from error
 
     def content(self) -> bytes:
         """Return the content of DATA_FILE."""
@@ -291,17 +272,17 @@ class RunManifest(Config):
 
     @classmethod
     def read(cls, path: Path) -> RunManifest:
-        """Read the manifest of a run."""
+        """Read the manifest of a run; raise a DamagedRecordError or a ValidationError if it is damaged."""
         return cls.model_validate_json(read_record(path / MANIFEST_FILE))
 
     def problems(self, path: Path) -> dict[str, str]:
         """Return the predicate of a message for each file that is not as recorded, by name."""
-        found = {}
+        problems = {}
         for name, record in self.files.items():
             problem = record.problem(path / name)
             if problem and not (name in self.before and self.before[name].problem(path / name) is None):
-                found[name] = problem
-        return found
+                problems[name] = problem
+        return problems
 
     def write(self, path: Path) -> None:
         """Write the manifest and its hash."""
@@ -337,102 +318,24 @@ def replace_files(path: Path, contents: Mapping[str, bytes], seal: str | None = 
         (path / name).unlink(missing_ok=True)
 
 
-def verify_run(path: Path, data: Path | None = None) -> dict[str, FileRecord]:
-    """Compare a run's files with its manifest, and restore what is lost.
-
-    Args:
-        data: data directory to restore the vocabulary from, besides the one that the run records.
-
-    Returns:
-        Records of its files by name.
+def verify_run(path: Path) -> dict[str, FileRecord]:
+    """Compare a run's files with its manifest, and return their records by name.
 
     Raises:
-        DataError: if a file is lost or damaged and cannot be restored; or as :func:`check_contents`.
+        DataError: if a file is lost or damaged; or as :func:`check_contents`.
     """
     check_contents(path)
-    problems: dict[str, str] = {}
     for _ in range(2):  # a start of `train` may replace the files between the two readings
         try:
             manifest = RunManifest.read(path)
-        except (DamagedRecordError, ValidationError) as error:
-            manifest = _rewritten_manifest(path, error)
+        except DamagedRecordError as error:
+            raise DataError(f"{error}; restore it from a copy of {path}") from error
+        except ValidationError as error:
+            raise DataError(f"{path / MANIFEST_FILE} is not what `train` writes; restore it from a copy") from error
         if not (problems := manifest.problems(path)):
             return manifest.files
-    restored = _restored(path, manifest.files, problems, data)
-    try:
-        replace_files(path, restored)
-    except OSError as error:
-        raise DataError(
-            f"{' and '.join(restored)} cannot be restored in {path} ({error.strerror or error}); make it writable, "
-            "or work with a copy of it"
-        ) from error
-    return {**manifest.files, **{name: FileRecord.of(content) for name, content in restored.items()}}
-
-
-def _rewritten_manifest(path: Path, error: Exception) -> RunManifest:
-    """Write the manifest of a run again: it records the files that the newest checkpoint knows."""
-    record = CheckpointStore(path / CHECKPOINTS).record()
-    clause = str(error) if isinstance(error, DamagedRecordError) else f"{MANIFEST_FILE} is not what `train` writes"
-    if record is None:
-        raise DataError(
-            f"{clause}, and {path} has no good checkpoint in {CHECKPOINTS} that records its files; restore them from "
-            "a copy"
-        )
-    logger.warning("%s; %s is compared with its newest checkpoint instead", clause, path)
-    contents = _recorded_contents(record)
-    with suppress(UserError):  # other texts of the same settings and data are good
-        if load_recorded(path / CONFIG_FILE) == validate(record.config):
-            contents[CONFIG_FILE] = read_regular(path / CONFIG_FILE)
-    with suppress(UserError):
-        if DataRecord.read(path).fingerprint == record.fingerprint:
-            contents[DATA_FILE] = read_regular(path / DATA_FILE)
-    records = {name: FileRecord.of(content) for name, content in contents.items()}
-    manifest = RunManifest(files={**records, **record.vocabulary})
-    try:
-        manifest.write(path)
-    except OSError as problem:
-        logger.warning("%s could not be written (%s)", path / MANIFEST_FILE, problem.strerror or problem)
-    return manifest
-
-
-def _recorded_contents(record: RunRecord) -> dict[str, bytes]:
-    """Return the contents of the files that a checkpoint's record has whole, by name."""
-    own = {field: getattr(record, field) for field in DataRecord.model_fields if field != "path"}
-    return {
-        CONFIG_FILE: validate(record.config).to_yaml().encode(),
-        DATA_FILE: DataRecord(path=record.data, **own).content(),
-    }
-
-
-def _restored(
-    path: Path, files: Mapping[str, FileRecord], problems: Mapping[str, str], data: Path | None
-) -> dict[str, bytes]:
-    """Return the contents of lost or damaged files, from the newest checkpoint or a data directory.
-
-    Settings that exist are not replaced: they may be the user's work.
-    """
-    record = CheckpointStore(path / CHECKPOINTS).record()
-    recorded = {} if record is None else _recorded_contents(record)
-    directories = [] if data is None else [data]
-    with suppress(UserError):
-        directories.append(Path(DataRecord.read(path).path))
-    directories += [] if record is None else [Path(record.data)]
-    restored: dict[str, bytes] = {}
-    for name, problem in sorted(problems.items()):
-        copies = (directory / name for directory in directories if name not in (CONFIG_FILE, DATA_FILE))
-        if name in recorded and not (name == CONFIG_FILE and (path / name).exists()):
-            restored[name], source = recorded[name], "the newest checkpoint"
-        elif copy := next((file for file in copies if files[name].problem(file) is None), None):
-            restored[name], source = read_regular(copy), str(copy.parent)
-        else:
-            remedy = f"restore it from a copy, or give `train` the data directory of {path} by --data"
-            if name == CONFIG_FILE and name in recorded:
-                remedy = (
-                    "delete it to restore it from the newest checkpoint; change settings on the command line of "
-                    "`train`, as section.key=value"
-                )
-            elif name in (CONFIG_FILE, DATA_FILE):
-                remedy = _LOST
-            raise DataError(f"{path / name} {problem}; {remedy}")
-        logger.warning("%s %s; it is restored from %s", path / name, problem, source)
-    return restored
+    name, problem = min(problems.items())
+    remedy = "copy it from the run's data directory" if name in VOCABULARY_FILES else "restore it from a copy"
+    if name == CONFIG_FILE:
+        remedy += "; change settings on the command line of `train`, as section.key=value"
+    raise DataError(f"{path / name} {problem}; {remedy}")

@@ -99,7 +99,7 @@ def begin(path: Path, config: RunConfig, data: TrainingData, *, restart: bool = 
         _set_aside(path)
     files = {CONFIG_FILE: config.to_yaml().encode(), DATA_FILE: DataRecord.of(data).content()}
     if has_begun(path):
-        verify_run(path, data.main.path)
+        verify_run(path)
         _check_same(path, config, data)
     else:
         path.mkdir(parents=True, exist_ok=True)
@@ -207,8 +207,7 @@ def _check_own(path: Path) -> None:
 
 def _set_aside(path: Path) -> None:
     """Move what is in a run directory into a new one beside it, checkpoints first."""
-    if CheckpointStore(path / CHECKPOINTS).record() is None:
-        _check_own(path)
+    _check_own(path)
     files = sorted(path.iterdir(), key=lambda file: file.name != CHECKPOINTS)
     if not any(file.name != LOCK_FILE for file in files):
         return

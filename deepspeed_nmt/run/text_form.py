@@ -10,7 +10,7 @@ from deepspeed_nmt.text import TextForm
 
 
 def verify_vocabulary(path: Path) -> None:
-    """Verify the files of a run, and restore what is lost. A data directory is verified when it is opened."""
+    """Verify the files of a run. A data directory is verified when it is opened."""
     if (path / "checkpoints").is_dir():
         from deepspeed_nmt.run.directory import verify_run  # takes seconds
 

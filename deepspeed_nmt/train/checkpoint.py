@@ -61,7 +61,7 @@ _UNREADABLE = (OSError, SafetensorError, RuntimeError)
 
 
 class RunRecord(Config):
-    """Description of a run in each of its checkpoints: the run's own files are compared with it, or restored from it.
+    """Description of a run in each of its checkpoints, with which the run's own files are compared.
 
     Attributes:
         data: path of the data directory.
@@ -380,16 +380,6 @@ class CheckpointStore:
                 f"{checkpoint.path} is of update {checkpoint.progress.update}: it was renamed or copied"
             )
         return checkpoint
-
-    def record(self) -> RunRecord | None:
-        """Return the record of the run in the newest checkpoint that has one."""
-        for name in reversed(self.names()):
-            try:
-                if (record := self.read(name, verify=False).run) is not None:
-                    return record
-            except CheckpointError:
-                continue
-        return None
 
     def newest(self, until: int | None = None) -> Checkpoint | None:
         """Return the newest good checkpoint of an update up to ``until``; None if the run has none.

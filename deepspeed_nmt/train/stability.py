@@ -60,12 +60,10 @@ def report_skip(
     parameters: Sequence[str],
     world: World,
     events: Events = NO_EVENTS,
-    attributed: str = "",
 ) -> str:
     """Warn of a skipped update, once for all ranks, and return its cause. All ranks call it together.
 
-    Of the named ``parameters``, culprits are listed from the last, as the backward pass reaches them. ``attributed``
-    is the cause found by computing the update again.
+    Of the named ``parameters``, culprits are listed from the last, as the backward pass reaches them.
     """
     sums = sum_of_losses(result.sums, world)
     losses = [name for name, value in sums.items() if not math.isfinite(value)]
@@ -76,7 +74,7 @@ def report_skip(
         named, more = ", ".join(layers[:_NAMED_LAYERS]), len(layers) - _NAMED_LAYERS
         where = f"the gradient of {named}{f' and {more} more' if more > 0 else ''} is not finite"
         cause = f"{cause}; {where}" if cause else where
-    cause = "; ".join(filter(None, (cause or "the gradient is not finite", attributed)))
+    cause = cause or "the gradient is not finite"
     text = f"update {update.number} skipped: {cause}"
     if world.is_main:
         logger.warning("%s (loss scale %g, %d in a row)", text, result.loss_scale, in_a_row)

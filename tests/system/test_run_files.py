@@ -1,4 +1,4 @@
-"""Files of a run that decide its outputs: verified, restored where they are lost, or refused."""
+"""Files of a run that decide its outputs: verified, or refused."""
 
 from __future__ import annotations
 
@@ -72,86 +72,33 @@ def train(run: Path, *more: str) -> int:
     return main(words(run, *more))
 
 
-def vocabulary(run: Path) -> Path:
-    return run / "vocabulary.model"
-
-
-def harm(file: Path, how: str) -> None:
-    flip(file) if how == "flip" else file.unlink()
-
-
 @pytest.mark.parametrize("how", ["flip", "remove"])
-def test_a_vocabulary_is_restored_from_the_data(run: Path, how: str, capsys: pytest.CaptureFixture[str]) -> None:
-    expected, content = translate(run), vocabulary(run).read_bytes()
-    harm(vocabulary(run), how)
-    capsys.readouterr()
-    assert translate(run) == expected and vocabulary(run).read_bytes() == content
-    assert f"restored from {run.parent / 'data'}" in capsys.readouterr().err
-    assert translate(run) == expected and "restored from" not in capsys.readouterr().err
-    vocabulary(run).unlink()
+@pytest.mark.parametrize(
+    "name", ["vocabulary.model", "config.yaml", "data.json", "manifest.json", "manifest.json.sha256"]
+)
+def test_a_lost_or_damaged_file_is_named(run: Path, name: str, how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run / name
+    flip(file, 5) if how == "flip" else file.unlink()
+    vocab_from = ["prepare", "--vocab-from", str(run), "--out", str(run.parent / "more")]
+    for split in ("train", "valid"):
+        vocab_from += [f"--{split}-source", str(run.parent / "in"), f"--{split}-target", str(run.parent / "in")]
+    for status in (translate(run)[0], train(run, *SETTINGS), main(vocab_from)):
+        assert status == 2
+    error = capsys.readouterr().err
+    assert error.count(name.removesuffix(".sha256")) >= 3 and "cop" in error
+    assert ("data directory" in error) == (name == "vocabulary.model")
+
+
+def test_a_run_continues_with_data_that_has_moved(run: Path) -> None:
     data = (run.parent / "data").rename(run.parent / "elsewhere")
-    assert main(["train", "--run", str(run), "--data", str(data)]) == 0, "restored from data that has moved"
+    assert main(["train", "--run", str(run), "--data", str(data)]) == 0
     assert json.loads((run / "data.json").read_text())["path"] == str(data.resolve())
     assert main(["train", "--run", str(run)]) == 0, "its new place is recorded"
 
 
-def test_a_vocabulary_that_nobody_has_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flip(vocabulary(run))
-    flip(run.parent / "data" / "vocabulary.model")
-    words = ["prepare", "--vocab-from", str(run), "--out", str(run.parent / "more")]
-    for split in ("train", "valid"):
-        words += [f"--{split}-source", str(run.parent / "in"), f"--{split}-target", str(run.parent / "in")]
-    assert translate(run)[0] == 2 and main(words) == 2
-    error = capsys.readouterr().err
-    assert error.count(str(vocabulary(run))) >= 2 and "data directory" in error
-
-
-def test_lost_settings_are_restored_and_changed_ones_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = run / "config.yaml"
-    expected, content = translate(run), config.read_text()
-    config.unlink()
-    refused(words(run, *SETTINGS, "model.heads=2"), capsys, "model.heads", "4")
-    assert config.read_text() == content, "restored before anything is compared"
-    config.unlink()
-    assert translate(run) == expected and "is restored from the newest checkpoint" in capsys.readouterr().err
-    config.write_text(content.replace("beam: 2", "beam: 3"))
-    assert translate(run)[0] == 2
-    error = capsys.readouterr().err
-    assert "config.yaml" in error and "delete it" in error
-    (run / "manifest.json").unlink()  # then it is compared with the checkpoint
-    assert translate(run)[0] == 2 and "config.yaml" in capsys.readouterr().err
-    config.unlink()
-    assert translate(run) == expected
-
-
-@pytest.mark.parametrize("how", ["flip", "remove", "cut"])
-def test_a_lost_record_of_the_data_is_restored(run: Path, how: str, capsys: pytest.CaptureFixture[str]) -> None:
-    record = run / "data.json"
-    content = json.loads(record.read_text())
-    if how == "cut":  # without a manifest, which would show it
-        (run / "manifest.json").unlink()
-        record.write_text('{"pa')
-    else:
-        harm(record, how)
-    assert train(run, *SETTINGS) == 0 and "restored" in capsys.readouterr().err
-    assert json.loads(record.read_text())["fingerprint"] == content["fingerprint"]
-
-
-@pytest.mark.parametrize("how", ["remove", "flip", "no hash", "schema"])
-def test_a_lost_manifest_is_made_again(run: Path, how: str, capsys: pytest.CaptureFixture[str]) -> None:
-    expected, manifest = translate(run), run / "manifest.json"
-    content = json.loads(manifest.read_text())
-    if how == "no hash":
-        (run / "manifest.json.sha256").unlink()
-    elif how == "schema":
-        run_directory.write_record(manifest, json.dumps({"format": 99, "files": {}}).encode())
-    else:
-        harm(manifest, how)
-    flip(vocabulary(run))
-    assert translate(run) == expected, "the checkpoint records the vocabulary, too"
-    assert "compared with its newest checkpoint" in capsys.readouterr().err
-    assert json.loads(manifest.read_text())["files"] == content["files"]
-    assert translate(run) == expected and "newest checkpoint" not in capsys.readouterr().err
+def test_a_manifest_of_another_format_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_record(run / "manifest.json", json.dumps({"format": 99, "files": {}}).encode())
+    assert translate(run)[0] == 2 and "manifest.json is not what" in capsys.readouterr().err
 
 
 def test_a_run_does_not_take_over_other_files(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
