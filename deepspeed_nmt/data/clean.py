@@ -63,15 +63,10 @@ UNICODE_RULES: Mapping[str, Callable[[str], str]] = {
 
 Each is off unless it is named. The normalization of a vocabulary, in contrast, is applied to all text of a model.
 """
-_OF_ASCII = ("drop_control",)  # rules that may change lines of ASCII
 
 
 def read_unicode_rules(names: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the names of rules, in the order in which they are applied; one text has them separated by commas.
-
-    Raises:
-        ConfigError: if a name is unknown.
-    """
+    """Return the names of rules, in the order in which they are applied; one text has them separated by commas."""
     chosen = set(filter(None, map(str.strip, names.split(",") if isinstance(names, str) else names)))
     for name in sorted(chosen - UNICODE_RULES.keys()):
         raise ConfigError(f"{shown(name)} of --unicode is no rule{did_you_mean(name, UNICODE_RULES)}")
@@ -81,10 +76,7 @@ def read_unicode_rules(names: str | Iterable[str]) -> tuple[str, ...]:
 def repair(line: str, rules: Iterable[str]) -> tuple[str, list[str]]:
     """Apply rules to a line; return it with the names of the rules that changed it."""
     changed = []
-    ascii_only = line.isascii()
     for name in rules:
-        if ascii_only and name not in _OF_ASCII:
-            continue
         if (new := UNICODE_RULES[name](line)) != line:
             changed.append(name)
             line = new
@@ -140,13 +132,9 @@ def read_lines(paths: Sequence[Path]) -> Iterator[bytes]:
 class CheckedPairs(NamedTuple):
     """Outcome of :meth:`PairChecker.check`; it can be pickled.
 
-    Attributes:
-        read: number of pairs checked.
-        texts: the N pairs without a fault, decoded and with normalised white space.
-        places: their places among the pairs checked. Shape: (N,)
-        hashes: hashes of their keys, by the reason to remove a repetition. Shape of each: (N,)
-        removals: pairs with a fault.
-        repaired: number of lines that a Unicode rule changed, by (rule, side).
+    Of ``read`` pairs, those without a fault have ``texts``, with normalised white space, ``places`` among all, and
+    hashes of their keys by the reason to remove a repetition. ``repaired`` counts the lines that a Unicode rule
+    changed, by (rule, side).
     """
 
     read: int
@@ -160,11 +148,7 @@ class CheckedPairs(NamedTuple):
 class PairChecker:
     """All checks of text that judge each pair for itself: a pure function, so that processes can share the lines.
 
-    Args:
-        config: criteria for keeping pairs.
-        segmented: True if the text is already segmented, its tokens separated by ASCII spaces.
-        filters: further criteria.
-        unicode_rules: names of rules by which lines are repaired first.
+    Text that is already ``segmented`` has tokens separated by ASCII spaces.
     """
 
     def __init__(
@@ -200,8 +184,10 @@ class PairChecker:
                 places.append(place)
         hashes = {}
         for reason in self.repetitions:
-            keys = map("\n".join, texts) if reason == "duplicate" else self.filters.keys(reason, texts)
-            hashes[reason] = hashes_of(keys, len(texts))
+            own = reason != "duplicate"
+            hashes[reason] = (
+                self.filters.hashes(reason, texts) if own else hashes_of(map("\n".join, texts), len(texts))
+            )
         return CheckedPairs(place + 1, texts, np.array(places, np.int64), hashes, removals, repaired)
 
     def _check(
@@ -234,12 +220,8 @@ class PairCleaner:
     """The part of cleaning that depends on earlier pairs, and all counts.
 
     It is for one process, which takes the batches that others have checked in order. It remembers 8 bytes of each
-    pair to recognise duplicates, and another 8 for ``near_duplicates``.
-
-    Attributes:
-        read: pairs seen so far.
-        removals: pairs removed so far.
-        repaired: lines that a Unicode rule changed, by (rule, side).
+    pair to recognise duplicates, and another 8 for ``near_duplicates``. ``read`` pairs were seen so far; ``repaired``
+    has the lines that a Unicode rule changed, by (rule, side).
     """
 
     def __init__(self, checker: PairChecker) -> None:

@@ -10,9 +10,8 @@ import hashlib
 import importlib
 import re
 import unicodedata
-from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from html.entities import html5
 from itertools import repeat
@@ -141,20 +140,18 @@ class Filter(Config):
     """True if a pair is removed because an earlier one has the same key."""
     reads_scores: ClassVar[bool] = False
     """True if a pair is judged by the score that is given with it, not by its text."""
+    description: ClassVar[str]
+    """The pairs that are removed, for the report, with fields in braces."""
 
     @classmethod
     def fields_of(cls, value: str) -> dict[str, Any]:
         """Return the settings that a value on the command line stands for, or raise a ValueError."""
         return {next(iter(cls.model_fields)): value}
 
-    description: ClassVar[str] = ""
-    """The pairs that are removed, for the report, with fields in braces."""
-
     def describe(self) -> str:
         """Describe the pairs that are removed, for the report."""
         return self.description.format(**dict(self))
 
-    @abstractmethod
     def build(self, text: TextForm) -> Callable[..., Any]:
         """Build the test of a pair: a function of source and target that returns True for a pair to remove.
 
@@ -163,18 +160,11 @@ class Filter(Config):
         Raises:
             ConfigError: if the form of the text lacks a language, or a package is missing.
         """
+        return lambda source, target: self._is_faulty(source) or self._is_faulty(target)
 
-
-class SideFilter(Filter):
-    """Base of filters that judge each side for itself, whatever its language."""
-
-    @abstractmethod
-    def is_faulty(self, side: str) -> bool:
-        """Return True if a side is at fault."""
-
-    @override
-    def build(self, text: TextForm) -> Callable[[str, str], bool]:
-        return lambda source, target: self.is_faulty(source) or self.is_faulty(target)
+    def _is_faulty(self, side: str) -> bool:
+        """Return True if a side is at fault, for filters that judge each for itself, whatever its language."""
+        raise NotImplementedError
 
 
 _ELEMENTS = """
@@ -193,10 +183,9 @@ _ADDRESS = re.compile(r"(?:\b(?:https?|ftp)://|\bwww\.)[!-~]+|[\w.+-]{1,64}@[\w-
 
 
 class HtmlFilter(Filter):
-    """Markup, by default as strict as OpusFilter's `HtmlTagFilter`, which removes any tag."""
+    """Tags and character references of HTML, by default as strict as OpusFilter's `HtmlTagFilter`: any tag."""
 
     max_share: float = Field(default=0.0, ge=0, lt=1)
-    """Largest share of a side's characters in tags and character references of HTML."""
 
     @override
     def describe(self) -> str:
@@ -216,62 +205,57 @@ class HtmlFilter(Filter):
         return lambda source, target: is_faulty(source) or is_faulty(target)
 
 
-class UrlFilter(SideFilter):
+class UrlFilter(Filter):
     """Addresses. The default keeps sentences that cite an address, and removes bare addresses."""
 
     description: ClassVar[str] = "over {max_share:g} of a side is addresses (URLs, mail)"
-
     max_share: float = Field(default=0.5, ge=0, lt=1)
-    """Largest share of a side's characters in addresses of the web or of mail."""
 
-    @override
-    def is_faulty(self, side: str) -> bool:
+    def _is_faulty(self, side: str) -> bool:
         if not ("://" in side or "@" in side or "www." in side):
             return False
         addresses = sum(len(address.group()) for address in _ADDRESS.finditer(side))
         return _share(addresses, len(side)) > self.max_share
 
 
-class LongWordsFilter(SideFilter):
-    """Endless words, with the default of OpusFilter's `LongWordFilter`."""
+class LongWordsFilter(Filter):
+    """Endless words, with the default of OpusFilter's `LongWordFilter`.
+
+    Scripts without spaces between words have no words here.
+    """
 
     description: ClassVar[str] = "a word of {length} characters or more"
-
     length: int = Field(default=40, ge=2)
-    """Characters of a word that is too long. Scripts without spaces between words have no words here."""
-
     _WORDS: ClassVar[Any] = regex.compile(rf"(?V1)[\S--[{_UNSPACED}]]+")
 
-    @override
-    def is_faulty(self, side: str) -> bool:
+    def _is_faulty(self, side: str) -> bool:
         if all(len(word) < self.length for word in side.split()):  # fast, and true of nearly all lines
             return False
         return any(len(word) >= self.length for word in self._WORDS.findall(side))
 
 
-class LettersFilter(SideFilter):
-    """Tables and the like, with the default of Bicleaner's rule that most characters are letters."""
+class LettersFilter(Filter):
+    """Tables and the like, with the default of Bicleaner's rule that most characters are letters.
+
+    Vowel signs and other marks count as letters; white space does not count.
+    """
 
     description: ClassVar[str] = "less than {min_share:g} of a side is letters"
-
     min_share: float = Field(default=0.5, gt=0, le=1)
-    """Smallest share of letters, with vowel signs and other marks, among a side's characters but white space."""
-
     _LETTERS: ClassVar[Any] = regex.compile(r"[\p{L}\p{M}]+")
 
-    @override
-    def is_faulty(self, side: str) -> bool:
+    def _is_faulty(self, side: str) -> bool:
         return _share(sum(map(len, self._LETTERS.findall(side))), sum(map(len, side.split()))) < self.min_share
 
 
 class CopyFilter(Filter):
-    """Copies, with the bound of Ott et al. (2018), "Analyzing Uncertainty in NMT"."""
+    """Copies, with the bound of Ott et al. (2018), "Analyzing Uncertainty in NMT".
+
+    The overlap is the share of common words among the different words of both sides.
+    """
 
     description: ClassVar[str] = "a copy: {overlap:g} of the words or more are on both sides"
-
     overlap: float = Field(default=0.5, gt=0, le=1)
-    """Share of common words, among the different words of both sides, from which on a pair is a copy."""
-
     _WORD: ClassVar[re.Pattern[str]] = re.compile(r"[^\W\d_]+")  # numbers and punctuation are no words
 
     @override
@@ -286,15 +270,13 @@ class CopyFilter(Filter):
 class DigitsFilter(Filter):
     """Different numbers, with the measure of Vázquez et al. (2019) and OpusFilter's default.
 
-    Here the digits may have any order, and "8" may be translated as "eight": a side without digits is compared with
-    the other side's numbers of three digits and more. Digits may be of any script.
+    The similarity is twice the common digits other than 0, by their number in all. Here the digits may have any
+    order, and "8" may be translated as "eight": a side without digits is compared with the other side's numbers of
+    three digits and more. Digits may be of any script.
     """
 
     description: ClassVar[str] = "digits differ (similarity below {min_similarity:g})"
-
     min_similarity: float = Field(default=0.5, gt=0, le=1)
-    """Smallest similarity of the two sides' digits other than 0: twice the common ones, by their number in all."""
-
     _NUMBER: ClassVar[re.Pattern[str]] = re.compile(r"\d+")
 
     @override
@@ -321,16 +303,14 @@ _FULL_WIDTH_END = re.compile("[\u3002\uff01\uff1f\uff61]+")
 
 
 class PunctuationFilter(Filter):
-    """Different numbers of sentences.
+    """Different numbers of sentences: of words that end as sentences do.
 
     The default is the difference that OpusFilter's `TerminalPunctuationFilter` (Vázquez et al. 2019) allows for a
     sentence with one full stop.
     """
 
     description: ClassVar[str] = "ends of sentences differ by more than {max_difference}"
-
     max_difference: int = Field(default=3, ge=0)
-    """Largest difference of the two sides' numbers of words that end as sentences do."""
 
     @override
     def build(self, text: TextForm) -> Callable[[str, str], bool]:
@@ -341,23 +321,19 @@ class PunctuationFilter(Filter):
         return lambda source, target: abs(ends(source) - ends(target)) > self.max_difference
 
 
-class RepetitionFilter(SideFilter):
+class RepetitionFilter(Filter):
     """Repeated n-grams of up to 50 words, whatever their case and punctuation.
 
     OpusFilter's `RepetitionFilter` has the same default, for strings of characters.
     """
 
     description: ClassVar[str] = "the same words {times} times in a row"
-
     times: int = Field(default=3, ge=2)
-    """Number of times that the same words in succession are too many."""
-
     _WORDS: ClassVar[Any] = regex.compile(rf"(?V1)[{_UNSPACED}]|[\w--[{_UNSPACED}]]+")
     _LONGEST: ClassVar[int] = 50  # words of an n-gram, which bound the time
     _SHORTEST: ClassVar[int] = 3  # characters of what is repeated: "no, no, no" is language. OpusFilter's value
 
-    @override
-    def is_faulty(self, side: str) -> bool:
+    def _is_faulty(self, side: str) -> bool:
         words = self._WORDS.findall(side.lower())
         if not words or max(Counter(words).values()) < self.times:
             return False
@@ -365,44 +341,27 @@ class RepetitionFilter(SideFilter):
             equal = 0
             for place in range(period, len(words)):
                 equal = equal + 1 if words[place] == words[place - period] else 0
-                if equal >= period * (self.times - 1):
-                    repeated = words[place - period + 1 : place + 1]
-                    if sum(map(len, repeated)) >= self._SHORTEST:
-                        return True
+                if equal < period * (self.times - 1):
+                    continue
+                if sum(map(len, words[place - period + 1 : place + 1])) >= self._SHORTEST:
+                    return True
         return False
 
 
-_LANGUAGES = {
-    "Arabic": "ar arz ary ckb fa ku ps sd sdh ug ur",
-    "Armenian": "hy",
-    "Bengali": "as bn",
-    "Cyrillic": "ab ba be bg ce chv cv kk ky mk mn os ru rue sah sr tg tt uk",
-    "Devanagari": "bh bho hi mai mr ne new sa",
-    "Ethiopic": "am ti",
-    "Georgian": "ka",
-    "Greek": "el grc",
-    "Gujarati": "gu",
-    "Gurmukhi": "pa",
-    "Han+Bopomofo": "wuu yue zh",
-    "Han+Hiragana+Katakana": "ja",
-    "Hangul+Han": "ko",
-    "Hebrew": "he yi",
-    "Kannada": "kn",
-    "Khmer": "km",
-    "Lao": "lo",
-    "Latin": "af ast az br bs ca ceb co cs cy da de en eo es et eu fi fil fo fr fy ga gd gl ha haw hmn hr ht hu ia "
-    "id ig is it jv kab la lb lg ln lt lv mg mi ms mt nb nds nl nn no nso ny oc pl pt qu rm ro rw sc sk sl sm sn so "
-    "sq st su sv sw tet tk tl tn tr ts uz vi vo wa wo xh yo zu",
-    "Malayalam": "ml",
-    "Myanmar": "my",
-    "Oriya": "or",
-    "Sinhala": "si",
-    "Tamil": "ta",
-    "Telugu": "te",
-    "Thai": "th",
-    "Tibetan": "bo dz",
+_LANGUAGES = """
+Arabic: ar arz ary ckb fa ku ps sd sdh ug ur. Armenian: hy. Bengali: as bn. Devanagari: bh bho hi mai mr ne new sa.
+Cyrillic: ab ba be bg ce chv cv kk ky mk mn os ru rue sah sr tg tt uk. Ethiopic: am ti. Georgian: ka. Greek: el grc.
+Gujarati: gu. Gurmukhi: pa. Han+Bopomofo: wuu yue zh. Han+Hiragana+Katakana: ja. Hangul+Han: ko. Hebrew: he yi.
+Kannada: kn. Khmer: km. Lao: lo. Malayalam: ml. Myanmar: my. Oriya: or. Sinhala: si. Tamil: ta. Telugu: te. Thai: th.
+Tibetan: bo dz. Latin: af ast az br bs ca ceb co cs cy da de en eo es et eu fi fil fo fr fy ga gd gl ha haw hmn hr ht
+hu ia id ig is it jv kab la lb lg ln lt lv mg mi ms mt nb nds nl nn no nso ny oc pl pt qu rm ro rw sc sk sl sm sn so
+sq st su sv sw tet tk tl tn tr ts uz vi vo wa wo xh yo zu.
+"""
+SCRIPTS = {
+    language: scripts.strip()
+    for scripts, languages in (entry.split(":") for entry in _LANGUAGES.split(".") if ":" in entry)
+    for language in languages.split()
 }
-SCRIPTS = {language: scripts for scripts, languages in _LANGUAGES.items() for language in languages.split()}
 """Unicode's names of the scripts of a language, joined by ``+``, by its code."""
 _LETTER = regex.compile(r"\p{Alphabetic}")
 
@@ -415,13 +374,10 @@ class ScriptFilter(Filter):
     """
 
     description: ClassVar[str] = "less than {min_share:g} of a side's letters in its script"
-
     min_share: float = Field(default=0.5, gt=0, le=1)
-    """Smallest share of a side's letters that belong to its script."""
     source: str = ""
     """Scripts of the source, by Unicode's names, joined by ``+``; "" for those of its language."""
     target: str = ""
-    """Scripts of the target."""
 
     @classmethod
     @override
@@ -480,27 +436,24 @@ class LanguageFilter(Filter):
     """
 
     description: ClassVar[str] = "a side is of another language (probability below {min_probability:g})"
-
     min_probability: float = Field(default=0.05, gt=0, lt=1)
-    """Smallest probability of a side's language among those that py3langid knows."""
-
     _IDENTIFIED: ClassVar[int] = 1000  # characters of a line; more take time, and a line of marks takes hours
 
     @override
     def build(self, text: TextForm) -> Callable[[str, str], bool]:
-        codes = {"source": text.source_lang, "target": text.target_lang}
+        codes = {"source": text.source_lang or "", "target": text.target_lang or ""}
         for side, code in codes.items():
-            if code is None:
+            if not code:
                 raise ConfigError(f"no language of the {side} for the filter language; give --{side}-lang")
         identifier = _identifier()
         for side, code in codes.items():
             if code not in identifier.labels:
                 raise ConfigError(
                     f"--{side}-lang is {shown(code)}, which py3langid does not identify"
-                    f"{did_you_mean(str(code), identifier.labels)}; or leave out the filter language"
+                    f"{did_you_mean(code, identifier.labels)}; or leave out the filter language"
                 )
 
-        def is_other(side: str, expected: str | None) -> bool:
+        def is_other(side: str, expected: str) -> bool:
             side = side[: self._IDENTIFIED]
             best, probability = identifier.classify(side)
             if best != expected:
@@ -524,17 +477,14 @@ def _identifier() -> Any:
 
 
 class ScoreFilter(Filter):
-    """A score that came with the pair, such as the likelihood of the target that `score-pairs` computes.
+    """A score that came with the pair, such as the mean log-probability of a target token by `score-pairs` (nats).
 
     It has no default: likelihoods depend on the model, the text and the vocabulary.
     """
 
     description: ClassVar[str] = "a score below {min_score:g}"
-
     reads_scores: ClassVar[bool] = True
-
     min_score: float = Field(allow_inf_nan=False)
-    """Smallest score of a pair that is kept; of `score-pairs`, the mean log-probability of a token (nats)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -551,15 +501,12 @@ class ScoreFilter(Filter):
 class NearDuplicatesFilter(Filter):
     """Pairs that differ from an earlier one in case, digits, punctuation and white space only.
 
-    OpusFilter's `remove_duplicates` has the same choices. MinHash would remove sentences that differ in a name or a
-    negation, too.
+    Both sides are compared, or one: then only the first translation of a sentence is kept. OpusFilter's
+    `remove_duplicates` has the same choices. MinHash would remove sentences that differ in a name or a negation, too.
     """
 
     remembers: ClassVar[bool] = True
-
     of: Literal["pair", "source", "target"] = "pair"
-    """Text that is compared: both sides, or one: then only the first translation of a sentence is kept."""
-
     _NO_LETTERS: ClassVar[Any] = regex.compile(r"[^\p{L}\p{M}]+")
 
     @override
@@ -615,10 +562,10 @@ def read_filters(value: str | Mapping[str, Any]) -> dict[str, Filter]:
         ConfigError: if a name or a value is wrong.
     """
     filters: dict[str, Filter] = {}
-    words = value.split(",") if isinstance(value, str) else ()
-    for name, entry in () if isinstance(value, str) else value.items():
-        filters[name] = entry if isinstance(entry, Filter) else _filter_of(name, entry)
-    for word in filter(None, map(str.strip, words)):
+    if isinstance(value, Mapping):
+        filters = {name: _filter_of(name, entry) for name, entry in value.items()}
+        value = ""
+    for word in filter(None, map(str.strip, value.split(","))):
         name, equals, setting = word.partition("=")
         if name in PRESETS and not equals:
             filters |= {member: _filter_of(member, {}) for member in PRESETS[name]}
@@ -657,7 +604,6 @@ class PairFilters:
 
     Attributes:
         judging: names of the filters that judge each pair for itself.
-        reading_scores: names of those that judge it by its score.
         remembering: names of the filters that remove repetitions of earlier pairs.
 
     Raises:
@@ -669,7 +615,6 @@ class PairFilters:
         self._arguments = (self.filters, text, segmented)
         self._segmented = segmented
         self._tests = {name: entry.build(text) for name, entry in filters.items()}
-        self.reading_scores = tuple(name for name, entry in filters.items() if entry.reads_scores)
         self.remembering = tuple(name for name, entry in filters.items() if entry.remembers)
         self.judging = tuple(name for name, entry in filters.items() if not entry.remembers)
 
@@ -680,19 +625,22 @@ class PairFilters:
     def fault(self, source: str, target: str, score: float | None = None) -> str:
         """Return the name of the first filter that removes a pair; "" if all of them keep it, but for repetitions.
 
-        The score of the pair may be None if no filter reads scores.
+        Raises:
+            ConfigError: if a filter reads scores, but there is none.
         """
         source, target = self._words(source), self._words(target)
         for name in self.judging:
-            test = self._tests[name]
-            if test(score) if name in self.reading_scores else test(source, target):
+            reads_scores = self.filters[name].reads_scores
+            if reads_scores and score is None:
+                raise ConfigError(f"no scores of the pairs for the filter {name}; give scores")
+            if self._tests[name](score) if reads_scores else self._tests[name](source, target):
                 return name
         return ""
 
-    def keys(self, name: str, pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
-        """Yield the text by which the filter ``name`` recognises repetitions, of each pair."""
+    def hashes(self, name: str, pairs: Sequence[tuple[str, str]]) -> Hashes:
+        """Hash the text by which the filter ``name`` recognises repetitions. Shape: -> (pairs,)."""
         key = self._tests[name]
-        return (key(self._words(source), self._words(target)) for source, target in pairs)
+        return hashes_of((key(self._words(source), self._words(target)) for source, target in pairs), len(pairs))
 
     def _words(self, side: str) -> str:
         return side.replace("@@ ", "") if self._segmented else side
@@ -723,16 +671,13 @@ class PairStream:
         Raises:
             ConfigError: if a filter reads scores, but there are none.
         """
-        if scores is None and (names := self._filters.reading_scores):
-            raise ConfigError(f"no scores of the pairs for the filter {names[0]}; give scores")
         keep = np.ones(len(pairs), dtype=np.bool_)
-        for number, (pair, score) in enumerate(
-            zip(pairs, repeat(None) if scores is None else scores, strict=scores is not None)
-        ):
+        scored = zip(pairs, repeat(None) if scores is None else scores, strict=scores is not None)
+        for number, (pair, score) in enumerate(scored):
             if fault := self._filters.fault(*pair, score):
                 self.removals.add(fault, *pair)
                 keep[number] = False
         left = [pairs[number] for number in np.flatnonzero(keep)]
-        hashes = {name: hashes_of(self._filters.keys(name, left), len(left)) for name in self._filters.remembering}
+        hashes = {name: self._filters.hashes(name, left) for name in self._filters.remembering}
         keep[keep] = self._repetitions.remove(len(left), hashes, self.removals, left.__getitem__)
         return keep

@@ -11,12 +11,13 @@ import stat
 import sys
 import zlib
 from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,24 +47,12 @@ class InputRecord(Config):
     sha256: str
 
 
-class _Decompressor(Protocol):
-    """The interface that the decompressors of all libraries have in common."""
-
-    @property
-    def eof(self) -> bool: ...
-
-    @property
-    def unused_data(self) -> bytes: ...
-
-    def decompress(self, data: bytes, /) -> bytes: ...
-
-
-def _library(kind: str, name: str) -> tuple[Callable[[], _Decompressor], tuple[type[Exception], ...]]:
-    """Return the function that makes a decompressor of a format, and the errors of damaged data."""
+def _library(kind: str, name: str) -> tuple[Callable[[], Any], type[Exception]]:
+    """Return the function that makes a decompressor of a format, and the error of damaged data."""
     if kind == "gzip":
-        return lambda: zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), (zlib.error,)
+        return lambda: zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), zlib.error
     if kind == "xz":
-        return lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), (lzma.LZMAError,)
+        return lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), lzma.LZMAError
     try:
         import zstandard
     except ImportError as error:
@@ -71,23 +60,16 @@ def _library(kind: str, name: str) -> tuple[Callable[[], _Decompressor], tuple[t
             f"the package zstandard is not installed, which reads {name}; install it (`pip install zstandard`), or "
             "run `unzstd` on the file first"
         ) from error
-    library = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES)
-    return library.decompressobj, (zstandard.ZstdError,)
+    return zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).decompressobj, zstandard.ZstdError
 
 
 Paths = tuple[Path, ...]
 STANDARD_INPUT = Path("-")
-
 _BLOCK_BYTES = 1 << 20
 
 
 def check_inputs(files: Mapping[str, Paths]) -> None:
-    """Check that all input files, by the option that names them, can be there to be read; they are not opened.
-
-    Raises:
-        DataError: if files are missing or directories, all of them at once, a name is not UTF-8, or a pipe is given
-            twice.
-    """
+    """Check that all input files, by the option that names them, can be there to be read; they are not opened."""
     paths = [(option, path) for option, each in files.items() for path in each if path != STANDARD_INPUT]
     wrong = [
         f"{path} {'is a directory' if path.is_dir() else 'does not exist'}"
@@ -98,8 +80,8 @@ def check_inputs(files: Mapping[str, Paths]) -> None:
         raise DataError(f"{'; '.join(wrong)}; check the paths of the text")
     for option, path in paths:
         check_utf8_name(path, option)
-    pipes = [path.resolve() for _, path in paths if path.is_fifo()]
-    if again := [path for place, path in enumerate(pipes) if path in pipes[:place]]:
+    pipes = Counter(path.resolve() for _, path in paths if path.is_fifo())
+    if again := [path for path, count in pipes.items() if count > 1]:
         raise DataError(
             f"a pipe can be read only once, but {again[0]} is given twice; write its text to a file first"
         )
@@ -155,7 +137,6 @@ class InputText(io.RawIOBase):
 
     Args:
         path: of the file, or of a pipe; ``-`` is standard input.
-        quiet: True to log nothing about it.
 
     Attributes:
         name: of the file, for messages.
@@ -166,12 +147,11 @@ class InputText(io.RawIOBase):
         ConfigError: if its compression needs a package that is not installed.
     """
 
-    def __init__(self, path: Path, quiet: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self.name = shown_name(path)
         self._path = path
         self._digest = hashlib.sha256()
-        self._file_bytes = self._text_bytes = 0  # read so far
-        self._ends = self._open_bytes = 0  # line ends, and bytes after the last of them
+        self._file_bytes = self._ends = self._open_bytes = 0  # read so far; line ends, and bytes after the last one
         self._file: Any = sys.stdin.buffer
         self._before: tuple[int, int] | None = None
         if path != STANDARD_INPUT:
@@ -185,12 +165,12 @@ class InputText(io.RawIOBase):
             self._waiting += more
         self._kind = next((kind for magic, kind in MAGIC.items() if self._waiting.startswith(magic)), None)
         if self._kind is not None:
-            self._new, self._failures = _library(self._kind, self.name)
-        self._decompressor: _Decompressor | None = None
+            self._new, self._failure = _library(self._kind, self.name)
+        self._decompressor: Any = None  # of the member that is being read
         self._text = memoryview(b"")
         self.stream: io.BufferedReader[Any] = io.BufferedReader(self, _BLOCK_BYTES)
         check_plain(self.stream, path)
-        if skip_byte_order_mark(self.stream, None if quiet else path) and not self._ends:
+        if skip_byte_order_mark(self.stream, path) and not self._ends:
             self._open_bytes -= len(BOM_UTF8)
 
     def skip_rest(self) -> None:
@@ -203,19 +183,8 @@ class InputText(io.RawIOBase):
         """Lines of the text; a last one without an end counts. All text must have been read."""
         return self._ends + (self._open_bytes > 0)
 
-    @property
-    def expected_bytes(self) -> float | None:
-        """Estimate of the bytes of text, from what was read so far; None of a pipe."""
-        if self._before is None or self._kind is None:
-            return None if self._before is None else self._before[0]
-        return self._before[0] * self._text_bytes / max(1, self._file_bytes - len(self._waiting))
-
     def record(self) -> InputRecord:
-        """Return the record of the file, whose text must have been read to its end.
-
-        Raises:
-            DataError: if the file has changed since it was opened.
-        """
+        """Return the record of the file, whose text must have been read to its end; it must not have changed."""
         if self._before is not None and _state(self._file) != self._before:
             raise DataError(
                 f"{self._path} changed while `prepare` read it; wait until it is complete, and run `prepare` again"
@@ -229,12 +198,7 @@ class InputText(io.RawIOBase):
 
     @override
     def readinto(self, buffer: Buffer) -> int:
-        """Read text; see `io.RawIOBase`.
-
-        Raises:
-            DataError: if the file cannot be read, is damaged, ends before its last compressed member does, or has a
-                line of more than :data:`~deepspeed_nmt.files.MAX_LINE_BYTES`.
-        """
+        """Read text; raise a DataError if the file is damaged or ends early, or a line is too long."""
         view = memoryview(buffer)
         while not self._text:
             data, self._waiting = self._waiting or self._read(_COMPRESSED_BYTES if self._kind else len(view)), b""
@@ -255,7 +219,6 @@ class InputText(io.RawIOBase):
                 "path: text has one sentence a line"
             )
         view[: len(block)] = block
-        self._text_bytes += len(block)
         return len(block)
 
     @override
@@ -279,8 +242,8 @@ class InputText(io.RawIOBase):
                 return b""
             self._decompressor = self._new()
         try:
-            text = self._decompressor.decompress(data)
-        except self._failures as error:
+            text: bytes = self._decompressor.decompress(data)
+        except self._failure as error:
             raise DataError(f"the {self._kind} data of {self.name} is damaged ({error}); copy it again") from error
         if self._decompressor.eof:
             self._waiting = self._decompressor.unused_data.lstrip(b"\0")
@@ -319,11 +282,7 @@ class Piece(NamedTuple):
 
 
 def read_pieces(sets: Sequence[FileSet], records: dict[str, list[InputRecord]]) -> Iterator[Piece]:
-    """Yield the text of aligned files, set by set; ``records`` receives records of those that are read, by name.
-
-    Raises:
-        DataError: if a file cannot be read, or is not as long as the others of its set.
-    """
+    """Yield the text of aligned files, set by set; ``records`` receives records of those that are read, by name."""
     for files in sets:
         with ExitStack() as stack:
             texts = [stack.enter_context(InputText(path)) for path in files.values()]
@@ -356,12 +315,9 @@ def _unaligned_error(files: FileSet, texts: Sequence[InputText]) -> DataError:
 class TextLayout:
     """Places of the pairs in the columns of a :class:`Piece`.
 
-    Attributes:
-        tsv: True if the first file has source and target, separated by tabs.
-        tsv_columns: numbers of the columns with source, target, and optionally weights, from 1; others are ignored.
-            None: source and target, and no further column.
-        weighted: True if a file has weights, after those of the text.
-        scored: True if the last file has scores.
+    With ``tsv``, the first file has source and target, separated by tabs. ``tsv_columns`` are the numbers of the
+    columns with source, target, and optionally weights, from 1; others are ignored. None: source and target, and no
+    further column. If ``weighted``, a file after those of the text has weights; if ``scored``, the last one scores.
     """
 
     tsv: bool = False
@@ -372,12 +328,7 @@ class TextLayout:
     def pairs(
         self, piece: Piece
     ) -> tuple[list[tuple[bytes, bytes]], npt.NDArray[np.float32] | None, list[float] | None]:
-        """Return pairs without line ends, their weights and their scores, if there are any. Shape of each: -> (N,).
-
-        Raises:
-            DataError: if columns are missing or unexpected, a weight is not a positive finite number, or a score is
-                not a number.
-        """
+        """Return pairs without line ends, and their weights and scores, if any. Shape of each: -> (N,)."""
         columns = [lines_of(column) for column in piece.columns]
         scores = _scores(columns.pop(), piece.names[-1], piece.first) if self.scored else None
         weights: Sequence[bytes] | None = columns.pop() if self.weighted else None
@@ -409,9 +360,7 @@ class TextLayout:
 
 def lines_of(text: bytes) -> list[bytes]:
     """Return the lines of a piece without their ends."""
-    lines = text.split(b"\n")
-    if not lines[-1]:
-        lines.pop()
+    lines = text.removesuffix(b"\n").split(b"\n") if text else []
     return [line.rstrip(b"\r") for line in lines]
 
 

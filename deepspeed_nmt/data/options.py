@@ -38,12 +38,6 @@ def check_symbol(text: str) -> str:
     return text
 
 
-def _one_or_two(models: Paths) -> Paths:
-    if len(models) > 2:
-        raise ValueError(f"{len(models)} models; give one for both sides, or two for source and target")
-    return models
-
-
 Symbol = Annotated[str, AfterValidator(check_symbol)]
 Language = Annotated[str, AfterValidator(check_language)]
 
@@ -120,7 +114,7 @@ class PrepareOptions(Config):
     vocab_from: Path | None = _option(
         "use the vocabulary of this data or run directory", metavar="DIR", group=_VOCABULARY
     )
-    sentencepiece: Annotated[Paths, AfterValidator(_one_or_two)] = _option(
+    sentencepiece: Paths = _option(
         "use a SentencePiece model for both sides, or two for source and target", (), group=_VOCABULARY
     )
     tokenizer: str | None = _option(
@@ -163,12 +157,9 @@ class PrepareOptions(Config):
     def _read_names(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        columns = values.get("tsv_columns")
-        read: dict[str, Callable[[Any], Any]] = {
-            "filters": read_filters,
-            "unicode": read_unicode_rules,
-            "tsv_columns": lambda _: columns.split(",") if isinstance(columns, str) else columns,
-        }
+        if isinstance(columns := values.get("tsv_columns"), str):
+            values = {**values, "tsv_columns": columns.split(",")}
+        read: dict[str, Callable[[Any], Any]] = {"filters": read_filters, "unicode": read_unicode_rules}
         return {name: read[name](value) if name in read else value for name, value in values.items()}
 
     @model_validator(mode="after")
@@ -178,11 +169,9 @@ class PrepareOptions(Config):
             raise ValueError(problem)
         return self
 
-    def _is_set(self, name: str) -> bool:
-        return bool(getattr(self, name) != type(self).model_fields[name].default)
-
     def _excluded(self) -> Iterator[str]:
         """Yield messages about options that exclude others."""
+        given = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
         new = ("vocabulary_type", "separate_vocabularies", "byte_fallback")
         raw = ("vocab_size", "segmented", "character_coverage", "normalization", *new)
         text = () if self.text == "raw" else ("text",)
@@ -201,22 +190,24 @@ class PrepareOptions(Config):
             ),
             ("tsv", "has both sides of the training text", ("train_source", "train_target")),
         ):
-            others = [other for other in excluded if self._is_set(other)]
-            if self._is_set(name) and others:
+            others = [other for other in excluded if other in given]
+            if name in given and others:
                 yield f"--{_flag(name)} {fact}; leave out {', '.join(f'--{_flag(other)}' for other in others)}"
 
     def _wrong_vocabulary(self) -> Iterator[str]:
         """Yield messages about vocabulary, tags and languages."""
         if self.tokenizer is not None and not self.tokenizer.startswith(PREFIX):
             yield f"--tokenizer is {shown(self.tokenizer)}, not {PREFIX}BERT or {PREFIX}BERT,BERT"
+        if (models := len(self.sentencepiece)) > 2:
+            yield f"--sentencepiece: {models} models; give one for both sides, or two for source and target"
         if self.segmentation_alpha is not None and self.segmentations == 1:
             yield "--segmentation-alpha without sampled segmentations; give --segmentations 2 or more"
         if again := sorted({symbol for symbol in self.symbols if self.symbols.count(symbol) > 1}):
             yield f"--symbols has {', '.join(again)} more than once"
         if self.vocab_from is None and self.tokenizer is None:
-            for option, tag in (("--tag-source", self.tag_source), ("--tag-target", self.tag_target)):
-                if tag is not None and tag not in self.symbols:
-                    yield f"{option} {shown(tag)} is none of --symbols ({', '.join(self.symbols)}); add it"
+            for side in SIDES:
+                if (tag := self.tags.of(side)) is not None and tag not in self.symbols:
+                    yield f"--tag-{side} {shown(tag)} is none of --symbols ({', '.join(self.symbols)}); add it"
         if self.text == "moses" and self.target_lang is None:
             yield "--text moses needs the language by whose rules translations are detokenised; give --target-lang"
 
@@ -235,9 +226,9 @@ class PrepareOptions(Config):
             if self.train_weights and len(columns) == 3:
                 yield "--train-weights and a third column of --tsv-columns are both weights; leave one out"
         files = len(self.tsv or self.train_source)
-        for name in ("train_weights", "train_scores"):
-            if (count := len(getattr(self, name))) not in (0, files):
-                yield f"--{_flag(name)} has {counted(count, 'files')} for {files} of the training text"
+        for name, paths in (("weights", self.train_weights), ("scores", self.train_scores)):
+            if (count := len(paths)) not in (0, files):
+                yield f"--train-{name} has {counted(count, 'files')} for {files} of the training text"
         scored = [name for name, entry in self.filters.items() if entry.reads_scores]
         if scored and not self.train_scores:
             yield f"no scores of the training pairs for the filter {scored[0]}; give --train-scores"
@@ -264,7 +255,7 @@ class PrepareOptions(Config):
         return TextForm(form=form, source_lang=self.source_lang, target_lang=self.target_lang)
 
     def pair_filters(self) -> PairFilters:
-        """Build the filters; raise a ConfigError if one lacks a language or a package."""
+        """Build the filters."""
         return PairFilters(self.filters, self.text_form, self.segmented)
 
     @property
@@ -301,11 +292,6 @@ class PrepareOptions(Config):
     def layout(self) -> TextLayout:
         """Places of the pairs in the training text."""
         return TextLayout(bool(self.tsv), self.tsv_columns, bool(self.train_weights), bool(self.train_scores))
-
-    @property
-    def weighted(self) -> bool:
-        """True if the training pairs have weights."""
-        return bool(self.train_weights) or len(self.tsv_columns or ()) == 3
 
     def recorded(self, vocabulary: Tokenizer | None, sampling: SampledSegmentations | None = None) -> dict[str, Any]:
         """Collect the options that decide the result, besides the text, most of them only if not defaults."""

@@ -42,14 +42,13 @@ from deepspeed_nmt.data.clean import (
     fits,
     read_lines,
 )
-from deepspeed_nmt.data.corpus import CorpusWriter, SplitStats, Tokens, token_dtype
+from deepspeed_nmt.data.corpus import CorpusWriter, SplitStats, Tokens
 from deepspeed_nmt.data.data_directory import FORMAT, META_FILE, DataDirectory, Meta, RoundTrip, open_tokenizer
 from deepspeed_nmt.data.filters import Removals
 from deepspeed_nmt.data.inputs import (
     PIECE_BYTES,
     STANDARD_INPUT,
     InputRecord,
-    InputText,
     Paths,
     Piece,
     TextLayout,
@@ -79,10 +78,6 @@ ALONE_BYTES = 1 << 23
 _AHEAD = 2
 """Pieces in work or waiting, or results waiting, for each worker: the bound on memory."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_ESTIMATE_BYTES = 1 << 18
-"""Text at the beginning of a file from which the length of its lines is estimated."""
-_BYTES_A_TOKEN = 3.5
-"""Bytes of text for each token, an estimate."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -138,14 +133,14 @@ def _is_whole(out: Path) -> bool:
 def _fill(
     staging: Path, options: PrepareOptions, existing: Tokenizer | None, sampling: SampledSegmentations | None
 ) -> Meta:
-    expected = _check_room(staging, options, existing)
+    _check_room(staging, options)
     inputs = _copy_held_out(staging, options)
 
     cleaner = PairCleaner(PairChecker(options.cleaning, options.segmented, options.pair_filters(), options.unicode))
     records: dict[str, list[InputRecord]] = {}
     files = (staging / "clean.source", staging / "clean.target")
     pieces = read_pieces(options.training_sets, records)
-    weights = clean_text(pieces, options.layout, cleaner, files, options.workers, expected)
+    weights = clean_text(pieces, options.layout, cleaner, files, options.workers)
     inputs |= {name: tuple(of_name) for name, of_name in records.items()}
     _check_some_left(cleaner)
 
@@ -223,48 +218,15 @@ def _warn_of_tokens(path: Path) -> None:
         )
 
 
-def _check_room(directory: Path, options: PrepareOptions, tokenizer: Tokenizer | None) -> int | None:
-    """Check that the disk has room for what will be written, and log it, as if cleaning removed nothing.
-
-    Returns an estimate of the number of pairs; None if a file is a pipe, whose size is not known.
-    """
-    pairs = text = 0.0
-    for files in options.training_sets:
-        paths = [path for name, path in files.items() if not name.endswith(("weights", "scores"))]
-        for path in paths:
-            if path == STANDARD_INPUT or not path.is_file():  # opening a pipe would take its text away
-                logger.info(
-                    "sizes: not known before the text is read, because it comes from a pipe or standard input"
-                )
-                return None
-            with InputText(path, quiet=True) as opened:
-                sample = opened.stream.read(_ESTIMATE_BYTES)
-                expected = opened.expected_bytes or 0
-            text += expected
-            if path == paths[0] and sample:
-                lines = sample.count(b"\n") + (not sample.endswith(b"\n"))
-                pairs += lines if len(sample) < _ESTIMATE_BYTES else expected * lines / len(sample)
-    size = 2 if token_dtype(0 if tokenizer is None else vocabulary_size(tokenizer)) == "uint16" else 4
-    parts = {
-        "clean text": round(text),
-        "tokens": options.segmentations * round(text / _BYTES_A_TOKEN) * size,
-        "offsets": options.segmentations * len(SIDES) * 8 * round(pairs + 1),
-        "weights": 4 * round(pairs) * options.weighted,
-    }
-    needed, free = sum(parts.values()), shutil.disk_usage(directory).free
-    shown = ", ".join(f"{name} {shown_bytes(part)}" for name, part in parts.items() if part)
-    if needed > free:
+def _check_room(directory: Path, options: PrepareOptions) -> None:
+    """Check that the disk has room for the clean text, as if nothing were removed. Pipes do not count."""
+    paths = [path for name, paths in options.inputs.items() if name.startswith("train.") for path in paths]
+    needed = sum(path.stat().st_size for path in paths if path.is_file())
+    if needed > (free := shutil.disk_usage(directory).free):
         raise DataError(
-            f"the disk of --out has {shown_bytes(free)} free, but about {shown_bytes(needed)} will be written "
-            f"({shown}); free disk space, or choose another --out"
+            f"the disk of --out has {shown_bytes(free)} free, but the training text has {shown_bytes(needed)}; free "
+            "disk space, or choose another --out"
         )
-    logger.info(
-        "sizes: about %s will be written (%s), of which the clean text is removed at the end; %s are free",
-        shown_bytes(needed),
-        shown,
-        shown_bytes(free),
-    )
-    return round(round(pairs), 2 - len(str(round(pairs))))
 
 
 def _train_vocabulary(options: PrepareOptions, files: Paths, pairs: int) -> Tokenizer:
@@ -381,17 +343,10 @@ def clean_text(
     cleaner: PairCleaner,
     files: tuple[Path, Path],
     workers: int,
-    total: int | None,
 ) -> Weights | None:
     """Write the clean pairs of the training text to two files, one line a pair, and return their weights, if any.
 
-    Args:
-        pieces: the text.
-        layout: places of the pairs in a piece.
-        cleaner: receives the counts, and decides on duplicates.
-        files: paths of the clean text of both sides.
-        workers: number of processes.
-        total: estimate of the number of pairs, to show the progress.
+    ``cleaner`` receives the counts, and decides on duplicates.
     """
     work = partial(_check, cleaner.checker, layout)
     weights: list[Weights] = []
@@ -399,7 +354,7 @@ def clean_text(
         files[0].open("wb") as source,
         files[1].open("wb") as target,
         closing(ordered_map(work, pieces, workers, lambda piece: sum(map(len, piece.columns)))) as checked_pieces,
-        counting("cleaning", "pairs", total) as advance,
+        counting("cleaning", "pairs") as advance,
     ):
         for checked in checked_pieces:
             keep = cleaner.accept(checked.pairs, checked.text)
@@ -545,17 +500,9 @@ def encode_split(
     cleaner: PairCleaner | None = None,
     weights: Weights | None = None,
 ) -> dict[str, tuple[SplitStats, dict[Side, RoundTrip]]]:
-    """Write the tokens of a split, in all its segmentations.
+    """Write the tokens of a split, in all its segmentations, into a directory that has the files of the vocabulary.
 
-    Args:
-        files: its text.
-        pairs: number of its pairs.
-        encoder: the vocabulary, tags and segmentations.
-        directory: has the files of the vocabulary, and receives those of the split.
-        split: ``train`` or ``valid``.
-        workers: number of processes.
-        cleaner: lengths to keep; receives the counts of others. None keeps all pairs, and reads any bytes as text.
-        weights: of the pairs, if they have any. Shape: (pairs,)
+    Without a ``cleaner`` all pairs are kept, and any bytes are read as text.
 
     Returns:
         For each segmentation its statistics, and lines that encoding and decoding changes (of the first one).

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import logging
 import lzma
 import os
 import random
@@ -151,7 +150,7 @@ def test_a_line_without_its_columns_is_named(
 
 
 def test_standard_input_has_both_sides(
-    texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two = _prepare(texts, out=tmp_path / "two")
     rows = "".join(f"{source}\t{target}\n" for source, target in zip(SOURCE, TARGET, strict=True)).encode()
@@ -160,9 +159,7 @@ def test_standard_input_has_both_sides(
         monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(text)))
         return _prepare(_tsv(texts, Path("-")), overwrite=overwrite)
 
-    with caplog.at_level(logging.INFO, logger.name):
-        meta = given(COMPRESS["zst"](rows))
-    assert "sizes: not known before the text is read" in caplog.text
+    meta = given(COMPRESS["zst"](rows))
     assert meta.files == two.files and meta.inputs["train.tsv"][0].path == "-"
     assert given(COMPRESS["zst"](rows)) == meta, "nothing to do"
     with pytest.raises(DataError, match=r"differs in train\.tsv text"):
@@ -330,19 +327,12 @@ def test_weights_that_are_not_aligned_are_refused(more: int, texts: dict[str, An
     assert _directories(tmp_path) == []
 
 
-def test_sizes_are_estimated_before_they_are_written(
-    texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_disk_without_room_for_the_text_is_refused(
+    texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = texts["train_source"][0]
-    size = path.stat().st_size + texts["train_target"][0].stat().st_size
-    path.write_bytes(COMPRESS["gz"](path.read_bytes()))
-    _write(tmp_path / "weights", ["1"] * len(SOURCE))
-    with caplog.at_level(logging.INFO, logger.name):
-        meta = _prepare(texts, train_weights=(tmp_path / "weights",))
-    assert f"(clean text {size / 1024:.1f} KiB, tokens " in caplog.text
-    assert ", offsets 3.0 KiB, weights 768 bytes), of which the clean text is removed" in caplog.text
+    meta = _prepare(texts)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=4096))
-    with pytest.raises(DataError, match=r"has 4\.0 KiB free, but about .* will be written \(clean text"):
+    with pytest.raises(DataError, match=r"has 4\.0 KiB free, but the training text has .* KiB; free disk space"):
         _prepare(texts, overwrite=True)
     assert DataDirectory.open(texts["out"]).meta == meta
     assert _directories(tmp_path) == ["data"]
