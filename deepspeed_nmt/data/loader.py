@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -274,6 +275,12 @@ class TrainLoader:
     ) -> TrainLoader:
         """Return a loader of the epochs of one corpus; arguments as of the class."""
         return cls(EpochOrder(Corpora.of(corpus), seed, config.update_tokens), config, rank, ranks, vocabulary)
+
+    def of_rank(self, rank: int) -> TrainLoader:
+        """Return the loader of another data-parallel rank."""
+        other = copy(self)
+        other.rank = rank
+        return other
 
     def updates(self, start: Cursor, number: int) -> Iterator[Update]:
         """Yield updates from ``start`` on, the first of which is the run's update ``number``."""

@@ -7,9 +7,10 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 from deepspeed_nmt.console import logger
+from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.data.loader import Prefetcher, TrainLoader, Update
 from deepspeed_nmt.data.update_order import Cursor
-from deepspeed_nmt.engine.contract import Engine
+from deepspeed_nmt.engine.contract import Engine, UpdateResult
 from deepspeed_nmt.errors import ConfigError, TrainingError
 from deepspeed_nmt.parallel.collectives import any_rank, fail_together, gather_lists
 from deepspeed_nmt.parallel.watchdog import Watchdog
@@ -18,11 +19,11 @@ from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.collapse import CollapseMonitor
 from deepspeed_nmt.train.configuration import TrainingConfig
 from deepspeed_nmt.train.events import Events
+from deepspeed_nmt.train.faults import attribute, check_replicas, has_replicas, is_exact
 from deepspeed_nmt.train.goodput import Ledger
 from deepspeed_nmt.train.log import LogWindow, Metrics, Workload, norms_by_layer
 from deepspeed_nmt.train.out_of_memory import explained
 from deepspeed_nmt.train.progress import LogState, Progress
-from deepspeed_nmt.train.replicas import check_replicas, has_replicas
 from deepspeed_nmt.train.saving import Saver
 from deepspeed_nmt.train.schedule import ScheduleConfig, learning_rate
 from deepspeed_nmt.train.signals import StopRequest
@@ -123,7 +124,7 @@ class TrainingLoop:
 
     def _update(self, progress: Progress, updates: Prefetcher[Update]) -> Progress:
         """Make the next update, log it if that is due, and return the progress after it."""
-        config = self.config
+        config, before = self.config, progress
         waiting = time.monotonic()
         self.ledger.begin("waiting for data")
         self.watchdog.at(f"update {progress.update + 1}, waiting for its data")
@@ -157,8 +158,10 @@ class TrainingLoop:
         self.events.at(progress.update)
         self._skip_cause = ""
         if result.skipped:
+            # fp16 skips updates to find its loss scale.
+            attributed = self._attribute(before, update, result) if explain or result.loss_scale == 1.0 else ""
             self._skip_cause = report_skip(
-                update, result, progress.skipped, self._parameters, self.world, self.events
+                update, result, progress.skipped, self._parameters, self.world, self.events, attributed
             )
         if config.checksum_every > 0 and update.number % config.checksum_every == 0:
             self.watchdog.at(f"comparing the weights of all ranks after update {progress.update}", slow=True)
@@ -172,6 +175,18 @@ class TrainingLoop:
                 self.metrics.log(progress, norms_by_layer(result.squares))
         self.ledger.write(progress.update)
         return progress
+
+    def _attribute(self, before: Progress, update: Update, result: UpdateResult) -> str:
+        """Return the cause of a skipped update, as far as it can be found by computing the update again."""
+        if not (has_replicas(self.engine.module) and is_exact(self.world)):
+            return ""
+        self.watchdog.at(f"computing update {update.number} again, which was skipped", slow=True)
+
+        def micro_batches_of(rank: int) -> list[Batch]:
+            return next(self.loader.of_rank(rank).updates(_cursor(before), update.number)).micro_batches
+
+        with explained(f"update {update.number}", update.micro_batches, self.world.device):
+            return attribute(self.engine.module, micro_batches_of, result, self.world)
 
     def _values(self, progress: Progress, lr: float) -> dict[str, float]:
         """Return the values since the last line of the log by tag."""

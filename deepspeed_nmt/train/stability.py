@@ -60,10 +60,12 @@ def report_skip(
     parameters: Sequence[str],
     world: World,
     events: Events = NO_EVENTS,
+    attributed: str = "",
 ) -> str:
     """Warn of a skipped update, once for all ranks, and return its cause. All ranks call it together.
 
-    Of the named ``parameters``, culprits are listed from the last, as the backward pass reaches them.
+    Of the named ``parameters``, culprits are listed from the last, as the backward pass reaches them. ``attributed``
+    is the cause found by computing the update again.
     """
     sums = sum_of_losses(result.sums, world)
     losses = [name for name, value in sums.items() if not math.isfinite(value)]
@@ -74,7 +76,7 @@ def report_skip(
         named, more = ", ".join(layers[:_NAMED_LAYERS]), len(layers) - _NAMED_LAYERS
         where = f"the gradient of {named}{f' and {more} more' if more > 0 else ''} is not finite"
         cause = f"{cause}; {where}" if cause else where
-    cause = cause or "the gradient is not finite"
+    cause = "; ".join(filter(None, (cause or "the gradient is not finite", attributed)))
     text = f"update {update.number} skipped: {cause}"
     if world.is_main:
         logger.warning("%s (loss scale %g, %d in a row)", text, result.loss_scale, in_a_row)

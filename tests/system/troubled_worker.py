@@ -1,7 +1,8 @@
 """`deepspeed-nmt` on a rank that gets into trouble.
 
 $TROUBLE is "rank:update:kind". The kind is hang, raise, linger (the rank is slow to leave, whatever the update), disk
-(the rank's disk hangs while the checkpoint of that update is written), or flip (a bit of the rank's weights changes).
+(the rank's disk hangs while the checkpoint of that update is written), loss (the rank computes a wrong loss once), or
+flip (a bit of the rank's weights changes).
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ def troubled(self: PlainEngine, batch: Any, factor: float) -> Any:
     if os.environ["RANK"] == rank and batch.update.number == int(update) and kind == "flip":
         weight = next(self.module.parameters()).detach().flatten()
         weight[3:4].view(torch.int32).bitwise_xor_(1 << 22)
-    return update_of_engine(self, batch, factor)
+    output = update_of_engine(self, batch, factor)
+    if os.environ["RANK"] == rank and batch.update.number == int(update) and kind == "loss":
+        gradient = next(parameter.grad for parameter in self.module.parameters() if parameter.grad is not None)
+        gradient.fill_(float("nan"))
+        output = output._replace(loss=output.loss * float("nan"))
+    return output
 
 
 def lingering(self: PlainEngine) -> None:

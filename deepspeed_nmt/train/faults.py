@@ -1,0 +1,248 @@
+"""Attribution of faults: is a gradient that is not finite the fault of data and arithmetic, or of a device?
+
+A skipped update leaves the weights as they were, so it can be computed again at once. All ranks compute the losses
+and gradients of their micro-batches once more, read from the corpus anew, and those of the rank before them:
+
+    all results are the same    data or arithmetic: the sentences, the weight or the module are named
+    a rank's results differ     its device has computed a wrong one: the rank is named, and the run ends
+    replicas' weights differ    the device or the network of a rank has changed them: likewise
+
+Two ranks that contradict one another are both named; with three or more, the one that contradicts its neighbours.
+Devices are compared only where arithmetic is reproducible to the bit, and between devices of one model. Under ZeRO-3
+weights have no replicas, and nothing is computed again.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import socket
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor, nn
+
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.objective import TrainModule
+from deepspeed_nmt.engine.contract import UpdateResult, add_sums, seed_dropout
+from deepspeed_nmt.engine.transfer import on_device
+from deepspeed_nmt.errors import DeviceError
+from deepspeed_nmt.parallel.collectives import any_rank, fail_together, gather_lists
+from deepspeed_nmt.parallel.world import World
+
+_NAMED_SENTENCES = 8
+_NAN = 12345.0
+"""What a digest has for NaN."""
+
+
+class Replay(BaseModel):
+    """Digests of the sums of losses of a rank's micro-batches, and of their gradients before they are reduced."""
+
+    sums: int = 0
+    gradients: int = 0
+    is_finite: bool = True
+
+
+class Witness(BaseModel):
+    """What a rank knows of an update.
+
+    Attributes:
+        device: its model; devices of other models may round otherwise.
+        weights: digest of the weights.
+        first: digest of the update's sums of losses when it was made.
+        again: the same micro-batches computed again.
+        previous: those of the data-parallel rank before.
+        cause: weight, module or sentences without a finite value; empty without one.
+    """
+
+    rank: int
+    host: str
+    device: str
+    weights: int
+    first: int = 0
+    again: Replay = Replay()
+    previous: Replay = Replay()
+    cause: str = ""
+
+
+def has_replicas(module: nn.Module) -> bool:
+    """Return True if each data-parallel rank has whole weights, which ZeRO-3 partitions."""
+    return not any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
+def is_exact(world: World) -> bool:
+    """Return True if the same computation gives the same bits on these devices."""
+    return world.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+
+
+def attribute(
+    module: TrainModule, micro_batches_of: Callable[[int], Sequence[Batch]], result: UpdateResult, world: World
+) -> str:
+    """Compute a skipped update again, and return its cause. All ranks call it together.
+
+    ``micro_batches_of`` returns the micro-batches of a data-parallel rank, made anew. The cause is the sentences, the
+    weight or the module at fault; empty if nothing is known.
+
+    Raises:
+        ReportedError: on all ranks, if a device has computed another result; on a single one, a DeviceError.
+    """
+    micro_batches = micro_batches_of(world.data_rank)
+    again = replay(module, micro_batches, world.data_rank, result.loss_scale, world.device)
+    before = (world.data_rank - 1) % world.data_ranks
+    previous = replay(module, micro_batches_of(before), before, result.loss_scale, world.device)
+    is_finite = not any_rank(not again.is_finite, world)
+    witnesses = _witnesses(
+        module,
+        world,
+        first=_digest(value for _, value in sorted(result.sums.items())),
+        again=again,
+        previous=previous,
+        cause="" if is_finite else cause_of(module, micro_batches, world),
+    )
+    _check(witnesses, world)
+    if is_finite:
+        return "computed again it is finite, with every rank's loss as before: a gradient was damaged on its way"
+    return next((one.cause for one in witnesses if one.cause), "")
+
+
+def check_devices(witnesses: Sequence[Witness]) -> None:
+    """Compare what the data-parallel ranks know of an update.
+
+    Raises:
+        DeviceError: if a device has computed another result, or holds other weights.
+    """
+    count = len(witnesses)
+    if changed := [one for one in witnesses if one.first != one.again.sums]:
+        raise DeviceError(_message(changed, "computed another loss when the same update was made again"))
+    digests = Counter(one.weights for one in witnesses)
+    if len(digests) > 1:
+        usual, votes = digests.most_common(1)[0]
+        odd = [one for one in witnesses if one.weights != usual] if 2 * votes > count else list(witnesses)
+        raise DeviceError(_message(odd, "has other weights than the other ranks"))
+    contradictions: Counter[int] = Counter()
+    for place, one in enumerate(witnesses):
+        judge = witnesses[(place + 1) % count]
+        if judge.device == one.device and judge.previous != one.again:
+            contradictions.update({place, (place + 1) % count})
+    if contradictions:
+        most = max(contradictions.values())
+        odd = [witnesses[place] for place in sorted(contradictions) if contradictions[place] == most]
+        raise DeviceError(_message(odd, "computed another gradient than another rank from the same sentences"))
+
+
+def check_replicas(module: nn.Module, world: World) -> None:
+    """Check that all data-parallel ranks have the same weights, bit for bit. All ranks call it together.
+
+    Raises:
+        ReportedError: on all ranks, if they differ.
+    """
+    _check(_witnesses(module, world), world)
+
+
+def _witnesses(module: nn.Module, world: World, **facts: Any) -> list[Witness]:
+    """Return what each rank knows: ``facts`` of this one."""
+    own = Witness(
+        rank=world.rank,
+        host=socket.gethostname(),
+        device=_model_of(world.device),
+        weights=_digest(module.parameters()),
+        **facts,
+    )
+    return list(map(Witness.model_validate, gather_lists([own.model_dump()], world)))
+
+
+def _check(witnesses: Sequence[Witness], world: World) -> None:
+    with fail_together(world):
+        for tensor_rank in range(world.tensor_ranks):
+            check_devices(witnesses[tensor_rank :: world.tensor_ranks])
+
+
+def replay(
+    module: TrainModule, micro_batches: Sequence[Batch], data_rank: int, loss_scale: float, device: torch.device
+) -> Replay:
+    """Compute losses and gradients as the rank ``data_rank`` does in an update. The module keeps its gradients."""
+    module.train()
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    sums: dict[str, Tensor] = {}
+    digest, is_finite = 0, True
+    for batch in on_device(micro_batches, device):
+        seed_dropout(batch, data_rank)
+        output = module(batch)
+        add_sums(sums, {"loss": output.loss, "nll": output.nll, **output.metrics})
+        scaled = output.loss * (loss_scale / max(1, batch.update.tokens))
+        gradients = [g for g in torch.autograd.grad(scaled, trained, allow_unused=True) if g is not None]
+        digest = _digest(gradients, digest)
+        is_finite = is_finite and all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+    return Replay(sums=_digest(v for _, v in sorted(sums.items())), gradients=digest, is_finite=is_finite)
+
+
+def cause_of(module: TrainModule, micro_batches: Sequence[Batch], world: World) -> str:
+    """Return the weight, or the first module and the sentences, whose values are not finite; empty if all are."""
+    for name, parameter in module.model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            return f"the weight {name} is not finite"
+    names: list[str] = []
+
+    def note(name: str, outputs: object) -> None:
+        if not names and any(not bool(torch.isfinite(tensor).all()) for tensor in _tensors(outputs)):
+            names.append(name)
+
+    hooks = [
+        part.register_forward_hook(lambda part, inputs, outputs, name=name: note(name, outputs))
+        for name, part in module.model.named_modules()
+    ]
+    try:
+        with torch.no_grad():
+            for batch in on_device(micro_batches, world.device):
+                seed_dropout(batch, world.data_rank)
+                output = module(batch)
+                if names or not bool(torch.isfinite(output.loss)):
+                    ids = sorted(batch.sentence_ids_B.tolist())
+                    shown = ", ".join(map(str, ids[:_NAMED_SENTENCES]))
+                    more = f" and {len(ids) - _NAMED_SENTENCES} more" if len(ids) > _NAMED_SENTENCES else ""
+                    where = f"the output of {names[0] or 'the model'}" if names else "the loss"
+                    return f"{where} is not finite on rank {world.rank}, for the pairs {shown}{more}"
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return ""
+
+
+def _tensors(value: object) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() else []
+    if isinstance(value, (tuple, list)):
+        return [tensor for part in value for tensor in _tensors(part)]
+    return []
+
+
+def _digest(tensors: Iterable[Tensor], digest: int = 0) -> int:
+    for tensor in tensors:
+        # There are many NaNs, and which of them a sum has may depend on the order of its terms.
+        numbers = tensor.detach().nan_to_num(nan=_NAN, posinf=math.inf, neginf=-math.inf).flatten()
+        digest = zlib.crc32(numbers.view(torch.uint8).cpu().numpy().tobytes(), digest)
+    return digest
+
+
+def _model_of(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def _message(witnesses: Sequence[Witness], what: str) -> str:
+    who = " or ".join(f"rank {one.rank} on {one.host} ({one.device})" for one in witnesses)
+    return (
+        f"{who} {what}: its device, memory or network is faulty. The last checkpoint is intact; drain the host "
+        "(sbatch --exclude leaves it out), and start the same command again to resume"
+    )
