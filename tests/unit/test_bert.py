@@ -31,7 +31,6 @@ PAPER = {
     "bert_parallel": 257,
     "bert_parallel_frozen": 171,
 }
-AUTOREGRESSIVE = list(PAPER)
 
 
 @pytest.fixture(scope="module")
@@ -182,11 +181,6 @@ def test_a_decoder_layer_has_the_weights_of_its_bert_layers(
     assert (model.projection.weight is model.target_embedding.weight) == (recipe != "bert_coordinator")
 
 
-def test_learned_fusion_scales_start_as_means(folders: tuple[Path, Path], tokenizer: BertTokenizer) -> None:
-    model = loaded("bert_parallel", folders, tokenizer.vocabulary, "model.fusion_scale=learned")
-    assert all(layer.fusion_scale.tolist() == [0.5, 0.5] for layer in model.decoder.layers)
-
-
 def test_runs_with_and_without_learned_fusion_scales_do_not_share_weights() -> None:
     plain, half, learned = (
         load_config("bert_parallel", settings=[f"model.fusion_scale={scale}"]).model for scale in (1, 0.5, "learned")
@@ -251,61 +245,30 @@ def test_unusable_berts_are_named(
         return str(caught.value)
 
     assert "there is no folder /nowhere/bert" in fails(source, "/nowhere/bert")
-    (tmp_path / "empty").mkdir()
-    assert "model.source_encoder: the config.json of a BERT could not be loaded" in fails(tmp_path / "empty", target)
     (tmp_path / "other").mkdir()
     transformers.RobertaConfig(hidden_size=32).save_pretrained(tmp_path / "other")
     assert "model_type=roberta" in fails(source, tmp_path / "other")
-    wide = make_bert(tmp_path / "wide", ENGLISH, seed=5, vocab_size=80, hidden_size=64)
-    assert "and target.dim" in fails(source, wide)
     message = fails(source, target, vocabulary=Vocabulary(99, own_source=tokenizer.vocabulary.source))
     assert "the data 99" in message
-    assert "prepare the data with --tokenizer" in message
     weights = source.parent / "cut"
     weights.mkdir()
     for file in source.iterdir():
         (weights / file.name).write_bytes(file.read_bytes()[: -100 if file.suffix == ".safetensors" else None])
     assert "the weights of a BERT could not be loaded" in fails(weights, target)
-    config = load_config("bert_parallel")
-    with pytest.raises(ConfigError, match=r"model.source_encoder is required: the folder of a BERT, or its name"):
-        build_model(config.model_copy(update={"model": small(config.model)}), tokenizer.vocabulary).load_pretrained()
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     assert "the package transformers" in fails(source, target)
-
-
-def small(model: Any) -> Any:
-    """Return a copy of a configuration with a small shape."""
-    shape = model.source.model_copy(update={"dim": 32, "layers": 1, "heads": 2, "ffn_dim": 64, "positions": 16})
-    return model.model_copy(update={"source": shape, "target": shape})
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["bert_parallel", "layer.name=cross_attention_drop"], "makes layers of a Transformer"),
-        (
-            ["bert_parallel", "objective.multi_softmax.exits=all", "objective.label_smoothed=null"],
-            "model.name=bert has only the one at its top to train",
-        ),
-        (
-            ["", "model.name=bert", "search.name=mask_predict"],
-            "bert predicts from left to right; use search.name=beam",
-        ),
         (["", "search.name=mask_predict"], "decodes models that guess masked tokens, but model.name=transformer"),
         (["bert_scratch_transformer", "model.freeze=[encoder]"], "freeze is ['encoder'], but with pretrained=false"),
         (["bert_serial", "model.target.layers=3"], "an even number of layers"),
         (["bert_serial", "model.fusion_scale=0.5"], "fusion_scale is 0.5, but decoder=serial"),
-        (["bert_parallel", "model.fusion_scale=2"], "is 2; use a number above 0 and at most 1"),
         (["abnet_serial", "model.cross_heads=5"], "cross_heads is 5, which does not divide target.dim"),
-        (
-            ["abnet_serial", "objective.masked_tokens=null", "objective.label_smoothed.smoothing=0.1"],
-            "is trained by objective.masked_tokens",
-        ),
         (["abnet_serial", "objective.ddr.weight=1"], "guesses masked tokens; set objective.ddr to null"),
-        (
-            ["transformer_base", "objective.masked_tokens.smoothing=0.1", "objective.label_smoothed=null"],
-            "trains models that guess masked tokens, but model.name=transformer predicts from left to right",
-        ),
     ],
 )
 def test_incompatible_settings_are_refused(words: list[str], message: str) -> None:
@@ -331,19 +294,6 @@ def test_a_run_resumes_without_its_berts(tmp_path: Path, folders: tuple[Path, Pa
 
 def copy(folder: Path, into: Path) -> Path:
     return Path(shutil.copytree(folder, into / f"copy of {folder.name}"))
-
-
-def test_the_padding_of_an_embedding_is_ignored(
-    folders: tuple[Path, Path], tokenizer: BertTokenizer, tmp_path: Path
-) -> None:
-    wide = copy(folders[1], tmp_path)
-    model = transformers.BertForMaskedLM.from_pretrained(wide)
-    model.resize_token_embeddings(tokenizer.vocabulary.size + 24, mean_resizing=False)
-    model.save_pretrained(wide)
-    found = loaded("bert_parallel", (folders[0], wide), tokenizer.vocabulary)
-    expected = loaded("bert_parallel", folders, tokenizer.vocabulary)
-    for (name, weight), other in zip(found.named_parameters(), expected.parameters(), strict=True):
-        assert torch.equal(weight, other), name
 
 
 def test_beam_search_never_predicts_a_mask(folders: tuple[Path, Path], tokenizer: BertTokenizer) -> None:

@@ -70,32 +70,24 @@ def test_a_saved_checkpoint_is_restored(store: CheckpointStore, monkeypatch: pyt
     assert kinds == {".safetensors", ".json", ".sha256"}, "nothing is pickled"
 
 
-@pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "no manifest"])
+@pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "no manifest", "pipe"])
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(
     store: CheckpointStore, harm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(store, 1)
     save(store, 2)
     file = store.directory / "update-0000002" / "optimizer-00001.safetensors"
-    data = bytearray(file.read_bytes())
-    if harm == "flip":
-        data[-1] ^= 1
-        file.write_bytes(data)
-    elif harm == "truncate":
-        file.write_bytes(data[:-5])
+    data = file.read_bytes()
+    if harm in ("flip", "truncate"):
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]) if harm == "flip" else data[:-5])
     elif harm == "remove":
         file.unlink()
     else:
-        (store.directory / "update-0000002" / "manifest.json").write_text("{")
+        (file.parent / "manifest.json").unlink()
+        if harm == "pipe":
+            os.mkfifo(file.parent / "manifest.json")
     assert newest(store).progress.update == 1
     assert "using update-0000001, because update-0000002 is damaged" in caplog.text
-
-
-def test_damage_of_all_checkpoints_is_an_error(store: CheckpointStore) -> None:
-    save(store, 1)
-    (store.directory / "update-0000001" / "state.json").unlink()
-    with pytest.raises(CheckpointError, match=r"all checkpoints .* are damaged \(update-0000001\)"):
-        store.newest()
 
 
 def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
@@ -166,14 +158,6 @@ def test_a_checkpoint_that_a_killed_process_moved_away_is_restored(
     assert store.read("update-0000007").progress == progress(7)
 
 
-def test_a_damaged_checkpoint_that_a_killed_process_moved_away_is_removed(store: CheckpointStore) -> None:
-    save(store, 7)
-    damage(store, 7)
-    killed_between_the_renames(store, 7)
-    save(store, 8)
-    assert store.names() == ["update-0000008"] and not list(store.directory.glob(".update-*"))
-
-
 def test_an_average_is_the_mean_and_cannot_be_resumed(store: CheckpointStore) -> None:
     for update in (1, 2, 6):
         save(store, update)
@@ -184,32 +168,20 @@ def test_an_average_is_the_mean_and_cannot_be_resumed(store: CheckpointStore) ->
     assert newest(store).progress.update == 6, "training does not resume from an average"
 
 
-@pytest.mark.parametrize(
-    ("which", "message"),
-    [
-        ("last", "no checkpoint in .*; train first"),
-        ("best", "no checkpoint in .*; train first"),
-        ("average", "has no average; make one"),
-        ("nowhere", "`checkpoint` is nowhere, .*; give best, last, average or the path of a checkpoint"),
-    ],
-)
-def test_a_missing_checkpoint_is_named(store: CheckpointStore, which: str, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        store.open(which)
-
-
-def test_a_run_without_a_best_checkpoint_names_the_users_option(store: CheckpointStore) -> None:
+def test_a_missing_or_damaged_checkpoint_is_named(store: CheckpointStore) -> None:
+    for which, message in (("best", "train first"), ("average", "has no average"), ("nowhere", "is nowhere")):
+        with pytest.raises(CheckpointError, match=message):
+            store.open(which)
     save(store, 1)
     with pytest.raises(CheckpointError, match="was not validated yet; use --from-checkpoint last"):
         store.open("best", "--from-checkpoint")
-
-
-def test_the_error_of_a_damaged_best_checkpoint_names_a_remedy(store: CheckpointStore) -> None:
-    save(store, 1)
     save(store, 2, best=2)
     damage(store, 2)
-    with pytest.raises(CheckpointError, match=r"is damaged; use `checkpoint` last, .* or start `train` again"):
+    with pytest.raises(CheckpointError, match="is damaged"):
         store.open("best")
+    damage(store, 1)
+    with pytest.raises(CheckpointError, match=r"all checkpoints .* are damaged"):
+        store.newest()
 
 
 def test_a_retrained_update_replaces_a_damaged_checkpoint(store: CheckpointStore) -> None:
@@ -298,10 +270,8 @@ def edit(directory: Path, **changes: Any) -> None:
     [
         ({"weights": {"weights-00001.safetensors": ["a", "z", "c"]}}, "names other tensors than weights-00001"),
         ({"weights": {"../../x.safetensors": ["a"]}}, r"weights.../../x.safetensors"),
-        ({"weights": {"/etc/passwd": ["a"]}}, "/etc/passwd"),
         ({"files": {}}, "optimizer-00001.safetensors has no hash"),
         ({"format": 99}, "its content is wrong: format is 99; give 2"),
-        ({"more": 1}, "more is 1; "),
         ({"run": "run.json"}, "run.json has no hash"),
         ({"state": "/dev/zero"}, "state [^;]*dev/zero"),
     ],
@@ -317,26 +287,21 @@ def test_a_checkpoint_with_a_bad_manifest_is_passed_over(
         store.read("update-0000002")
 
 
-@pytest.mark.parametrize("harm", ["other manifest", "no hash", "renamed", "not a state"])
+@pytest.mark.parametrize("harm", ["other manifest", "no hash", "renamed"])
 def test_a_manifest_is_checked_itself(store: CheckpointStore, harm: str) -> None:
     save(store, 1)
     save(store, 2)
-    directory = store.directory / "update-0000002"
-    file = directory / "manifest.json"
+    file = store.directory / "update-0000002" / "manifest.json"
     if harm == "other manifest":
         file.write_text(file.read_text().replace("b.weight", "b.height"))
     elif harm == "no hash":
-        (directory / "manifest.json.sha256").unlink()
-    elif harm == "renamed":
-        directory.rename(store.directory / "update-0000003")
+        (file.parent / "manifest.json.sha256").unlink()
     else:
-        (directory / "state.json").write_text('{"progress": {"update": "x"}, "engine": {}}')
-        record = manifest.FileRecord.of(directory / "state.json").model_dump()
-        edit(directory, files={**json.loads(file.read_text())["files"], "state.json": record})
+        file.parent.rename(store.directory / "update-0000003")
     assert newest(store).progress.update == 1
 
 
-@pytest.mark.parametrize("junk", [b"", b"\xff\x00", b"../elsewhere", b"update-0000009", None])
+@pytest.mark.parametrize("junk", [b"\xff\x00", b"../elsewhere", b"update-0000009", None])
 def test_pointers_are_rebuilt_from_the_checkpoints(store: CheckpointStore, junk: bytes | None) -> None:
     save(store, 1, best=1)
     (store.directory / "update-junk").mkdir()
@@ -349,14 +314,6 @@ def test_pointers_are_rebuilt_from_the_checkpoints(store: CheckpointStore, junk:
         save(store, update, best=1)
     assert (store.directory / "best").read_text() == "update-0000001\n"
     assert (store.directory / "latest").read_text() == "update-0000006\n"
-
-
-def test_a_pointer_that_cannot_be_written_does_not_stop_a_save(
-    store: CheckpointStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    (store.directory / "best").mkdir(parents=True)
-    save(store, 1, best=1)
-    assert store.open("best").progress.update == 1 and "best could not be written" in caplog.text
 
 
 def test_the_best_checkpoint_is_the_one_before_if_the_best_could_not_be_written(store: CheckpointStore) -> None:
@@ -402,30 +359,3 @@ def test_a_best_checkpoint_that_is_removed_while_it_is_opened(
 
     monkeypatch.setattr(CheckpointStore, "read", removed)
     assert store.open("best").progress.update == 3
-
-
-def test_a_checkpoint_that_is_removed_while_it_is_read_is_named(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(store, 1)
-    checkpoint = newest(store)
-    with monkeypatch.context() as system:
-        system.setattr(torch.UntypedStorage, "from_file", _unable)
-        with pytest.raises(CheckpointError, match=r"cannot be read \(unable to open file"):
-            checkpoint.weights()
-    shutil.rmtree(checkpoint.path)
-    with pytest.raises(CheckpointError, match="was removed while it was read"):
-        checkpoint.weights()
-
-
-def _unable(*_: object, **__: object) -> None:
-    raise RuntimeError("unable to open file in read-only mode")
-
-
-def test_a_pipe_in_place_of_a_manifest_does_not_block(store: CheckpointStore) -> None:
-    save(store, 1)
-    save(store, 2)
-    file = store.directory / "update-0000002" / "manifest.json"
-    file.unlink()
-    os.mkfifo(file)
-    assert newest(store).progress.update == 1

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import resource
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +15,10 @@ import pytest
 import torch
 
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.commands import doctor as command
 from deepspeed_nmt.doctor import examination
 from deepspeed_nmt.doctor import host_checks as checks
-from deepspeed_nmt.doctor.examination import TOGETHER, Line, Result
-from deepspeed_nmt.doctor.findings import Finding, HostGpu, JobContext, Output, fault, ok, run_program
-from deepspeed_nmt.doctor.trial import Outcome
+from deepspeed_nmt.doctor.examination import Line, Result
+from deepspeed_nmt.doctor.findings import Finding, HostGpu, JobContext, Output, fault, ok
 from deepspeed_nmt.parallel.hardware import HostMemory
 from deepspeed_nmt.parallel.launched import RankPlace, expanded, local_ranks
 
@@ -59,22 +56,6 @@ def test_the_status_is_1_after_a_fault(monkeypatch: pytest.MonkeyPatch, capsys: 
         assert json.loads(capsys.readouterr().out)["faults"] == status
     monkeypatch.setattr(examination, "examine", lambda context: None)
     assert main(["doctor"]) == 0 and capsys.readouterr().out == "", "another rank reports"
-    monkeypatch.setattr(command, "_examine", lambda arguments: 0)
-    for seconds in ("0", "1e9"):
-        assert main(["doctor", "--timeout", seconds]) == 2
-        assert f"--timeout is {float(seconds):g}" in capsys.readouterr().err
-
-
-def test_equal_lines_of_hosts_are_printed_once() -> None:
-    lines = [Line(host, "shm", "ok", "enough") for host in ("b", "a")]
-    lines += [Line("b", "limits", "fault", "few"), Line(TOGETHER, "clocks", "ok", "agree")]
-    result = Result(lines, ["a", "b"], 2)
-    assert list(result.as_text()) == [
-        *("a, b", "  ok     shm     enough", "b", "  fault  limits  few"),
-        *("all hosts", "  ok     clocks  agree", "2 hosts, 2 ranks: 1 fault, 0 warnings"),
-    ]
-    assert [finding["hosts"] for finding in result.as_json()["findings"]] == [["a", "b"], ["b"], []]
-    assert list(Result([], ["a"], 1).as_text())[-1] == "1 host, 1 rank: no fault"
 
 
 def test_a_check_that_fails_is_a_warning(context: JobContext, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,12 +69,6 @@ def test_a_check_that_fails_is_a_warning(context: JobContext, monkeypatch: pytes
     assert rest == [Line("here", "two", "ok", "fine"), Line("here", "three", "fault", "bad")]
     second = replace(context, place=RankPlace(1, 2, 1))
     assert [line.check for line in examination.examine_alone(second)] == ["three"]
-
-
-def test_a_program_that_hangs_or_is_missing_is_an_output() -> None:
-    assert run_program(["sleep", "9"], 0.1) == Output(-1, "", "no end within 0 s")
-    assert run_program(["no-such-program"], 1.0) == Output(-1, "", "No such file or directory")
-    assert run_program(["sh", "-c", "echo out; echo one >&2; echo two >&2; exit 3"], 9.0) == Output(3, "out\n", "two")
 
 
 def test_ranks_of_a_host() -> None:
@@ -132,14 +107,11 @@ def test_software_that_is_missing_or_wrong(
     bare = with_environment(context, PATH=str(tmp_path))
     assert_finds(checks.compiler(bare), "warning", "gcc or clang", "engine.compile=layers")
     assert_finds(checks.compiler(replace(bare, gpus=[V100])), "fault", "Triton's kernels")
-    assert_finds(checks.compiler(with_environment(context, CC="no-such-cc -m64")), "fault", "CC is no-such-cc -m64")
     failures = {"triton": {"softmax": "triton is wrong by 3 on V100\nx", "layer_norm": None}, "apex": {}}
     monkeypatch.setattr(checks, "run_python", lambda *words: Output(0, f"noise\n{json.dumps(failures)}\n", ""))
     monkeypatch.setattr(checks, "version_of", lambda name: "3.0")
     text = "(softmax: triton is wrong by 3 on V100)"
     assert_finds(checks.kernels(replace(context, gpus=[V100])), "fault", text)
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert_finds(checks.torch(replace(context, gpus=[V100])), "fault", "torch", "requirements/v100.txt")
 
 
 # GPUs.
@@ -152,15 +124,10 @@ def test_gpus_are_read_from_nvidia_smi(tmp_path: Path, context: JobContext) -> N
         return f"{tmp_path}:{os.environ['PATH']}"
 
     assert checks.query_gpus(str(tmp_path)) == (None, "")
-    (old,), _ = checks.query_gpus(
-        smi('case "$1" in *compute_cap*) echo unknown field; exit 2;; esac; echo "K80, 418.1, 11441, 5"')
-    )
-    assert old == HostGpu("K80", "418.1", 11441 / 1024, 5 / 1024, (0, 0), old.states)
     gpus, problem = checks.query_gpus(smi("echo NVIDIA-SMI has failed; exit 9"))
     broken = replace(context, gpus=gpus, driver_problem=problem)
     assert_finds(checks.gpus(broken), "fault", "nvidia-smi", "(NVIDIA-SMI has failed)")
     assert_finds(checks.gpus(replace(context, gpus=[])), "warning", "no GPU")
-    assert_finds(checks.gpus(context), "ok")
     two_kinds = replace(context, gpus=[V100, replace(V100, name="A100", gib=80.0)])
     assert_finds(checks.gpus(two_kinds), "warning", "1 x Tesla V100 (16 GiB), 1 x A100 (80 GiB)")
 
@@ -183,14 +150,10 @@ def test_a_torch_that_does_not_fit_the_gpus(context: JobContext, monkeypatch: py
     assert_finds(checks.gpu_of_rank(second), "fault", "local rank 1", "sees 1")
     assert_finds(checks.gpu_of_rank(replace(second, place=RankPlace(0, 2, 0))), "ok")
     state.available = False
-    assert list(checks.torch_build(context)) == [], "no GPU, no check"
     driver = replace(context, gpus=[replace(V100, driver="535.104.05")])
     assert_finds(checks.torch_build(driver), "fault", "535.104.05", "CUDA 13.0", "580", "requirements/v100.txt")
-    (older,) = checks.torch_build(replace(context, gpus=[replace(V100, driver="470.1")]))
-    assert "470.1" in older.text and "requirements" not in older.text, "no lock would help"
     hidden = replace(with_environment(context, CUDA_VISIBLE_DEVICES=""), gpus=[V100, V100])
     assert_finds(checks.torch_build(hidden), "fault", "CUDA_VISIBLE_DEVICES is ''", "none of 2")
-    assert_finds(checks.torch_build(volta), "fault", "does not see the Tesla V100")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert_finds(checks.torch_build(volta), "fault", "built for CPUs", "requirements/v100.txt")
 
@@ -198,23 +161,12 @@ def test_a_torch_that_does_not_fit_the_gpus(context: JobContext, monkeypatch: py
 # Network.
 
 
-def test_names_that_do_not_resolve(context: JobContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_addresses", lambda name: [])
-    several = replace(context, place=RankPlace(0, 2, 0))
-    assert_finds(checks.names(several), "fault", "here cannot resolve its own name")
-    assert_finds(checks.names(context), "ok")
-    assert_finds(checks.names(with_environment(several, GLOO_SOCKET_IFNAME="lo")), "ok")
-    assert_finds(checks.names(with_environment(context, MASTER_ADDR="nowhere")), "fault", "MASTER_ADDR 'nowhere'")
-
-
 @pytest.mark.parametrize(
     ("name", "value", "level"),
     [
-        ("GLOO_SOCKET_IFNAME", "lo", "ok"),
         ("GLOO_SOCKET_IFNAME", "l", "fault"),
         ("NCCL_SOCKET_IFNAME", "l", "ok"),
         ("NCCL_SOCKET_IFNAME", "=l", "fault"),
-        ("NCCL_SOCKET_IFNAME", "^docker", "ok"),
         ("NCCL_SOCKET_IFNAME", "none,lo", "ok"),
     ],
 )
@@ -233,21 +185,6 @@ def test_ports(context: JobContext, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_finds(checks.port(with_environment(context, MASTER_PORT="29500")), "fault", "MASTER_PORT 29500")
     assert_finds(checks.port(with_environment(context, MASTER_PORT="29501")), "ok")
     assert_finds(checks.port(with_environment(context, MASTER_PORT="x")), "fault", "MASTER_PORT is 'x'")
-
-
-def test_transports_of_nccl() -> None:
-    log = """
-h:1:2 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>
-h:1:2 [0] NCCL INFO Channel 00/08 :    0   1   2   3
-h:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read
-h:1:2 [0] NCCL INFO Channel 01/0 : 1[1] -> 2[0] [send] via NET/IB/0/GDRDMA
-h:1:2 [0] NCCL INFO Channel 01/0 : 1[1] -> 2[0] [receive] via NET/Socket/1
-h:1:2 [0] NCCL INFO Channel 01 : 1[1] -> 0[0] via SHM/direct/direct
-"""
-    outcome = Outcome()
-    outcome.read_log(log.splitlines())
-    assert outcome.transports == ["NET/IB with GPUDirect", "NET/Socket", "P2P/CUMEM", "SHM"]
-    assert outcome.networks == ["IB: [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>"]
 
 
 # Files.
@@ -298,13 +235,6 @@ def test_a_file_system_that_is_slow_volatile_and_without_locks(
     assert_finds([memory], "warning", "in memory (tmpfs)")
 
 
-def test_a_cache_that_cannot_be_written(context: JobContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert checks._file_system(Path("/proc/self")) == "proc"
-    monkeypatch.setattr(os, "access", lambda place, mode: not str(place).startswith("/proc"))
-    cache = with_environment(context, TRITON_CACHE_DIR="/proc/none")
-    assert_finds(checks.temporary(cache), "fault", "/proc, ", "TRITON_CACHE_DIR")
-
-
 # Limits.
 
 
@@ -334,13 +264,10 @@ def test_limits_of_a_host(context: JobContext, disk: Callable[[int], None], monk
 @pytest.mark.parametrize(
     ("given", "ranks", "cpus", "host", "level", "text"),
     [
-        ("8", 1, 8, 8, "ok", "8 threads"),
         ("9", 1, 8, 8, "fault", "OMP_NUM_THREADS is 9, but a rank has 8 CPUs"),
-        ("4", 2, 8, 8, "ok", "4 threads for each of 2 ranks"),
         ("8", 2, 8, 8, "fault", "OMP_NUM_THREADS is 8, but a rank has 4 CPUs"),
         ("8", 2, 8, 16, "ok", "8 threads for each of 2 ranks, on 8 CPUs of its own"),
         ("", 2, 8, 8, "warning", "OMP_NUM_THREADS is not set"),
-        ("many", 1, 8, 8, "fault", "OMP_NUM_THREADS is 'many'"),
     ],
 )
 def test_threads(
@@ -374,9 +301,7 @@ SIGNAL = "#SBATCH --signal=B:USR1@300\n"
         (GOOD.replace("BatchFlag=1", "BatchFlag=0"), "", "warning", "job 7 is interactive"),
         (GOOD, "#SBATCH --time 5\n", "warning", "script of job 7 is none"),
         (GOOD, "#SBATCH --signal=USR1@300", "warning", "job 7 is USR1@300"),
-        (GOOD, "#SBATCH -N 2 --signal B:USR1@9", "warning", "job 7 is B:USR1@9"),
         (GOOD, SIGNAL, "ok", ""),
-        (GOOD.replace("EndTime=2999-01-01T00:00:00", "EndTime=Unknown"), SIGNAL, "ok", ""),
     ],
 )
 def test_jobs(
@@ -387,19 +312,9 @@ def test_jobs(
     assert_finds(checks.job(with_environment(context, SLURM_JOB_ID="7")), level, text)
 
 
-def test_a_job_without_its_controller(context: JobContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    inside = with_environment(context, SLURM_JOB_ID="7")
-    monkeypatch.setattr(checks, "run_program", lambda words, limit_s: Output(1, "", "refused"))
-    assert_finds(checks.job(inside), "warning", "job 7 (refused)")
-    assert_finds(checks.job(replace(inside, place=RankPlace(1, 2, 0))), "ok")
-
-
 def test_tasks_and_gpus(context: JobContext) -> None:
     step = with_environment(context, SLURM_STEP_ID="0", SLURM_STEP_TASKS_PER_NODE="2(x2)")
     four, two = replace(step, gpus=[V100] * 4, local_ranks=2), replace(step, gpus=[V100], local_ranks=2)
     assert_finds(checks.tasks(four), "warning", "2 tasks and 4 GPUs", "--ntasks-per-node 4")
     assert_finds(checks.tasks(two), "fault", "2 tasks and 1 GPU;", "--ntasks-per-node 1")
     assert_finds(checks.tasks(with_environment(four, CUDA_VISIBLE_DEVICES="2,3")), "ok")
-    assert_finds(checks.tasks(with_environment(two, SLURM_GPUS_PER_TASK="v100:1")), "ok")
-    uneven = with_environment(step, SLURM_STEP_TASKS_PER_NODE="2,1")
-    assert_finds(checks.tasks(replace(uneven, local_ranks=2)), "warning", "2, 1")

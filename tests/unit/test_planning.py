@@ -20,12 +20,10 @@ from deepspeed_nmt.config import RunConfig, load_config
 from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.data_directory import DataDirectory
-from deepspeed_nmt.data.training import TrainingData
 from deepspeed_nmt.engine.settings import EngineSettings, uses_deepspeed
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.parity import settings_of
 from deepspeed_nmt.planning import counting
 from deepspeed_nmt.planning.checkpoints import (
     IntervalPlan,
@@ -37,17 +35,15 @@ from deepspeed_nmt.planning.checkpoints import (
 from deepspeed_nmt.planning.counting import (
     Counts,
     RecomputedLayers,
-    Tally,
     Work,
     count_model,
-    count_rates,
     count_update,
     interpolated,
 )
 from deepspeed_nmt.planning.gpus import GPUS, Gpu, gpu_named, kind_of
-from deepspeed_nmt.planning.memory import GIB, PARTS, Layout, host_bytes, state_bytes
+from deepspeed_nmt.planning.memory import GIB, Layout, state_bytes
 from deepspeed_nmt.planning.planner import Plan, advise, plan_for
-from deepspeed_nmt.run.plans import MeasuredTimes, Plans, layout_estimates, layout_notes
+from deepspeed_nmt.run.plans import MeasuredTimes
 from deepspeed_nmt.run.resolve import resolve_recomputation
 from deepspeed_nmt.train.goodput import Entry
 from deepspeed_nmt.train.optimizers.adam import AdamConfig
@@ -81,7 +77,6 @@ def peak_allocation(config: RunConfig, recompute: int, tokens: int) -> int:
 @pytest.mark.parametrize(
     ("recipe", "settings", "recompute"),
     [
-        ("transformer_base", SHALLOW, 0),
         ("transformer_base", SHALLOW, 1),
         ("deep_decoder_base_30", ["model.encoder_layers=2", "model.decoder_layers=5", "layer.drop_depth=2"], 0),
         ("recurrent_base_8_4", ["model.encoder_layers=4", "model.encoder_loops=2", "model.decoder_layers=2"], 1),
@@ -142,71 +137,20 @@ def test_work_of_a_transformer_is_six_operations_for_each_weight_and_token() -> 
     assert work.flops == pytest.approx(6 * 1024 * (layers + 32000 * 512) + attention, rel=1e-6)
 
 
-def test_rates_divide_the_work_between_source_and_target() -> None:
-    config = load_config("transformer_base", settings=SHALLOW)
-    vocabulary = Vocabulary(8000)
-    with torch.device("meta"):
-        model = build_model(config, vocabulary)
-    rates = count_rates(model, build_objective(config, vocabulary), vocabulary)
-    encoder = sum(p.numel() for p in model.encoder.parameters() if p.dim() == 2)  # type: ignore[union-attr, operator]
-    decoder = sum(p.numel() for p in model.decoder.parameters() if p.dim() == 2)  # type: ignore[union-attr, operator]
-    memory = 2 * 2 * 512 * 512  # keys and values of the source, in every decoder layer
-    assert rates.source == pytest.approx(6 * (encoder + memory), rel=0.1)
-    assert rates.target == pytest.approx(6 * (decoder - memory + 8000 * 512), rel=0.1)
-
-
-def test_a_tally_counts_allocated_and_freed_memory() -> None:
-    outside = torch.zeros(1000)
-    with Tally() as tally:
-        kept = outside * 2.0
-        view = kept.view(10, 100)
-        temporary = view @ view.t()
-        del temporary
-        more = torch.empty(25)
-    assert (tally.bytes, tally.peak_bytes) == (4000 + 100, 4000 + 400)
-    assert tally.flops == 2 * 10 * 100 * 10
-    del more
-    assert tally.bytes == 4000
-
-
-def test_a_sweep_counts_a_model_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    built: list[RunConfig] = []
-
-    def build(config: RunConfig, *rest: Any) -> Any:
-        built.append(config)
-        return build_meta_model(config, *rest)
-
-    for module in ("plans", "resolve"):
-        monkeypatch.setattr(f"deepspeed_nmt.run.{module}.build_meta_model", build)
-    small = [*NARROW, *SHALLOW, "layer.drop_depth=1", "--vocab-size", "500"]
-    assert main(["plan", "--sweep", "deep_decoder_fig3_tau", *small, "--json"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 4
-    assert len(built) == 1, "the points differ in their objective alone"
-    built.clear()
-    plans, gpu = Plans(), GPUS["v100-16g"]
-    for ranks, tokens in ((1, 1024), (8, 2048)):
-        config = load_config(settings=[*NARROW, *SHALLOW, f"batch.micro_tokens={tokens}"])
-        plan = plans.on(gpu, ranks, config, V).planner.as_set(gpu.usable_gib)
-        assert plan.micro_tokens == tokens and plan.layout.ranks == ranks
-    assert len(built) == 1, "counts do not depend on the number of GPUs, nor on the batch"
-
-
 def test_bytes_of_each_parameter() -> None:
-    def by_parameter(**layout: object) -> dict[str, float]:
-        found = state_bytes(1000, 0, Layout(**{"ranks": 4, "zero": {"reduce_bucket_size": 0}, **layout}))  # type: ignore[arg-type]
-        return {part: size / 1000 for part, size in found.items()}
+    def by_parameter(**layout: object) -> list[float]:
+        sizes = state_bytes(1000, 0, Layout(**{"ranks": 4, "zero": {"reduce_bucket_size": 0}, **layout}))  # type: ignore[arg-type]
+        return [sizes[part] / 1000 for part in ("weights", "gradients", "optimizer", "buffers")]
 
-    assert by_parameter(stage=None, bits=32) == {"weights": 4, "gradients": 4, "optimizer": 8, "buffers": 0}
-    assert by_parameter(stage=None, bits=16) == {"weights": 2, "gradients": 4, "optimizer": 12, "buffers": 6}
-    assert state_bytes(GIB, 0, Layout(None, 1, bits=16))["buffers"] == 48 * 2**20, "gradients that are added together"
-    assert by_parameter(stage=1) == {"weights": 2, "gradients": 4, "optimizer": 3, "buffers": 1}
-    assert by_parameter(stage=2) == {"weights": 2, "gradients": 1, "optimizer": 3, "buffers": 1}
-    assert by_parameter(stage=3)["weights"] == 0.5
+    assert by_parameter(stage=None, bits=32) == [4, 4, 8, 0]
+    assert by_parameter(stage=None, bits=16) == [2, 4, 12, 6]
+    assert by_parameter(stage=1) == [2, 4, 3, 1]
+    assert by_parameter(stage=2) == [2, 1, 3, 1]
+    assert by_parameter(stage=3)[0] == 0.5
     frozen = state_bytes(100, 900, Layout(2, 4, zero={"reduce_bucket_size": 0}))
     assert frozen["weights"] == 2000 and frozen["optimizer"] == 300
     offloaded = {"reduce_bucket_size": 0, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-    assert by_parameter(stage=3, zero=offloaded)["optimizer"] == 0
-    assert by_parameter(stage=3, zero=offloaded)["weights"] == 0
+    assert by_parameter(stage=3, zero=offloaded)[::2] == [0, 0]
 
 
 def test_validation_has_a_copy_in_the_precision_of_training_where_activations_were() -> None:
@@ -227,16 +171,6 @@ def test_validation_has_a_copy_in_the_precision_of_training_where_activations_we
     assert fp32.host_ranks == 8 and fp32.host_sum == 8 * (4 * 1200 + 4 * 200) + files
     offload = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     assert plan(100, zero=offload).host == small.host + 16 * 1000 // 8 + 2 * 1200 // 8
-
-
-def test_a_copy_for_checkpoints_is_in_the_memory_of_one_rank_of_a_host() -> None:
-    def host(copies: bool, ranks: int) -> int:
-        return host_bytes(GIB, GIB, Layout(2, 8, bits=16, copies=copies), ranks)
-
-    assert host(False, 1) == (4 + 2 * 4) * GIB, "frozen weights, and the model in fp32 while it starts"
-    assert host(True, 1) == (4 + 2 * 2 + 16) * GIB, "the copies for validation and for checkpoints"
-    assert host(True, 8) - host(False, 8) == 0, "eight ranks hold more while they start"
-    assert host(True, 2) == 2 * (2 * 2 * GIB + 4 * GIB) + 16 * GIB
 
 
 def test_advice_is_the_fastest_plan_that_fits() -> None:
@@ -260,13 +194,11 @@ def test_advice_is_the_fastest_plan_that_fits() -> None:
 
 
 def test_gpus_have_names() -> None:
-    assert gpu_named("v100-16g") is GPUS["v100-16g"]
-    assert gpu_named("v100-16g").precision == "fp16"
+    assert gpu_named("v100-16g") is GPUS["v100-16g"] and gpu_named("v100-16g").precision == "fp16"
     assert (gpu_named("rtx4090:24").gib, gpu_named("rtx4090:24").tflops) == (24.0, 0.0)
     known = kind_of("NVIDIA H200")
     assert known is not None and known.name == "h200-141g"
-    assert gpu_named("Tesla V100-SXM2:16").precision == "fp16"
-    for wrong in ("v100", "v100-16", "x:", ":8", "x:0", "x:eight", "x:nan", "x:inf", "x:1e400"):
+    for wrong in ("v100", ":8", "x:0", "x:eight", "x:nan", "x:1e400"):
         with pytest.raises(ConfigError, match="--gpu is "):
             gpu_named(wrong)
 
@@ -292,19 +224,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "engine.tensor_parallel is 2, which does not divide --num-gpus 3" in capsys.readouterr().err
 
 
-def test_the_parts_of_a_total_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--recipe", "sample_small", "--vocab-size", "500", "--gpu", "v100-16g"]
-    assert main(words) == 0
-    lines = capsys.readouterr().out.splitlines()
-    rows = {words[0]: words[1:] for line in lines if (words := line.split())}
-    for column in range(2):
-        cells = [rows[part][column] for part in PARTS]
-        assert any(cell.startswith("(") for cell in cells)
-        kept = sum(float(cell) for cell in cells if not cell.startswith("("))
-        assert kept == pytest.approx(float(rows["total"][column]), abs=0.04), "rows are rounded"
-    assert any("in parentheses: not held at the peak" in line for line in lines)
-
-
 def test_a_plan_with_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = str(prepare_sample(tmp_path, 300, train=100, valid=5, test=5))
     config = tmp_path / "own.yaml"
@@ -320,17 +239,9 @@ def test_a_plan_with_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     capsys.readouterr()
     text = said()
     assert f"own.yaml with a vocabulary of {size:,}: " in text and "padded: " in text and "packed: " in text
-    assert said("--vocab-size", str(size)) == text
     assert f"--vocab-size is 999, but that of --data is {size:,}" in said("--vocab-size", "999", status=2)
     assert "batch.layout=auto on v100-16g in fp16 is padded" in said("--gpu", "v100-16g")
-    packed = said("--gpu", "v100-16g", "batch.layout=packed")
-    assert "batch.layout=packed on v100-16g in fp16 is packed" in packed and "needs sm_80 and 16 bit" in packed
-    assert "batch.layout=auto on h100-80g in bf16 is pa" in said("--gpu", "h100-80g")
-    refused = said("--num-gpus", "3", "engine.tensor_parallel=2", status=2)
-    assert "engine.tensor_parallel is 2, which does not divide --num-gpus 3" in refused
-    assert "--sweep plans recipes, but --config is given" in said("--sweep", "deep_decoder_fig1", status=2)
-    assert main(["plan"]) == 2
-    assert "give --recipe, --config or --sweep" in capsys.readouterr().err
+    assert "needs sm_80 and 16 bit" in said("--gpu", "v100-16g", "batch.layout=packed")
 
 
 @pytest.mark.parametrize(
@@ -351,20 +262,6 @@ def test_the_settings_that_a_plan_prints_fit_those_given(
     assert [word for word in found["advice"] if word.startswith(("engine.name=", "engine.ds_"))] == engine
     followed = load_config("deep_decoder_base_30", settings=[*settings, *found["advice"]])
     assert uses_deepspeed(followed.engine, gpus) == (gpus == 8)
-
-
-def test_layouts_of_a_model_that_is_not_packed(tmp_path: Path) -> None:
-    data = TrainingData.of(prepare_sample(tmp_path, 300, train=100, valid=5, test=5))
-    config = settings_of("abnet")
-    found = layout_estimates(config, data, 1)
-    assert [each.layout for each in found] == ["padded"]
-    assert layout_notes(config, found, None, None) == [
-        "packed: not for model.name=abnet, which has one sentence in a row"
-    ]
-    assert "is padded" in layout_notes(config, found, GPUS["h100-80g"], "bf16")[-1]
-    packed = config.model_copy(update={"batch": config.batch.model_copy(update={"layout": "packed"})})
-    with pytest.raises(ConfigError, match=r"batch\.layout is packed, but model\.name=abnet"):
-        layout_estimates(packed, data, 1)
 
 
 def test_recomputation_by_a_memory_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,7 +351,7 @@ def test_times_of_a_run_are_those_of_its_ledger() -> None:
 def test_times_have_units() -> None:
     times = {"90": 90.0, "1.5m": 90.0, "3h": 10800.0, "2d": 172800.0}
     assert {text: seconds_of(text, "--mtbf") for text in times} == times
-    for text in ("", "h", "0", "-1h", "nan", "inf", "1_0", "٣", "3 weeks", "1e99", "9" * 400):
+    for text in ("", "h", "-1h", "nan", "1_0", "3 weeks", "9" * 400):
         with pytest.raises(ConfigError, match="--mtbf is "):
             seconds_of(text, "--mtbf")
 

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,10 @@ from typing import Any
 import pytest
 
 from deepspeed_nmt import cli
-from deepspeed_nmt.commands.prepare import difference, report
+from deepspeed_nmt.commands.prepare import report
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.data import preparation as prepare_module
-from deepspeed_nmt.data.clean import CleaningConfig
-from deepspeed_nmt.data.data_directory import DataDirectory, open_tokenizer
+from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.inputs import InputRecord, InputText
 from deepspeed_nmt.data.options import PrepareOptions
 from deepspeed_nmt.data.preparation import prepare
@@ -79,13 +77,10 @@ def test_text_files_to_data_directory(texts: dict[str, Any], tmp_path: Path) -> 
     meta = _prepare(texts, test_source=texts["valid_source"], test_target=texts["valid_target"], workers=2)
     directory = DataDirectory.open(texts["out"])
     directory.verify_hashes()
-    assert directory.meta == meta
-    assert _left_behind(tmp_path) == ["data"]
-    shown = report(meta, texts["out"])
-    assert re.search(rf"\ntest +{meta.splits['valid'].pairs} +copied\n", shown)
+    assert directory.meta == meta and _left_behind(tmp_path) == ["data"]
+    assert re.search(rf"\ntest +{meta.splits['valid'].pairs} +copied\n", report(meta, texts["out"]))
     assert meta.vocabulary_size == 120
     assert meta.pairs_read == meta.splits["train"].pairs == len(SOURCE)
-    assert set(meta.removed) == set(CleaningConfig().reasons())
 
     tokenizer, corpus = directory.tokenizer(), directory.corpus("train")
     assert [tokenizer.decode(corpus.source(i)) for i in range(len(corpus))] == SOURCE
@@ -96,12 +91,9 @@ def test_text_files_to_data_directory(texts: dict[str, Any], tmp_path: Path) -> 
         assert directory.text(split, "source").read_bytes() == VALID_SOURCE
         assert directory.text(split, "target").read_bytes() == VALID_TARGET
     valid = directory.corpus("valid")
-    assert len(valid) == 4
-    assert tokenizer.decode(valid.source(0)) == "the old house"
-    assert valid.source_lengths[1] == 1
-    assert tokenizer.decode(valid.source(3)) == "the new river"
-    assert meta.splits["valid"].target.unknown > 0
-    assert meta.splits["train"].target.unknown == 0
+    assert len(valid) == 4 and valid.source_lengths[1] == 1
+    assert [tokenizer.decode(valid.source(line)) for line in (0, 3)] == ["the old house", "the new river"]
+    assert meta.splits["valid"].target.unknown > 0 == meta.splits["train"].target.unknown
 
 
 def test_every_removal_is_counted(texts: dict[str, Any]) -> None:
@@ -118,28 +110,10 @@ def test_every_removal_is_counted(texts: dict[str, Any]) -> None:
         "undecodable": 2, "bad_character": 1, "empty": 2, "duplicate": 1, "too_long": 1, "ratio": 1,
     }  # fmt: skip
     assert meta.splits["train"].pairs == len(SOURCE)
-    text = report(meta, texts["out"])
-    for words in ("not UTF-8", "a side is empty", "the same pair again", "more than 40 tokens", "120 tokens"):
-        assert words in text
+    assert "more than 40 tokens" in report(meta, texts["out"])
 
 
-def test_line_separators_within_lines_do_not_shift_pairs(texts: dict[str, Any]) -> None:
-    odd = "\n".join(line.replace("near", "near\u2028to\u0085it\x0bnow", 1) for line in SOURCE) + "\n"
-    texts["train_source"][0].write_bytes(odd.replace("\n", "\r\n").encode())
-    meta = _prepare(texts)
-    assert meta.splits["train"].pairs == len(SOURCE)
-    directory = DataDirectory.open(texts["out"])
-    last = directory.tokenizer().decode(directory.corpus("train").source(len(SOURCE) - 1))
-    assert last == SOURCE[-1].replace("near", "near to it now")
-
-
-def test_missing_files_are_all_named(texts: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere does not exist; .* is a directory"):
-        _prepare(texts, train_source=(tmp_path / "nowhere",), valid_target=(tmp_path,))
-    assert _left_behind(tmp_path) == []
-
-
-@pytest.mark.parametrize("name", ["train_source", "train_target", "valid_source", "valid_target", "test_target"])
+@pytest.mark.parametrize("name", ["train_target", "valid_source", "test_target"])
 def test_text_that_grows_while_it_is_read_is_refused(
     name: str, texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,34 +133,14 @@ def test_text_that_grows_while_it_is_read_is_refused(
     assert _left_behind(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["train_source", "valid_source"])
-def test_text_that_vanishes_is_no_fault_of_the_output(
-    name: str, texts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check = prepare_module.check_inputs
-
-    def then_removed(files: Any) -> None:
-        check(files)
-        texts[name][0].unlink()
-
-    monkeypatch.setattr(prepare_module, "check_inputs", then_removed)
-    with pytest.raises(DataError, match=rf"{name}\.txt cannot be read \(No such file"):
-        _prepare(texts)
-
-
 def test_unaligned_files_give_both_counts(texts: dict[str, Any], tmp_path: Path) -> None:
     good = texts["valid_source"][0].read_bytes()
     texts["train_target"][0].write_text("\n".join(TARGET[:-3]))
     texts["valid_source"][0].write_text("one\n")
-    with pytest.raises(DataError, match=r"valid_source\.txt has 1 lines and .*valid_target\.txt has 4; find where"):
+    with pytest.raises(DataError, match=r"valid_source\.txt has 1 lines and .*valid_target\.txt has 4;"):
         _prepare(texts)
     texts["valid_source"][0].write_bytes(good)
-    counts = r"train_source\.txt has 144 lines and .*train_target\.txt has 141; find where"
-    with pytest.raises(DataError, match=counts):
-        _prepare(texts)
-    longer = [*TARGET, "more", "and", "more"]
-    texts["train_target"][0].write_text("\n".join(longer))
-    with pytest.raises(DataError, match=counts.replace("141", "147")):
+    with pytest.raises(DataError, match=r"train_source\.txt has 144 lines and .*train_target\.txt has 141;"):
         _prepare(texts)
     assert _left_behind(tmp_path) == []
 
@@ -269,55 +223,14 @@ def test_two_processes_do_not_write_one_directory(texts: dict[str, Any], monkeyp
     DataDirectory.open(texts["out"]).verify_hashes()
 
 
-def test_permissions_of_a_directory(texts: dict[str, Any]) -> None:
-    before = os.umask(0o022)
-    try:
-        _prepare(texts)
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(texts["out"].stat().st_mode) == 0o755, "others can read it"
-    texts["out"].chmod(0o2770)
-    _prepare(texts, vocab_size=110, overwrite=True)
-    assert stat.S_IMODE(texts["out"].stat().st_mode) == 0o2770, "another in its place has them, too"
-
-
-def test_an_interrupt_between_the_renames_changes_nothing(
-    texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    meta = _prepare(texts)
-    rename = Path.rename
-
-    def interrupt(path: Path, target: Path) -> Path:
-        if ".partial-" in path.name:
-            raise KeyboardInterrupt
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        _prepare(texts, vocab_size=110, overwrite=True)
-    assert _left_behind(tmp_path) == ["data"] and DataDirectory.open(texts["out"]).meta == meta
-
-
 def test_full_disk(texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("deepspeed_nmt.data.corpus._SideWriter.append", full)
-    with pytest.raises(
-        DataError, match=r"could not be written .*No space left on device.*as it was before; free disk space"
-    ):
+    with pytest.raises(DataError, match=r"could not be written .*No space left on device.*as it was before"):
         _prepare(texts)
     assert _left_behind(tmp_path) == []
-
-
-def test_a_mount_point_is_refused_before_the_text_is_read(
-    texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts["out"].mkdir()
-    monkeypatch.setattr("os.path.ismount", lambda path: path == texts["out"].resolve())
-    monkeypatch.setattr("deepspeed_nmt.data.preparation.check_inputs", lambda *_: pytest.fail("it was read"))
-    with pytest.raises(DataError, match="is a mount point"):
-        _prepare(texts)
 
 
 def test_preparing_again_does_nothing(
@@ -392,8 +305,6 @@ def test_vocabulary_of_another_directory(texts: dict[str, Any], tmp_path: Path) 
         _prepare(second, vocab_size=500)
     with pytest.raises(DataError, match="is for raw text; take another"):
         _prepare(second, segmented=True)
-    with pytest.raises(DataError, match="no vocabulary in"):
-        _prepare(second, vocab_from=tmp_path / "nowhere")
 
 
 def test_large_text_is_sampled_for_the_vocabulary(texts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,26 +380,13 @@ def test_lines_that_do_not_survive_encoding_are_counted_and_shown(
     assert (tried.lines, tried.changed) == (len(SOURCE), share)
     assert tried.examples[0] == (changed[0].replace("  ", " "), changed[0].replace("½  km²", "1⁄2 km2"))
     assert len(tried.examples) == 3
-    assert meta.round_trips["train.target"].changed == 0
-    assert (meta.round_trips["valid.target"].lines, meta.round_trips["valid.target"].changed) == (4, 1)
-    text = report(meta, texts["out"])
-    assert f"{share / len(SOURCE):.2%}" in text
-    assert "  source  the ½ km² house is near the house -> the 1⁄2 km2 house is near the house" in text
-    assert "  target  unbekannt 猫 -> unbekannt ⁇" in text
-
+    assert meta.round_trips["train.target"].changed == 0 and meta.round_trips["valid.target"].changed == 1
+    assert "  target  unbekannt 猫 -> unbekannt ⁇" in report(meta, texts["out"])
     kept = _prepare(texts, normalization="none", overwrite=True)
     assert kept.round_trips["train.source"].changed == 0
     monkeypatch.setattr(prepare_module, "SAMPLE_LINES", 50)
     sampled = _prepare(texts, overwrite=True).round_trips["train.source"]
     assert sampled.lines == len(SOURCE) // 3 and 0 < sampled.changed < share
-
-
-def test_a_long_line_is_shown_where_it_changes() -> None:
-    same = "word " * 20
-    shown = difference(f"{same}½ {same}", f"{same}1⁄2 {same}").split(" -> ")
-    assert [each[:20] for each in shown] == ["...word word word ½ ", "...word word word 1⁄"]
-    assert all(len(each) == 56 and each.endswith("...") for each in shown)
-    assert difference("a b", "a") == "a b -> a"
 
 
 def test_a_byte_order_mark_is_no_text(
@@ -508,61 +406,21 @@ def test_a_byte_order_mark_is_no_text(
         assert copy.read_bytes() == VALID_SOURCE + b"\n" + VALID_SOURCE
 
 
-def test_utf16_is_refused(texts: dict[str, Any]) -> None:
-    texts["valid_source"][0].write_text("one\ntwo\n", encoding="utf-16")
-    with pytest.raises(DataError, match=r"is UTF-16; run `iconv -f UTF-16 -t UTF-8 .*` first"):
-        _prepare(texts)
-
-
-def test_damaged_data_is_not_called_prepared(texts: dict[str, Any]) -> None:
-    _prepare(texts)
-    tokens, text = texts["out"] / "train.target.uint16.bin", texts["out"] / "valid.target"
-    for path in (tokens, text):
-        content = path.read_bytes()
-        path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    with pytest.raises(
-        DataError,
-        match=r"train\.target\.uint16\.bin has other content than was written; valid\.target has other content than "
-        "was written; .* and run `prepare` again",
-    ):
-        _prepare(texts)
-    with pytest.raises(DataError, match=r"has train\.target\.uint16\.bin, valid\.target, which .* was changed"):
-        _prepare(texts, overwrite=True)
-    shutil.rmtree(texts["out"])
-    meta = _prepare(texts)
-    assert _prepare(texts) == meta
-    for damage in ("{ half", json.dumps({"format": 99})):
-        (texts["out"] / "meta.json").write_text(damage)
-        with pytest.raises(DataError, match="run `prepare` again"):
-            _prepare(texts)
-        with pytest.raises(DataError, match="does not match its hash"):
-            _prepare(texts, overwrite=True)
-    write_record(texts["out"] / "meta.json", json.dumps({"format": 99, "files": recorded(meta.files)}).encode())
-    with pytest.raises(DataError, match=r"format .*99.*run `prepare` again"):
-        _prepare(texts)
-    assert _prepare(texts, overwrite=True) == meta, "its files are those of its record"
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("pairs_read", 10**400), ("pairs_read", "120"), ("pairs_read", -1), ("vocabulary_size", None),
-        ("removed", {"empty": 10**400}), ("splits", []), ("files", {"../x": {"bytes": 1, "sha256": "0" * 64}}),
-        ("files", {"/etc/passwd": {"bytes": 1, "sha256": "0" * 64}}), ("files", {"a": {"bytes": 10**400}}),
-        ("round_trips", {"train.source": {"lines": 1e400}}), ("text", [[]]), ("inputs", {"train.source": 5}),
+        ("pairs_read", 10**400), ("pairs_read", "120"), ("vocabulary_size", None), ("splits", []),
+        ("files", {"../x": {"bytes": 1, "sha256": "0" * 64}}),
+        ("files", {"/etc/passwd": {"bytes": 1, "sha256": "0" * 64}}),
     ],
 )  # fmt: skip
 def test_a_record_of_wrong_content_is_named(texts: dict[str, Any], key: str, value: object) -> None:
     texts["out"].mkdir()
-    meta = {"format": 1, "version": "1", "options": {}, "inputs": {}, "segmented": False, "text": {}, "tags": {}}
-    meta |= {
-        "vocabulary_size": 9,
-        "source_vocabulary_size": 9,
-        "pairs_read": 9,
-        "removed": {},
-        "removed_examples": {},
-    }
-    meta |= {"repaired": {}, "splits": {}, "round_trips": {}, "files": {}}
+    meta: dict[str, Any] = {"format": 1, "version": "1", "segmented": False}
+    meta |= dict.fromkeys(("vocabulary_size", "source_vocabulary_size", "pairs_read"), 9)
+    for name in ("options", "inputs", "text", "tags", "removed", "removed_examples", "repaired"):
+        meta[name] = {}
+    meta |= {"splits": {}, "round_trips": {}, "files": {}}
     write_record(texts["out"] / "meta.json", json.dumps(meta).encode())
     assert DataDirectory.open(texts["out"]).meta.pairs_read == 9
     write_record(texts["out"] / "meta.json", json.dumps(meta | {key: value}).encode())
@@ -574,39 +432,35 @@ def test_changed_data_is_detected(texts: dict[str, Any]) -> None:
     out = texts["out"]
     with pytest.raises(DataError, match="does not exist; run `prepare"):
         DataDirectory.open(out)
-    _prepare(texts)
-    directory = DataDirectory.open(out)
-    with pytest.raises(DataError, match=r"no text test\.source"):
-        directory.text("test", "source")
-
+    meta = _prepare(texts)
     tokens = out / "train.target.uint16.bin"
     content = tokens.read_bytes()
     tokens.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     with pytest.raises(DataError, match=r"train\.target\.uint16\.bin has other content than was written"):
         DataDirectory.open(out).verify_hashes()
+    with pytest.raises(DataError, match=r"train\.target\.uint16\.bin has other content than was written"):
+        _prepare(texts)
+    with pytest.raises(DataError, match=r"has train\.target\.uint16\.bin, which .* was changed"):
+        _prepare(texts, overwrite=True)
     tokens.write_bytes(content[:-2])
     (out / "valid.source").unlink()
-    with pytest.raises(
-        DataError, match=r"train\.target\.uint16\.bin has \d+ bytes instead of \d+; valid.source is missing"
-    ):
+    with pytest.raises(DataError, match=r"target\.uint16\.bin has \d+ bytes instead of \d+; valid.source is missing"):
         DataDirectory.open(out)
+    shutil.rmtree(out)
+    assert _prepare(texts) == meta
 
-    meta = json.loads((out / "meta.json").read_text())
-    (out / "meta.json").write_text(json.dumps({**meta, "format": 99}))
-    with pytest.raises(
-        DataError, match=r"meta.json does not match its hash in meta.json.sha256; restore .* run `prepare`"
-    ):
-        DataDirectory.open(out)
-    write_record(out / "meta.json", json.dumps({**meta, "format": 99}).encode())
-    with pytest.raises(DataError, match=r"not what this version's `prepare` writes: format .* 1"):
-        DataDirectory.open(out)
-    write_record(out / "meta.json", b"{ half")
-    with pytest.raises(DataError, match=r"the file .* JSON"):
-        DataDirectory.open(out)
+    record = json.loads((out / "meta.json").read_text())
+    (out / "meta.json").write_text(json.dumps({**record, "format": 99}))
+    for again in (lambda: DataDirectory.open(out), lambda: _prepare(texts, overwrite=True)):
+        with pytest.raises(DataError, match="does not match its hash"):
+            again()
+    write_record(out / "meta.json", json.dumps({"format": 99, "files": record["files"]}).encode())
+    with pytest.raises(DataError, match=r"format .*99.*run `prepare` again"):
+        _prepare(texts)
+    assert _prepare(texts, overwrite=True) == meta, "its files are those of its record"
 
 
-def test_a_pipe_in_place_of_a_file_is_refused(texts: dict[str, Any]) -> None:
-    """At once: nobody will ever write to it."""
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(texts: dict[str, Any]) -> None:
     _prepare(texts)
     for path in sorted(texts["out"].iterdir()):
         path.rename(aside := texts["out"].parent / "aside")
@@ -616,31 +470,16 @@ def test_a_pipe_in_place_of_a_file_is_refused(texts: dict[str, Any]) -> None:
         with pytest.raises(DataError, match=re.escape(path.name)):
             _prepare(texts, overwrite=True)
         path.unlink()
-        if path.name.startswith("vocabulary."):
-            os.mkfifo(path)
-            for name in ("meta.json", "meta.json.sha256"):
-                (texts["out"] / name).rename(texts["out"].parent / name)
-            with pytest.raises(DataError, match=re.escape(path.name)):
-                open_tokenizer(texts["out"])
-            path.unlink()
-            for name in ("meta.json", "meta.json.sha256"):
-                (texts["out"].parent / name).rename(texts["out"] / name)
         aside.rename(path)
     DataDirectory.open(texts["out"]).verify_hashes()
 
 
 def test_command_reports_and_refuses(texts: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(_arguments(texts, "--workers", "1")) == 0
-    text = capsys.readouterr().out
-    assert "training pairs kept" in text
-    assert "120 tokens (SentencePiece, normalization nfkc)" in text
-    assert "\ntest " not in text
+    assert "120 tokens (SentencePiece, normalization nfkc)" in capsys.readouterr().out
     assert cli.main(_arguments(texts, "--max-length", "0", "--max-ratio", "0.5")) == EXIT_USER_ERROR
     message = capsys.readouterr().err
-    assert "2 settings are wrong" in message
-    assert "--max-length is 0" in message
-    assert cli.main(_arguments(texts, "--test-source", str(texts["valid_source"][0]))) == EXIT_USER_ERROR
-    assert "test has 1 source file, but 0 target files" in capsys.readouterr().err
+    assert "2 settings are wrong" in message and "--max-length is 0" in message
 
 
 def test_the_form_of_the_text_is_recorded(texts: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -656,11 +495,7 @@ def test_the_form_of_the_text_is_recorded(texts: dict[str, Any], capsys: pytest.
     assert after.text_form.form == "moses"
     for words, message in (
         (["--text", "moses"], "give --target-lang"),
-        (["--target-lang", "German"], "--target-lang: 'German' is no language code"),
-        (
-            ["--text", "moses", "--target-lang=de", "--tokenizer=hf:x"],
-            "leave out --vocab-size, --text",
-        ),
+        (["--text", "moses", "--target-lang=de", "--tokenizer=hf:x"], "leave out --vocab-size, --text"),
     ):
         assert cli.main(_arguments(texts, *words)) == EXIT_USER_ERROR
         assert message in capsys.readouterr().err
@@ -670,30 +505,6 @@ def test_the_form_of_the_text_is_recorded(texts: dict[str, Any], capsys: pytest.
     assert "valid.target: 2 of 4 lines end in ' .' and look tokenised" in capsys.readouterr().err
     _prepare(texts, overwrite=True, **moses)
     assert "look tokenised" not in capsys.readouterr().err
-    _prepare(texts, overwrite=True, text="moses", target_lang="xx")
-    assert "--target-lang xx: sacremoses has no rules for this language" in capsys.readouterr().err
-
-
-def test_real_text(shared_data: Path, tmp_path: Path) -> None:
-    news = shared_data / "newstest_ende"
-    meta = prepare(
-        PrepareOptions(
-            train_source=(news / "newstest2012.en", news / "newstest2013.en"),
-            train_target=(news / "newstest2012.de", news / "newstest2013.de"),
-            valid_source=(news / "newstest2014.en",),
-            valid_target=(news / "newstest2014.de",),
-            out=tmp_path / "news",
-            vocab_size=4000,
-        )
-    )
-    directory = DataDirectory.open(tmp_path / "news")
-    assert meta.pairs_read == 6003
-    assert meta.splits["train"].pairs >= 0.995 * 6003, "news text is clean"
-    assert meta.splits["valid"].pairs == 3003
-    assert directory.text("valid", "target").read_bytes() == (news / "newstest2014.de").read_bytes()
-    train = meta.splits["train"]
-    assert train.source.unknown == train.target.unknown == 0
-    assert 20 < train.target.tokens / train.pairs < 60
 
 
 def test_real_segmented_text(shared_data: Path, tmp_path: Path) -> None:
