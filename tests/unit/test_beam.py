@@ -23,7 +23,7 @@ from deepspeed_nmt.search.left_to_right import largest
 from tests.models import BOS, EOS, PAD, padded, random_sources
 from tests.support import batch_of
 
-SEEDS = [1, 2, 3]
+SEEDS = [1, 2]
 
 
 def transformer(seed: int, vocab_size: int = 24, sharpness: float = 3.0) -> TranslationModel:
@@ -228,12 +228,6 @@ def test_the_vocabulary_is_searched_whole(vocab_size: int) -> None:
     expected = x_BN.topk(10, dim=1)
     assert torch.equal(values, expected.values)
     assert torch.equal(x_BN.gather(1, indices), values)
-
-
-def test_the_best_entries_of_fewer_than_wanted_are_followed_by_none() -> None:
-    values, indices = largest(torch.tensor([[1.0, 3.0, 2.0]]), 3, 5)
-    assert values.tolist() == [[3.0, 2.0, 1.0, -torch.inf, -torch.inf]]
-    assert indices.tolist() == [[1, 2, 0, 0, 0]]
 
 
 def test_positions_of_dropped_hypotheses_leave_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
-from deepspeed_nmt.run.attention_images import AttentionImages, heat_maps
+from deepspeed_nmt.run.attention_images import AttentionImages
 from deepspeed_nmt.train.log import LAYOUT, Metrics
 from deepspeed_nmt.train.progress import Progress
 from tests.support import batch_of
@@ -36,16 +35,6 @@ class Numbers:
 
     def pieces(self, tokens: list[int], side: str = "target") -> list[str]:
         return [f"{side[0]}{token}" for token in tokens]
-
-
-def charts_of(*tags: str) -> list[str]:
-    """The titles of the charts that show any of some tags."""
-    return [
-        title
-        for charts in LAYOUT.values()
-        for title, (_, patterns) in charts.items()
-        if any(re.match(pattern, tag) for pattern in patterns for tag in tags)
-    ]
 
 
 def test_a_resumed_run_and_a_second_one_have_each_chart_once(tmp_path: Path) -> None:
@@ -64,34 +53,6 @@ def test_a_resumed_run_and_a_second_one_have_each_chart_once(tmp_path: Path) -> 
     }
     values = EventAccumulator(str(tmp_path / "a" / "tensorboard")).Reload()
     assert [event.step for event in values.Scalars("valid/loss")] == [1, 2, 3, 4]
-
-
-def test_tags_are_in_the_charts_that_are_meant() -> None:
-    assert charts_of("train/loss") == charts_of("valid/news/nll") == ["training and validation, nats per token"]
-    assert charts_of("valid/bleu", "valid/mean/lossy", "valid/news/chrf") == ["metrics of all validation sets"]
-    further = ["further sums of the objective"]
-    assert charts_of("train/divergence") == charts_of("train/of_a_new_regularizer") == further
-    every_run = ("ppl", "grad_norm", "lr", "loss_scale", "skipped", "spikes", "rollbacks", "target_tokens")
-    assert not set(further) & set(charts_of(*(f"train/{name}" for name in every_run)))
-    assert charts_of("train/loss_of_lengths") == further, "a name that begins as another one"
-    assert charts_of("train/news/nll") == ["loss by corpus, nats per token"]
-    assert charts_of("norm/gradient/top_decoder/layer_01") == ["norm of the gradient, decoder"]
-    assert charts_of("norm/update/source_embedding") == ["change of the weights, elsewhere"]
-    assert charts_of("collapse/seconds", "perf/hours") == []
-
-
-def test_cells_are_below_and_beside_their_words() -> None:
-    weights = np.zeros((3, 2), dtype=np.float32)
-    weights[2, 0] = 1.0
-    image = heat_maps([weights, 1 - weights], ["one", "two"], ["a", "bb", "ccc"], ["x", "yyyy"])
-    cells = [image[-3 * 16 - 2 :, start : start + 32] for start in (image.shape[1] - 2 * 56, image.shape[1] - 56)]
-    inside = [cell[8:48:16, 8:32:16].tolist() for cell in cells]
-    assert inside[0] == [[WHITE, WHITE], [WHITE, WHITE], [BLACK, WHITE]]
-    assert inside[1] == [[BLACK, BLACK], [BLACK, BLACK], [WHITE, BLACK]]
-    # The words of the columns stand above their cells, turned: the longer one is higher.
-    above = image[22 : -3 * 16 - 3, image.shape[1] - 2 * 56 :]
-    heights = [(above[:, start : start + 16] < 128).any(axis=1).sum() for start in (0, 16)]
-    assert 0 < heights[0] < heights[1]
 
 
 @pytest.fixture

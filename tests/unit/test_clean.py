@@ -30,13 +30,9 @@ def _clean(
     ("source", "target", "reason"),
     [
         (b"caf\xe9", b"ok", "undecodable"),
-        (b"ok", b"\xed\xa0\x80", "undecodable"),  # a lone surrogate
         (b"nul\x00", b"ok", "bad_character"),
         (b"ok", "was broken \ufffd before".encode(), "bad_character"),
-        (b"bell \x07", b"ok", "bad_character"),
         ("C1 \x93quotes\x94".encode(), b"ok", "bad_character"),
-        (b"", b"ok", "empty"),
-        (b"ok", b" \t\r", "empty"),
         (b"ok", "\u00a0\u3000\u2028".encode(), "empty"),
         (b"a b c d e f", b"ok", "too_long"),
     ],

@@ -86,22 +86,11 @@ def test_it_warns_after_grace_and_patience_and_again_if_the_collapse_persists(
     assert "(guessing: 3.91)" in caplog.messages[1] and len(caplog.messages) == 2
 
 
-def test_it_can_stop_the_run(tmp_path: Path) -> None:
-    check = monitor(tmp_path, action="stop", patience=1, grace=7).check
-    bad, fatal = check(8, {RELIANCE: 0.0, NLL: 1.0}, 0)
-    assert bad == 1 and fatal.startswith("update 8: the decoder ignores its source")
-
-
 def test_a_resumed_run_stops_at_the_next_bad_measurement(tmp_path: Path) -> None:
     check = monitor(tmp_path, action="stop", patience=3).check
     low, good = {RELIANCE: 0.0, NLL: 1.0}, {RELIANCE: 0.9, NLL: 1.0}
     assert [bool(check(500, low, bad)[1]) for bad in range(5)] == [False, False, True, True, True]
     assert check(500, good, 4) == (0, "")
-
-
-def test_it_measures_at_every_kth_update(tmp_path: Path) -> None:
-    assert [update for update in range(1, 12) if monitor(tmp_path, every=5).due(update)] == [5, 10]
-    assert not monitor(tmp_path, every=0).due(500)
 
 
 def test_the_replica_copies_no_old_weights_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import importlib
 import math
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -21,17 +20,6 @@ def compare() -> Iterator[ModuleType]:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
         yield importlib.import_module("compare_commits")
         del sys.modules["compare_commits"]
-
-
-def test_a_side_has_a_checkout_a_layout_and_settings(compare: ModuleType, tmp_path: Path) -> None:
-    text = f"{tmp_path}:zero3,ranks=4,search.lengths=[1,2],model.dropout=0"
-    side = compare.Side.parse("old", text, "python", tmp_path)
-    assert (side.checkout, side.layout, side.ranks) == (tmp_path, "zero3", 4)
-    assert side.settings == ["search.lengths=[1,2]", "model.dropout=0"]
-    assert compare.Side.parse("new", f"{tmp_path}:plain,zero2", "python", tmp_path).layout == "zero2"
-    for wrong in ("zero9:plain", f"{tmp_path}:zero9", f"{tmp_path}:model.dim=2,zero9"):
-        with pytest.raises(ValueError, match="zero9"):
-            compare.Side.parse("new", wrong, "python", tmp_path)
 
 
 def test_metrics_part_at_their_first_difference(compare: ModuleType) -> None:

@@ -15,7 +15,6 @@ import torch._dynamo
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.segments import Segments
@@ -184,9 +183,3 @@ def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(compiled.torch, "compile", lambda function: fail)
     with pytest.raises(ConfigError, match=r"fails on cpu: No working C\+\+ compiler found; install .*compile=off"):
         check_compiler(torch.device("cpu"))
-
-
-def test_compile_is_off_or_layers() -> None:
-    assert load_config(settings=["engine.compile=off"]).engine.compile == "off"
-    with pytest.raises(ConfigError, match=r"engine\.compile is true"):
-        load_config(settings=["engine.compile=yes"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 import sys
@@ -10,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_nmt.console import log_to, logger, report, setup_logging
-from deepspeed_nmt.errors import EXIT_USER_ERROR
+from deepspeed_nmt.console import log_to, logger, setup_logging
 from tests.support import ROOT
 
 CLOSED = """
@@ -71,24 +69,3 @@ def test_a_log_file_that_cannot_be_written_is_reported_once(capsys: pytest.Captu
     error = capsys.readouterr().err
     assert error.count("/dev/full could not be written (No space left on device)") == 1
     assert "one\n" in error and "two\n" in error and "Traceback" not in error
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (
-            OSError(errno.EROFS, "Read-only file system", "RO/.lock"),
-            "Read-only file system ('RO/.lock'); make it writable",
-        ),
-        (
-            PermissionError(errno.EACCES, "Permission denied", "run/.lock"),
-            "Permission denied ('run/.lock'); change its permissions",
-        ),
-    ],
-)
-def test_files_without_permission_are_a_mistake_of_the_user(
-    error: OSError, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    setup_logging()
-    assert report(error) == EXIT_USER_ERROR
-    assert f"error: {message}" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.files import atomic_write_text, sha256_of
 
 Pairs = list[tuple[list[int], list[int]]]
 
@@ -59,16 +57,6 @@ def test_empty_corpus_and_empty_sentences(tmp_path: Path) -> None:
     assert corpus.target(1).tolist() == []
 
 
-def test_sentences_are_read_only_and_their_numbers_checked(tmp_path: Path) -> None:
-    _write(tmp_path, [([4], [5])], 10)
-    corpus = Corpus(tmp_path, "train")
-    for index in (-1, 1):
-        with pytest.raises(IndexError):
-            corpus.source(index)
-    with pytest.raises(ValueError, match="read-only"):
-        corpus.source(0)[0] = 9
-
-
 def test_damage_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"train\.source\.offsets\.bin is missing"):
         Corpus(tmp_path, "train")
@@ -90,19 +78,3 @@ def test_sides_of_different_length(tmp_path: Path) -> None:
     (tmp_path / "train.target.offsets.bin").write_bytes(np.array([0, 2], dtype="<i8").tobytes())
     with pytest.raises(DataError, match="2 sources and 1 targets"):
         Corpus(tmp_path, "train")
-
-
-def test_atomic_write_replaces_the_whole_file_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file"
-    atomic_write_text(path, "old ü\n")
-    assert path.read_bytes() == "old ü\n".encode()
-    assert sha256_of(path) == hashlib.sha256("old ü\n".encode()).hexdigest()
-
-    def full_disk(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        atomic_write_text(path, "new")
-    assert path.read_text(encoding="utf-8") == "old ü\n"
-    assert list(tmp_path.iterdir()) == [path]

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.console import log_to, setup_logging
-from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.reports.pictures import check_out
+from deepspeed_nmt.console import setup_logging
 from deepspeed_nmt.reports.run_log import RunLog
 from deepspeed_nmt.train.log import METRICS_FILE, Metrics
 from deepspeed_nmt.train.progress import Progress
@@ -99,36 +97,3 @@ def test_the_log_is_valid_json_and_numbers_that_are_not_finite_are_read_as_nan(t
     assert log.damaged == 0 and log.tokens == 90
     for series in map(log.series, ("train/loss", "train/grad_norm")):
         assert series.updates == [1, 2] and not any(map(math.isfinite, series.values))
-
-
-def test_a_full_disk_at_the_end_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    setup_logging()
-    with Path("/dev/full").open("a") as full, Metrics(tmp_path, True, 0, 9) as metrics:
-        metrics._file = full
-        metrics.log(Progress(update=1), {"valid/bleu": 1.0})
-    assert capsys.readouterr().err.count("metrics could not be written") == 1
-
-
-def test_lines_that_a_bar_shows_are_logged_to_the_file_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    setup_logging()
-    log_to(tmp_path / "log")
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with Metrics(tmp_path, True, 0, 9) as metrics:
-        metrics.log(Progress(update=1), {"train/loss": 5.0})
-        metrics.log(Progress(update=2), {"valid/loss": 4.0})
-    console, log = capsys.readouterr().err, (tmp_path / "log").read_text()
-    assert "update 1/9: loss 5.000" in log and "update 2/9: valid loss 4.000" in log
-    assert "update 1/9" not in console and "update 2/9" in console
-
-
-def test_a_picture_goes_where_matplotlib_writes_it(tmp_path: Path) -> None:
-    for name in ("out.png", "out.SVG", "a.b.pdf"):
-        check_out(tmp_path / name, [])
-    for name in ("out", ".png", "out.doc"):
-        with pytest.raises(ConfigError, match=f"{name} does not end in"):
-            check_out(tmp_path / name, [])
-    for name in ("no/out.png", ""):
-        with pytest.raises(ConfigError, match="directory"):
-            check_out(tmp_path / name, [])

@@ -96,7 +96,7 @@ def winner(
     return best[0] if best[0][1] > best[1][1] else best[1]
 
 
-@pytest.mark.parametrize(("alpha", "exponent"), [(0.5, 0.4), (0.9, 0.0), (0.1, 1.0), (0.7, -1.0)])
+@pytest.mark.parametrize(("alpha", "exponent"), [(0.5, 0.4), (0.1, 1.0)])
 @pytest.mark.parametrize("attend", ["h1", "h1_plus_input"])
 def test_deep_shallow_decoding_is_the_procedure_of_the_paper(attend: str, alpha: float, exponent: float) -> None:
     """Beams from both exits, scores by both exits, and the choice, all by the equations."""

@@ -11,7 +11,6 @@ from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.engine.plain import PlainEngine
-from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.cross_attention_drop import CrossAttentionDropConfig, build_cross_attention_drop
 from deepspeed_nmt.methods.depth_growing import DepthGrowing, DepthGrowingConfig, build_depth_growing
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
@@ -38,9 +37,9 @@ def sentences(data: Batch) -> Iterator[tuple[list[int], list[int], list[int]]]:
         yield source, target_input, target_output
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
-@pytest.mark.parametrize("residual_norm", [True, False])
-@pytest.mark.parametrize("attend", ["h1", "h1_plus_input"])
+@pytest.mark.parametrize(
+    ("norm", "residual_norm", "attend"), [("pre", True, "h1"), ("post", False, "h1_plus_input"), ("post", True, "h1")]
+)
 def test_loss_and_gradients_are_those_of_the_equations(norm: str, residual_norm: bool, attend: str) -> None:
     """Equations 1 to 3 of Wu et al. 2019, for both exits, with the gradients of all that is trained."""
     model, data = growing(norm=norm, residual_norm=residual_norm, attend=attend).double().train(), two_pairs()
@@ -65,13 +64,6 @@ def test_loss_and_gradients_are_those_of_the_equations(norm: str, residual_norm:
     assert all(parameter.grad is None for name, parameter in model.named_parameters() if name not in trained)
 
 
-def test_exits() -> None:
-    model = growing()
-    assert model.at_exit("deep") is model and model.at_exit("shallow") is model.bottom
-    with pytest.raises(ConfigError, match="the exit is '2-2'; use shallow or deep"):
-        model.at_exit("2-2")
-
-
 def test_the_bottom_is_frozen_to_the_bit_and_has_no_optimizer_state() -> None:
     model = growing(dropout=0.1)
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
@@ -88,16 +80,6 @@ def test_the_bottom_is_frozen_to_the_bit_and_has_no_optimizer_state() -> None:
     assert all(not torch.equal(now[name], weight) for name, weight in moving.items())
     assert all(now[name].grad is None for name in frozen)
     assert {state.name for state in engine.state() if state.states} == set(moving)
-
-
-def test_the_bottom_saves_nothing_either_if_no_gradient_is_wanted() -> None:
-    """The bottom's decoder follows r(x) in training only."""
-    model, data = growing(attend="h1_plus_input").train(), two_pairs()
-    memory = model.encode(data.source_BS)
-    assert memory.below_BSD is not None and memory.below_BSD.requires_grad
-    assert not growing().train().encode(data.source_BS).below_BSD.requires_grad
-    with torch.no_grad():
-        assert not model.decode(data.target_input_BT, memory)[0].requires_grad
 
 
 @pytest.mark.parametrize("frozen_dropout", [True, False])

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from deepspeed_nmt.cli import main
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.evaluate.metrics import METRICS, Scorer
@@ -19,26 +18,18 @@ from deepspeed_nmt.reports.depths import (
     Members,
     Oracle,
     System,
-    by_size,
     cheapest,
     draw_depths,
     measure,
     oracle,
-    pareto_front,
     systems_of,
 )
 from deepspeed_nmt.reports.text_scores import ParallelText, common_scorer
-from deepspeed_nmt.run.directory import DataRecord, Run
+from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.text import TextForm
 from deepspeed_nmt.train.configuration import ValidationConfig
 
 DEPTHS = [Depth(1, 1, 20.0, 1.0), Depth(1, 2, 24.0, 2.0), Depth(2, 1, 23.0, 1.5), Depth(2, 2, 24.3, 3.0)]
-
-
-def test_the_front_has_the_depths_that_none_dominates() -> None:
-    assert [depth.name for depth in pareto_front(DEPTHS)] == ["1-1", "2-1", "1-2", "2-2"]
-    slow = Depth(3, 1, 22.0, 9.0)
-    assert slow not in pareto_front([*DEPTHS, slow])
 
 
 def test_the_cheapest_loses_at_most_the_given_bleu() -> None:
@@ -69,16 +60,6 @@ def test_the_oracle_chooses_the_best_depth_and_of_equal_ones_the_fastest() -> No
     counts, chosen = oracle(DEPTHS, translations, bleus)
     assert counts == {"1-1": 1, "1-2": 1, "2-1": 1, "2-2": 0}
     assert chosen == [good] * 3
-
-
-def test_cumulative_shares_include_those_of_all_smaller_depths() -> None:
-    depths = [Depth(n, m, 0.0, 0.0) for n in (1, 2, 3) for m in (1, 2, 3)]
-    names = [depth.name for depth in sorted(depths, key=by_size)]
-    assert names == ["1-1", "1-2", "2-1", "2-2", "1-3", "3-1", "2-3", "3-2", "3-3"]
-    shares = Oracle(dict.fromkeys(names, 2), 30.0).cumulative
-    assert shares["1-1"] == pytest.approx(1 / 9)
-    assert shares["2-2"] == pytest.approx(4 / 9), "those of at most two stages on both sides"
-    assert shares["3-3"] == 1.0
 
 
 def test_the_report_of_a_system_has_times_with_loading_and_shares(tmp_path: Path) -> None:
@@ -147,12 +128,6 @@ def test_all_pairs_of_a_system_are_warmed_up_and_measured_in_turn(monkeypatch: p
     ]
 
 
-def test_a_run_alone_has_all_its_depths(caplog: pytest.LogCaptureFixture) -> None:
-    (system,) = systems_of([run("v", 2, 1)])
-    assert system.name == "v" and system.pairs[0][1] == [(1, 1), (2, 1)]
-    assert "was trained at only 1 of its 2 depths (2-1)" in caplog.text
-
-
 def test_systems_that_cannot_be_compared_are_refused() -> None:
     with pytest.raises(ConfigError, match="a and b both have the depth 2-1"):
         systems_of([run("a", 2, 1), run("b", 2, 1)])
@@ -195,22 +170,3 @@ def test_a_data_directory_of_unlike_text_is_refused(caplog: pytest.LogCaptureFix
     assert not caplog.text
     common_scorer([run], text_of(run.text_form, model="y"))
     assert "the vocabulary of data is not that of a" in caplog.text
-
-
-def test_report_depths_refuses_unlike_runs_before_it_translates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = {}
-    for form, settings in (("raw", MANY), ("tokenised", [])):
-        found = run(str(tmp_path / form), 2, 2, *settings)
-        found.tokenizer.reference = str
-        found.path.mkdir()
-        content = DataRecord(path="data", fingerprint="", text=TextForm(form)).content()  # type: ignore[arg-type]
-        (found.path / "data.json").write_bytes(content)
-        runs[found.path] = found
-    monkeypatch.setattr(Run, "open", runs.__getitem__)
-    (tmp_path / "text").write_text("a b\n")
-    files = ["--input", str(tmp_path / "text"), "--reference", str(tmp_path / "text")]
-    out = ["--out", str(tmp_path / "x.svg")]
-    assert main(["report", "depths", "--run", *map(str, runs), *files, *out]) == 2
-    assert "translate into text of different forms" in capsys.readouterr().err

@@ -97,11 +97,6 @@ def test_locks_must_hold_on_other_hosts(tmp_path: Path, monkeypatch: pytest.Monk
     assert finding.level == "warning" and "node1 can lock what node0 has locked" in finding.text
 
 
-def test_a_directory_that_rank_0_cannot_write_stops_nobody(tmp_path: Path) -> None:
-    made = groups([tmp_path / "none", tmp_path])
-    assert together(hosts.directory, made) == []
-
-
 def test_a_trial_names_the_first_cause() -> None:
     names = {rank: f"rank {rank} on node{rank}" for rank in range(3)}
     outcomes = {0: Outcome(problem=WAITED), 1: Outcome(problem="no route to host")}
@@ -114,21 +109,6 @@ def test_a_trial_names_the_first_cause() -> None:
     assert "rank 1 cannot" in finding.text and "(no answer)" in finding.text
 
 
-def test_a_trial_reports_what_nccl_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "infiniband", lambda: ["mlx5_0"])
-    sockets = {"transports": ["P2P/CUMEM", "NET/Socket"], "networks": ["Socket: eth0:10.0.0.1<0>", "IB: x"]}
-    outcomes = {rank: Outcome(40.0 - rank, nccl="2.29.7", **sockets) for rank in range(4)}
-    names = dict.fromkeys(range(4), "")
-    first, second = judge("nccl", outcomes, names, 2)
-    assert first.text == (
-        "4 ranks on 2 hosts add numbers by NCCL 2.29.7 over NET/Socket, P2P/CUMEM (Socket: eth0:10.0.0.1<0>): 37.00 "
-        "GB/s"
-    )
-    assert second.level == "warning" and "sockets" in second.text and "mlx5_0" in second.text
-    outcomes = {rank: Outcome(40.0, transports=["NET/IB"]) for rank in range(4)}
-    assert len(list(judge("nccl", outcomes, names, 2))) == 1
-
-
 def test_hosts_of_missing_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "run_program", lambda words, limit_s: Output(0, "a\nb\nc\n", ""))
     step = {"SLURM_STEP_NODELIST": "[a-c]", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}
@@ -136,9 +116,6 @@ def test_hosts_of_missing_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert missing_hosts(context, {0: "a.cluster", 1: "a", 2: "b", 4: "c"}, [3, 5]) == ["b", "c"]
     cyclic = {0: "a", 1: "b", 3: "a", 4: "b"}
     assert missing_hosts(context, cyclic, [2, 5]) == ["c"], "ranks are not in the order of nodes"
-    bare = JobContext(RankPlace(0, 6, 0), "a", tmp_path, environment={}, local_ranks=2)
-    assert missing_hosts(bare, {0: "a", 2: "b"}, [1, 4]) == ["a", "host 2 of the launcher, counted from 0"]
-    assert missing_hosts(JobContext(RankPlace(0, 6, 0), "a", tmp_path, environment={}), {0: "a"}, [1]) == []
 
 
 def test_torch_is_imported_before_a_second_thread_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

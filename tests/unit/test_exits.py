@@ -184,16 +184,6 @@ def test_validation_uses_the_top_even_if_its_weight_in_training_is_zero() -> Non
     torch.testing.assert_close(output.loss, vanilla.loss, rtol=1e-7, atol=1e-7)
 
 
-def test_trained_exits() -> None:
-    def trained(**settings: object) -> set[str]:
-        config = MultiSoftmaxConfig.model_validate(settings)
-        return {f"{n}-{m}" for n in (1, 2) for m in (1, 2) if config.trains_exit(n, m, (2, 2))}
-
-    assert trained() == {"1-1", "1-2", "2-1", "2-2"}
-    assert trained(exits="1x1") == {"2-2"} and trained(exits="2x1") == {"1-2", "2-2"}
-    assert trained(weights={"2-2": 0.0, "1-2": 3.0}) == {"1-1", "1-2", "2-1"}
-
-
 def test_each_decoder_layer_runs_once_for_all_exits() -> None:
     model, calls = transformer().train(), []
     for layer in (*model.encoder.layers, *model.decoder.layers):

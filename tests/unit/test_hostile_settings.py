@@ -35,24 +35,16 @@ PLAN = ["plan", "--recipe", "transformer_base"]
     [
         ("layer.name=-", "layer.name is [None], which is no known layer; known: cross_attention_drop, standard"),
         ("model={name: [1, 2]}", "model.name is [1, 2], which is no known model; known: "),
-        ("objective={1: {}}", "objective has no part '1'; known: "),
         ("objective=-", "objective is [None]; give a section with keys"),
         ("training.seed=" + "9" * 5000, "training.seed is '9999"),
-        ("training.seed=0x" + "f" * 5000, "training.seed is '0xffff"),
         ("model.dim=2147483647", "model.dim is 2147483647"),
-        ("model.dim=.inf", "model.dim is inf"),
         ("optimizer.lr=" + "9" * 400, "optimizer.lr is '999"),
         ("model.name=2001-99-99", "model.name is '2001-99-99', which is no known model; known: "),
         ("a" + ".a" * 5000 + "=1", "'a.a."),
-        ("engine.timeout_s=1e300", "engine.timeout_s is 1e+300"),
         ("validation.best_by=x", f"validation.best_by is 'x', which is none of auto, loss, {KNOWN}"),
-        ("validation.metrics=bleu", f"validation.metrics is 'bleu'; give auto or a list of {METRICS}"),
         ("validation.metrics=[blue]", f"validation.metrics has 'blue', which is none of {METRICS}"),
         ("model.dim=\udcff", "model.dim is '\\udcff'"),
-        ("model.dropout=[0.1]", "model.dropout is [0.1]"),
         ("model.name=" + LONG, "model.name is 'nnnn"),
-        ("engine.kernels=" + LONG, "engine.kernels: it is 'nnnn"),
-        ("search.beam=1001", "search.beam is 1001"),
         ("search.length_penalty=x", "search.length_penalty must be gnmt:A or power:A with A from 0 to 10, mean, or "
          "none, but is 'x'; the usual one is gnmt:0.6"),
     ],
@@ -82,9 +74,7 @@ def test_a_gpu_that_is_missing_is_not_replaced_by_the_cpu(
     ("run", "options", "problem"),
     [
         (5, {}, "`run` is 5"),
-        (["A", None], {}, "`run` is None"),
         ("A", {"checkpoint": 5}, "`checkpoint`"),
-        ("A", {"exit": 5}, "`exit` .* 5"),
         ("A", {"decoder_layers": "6"}, "`decoder_layers` .* '6'"),
         ("A", {}, "A .* `run`"),
     ],
@@ -92,11 +82,6 @@ def test_a_gpu_that_is_missing_is_not_replaced_by_the_cpu(
 def test_arguments_of_another_type_are_refused(run: Any, options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=f"^{problem}"):
         Translator.open(run, **options)
-
-
-def test_repetitions_count_as_layers() -> None:
-    with pytest.raises(ConfigError, match="encoder_layers x encoder_loops is 6 x 900, more than 1,000"):
-        load_config(settings=["model.name=recurrent", "model.encoder_loops=900"])
 
 
 @pytest.mark.timeout(60)
@@ -117,12 +102,6 @@ def test_of_many_unknown_settings_the_first_are_listed() -> None:
     assert more == "22 more settings are unknown"
 
 
-def test_of_many_problems_the_first_are_listed() -> None:
-    message = str(ConfigError(f"problem {number}" for number in range(1000)))
-    assert message.startswith("1,000 settings are wrong:\n  - problem 0\n")
-    assert message.endswith("  - problem 19\n  ... and 980 more")
-
-
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize(
     ("words", "sentence"),
@@ -130,17 +109,12 @@ def test_of_many_problems_the_first_are_listed() -> None:
         (["plan", "--sweep", "../x"], "--sweep must name a known sweep, but is '../x'; known: deep_decoder_fig1, "),
         (["plan", "--recipe", "sweeps/deep_decoder_fig1"], "--recipe must name a known recipe"),
         ([*PLAN, "--vocab-size", str(10**12)], "--vocab-size is "),
-        ([*PLAN, "--num-gpus", "8", "--mfu", "0.5"], "--num-gpus and --mfu without --gpu"),
         ([*PLAN, "--num-gpus", str(10**400)], "--num-gpus is 1000"),
         ([*PREPARE, "--seed", "-1"], "--seed is -1"),
-        ([*PREPARE, "--threads", str(10**9)], "--workers is 1000"),
         ([*PREPARE, "--tokenizer", "x"], "error: --tokenizer is 'x', not hf:BERT or hf:BERT,BERT"),
         ([*PREPARE[:-1], LONG], "File name too long ('"),
         (["sample-data", "--out", LONG], "cannot be written"),
-        (["train", "--recipe", "sample_small", "--data", LONG, "--run", "R"], "error: File name too long ('nnnn"),
         (["train", "--config", LONG, "--data", "D", "--run", "R"], "must be a YAML file, but cannot be read"),
-        (["translate", "--run", LONG, "--input", "F", "--output", "-"], "F does not exist"),
-        (["report", "collapse", LONG], "error: File name too long ('nnnn"),
         (["selftest", "--ranks", str(10**9)], "--ranks is 1000000000"),
     ],
     ids=lambda words: " ".join(words)[:40] if isinstance(words, list) else "",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -38,9 +36,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         (_STEP, (3, 4, 1)),
         (_SHELL, (0, 1, 0)),
         ({**_SHELL, "SLURM_STEP_ID": "4294967290"}, (0, 1, 0)),
-        ({"WORLD_SIZE": "4"}, (0, 1, 0)),
     ],
-    ids=["python", "torchrun", "torchrun within srun", "srun", "batch script", "interactive step", "no rank"],
+    ids=["python", "torchrun", "torchrun within srun", "srun", "batch script", "interactive step"],
 )
 def test_ranks_of_launchers(
     environment: dict[str, str], found: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
@@ -126,34 +123,6 @@ def test_the_store_of_workers_listens_on_this_host_only() -> None:
     assert store.get("key") == b"value"
 
 
-def test_the_directory_of_extensions_goes_with_its_maker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    at_exit: list[partial[object]] = []
-    monkeypatch.setattr(atexit, "register", lambda *call, **options: at_exit.append(partial(*call, **options)))
-    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
-    for _ in range(2):  # only the first one makes it
-        monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-        isolate_extension_builds()
-    Path(os.environ["TORCH_EXTENSIONS_DIR"], "lock").touch()
-    (remove,) = at_exit
-    remove()
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_process_with_a_gpu_does_without_cudnn_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It builds a plan for each new shape, and nearly every batch has a shape of its own."""
-    chosen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    backends = torch.backends.cuda
-    before = backends.cudnn_sdp_enabled()
-    try:
-        backends.enable_cudnn_sdp(True)
-        prepare_gpu(torch.device("cuda", 1))
-        assert chosen == [torch.device("cuda", 1)] and not backends.cudnn_sdp_enabled()
-    finally:
-        backends.enable_cudnn_sdp(before)
-
-
 CUDA_13 = ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "compute_120"]
 
 
@@ -161,15 +130,11 @@ CUDA_13 = ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "compute_120"]
     ("capability", "architectures", "runs"),
     [
         ((7, 0), CUDA_13, False),
-        ((8, 9), CUDA_13, True),
         ((10, 3), CUDA_13, True),
-        ((13, 0), CUDA_13, True),
         ((7, 0), ["sm_50", "sm_60", "sm_70"], True),
         ((8, 0), ["sm_86"], False),
         ((9, 0), ["sm_80", "compute_80"], True),
-        ((9, 0), ["sm_90a"], True),
         ((10, 3), ["compute_100a"], False),
-        ((7, 0), ["gfx90a"], True),
     ],
 )
 def test_architectures_that_run_on_a_gpu(capability: tuple[int, int], architectures: list[str], runs: bool) -> None:
@@ -182,8 +147,6 @@ def test_locks_and_drivers() -> None:
         lock_for((9, 0), "570.1") == "requirements/v100.txt" and lock_for((9, 0), "580.1") == "requirements/cuda.txt"
     )
     assert driver_problem("580.65", (9, 0), "2.13.0", "13.0") is None
-    assert driver_problem("1.0", (9, 0), "2.13.0", None) is None
-    assert driver_problem("460.1", (7, 0), "2.11.0", "11.8") is None
     problem = driver_problem("520.1", (7, 0), "2.13.0+cu126", "12.6")
     assert problem is not None and all(word in problem for word in ("520.1", "2.13.0+cu126", "12.6", "525"))
 

@@ -15,7 +15,6 @@ from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.data.loader import Prefetcher, TrainLoader, collate
 from deepspeed_nmt.data.update_order import Cursor
-from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parallel.world import World
 from tests.support import parity_loader, random_corpus, write_mixture
 
@@ -59,21 +58,6 @@ def test_updates_continue_from_any_position(corpus: Corpus) -> None:
         assert resumed.number == straight[start].number and resumed.after == straight[start].after
         for ours, theirs in zip(resumed.micro_batches, straight[start].micro_batches, strict=True):
             assert ours.source_BS.equal(theirs.source_BS) and ours.update == theirs.update
-
-
-def test_ranks_share_an_update(corpus: Corpus) -> None:
-    alone = next(loader(corpus).updates(Cursor(), 1))
-    shares = [next(loader(corpus, rank, 3).updates(Cursor(), 1)) for rank in range(3)]
-    assert len({len(share.micro_batches) for share in shares}) == 1
-    assert {share.target_tokens for share in shares} == {alone.target_tokens}
-    ids = sorted(int(i) for share in shares for b in share.micro_batches for i in b.sentence_ids_B if i >= 0)
-    assert ids == sorted(int(i) for b in alone.micro_batches for i in b.sentence_ids_B)
-    assert sum(b.target_tokens for share in shares for b in share.micro_batches) == alone.target_tokens
-
-
-def test_a_long_sentence_is_refused_before_training(corpus: Corpus) -> None:
-    with pytest.raises(ConfigError, match="micro_tokens"):
-        loader(corpus, micro=5)
 
 
 def test_prefetching_keeps_order_raises_errors_and_closes() -> None:

@@ -12,7 +12,6 @@ from deepspeed_nmt.data.loader import Update
 from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine.contract import UpdateResult
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.train import log
 from deepspeed_nmt.train.configuration import TrainingConfig
 from deepspeed_nmt.train.log import LogWindow, Workload
 from deepspeed_nmt.train.progress import Progress
@@ -56,24 +55,6 @@ def test_skipped_updates_count_as_work_but_not_as_trained_tokens() -> None:
     assert skipped["train/loss"] == whole["train/loss"] == 3.0
 
 
-def test_memory_is_the_largest_peak_of_any_rank_in_the_same_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    summands: list[dict[str, float]] = []
-
-    def summed(values: dict[str, float], world: World) -> dict[str, float]:
-        """Sum with two other ranks, the last of which shares the micro-batches of the second."""
-        summands.append(values)
-        return {**{name: 2.0 * value for name, value in values.items()}, "peak/0": 3.0, "peak/1": 5.0, "peak/2": 4.0}
-
-    monkeypatch.setattr(log, "sum_over_ranks", summed)
-    monkeypatch.setattr(log, "peak_memory_gib", lambda device: 3.0)
-    values = window(None, world=World(0, 3, 0, torch.device("cpu")))
-    assert values["perf/memory"] == 5.0 and len(summands) == 1
-    assert {name: summands[0][name] for name in ("peak/0", "peak/1", "peak/2")} == {
-        "peak/0": 3.0, "peak/1": 0.0, "peak/2": 0.0,
-    }  # fmt: skip
-    assert values["train/loss"] == 6.0 and not any("peak" in tag for tag in values)
-
-
 def validated(
     *measured: tuple[float, float], progress: Progress | None = None, by: str = "valid/bleu", least: float = 1.0
 ) -> tuple[list[int], Progress]:
@@ -98,12 +79,6 @@ def test_a_better_bleu_wins_and_of_equal_ones_the_lower_loss() -> None:
     assert validated((30.0, 2.0), (31.0, 2.5), (30.9, 1.0), (31.001, 2.4), (31.004, 2.4))[0] == [1, 2, 4]
     losses = [(-2.0, 2.0), (-1.999, 1.999), (-1.999, 1.999), (-2.1, 2.1)]
     assert validated(*losses, by="valid/loss", least=math.inf)[0] == [1, 2]
-
-
-def test_lower_values_of_a_metric_are_compared_too() -> None:
-    assert validated((-60.0, 2.0), (-55.0, 2.5), (-56.0, 1.0), (-55.001, 2.4), by="valid/ter", least=-math.inf)[
-        0
-    ] == [*(1, 2, 4)]
 
 
 def test_scores_by_another_measure_are_not_compared() -> None:

@@ -43,9 +43,7 @@ def test_nfc_is_that_of_unicode(tokenizers: dict[str, SentencePieceTokenizer]) -
     assert normalized(tokenizers["nfc"], others) == others
 
 
-@pytest.mark.parametrize(
-    "text", ["a\u0302\u0323", "a\u0323\u0302", "\xe2\u0323", "e\u0301\u0323", "\xe9\u0323", "\u212b"]
-)
+@pytest.mark.parametrize("text", ["a\u0302\u0323", "\xe2\u0323", "\u212b"])
 def test_marks_in_any_order(tokenizers: dict[str, SentencePieceTokenizer], text: str) -> None:
     assert normalized(tokenizers["nfc"], [text]) == [unicodedata.normalize("NFC", text)]
 

@@ -6,15 +6,14 @@ import pytest
 import torch
 
 from deepspeed_nmt.kernels import cross_entropy, torch_ops
-from deepspeed_nmt.kernels.choice import Kernels
-from deepspeed_nmt.kernels.cross_entropy import chunk_rows, projected_cross_entropy
+from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
 from deepspeed_nmt.parallel import tensor
 from deepspeed_nmt.parallel.world import World
 from tests.equations import projected_cross_entropy_ref
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("rows", [1, 7, 300])
+@pytest.mark.parametrize("rows", [1, 300])
 def test_projected_cross_entropy_equals_reference(
     monkeypatch: pytest.MonkeyPatch, rows: int, smoothing: float
 ) -> None:
@@ -32,17 +31,6 @@ def test_projected_cross_entropy_equals_reference(
     torch.testing.assert_close(nll, expected_nll, rtol=1e-12, atol=1e-12)
     for ours, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize(("vocabulary", "rows"), [(500, 4096), (33_000, 4096), (250_000, 1073)])
-def test_a_gpu_takes_thousands_of_rows_at_once_within_a_bound_of_memory(vocabulary: int, rows: int) -> None:
-    x = torch.empty(0, dtype=torch.bfloat16, device="meta")
-    assert chunk_rows(vocabulary, x, Kernels().planned_for((9, 0))) == rows
-
-
-def test_the_chunks_of_a_cpu_fit_its_cache() -> None:
-    x = torch.empty(0)
-    assert [chunk_rows(vocabulary, x, Kernels()) for vocabulary in (500, 33_000, 10**8)] == [8388, 127, 1]
 
 
 def test_ranks_with_slices_of_different_size_take_the_same_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +59,7 @@ def test_ranks_with_slices_of_different_size_take_the_same_chunks(monkeypatch: p
     assert held == [10, 11] and exchanges[0] == exchanges[1]
 
 
-@pytest.mark.parametrize("rows", [1, 7, 300])
+@pytest.mark.parametrize("rows", [1, 300])
 def test_loss_of_two_predictions(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """The loss is the NLL averaged over both + w/2 [KL(P1||P2) + KL(P2||P1)]."""
     monkeypatch.setitem(cross_entropy._CHUNK_BYTES, "cpu", 64 * 101 * 8)
@@ -146,16 +134,6 @@ def test_touch_gives_a_gradient_of_zero() -> None:
     assert weight.grad is not None and not weight.grad.any()
 
 
-def test_projected_cross_entropy_gradcheck() -> None:
-    torch.manual_seed(1)
-    states = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
-    targets = torch.tensor([1, 0, 6, 3, 2])
-    assert torch.autograd.gradcheck(
-        lambda s, w: projected_cross_entropy([s], w, targets, 0.1, 0)[0], (states, weight)
-    )
-
-
 def test_projected_cross_entropy_of_only_padding_is_zero_with_zero_gradients() -> None:
     states = torch.randn(3, 4, requires_grad=True)
     weight = torch.randn(7, 4, requires_grad=True)
@@ -166,15 +144,7 @@ def test_projected_cross_entropy_of_only_padding_is_zero_with_zero_gradients() -
     assert weight.grad is not None and not weight.grad.any()
 
 
-def test_without_gradients_nothing_is_saved_and_the_value_is_the_same() -> None:
-    states, weight, targets = torch.randn(9, 4), torch.randn(7, 4, requires_grad=True), torch.arange(9) % 7
-    loss, _, _ = projected_cross_entropy([states], weight, targets, 0.1, 0)
-    with torch.no_grad():
-        quiet, _, _ = projected_cross_entropy([states], weight, targets, 0.1, 0)
-    assert quiet.item() == loss.item() and loss.requires_grad and not quiet.requires_grad
-
-
-@pytest.mark.parametrize("p", [0.1, 0.3, 0.5])
+@pytest.mark.parametrize("p", [0.1, 0.5])
 def test_dropout_has_its_mean_and_rate(p: float) -> None:
     torch.manual_seed(3)
     x = torch.ones(1_000_001, requires_grad=True)

@@ -33,12 +33,6 @@ def test_schedules(name: str, update: int, expected: float) -> None:
     assert learning_rate(update, 1.0, config, max_updates=1100) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", ["inverse_sqrt", "cosine", "linear", "constant"])
-def test_without_warmup_training_starts_at_the_peak(name: str) -> None:
-    config = ScheduleConfig(name=name, warmup_updates=0)
-    assert learning_rate(1, 2.0, config, max_updates=10_000) == pytest.approx(2.0, rel=1e-3)
-
-
 def test_weight_decay_excludes_vectors_and_frozen_parameters() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2))
     model[2].weight.requires_grad_(False)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(onednn_ops.obstacle("fp32") is not None, reason=
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(7, 12), (2, 5, 12), (3, 11, 12)])
+@pytest.mark.parametrize("shape", [(7, 12), (2, 5, 12)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_products_by_onednn_have_the_results_and_gradients_of_blas(
     shape: tuple[int, ...], precision: str, bias: bool
@@ -77,8 +77,7 @@ def test_a_packed_weight_keeps_nan(activation: str) -> None:
 SOURCE_BS = torch.tensor([[5, 9, 11, 4, 2], [7, 6, 2, 0, 0], [8, 2, 0, 0, 0]])
 
 
-@pytest.mark.parametrize("norm", ["pre", "post", "deepnorm"])
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize(("norm", "activation"), [("pre", "relu"), ("post", "gelu"), ("deepnorm", "relu")])
 def test_translations_with_packed_weights_are_the_same(norm: str, activation: str) -> None:
     torch.manual_seed(3)
     config = TransformerConfig(

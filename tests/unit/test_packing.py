@@ -19,7 +19,7 @@ from deepspeed_nmt.data.packing import Ladder, PackedPart, largest_packed, pack_
 from deepspeed_nmt.data.update_order import Cursor, EpochOrder
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.planning.layouts import LayoutEstimate, estimates, prefers_padded
+from deepspeed_nmt.planning.layouts import LayoutEstimate, estimates
 from deepspeed_nmt.run import batches
 from deepspeed_nmt.run.batches import layout_on
 from tests.support import epoch_window, random_corpus, write_mixture
@@ -61,18 +61,6 @@ def test_rows_have_two_shapes_and_are_nearly_full(update: int, micro: int, ranks
             real, room = real + sum(used), room + part.source + part.target
     assert len(shapes) <= 2
     assert real / room > 0.97
-
-
-def test_small_updates_and_more_ranks_than_sentences() -> None:
-    source, target = news(40)
-    config = BatchConfig(update_tokens=100, micro_tokens=200, layout="packed")
-    order = epoch_window(source, target, 100)
-    source, target = order.source, order.target
-    sizes = row_sizes(order, longest_of(source, target), 16, config)
-    for number in range(len(order)):
-        packed = pack_update(order[number], source, target, 16, config, sizes)
-        found = [part.sentences for parts in packed for part in parts]
-        assert sorted(np.concatenate(found)) == sorted(order[number]) and any(len(each) == 0 for each in found)
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -150,21 +138,6 @@ def test_packed_rows_of_any_lengths_are_about_as_full_as_padded_ones(
     # Sizes of rows are multiples of 8, on two sides.
     assert positions["packed"] - 2 * 8 * counts["packed"] <= 1.05 * positions["padded"], (sizes, counts)
     assert counts["packed"] <= 1.25 * counts["padded"] + 2 * ranks
-
-
-@pytest.mark.parametrize(("spread", "noise", "micro"), [(1.2, 0.18, 1024), (1.0, 1.0, 2048)])
-def test_uneven_lengths_have_more_shapes(spread: float, noise: float, micro: int) -> None:
-    rng = np.random.default_rng(1)
-    drawn = 20.0 * np.exp(rng.normal(0.0, spread, 8000))
-    drawn = np.stack([drawn, drawn * np.exp(rng.normal(0.0, noise, 8000))])
-    source, target = np.clip(np.rint(drawn), 2, 1000).astype(np.int32)
-    config = BatchConfig(update_tokens=16384, micro_tokens=micro)
-    padded, packed = estimates(
-        epoch_window(source, target, config.update_tokens), longest_of(source, target), config, 4
-    )
-    assert packed.padding < min(0.05, padded.padding) and 2 < packed.shapes < 0.25 * padded.shapes
-    assert packed.micro_batches < padded.micro_batches
-    assert not prefers_padded(padded, packed)
 
 
 def test_the_largest_micro_batch_of_a_ladder_has_its_top_rungs() -> None:

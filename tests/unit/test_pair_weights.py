@@ -13,14 +13,12 @@ from torch import Tensor
 from deepspeed_nmt.build import build_model, build_objective
 from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.core.objective import TrainModule
-from deepspeed_nmt.data.corpus import Corpora, Corpus, CorpusPart, CorpusWriter
+from deepspeed_nmt.data.corpus import Corpora, Corpus, CorpusPart
 from deepspeed_nmt.data.loader import collate, collate_packed
 from deepspeed_nmt.data.packing import PackedPart
 from deepspeed_nmt.data.update_order import Cursor
-from deepspeed_nmt.engine.contract import Engine
-from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.parity import VOCABULARY, build, loader_of, methods, settings_of, write_corpus
+from deepspeed_nmt.parity import VOCABULARY, loader_of, methods, settings_of, write_corpus
 from tests.support import write_weights
 
 ONE = World(0, 1, 0, torch.device("cpu"))
@@ -62,13 +60,6 @@ def test_weights_of_a_batch_are_those_of_its_pairs(corpus: Corpus, tmp_path: Pat
         np.testing.assert_array_equal(found[output_BT.ne(VOCABULARY.pad)], expected)
         moved = batch.to(torch.device("meta"))
         assert moved.weights_B is not None and moved.weights_B.is_meta
-
-
-def test_weights_that_are_not_one_for_each_pair_are_refused(corpus: Corpus, tmp_path: Path) -> None:
-    assert corpus.weights is None
-    assert write_weights(tmp_path, *WEIGHTS).weights.tolist() == list(WEIGHTS)  # type: ignore[union-attr]
-    with pytest.raises(DataError, match=r"train.weights.bin holds 4 weights of 5 pairs"):
-        write_weights(tmp_path, *WEIGHTS[:4])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -128,29 +119,6 @@ def test_weights_of_one_change_no_bit(corpus: Corpus, tmp_path: Path, method: st
         found.append([output.loss.detach(), output.nll, *output.metrics.values(), *gradients])
     assert len(found[0]) == len(found[1]) > 10
     assert all(torch.equal(plain, ones) for plain, ones in zip(*found, strict=True))
-
-
-def test_a_pair_of_weight_two_is_that_pair_given_twice(tmp_path: Path) -> None:
-    """The sums of losses and gradients are equal; each update divides its own by its own number of tokens."""
-    sources, targets = [[7, 8, 9], [10, 11], [12]], [[13, 14], [15, 16, 17], [18]]
-    sums = []
-    for name, pairs, weights in (("weighted", [0, 1, 2], [1.0, 2.0, 1.0]), ("twice", [0, 1, 1, 2], [])):
-        directory = tmp_path / name
-        directory.mkdir()
-        with CorpusWriter(directory, "train", VOCABULARY.size) as writer:
-            writer.append([sources[pair] for pair in pairs], [targets[pair] for pair in pairs])
-        if weights:
-            write_weights(directory, *weights)
-        update = next(loader_of(directory, ONE).updates(Cursor(), 1))
-        assert update.target_tokens == sum(len(targets[pair]) + 1 for pair in pairs)
-        result = engine_of(directory).update(update.micro_batches, update.target_tokens, 1e-3)
-        sums.append((float(result.sums["loss"]), result.grad_norm * update.target_tokens))
-    assert sums[0] == pytest.approx(sums[1], rel=1e-6)
-
-
-def engine_of(directory: Path) -> Engine:
-    torch.manual_seed(1)
-    return build("vanilla", "plain", ONE, directory)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

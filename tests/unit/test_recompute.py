@@ -10,7 +10,6 @@ from deepspeed_nmt.build import build_model, build_objective
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.nn.layers import EncoderLayer
 from deepspeed_nmt.parity import methods, settings_of
 from tests.models import two_pairs
 
@@ -45,29 +44,6 @@ def test_loss_and_gradients_are_the_same_bits(method: str, every: tuple[int, int
             assert recomputed[name] is None
         else:
             assert recomputed[name] is not None and torch.equal(gradient, recomputed[name]), name
-
-
-def test_every_kth_layer_runs_twice() -> None:
-    def runs(every: int) -> int:
-        model, objective = built("vanilla")
-        model.recompute(every, 0)
-        counts = []
-        for module in model.modules():
-            if isinstance(module, EncoderLayer):
-                module.register_forward_pre_hook(lambda *_: counts.append(1))
-        objective(model.train(), two_pairs(1)).loss.backward()
-        return len(counts)
-
-    assert [runs(0), runs(1), runs(2), runs(3)] == [2, 4, 3, 2]
-
-
-def test_nothing_is_recomputed_without_a_backward_pass() -> None:
-    model, objective = built("vanilla")
-    model.recompute(1, 1)
-    kept: list[Tensor] = []
-    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        objective(model.eval(), two_pairs(1))
-    assert not kept
 
 
 def test_recomputation_saves_fewer_tensors() -> None:

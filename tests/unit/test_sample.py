@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_nmt import cli, sample
-from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.sample import (
     SPLITS,
     THE,
@@ -32,8 +31,7 @@ from deepspeed_nmt.sample import (
 NOUNS = {noun.english: noun for nouns in sample.NOUNS.values() for noun in nouns}
 ADJECTIVES = {"": "", **dict(pair for pairs in sample.ADJECTIVES.values() for pair in pairs)}
 VERBS = {verb.prefix + verb.infinitive: verb for verb in sample.VERBS}
-A, NO, OUR = Determiner("a", "ein", "ein"), Determiner("a", "kein", "ein"), Determiner("our", "unser", "ein")
-THIS, BARE, THREE = Determiner("this", "dies", "der"), Determiner("", ""), Determiner("three", "drei")
+A, THIS, BARE = Determiner("a", "ein", "ein"), Determiner("this", "dies", "der"), Determiner("", "")
 
 
 def phrase(determiner: Determiner, adjective: str, noun: str, plural: bool = False) -> NounPhrase:
@@ -45,27 +43,16 @@ def phrase(determiner: Determiner, adjective: str, noun: str, plural: bool = Fal
     [
         # After "der", after "ein", and alone: weak, mixed and strong endings of adjectives.
         (phrase(THE, "old", "coat"), "the old coat", "der alte Mantel, den alten Mantel, dem alten Mantel"),
-        (phrase(THE, "young", "woman"), "the young woman", "die junge Frau, die junge Frau, der jungen Frau"),
         (phrase(THE, "small", "house"), "the small house", "das kleine Haus, das kleine Haus, dem kleinen Haus"),
         (phrase(A, "old", "coat"), "an old coat", "ein alter Mantel, einen alten Mantel, einem alten Mantel"),
         (phrase(A, "young", "woman"), "a young woman", "eine junge Frau, eine junge Frau, einer jungen Frau"),
-        (phrase(A, "small", "house"), "a small house", "ein kleines Haus, ein kleines Haus, einem kleinen Haus"),
         (phrase(BARE, "cold", "wine"), "cold wine", "kalter Wein, kalten Wein, kaltem Wein"),
-        (phrase(BARE, "fresh", "milk"), "fresh milk", "frische Milch, frische Milch, frischer Milch"),
         (phrase(THIS, "tired", "child"), "this tired child", "dieses müde Kind, dieses müde Kind, diesem müden Kind"),
-        (phrase(OUR, "new", "car"), "our new car", "unser neues Auto, unser neues Auto, unserem neuen Auto"),
-        (phrase(NO, "", "ball"), "a ball", "kein Ball, keinen Ball, keinem Ball"),
         # Plurals: "-n" in the dative, but not after "-n" or "-s".
         (phrase(THE, "", "apple", True), "the apples", "die Äpfel, die Äpfel, den Äpfeln"),
         (phrase(THE, "new", "park", True), "the new parks", "die neuen Parks, die neuen Parks, den neuen Parks"),
-        (
-            phrase(THREE, "big", "dog", True),
-            "three big dogs",
-            "drei große Hunde, drei große Hunde, drei großen Hunden",
-        ),
         (phrase(BARE, "", "woman", True), "women", "Frauen, Frauen, Frauen"),
         # Weak nouns.
-        (phrase(THE, "", "boy"), "the boy", "der Junge, den Jungen, dem Jungen"),
         (phrase(A, "big", "bear"), "a big bear", "ein großer Bär, einen großen Bären, einem großen Bären"),
     ],
 )
@@ -84,7 +71,7 @@ def test_compound_is_one_word_in_german() -> None:
 ICH, DU, ER, _, _, SIE = sample.PRONOUNS
 ANNA, BOY, COAT = sample.NAMES[0], phrase(THE, "", "boy"), phrase(THE, "", "coat")
 OBJECT, DATIVE = Slot("", "", Case.ACCUSATIVE), Slot("", "", Case.DATIVE)
-FOR, TO = Slot("for", "auf", Case.ACCUSATIVE), Slot("to", "in", Case.ACCUSATIVE)
+FOR = Slot("for", "auf", Case.ACCUSATIVE)
 TODAY = Part("today", "heute", Field.TIME)
 
 
@@ -99,9 +86,6 @@ def clause(subject: NounPhrase, verb: str, tense: Tense, *parts: Part) -> Clause
          ("Anna sees the coat today", "does Anna see the coat today"),
          ("Anna sieht heute den Mantel", "sieht Anna heute den Mantel", "Anna heute den Mantel sieht")),
         # The perfect with haben and with sein, and modal verbs.
-        (clause(ICH, "sehen", Tense.PAST, COAT.complement(OBJECT)),
-         ("I saw the coat", "did I see the coat"),
-         ("ich habe den Mantel gesehen", "habe ich den Mantel gesehen", "ich den Mantel gesehen habe")),
         (clause(DU, "ankommen", Tense.PAST),
          ("you arrived", "did you arrive"),
          ("du bist angekommen", "bist du angekommen", "du angekommen bist")),
@@ -116,9 +100,6 @@ def clause(subject: NounPhrase, verb: str, tense: Tense, *parts: Part) -> Clause
         (clause(ANNA, "warten", Tense.PRESENT, ER.complement(FOR), sample.NICHT),
          ("Anna does not wait for him", "does Anna not wait for him"),
          ("Anna wartet nicht auf ihn", "wartet Anna nicht auf ihn", "Anna nicht auf ihn wartet")),
-        (clause(ANNA, "gehen", Tense.WILL, phrase(THE, "", "house").complement(TO)),
-         ("Anna will go to the house", "will Anna go to the house"),
-         ("Anna wird ins Haus gehen", "wird Anna ins Haus gehen", "Anna ins Haus gehen wird")),
         (clause(ANNA, "arbeiten", Tense.MUST, phrase(THE, "", "house").complement(sample.IN)),
          ("Anna must work in the house", "must Anna work in the house"),
          ("Anna muss im Haus arbeiten", "muss Anna im Haus arbeiten", "Anna im Haus arbeiten muss")),
@@ -190,18 +171,6 @@ def test_no_sentence_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     script = iter([("A.", "X."), ("B.", "X."), ("A.", "Y."), ("A.", "X."), ("B.", "Y.")])
     monkeypatch.setattr(Author, "sentence", lambda self: next(script))
     assert list(islice(sentence_pairs(1), 2)) == [("A.", "X."), ("B.", "Y.")]
-
-
-def test_write_sample_refuses_impossible_counts_and_directories(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"-1 pairs of valid"):
-        write_sample(tmp_path / "out", 1, -1, 1, seed=1)
-    with pytest.raises(DataError, match=r"1,000,001 pairs are more than 1,000,000"):
-        write_sample(tmp_path / "out", sample.MAX_PAIRS - 9, 5, 5, seed=1)
-    assert not (tmp_path / "out").exists()
-    (tmp_path / "file").touch()
-    for directory in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(DataError, match="cannot be written"):
-            write_sample(directory, 1, 1, 1, seed=1)
 
 
 def test_text_of_the_user_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -194,7 +194,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return found
 
 
-@pytest.mark.parametrize(("present", "needed"), [(0, 2), (4, 2), (5, 2), (6, 1), (9, 1)])
+@pytest.mark.parametrize(("present", "needed"), [(0, 2), (5, 2), (9, 1)])
 def test_a_run_that_has_no_room_for_its_checkpoints_is_refused(
     tmp_path: Path, free: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, present: int, needed: int
 ) -> None:
@@ -229,12 +229,6 @@ def test_a_quota_is_found_by_reserving(
     with pytest.raises(ConfigError, match=words) if refused else nullcontext():
         check_can_save(tmp_path, GIB, TrainingConfig(keep_last=1, keep_best=False), 0)
     assert asked == [(0, 0, 2 * GIB)]
-
-
-def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"cannot be written to .*; correct that, or give"):
-        check_can_save(tmp_path / "file" / "checkpoints", 1, TrainingConfig(), 0)
 
 
 def test_a_disk_that_fills_up_is_announced(

@@ -14,14 +14,12 @@ from typing import Any, cast
 import pytest
 import sentencepiece
 
-from deepspeed_nmt import randomness
 from deepspeed_nmt.data.preparation import PairEncoder
 from deepspeed_nmt.data.sentencepiece import BpeSampler, SentencePieceTokenizer, UnigramSampler, sampler_of
-from deepspeed_nmt.data.tokenizer import ALPHA, SampledSegmentations, split_name
+from deepspeed_nmt.data.tokenizer import ALPHA, SampledSegmentations
 from deepspeed_nmt.data.vocabulary_training import VocabularyType, train_subwords, train_words
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.sample import sentence_pairs
-from deepspeed_nmt.text import Tags
 from tests.support import ROOT
 
 PAIRS = list(itertools.islice(sentence_pairs(3), 300))
@@ -78,13 +76,6 @@ print(open_tokenizer(Path({str(tmp_path)!r})).sample_batch({LINES!r}, "source", 
     # SentencePiece's own sampling would differ here: each process salts its generator.
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert other.stdout.strip() == str(whole)
-
-
-def test_seeds_are_those_of_the_pairs() -> None:
-    sampling = SampledSegmentations(2, 0.1, 5)
-    purpose = randomness.Purpose.SEGMENTATION
-    assert sampling.seeds(1, "target", 40, 3) == [randomness.key(5, purpose, 1, 1, pair) for pair in (40, 41, 42)]
-    assert [split_name(number) for number in range(3)] == ["train", "train.1", "train.2"]
 
 
 def test_dropout_has_its_probabilities(tokenizers: dict[str, SentencePieceTokenizer]) -> None:
@@ -161,20 +152,6 @@ def test_symbols_and_unknown_characters_stay_whole(kind: str, tokenizers: dict[s
         (tokens,) = tokenizer.sample_batch([text], "source", SampledSegmentations(50, 0.5, 1), number, 0)
         assert [token for token in tokens if token < 6] == [token for token in plain if token < 6]
         assert tokens[0] == 4 and tokenizer.decode(tokens) == tokenizer.decode(plain)
-
-
-def test_pairs_are_encoded_with_tags_in_every_segmentation(tokenizers: dict[str, SentencePieceTokenizer]) -> None:
-    tokenizer, sampling = tokenizers["bpe"], SampledSegmentations(3, 0.2, 1)
-    encoder = PairEncoder(tokenizer, Tags("<bt>", "<num>"), sampling)
-    encoder.check()
-    pairs = [*PAIRS[:4], ("", PAIRS[0][1])]
-    encoded = encoder.encode(pairs, first=9)
-    assert len(encoded) == 3
-    for number, each in enumerate(encoded):
-        bare = tokenizer.sample_batch([source for source, _ in pairs], "source", sampling, number, 9)
-        assert each["source"] == [[4, *tokens] if tokens else [] for tokens in bare] and each["source"][-1] == []
-        assert all(tokens[0] == 5 for tokens in each["target"])
-    assert list(encoder.texts(["a", ""], "target")) == ["<num> a", ""]
 
 
 def test_what_has_one_segmentation_is_refused() -> None:

@@ -81,13 +81,6 @@ def test_a_status_is_handed_over_if_training_ended_as_it_should(
     assert stop.hand_over(75) == 75 and status.read_text() == "0\n", "nobody is there to hear of it"
 
 
-def test_handlers_are_restored() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with StopRequest() as stop:
-        assert signal.getsignal(signal.SIGTERM) != before
-    assert not stop and signal.getsignal(signal.SIGTERM) == before
-
-
 def _requested(stop: StopRequest) -> bool:
     """Ask as the loop of a single rank does."""
     alone = SimpleNamespace(stop=stop, world=World(0, 1, 0, torch.device("cpu")))

@@ -70,11 +70,6 @@ def test_special_tokens_in_the_text_are_never_special() -> None:
         assert not {0, 1, 2} & set(tokenizer.encode("a </s> <s> b <pad> <unk>"))
 
 
-def test_word_vocabulary_keeps_the_most_frequent() -> None:
-    tokenizer = train_words(["b a b c", "b a"], vocab_size=6)
-    assert tokenizer.encode("b a c") == [4, 5, 3]
-
-
 def test_a_saved_tokenizer_is_restored(tmp_path: Path) -> None:
     for tokenizer, text in ((train_subwords(RAW, 80), RAW[0]), (train_words(SEGMENTED), SEGMENTED[0])):
         tokenizer.save(tmp_path)
@@ -91,20 +86,6 @@ def test_vocabulary_too_large_names_the_largest() -> None:
     assert train_subwords(RAW, vocab_size=largest).size == largest
     with pytest.raises(DataError, match=r"is 50, but the text supports 7"):
         train_words(["a b c"], vocab_size=50)
-
-
-def test_vocabulary_too_small_for_the_characters() -> None:
-    with pytest.raises(DataError, match=r"--vocab-size is 10, but the characters .* are \d+"):
-        train_subwords(RAW, vocab_size=10)
-    with pytest.raises(DataError, match="no more than the 4 special tokens"):
-        train_subwords(RAW, vocab_size=4)
-
-
-def test_sentencepiece_output_is_not_segmented_text() -> None:
-    with pytest.raises(DataError, match=r"SentencePiece's .* raw text without --segmented"):
-        train_words(["▁the ▁hou se", "▁a ▁ri ver"])
-    stray = train_words(["the sign a▁b is rare"] + ["the house"] * 20)
-    assert stray.encode("the a▁b house")[1] == 3
 
 
 def test_directory_without_vocabulary(tmp_path: Path) -> None:

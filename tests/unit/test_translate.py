@@ -18,7 +18,7 @@ from deepspeed_nmt.search import streams as module
 from deepspeed_nmt.search.base import Translation
 from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.search.decode_options import DecodeOptions
-from deepspeed_nmt.search.lines import SourceCounts, length_buckets, warn_of_form
+from deepspeed_nmt.search.lines import length_buckets, warn_of_form
 from deepspeed_nmt.text import TextForm, text_of
 
 
@@ -87,7 +87,7 @@ def same(left: list[Translation], right: list[Translation]) -> bool:
     )
 
 
-@pytest.mark.parametrize(("max_tokens", "buffer_lines"), [(1, 1), (20, 4), (20, 100), (1000, 3), (1000, 100)])
+@pytest.mark.parametrize(("max_tokens", "buffer_lines"), [(1, 1), (20, 4), (1000, 100)])
 def test_order_is_kept_with_any_batches(
     model: TranslationModel, shapes: list[tuple[int, int]], max_tokens: int, buffer_lines: int
 ) -> None:
@@ -119,30 +119,20 @@ def test_batches_are_bounded_and_have_similar_lengths(model: TranslationModel, s
 
 
 def test_lines_are_read_on_demand(model: TranslationModel) -> None:
-    read = 0
+    read = []
 
     def endless() -> Iterator[str]:
-        nonlocal read
         while True:
-            read += 1
+            read.append("abc")
             yield "abc"
 
     translations = translate_lines(model, Letters(), endless(), CONFIG, buffer_lines=4)
-    assert read == 0
-    next(translations)
-    assert read == 4
-    for _ in range(3):
+    assert not read
+    for _ in range(4):
         next(translations)
-    assert read == 4
+        assert len(read) == 4
     next(translations)
-    assert read == 8
-
-
-def test_a_line_longer_than_a_batch_is_translated_alone(
-    model: TranslationModel, shapes: list[tuple[int, int]]
-) -> None:
-    list(translate_lines(model, Letters(), ["ab", "cd", "e" * 300, "fg"], CONFIG, max_tokens=12, buffer_lines=2))
-    assert shapes == [(2, 3), (1, 301), (1, 3)]
+    assert len(read) == 8
 
 
 class Alphabet(Letters):
@@ -191,11 +181,6 @@ def test_the_rest_of_a_huge_line_is_not_encoded(model: TranslationModel, warning
     assert warnings == [
         "line 2 has 65,536 tokens or more, more than 30 (`max_source_tokens`): its end is not translated"
     ]
-    warnings.clear()
-    white = translate_lines(model, Counting(), [" " * 3_000_000 + "fgh" * 10], CONFIG, max_source_tokens=30)
-    assert same(next(white), expected) and not warnings, "white space has no tokens"
-    with pytest.raises(DataError, match=r"line 1 .* 65,536 tokens or more, more than 30"):
-        list(translate_lines(model, Counting(), lines[1:], CONFIG, max_source_tokens=30, strict=True))
 
 
 def test_a_model_may_read_less(model: TranslationModel, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,17 +203,10 @@ NOT_UTF8 = [text_of(line) for line in (b"ab\n", b"c\xe9\n", "c\ufffd\n".encode()
 
 
 def test_lines_that_are_not_utf8_are_counted(model: TranslationModel, warnings: list[str]) -> None:
-    list(translate_lines(model, Alphabet(), NOT_UTF8[:3], CONFIG, buffer_lines=2))
-    first = "has bytes that are not UTF-8, which are read as U+FFFD; convert the text, for example by `iconv"
-    of_bytes = [each for each in warnings if "UTF-8" in each]
-    assert len(of_bytes) == 1 and of_bytes[0].startswith(f"line 2 of the source {first}"), (
-        "U+FFFD in the text is no damage"
-    )
-    warnings.clear()
     list(translate_lines(model, Alphabet(), NOT_UTF8, CONFIG, buffer_lines=2))
-    of_bytes = [each for each in warnings if "UTF-8" in each]
-    assert of_bytes[0].startswith("line 2 ")
-    assert of_bytes[1:] == ["3 of 5 lines have bytes that are not UTF-8"]
+    first, count = (each for each in warnings if "UTF-8" in each)
+    assert first.startswith("line 2 of the source has bytes that are not UTF-8")
+    assert count == "3 of 5 lines have bytes that are not UTF-8", "U+FFFD in the text is no damage"
     found = translate_lines(model, Alphabet(), NOT_UTF8, CONFIG, buffer_lines=1, strict=True)
     next(found)
     with pytest.raises(DataError, match="line 2 of the source is not UTF-8"):
@@ -242,32 +220,14 @@ def test_many_unknown_tokens_are_told_once(model: TranslationModel, warnings: li
     list(translate_lines(model, Alphabet(), ["日本語です", "ab", *rare, "日本"], CONFIG, buffer_lines=2))
     assert len(warnings) == 1
     assert "5 of the 7 tokens up to line 2 (71%) are unknown to the vocabulary" in warnings[0]
-    warnings.clear()
-    list(translate_lines(model, Alphabet(), [*rare, "日本語です"], CONFIG, buffer_lines=2))
-    assert "6 of the 49 tokens up to line 5 (12%)" in warnings[0]
-    warnings.clear()
-    list(
-        translate_lines(
-            model, Alphabet(), ["日本", "a" * 30, "b" * 30], CONFIG, max_source_tokens=9, counts=SourceCounts()
-        )
-    )
-    list(translate_lines(model, Alphabet(), [], CONFIG))
-    assert not warnings
 
 
 @pytest.mark.parametrize(
     ("text", "lines", "said"),
     [
-        (
-            TextForm("moses", "en"),
-            ["A dog sleeps.", "Yes"],
-            "1 of the first 2 lines end in a word with its stop and look like plain text, but the run was trained on "
-            "tokenised text; tokenise it as the training text was, for example by `sacremoses -l en tokenize`",
-        ),
+        (TextForm("moses", "en"), ["A dog sleeps.", "Yes"], "example by `sacremoses -l en tokenize`"),
         (TextForm("moses", "en"), ["A dog sleeps .", "Yes", "Mr. Smith", "and so on etc."], ""),
-        (TextForm("tokenised"), ["It is so?"], "trained on tokenised text; tokenise it as the training text was"),
         (TextForm("raw"), ["A dog sleeps .\n"], "1 of the first 1 lines end in ' .' and look tokenised, but the run"),
-        (TextForm("raw"), ["A dog sleeps.\n"], ""),
         (TextForm(), ["A dog sleeps.", "A dog sleeps ."], ""),
         (TextForm("raw"), [*["A dog sleeps."] * 100, *["A dog sleeps ."] * 100], ""),
     ],
@@ -300,13 +260,3 @@ def test_a_batch_of_many_hypotheses_has_fewer_sentences(
     assert list(length_buckets(lengths, 40, 1000)) == [[1], [3], [0], [2]]
     list(translate_lines(model, Letters(), ["a"] * 20, BeamConfig(beam=10), max_tokens=80))
     assert [rows for rows, _ in shapes] == [8, 8, 4]
-
-
-def test_progress_is_reported_while_a_buffer_is_translated(model: TranslationModel) -> None:
-    """A large model takes minutes for a buffer, whose lines are output together."""
-    reported: list[int] = []
-    translations = translate_lines(model, Letters(), LINES, CONFIG, max_tokens=24, advance=reported.append)  # type: ignore[arg-type]
-    next(translations)
-    assert sum(reported) == len(LINES) and len(reported) > 2 and reported[0] == 2, (
-        "empty lines first, then batch by batch"
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import threading
 from collections.abc import Iterable, Iterator
@@ -36,13 +35,6 @@ def _no_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def translate(source: Path | str, target: Path | str) -> int:
     """Run the command."""
     return main(["translate", "--run", "run", "--input", str(source), "--output", str(target)])
-
-
-def pipe(path: Path, data: bytes) -> Path:
-    """Make a named pipe that a thread writes ``data`` to, once."""
-    os.mkfifo(path)
-    threading.Thread(target=path.write_bytes, args=[data], daemon=True).start()
-    return path
 
 
 @pytest.mark.timeout(20)
@@ -89,14 +81,6 @@ def test_process_substitution_standard_output_and_an_existing_file(
     (tmp_path / "target").touch(0o640)
     assert translate(tmp_path / "source", tmp_path / "target") == 0
     assert (tmp_path / "target").read_text() == REVERSED and (tmp_path / "target").stat().st_mode & 0o777 == 0o640
-
-
-@pytest.mark.timeout(20)
-def test_compressed_text_in_a_pipe_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = tmp_path / "target"
-    assert translate(pipe(tmp_path / "source", gzip.compress(b"one\n")), target) == 2
-    assert "source is compressed with gzip; run `gunzip` first" in capsys.readouterr().err
-    assert not target.exists() and len(list(tmp_path.iterdir())) == 1
 
 
 def test_the_source_is_not_overwritten(

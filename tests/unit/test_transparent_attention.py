@@ -70,14 +70,6 @@ def test_a_mixture_of_the_last_state_alone_is_a_transformer() -> None:
     torch.testing.assert_close(mixed(batch()), plain(batch()), rtol=1e-12, atol=1e-12)
 
 
-def test_logits_are_dropped_in_training_only() -> None:
-    model = transparent(mixture_dropout=0.5)
-    first, second = (model.train().encode(batch().source_BS).states_BSD for _ in range(2))
-    assert not torch.equal(first, second)
-    first, second = (model.eval().encode(batch().source_BS).states_BSD for _ in range(2))
-    assert torch.equal(first, second)
-
-
 def test_it_has_no_exits_but_the_top() -> None:
     model = transparent()
     assert model.at_exit(TOP) is model and model.stages == (1, 1)

@@ -62,10 +62,6 @@ def test_results_come_in_order_and_pieces_are_read_as_they_are_needed() -> None:
     assert [process == os.getpid() for _, process in results] == [True, True, *[False] * 38]
 
 
-def test_little_work_starts_no_workers() -> None:
-    assert {process for _, process in ordered_map(_square, PIECES, 4, _size)} == {os.getpid()}
-
-
 @pytest.mark.usefixtures("_at_once")
 def test_an_error_is_that_of_the_first_piece_that_has_one() -> None:
     mapped = ordered_map(_refuse, PIECES, 2, _size)
