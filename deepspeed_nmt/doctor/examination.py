@@ -30,7 +30,7 @@ _SHOWN_HOSTS = 8
 
 
 class Line(NamedTuple):
-    """A finding of a check on a host, or on several: then ``host`` is ``TOGETHER``."""
+    """A finding of a check on a host, or on all of them: then ``host`` is ``TOGETHER``."""
 
     host: str
     check: str
@@ -40,13 +40,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """Findings to be printed.
-
-    Attributes:
-        lines: of one or more hosts.
-        hosts: names of the hosts that were examined.
-        ranks: number of ranks that were.
-    """
+    """Findings to be printed, the hosts that were examined, and their number of ranks."""
 
     lines: list[Line]
     hosts: list[str]
@@ -94,12 +88,8 @@ def context_of(place: RankPlace, run: Path | None, limit_s: float) -> JobContext
     """Return the facts that the checks of this process start from.
 
     Under SLURM, ranks that were started without a rendezvous get one: the first node of the step, and a port that
-    follows from the job's number, as launch/train.sbatch chooses it.
-
-    Args:
-        place: of this process.
-        run: run directory, which need not exist; None for the working directory.
-        limit_s: seconds after which a rank stops waiting for another.
+    follows from the job's number, as launch/train.sbatch chooses it. ``run`` need not exist; None is the working
+    directory.
     """
     if place.ranks > 1 and "SLURM_STEP_ID" in os.environ and "RANK" not in os.environ:
         nodes = run_program(["scontrol", "show", "hostnames", os.environ.get("SLURM_STEP_NODELIST", "")], 30.0)
@@ -182,11 +172,8 @@ def _lines(host: str, name: str, check: Callable[[], Iterable[Finding]]) -> Iter
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {_first_line(error)}"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+    first_line = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}"
 
 
 def facts_of(context: JobContext) -> dict[str, Any]:
@@ -221,11 +208,7 @@ def facts_of(context: JobContext) -> dict[str, Any]:
 def meet(context: JobContext, lines: list[Line], began: float, connection: Future[Any]) -> Result | None:
     """Take part in the checks of several hosts, and return the result if this rank is to report it.
 
-    Args:
-        context: of this rank.
-        lines: findings of this rank alone.
-        began: time at which this rank began to connect.
-        connection: to the other ranks.
+    ``lines`` are the findings of this rank alone, and ``began`` is the time at which it began to connect.
     """
     host, limit_s = context.host, context.limit_s
     try:
@@ -247,11 +230,9 @@ def meet(context: JobContext, lines: list[Line], began: float, connection: Futur
             text = f"{host} connected later than {limit_s:.0f} s; start again with a longer --timeout"
             return _alone(context, lines, text)
         exchange.put("together", _together(context, exchange, facts))
-        exchange.get("end", 0, 4 * limit_s + 60.0)
-        exchange.put("left", 0)
         return None
     except Exception as error:  # rank 0 or its host is lost
-        text = f"the connection of {host} to rank 0 was lost ({_first_line(error)}); look at what rank 0 has printed"
+        text = f"the connection of {host} to rank 0 was lost ({_reason(error)}); look at what rank 0 has printed"
         return _alone(context, lines, text)
 
 
@@ -277,8 +258,6 @@ def _lead(context: JobContext, exchange: Any, began: float) -> Result:
     # The lines about several hosts that other ranks have found.
     for theirs in exchange.gather("together", others, context.limit_s).values():
         lines += [Line(*line) for line in theirs]
-    exchange.put("end", 0)
-    exchange.gather("left", others, 10.0)  # this process hosts the store
     return Result(lines, list(dict.fromkeys(of_rank["host"] for of_rank in facts.values())), len(facts))
 
 

@@ -14,15 +14,13 @@ from typing import Literal, NamedTuple
 from deepspeed_nmt.parallel.launched import RankPlace
 
 Level = Literal["ok", "warning", "fault"]
+"""A training fails or is lost by a fault; by a warning it is slower or at risk."""
+NO_END = "no end within"
+"""Beginning of the problem of a program that was ended at its time limit."""
 
 
 class Finding(NamedTuple):
-    """A line of the examination.
-
-    Attributes:
-        level: "fault" if a training fails or is lost by it, "warning" if it is slower or at risk, else "ok".
-        text: the state, and a remedy if it is not "ok".
-    """
+    """A line of the examination: the state, and a remedy if it is not "ok"."""
 
     level: Level
     text: str
@@ -35,15 +33,9 @@ fault: Callable[[str], Finding] = partial(Finding, "fault")
 
 @dataclass(frozen=True)
 class HostGpu:
-    """A GPU as the driver reports it.
+    """A GPU as the driver reports it: ``states`` are all fields of ``nvidia-smi`` by name.
 
-    Attributes:
-        name: of its kind.
-        driver: version.
-        gib: memory.
-        used_gib: memory in use, by any process.
-        capability: compute capability; (0, 0) if the driver does not report it.
-        states: further fields of ``nvidia-smi``, by name.
+    An unknown compute capability is (0, 0).
     """
 
     name: str
@@ -85,27 +77,22 @@ class JobContext:
 
 
 class Output(NamedTuple):
-    """Result of a program.
-
-    Attributes:
-        status: exit status; -1 if the program is missing or exceeds its time limit.
-        text: its standard output.
-        problem: last line of its standard error, or why there is none; "" if it ended with 0.
-    """
+    """Exit status of a program (-1 if it is missing or was ended), its output, and its last error, "" if none."""
 
     status: int
     text: str
     problem: str
 
 
-def run_program(words: Sequence[str], limit_s: float) -> Output:
+def run_program(words: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None) -> Output:
     """Run a program with a time limit in seconds."""
     try:
         done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=limit_s
-        )
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=limit_s,
+            env=environment,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return Output(-1, "", f"no end within {limit_s:.0f} s")
+        return Output(-1, "", f"{NO_END} {limit_s:.0f} s")
     except OSError as error:
         return Output(-1, "", error.strerror or str(error))
     if done.returncode == 0:

@@ -19,9 +19,9 @@ from typing import Any, TextIO
 
 import torch
 
-from deepspeed_nmt.doctor.findings import Finding, JobContext, fault, ok, run_program, warning
+from deepspeed_nmt.doctor.findings import NO_END, Finding, JobContext, fault, ok, run_program, warning
 from deepspeed_nmt.doctor.host_checks import infiniband, scratch
-from deepspeed_nmt.doctor.trial import WAITED, Outcome, run_trial, trial_on_this_host
+from deepspeed_nmt.doctor.trial import Outcome, run_trial, trial_on_this_host
 from deepspeed_nmt.errors import TrainingError, counted
 from deepspeed_nmt.parallel.launched import RankPlace, expanded
 from deepspeed_nmt.parallel.world import connect, restart
@@ -30,17 +30,14 @@ _CLOCK_S = 1.0
 """Difference of clocks in seconds from which on logs and files are confusing."""
 _VISIBLE_S = 60.0
 """Seconds in which a file of one host must appear on another."""
+_TRIAL_SKEW_S = 30.0
+"""Seconds by which the trials of ranks may begin apart."""
 _MUST_AGREE = ("deepspeed_nmt", "torch", "deepspeed", "CUDA", "GPU")
 """Facts that must be equal on all ranks; Python and the driver should."""
 
 
 class Exchange:
-    """Named values of the ranks of a start, of which some may be missing: JSON in a TCP store.
-
-    Args:
-        place: of this process.
-        store: that all ranks share.
-    """
+    """Named values of the ranks of a start, of which some may be missing: JSON in a TCP store that all share."""
 
     def __init__(self, place: RankPlace, store: Any) -> None:
         self.place, self.store = place, store
@@ -64,7 +61,7 @@ class Exchange:
         return cls(place, connect(place, pause, timeout_s))
 
     def put(self, name: str, value: Any) -> None:
-        """Publish a value of this rank once, by its name."""
+        """Publish a value of this rank once."""
         self.store.set(f"{self._prefix}/{name}/{self.place.rank}", json.dumps(value))
 
     def get(self, name: str, rank: int, within_s: float) -> Any:
@@ -89,24 +86,10 @@ class Exchange:
                 values[rank] = self.get(name, rank, max(0.0, deadline - time.monotonic()))
         return values
 
-    def raise_flag(self, name: str) -> None:
-        """Raise a flag that all ranks can see."""
-        self.store.set(f"{self._prefix}/flags/{name}", "raised")
-
-    def has_flag(self, name: str) -> bool:
-        """Return True if any rank has raised a flag."""
-        return bool(self.store.check([f"{self._prefix}/flags/{name}"]))
-
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that have connected.
-
-    Attributes:
-        context: of this rank.
-        exchange: with the others.
-        facts: of each rank: its host, and what must agree.
-    """
+    """Ranks that have connected, and facts of each: its host, and what must agree."""
 
     context: JobContext
     exchange: Exchange
@@ -213,14 +196,13 @@ def directory(group: Group) -> Iterator[Finding]:
 def _sees(path: Path, token: str, within_s: float) -> bool:
     """Return True if another host's token appears in a file in time. Network file systems show it late."""
     deadline = time.monotonic() + within_s
-    while True:
+    while time.monotonic() <= deadline:
         with contextlib.suppress(OSError):
             list(path.parent.iterdir())  # has NFS look anew
             if path.read_text(encoding="utf-8") == token:
                 return True
-        if time.monotonic() > deadline:
-            return False
         time.sleep(0.2)
+    return False
 
 
 def can_lock(path: Path) -> bool:
@@ -245,15 +227,10 @@ def collectives(group: Group) -> Iterator[Finding]:
         return
     backend = "nccl" if all(facts["gpu"] >= 0 for facts in group.facts.values()) else "gloo"
     address, gpu = (exchange.store.host, exchange.store.port), int(group.facts[place.rank]["gpu"])
-    own = run_trial(
-        *(backend, address, "doctor/trial", place.rank, place.ranks, gpu, limit_s),
-        has_failed=lambda: exchange.has_flag("trial/failed"),
-    )
-    if own.problem:
-        exchange.raise_flag("trial/failed")
+    own = run_trial(backend, address, "doctor/trial", place.rank, place.ranks, gpu, limit_s)
     exchange.put("trial", asdict(own))
     if group.is_main:
-        answers = exchange.gather("trial", sorted(group.facts), limit_s)
+        answers = exchange.gather("trial", sorted(group.facts), limit_s + _TRIAL_SKEW_S)
         outcomes = {rank: Outcome(**answer) for rank, answer in answers.items()}
         names = {rank: f"rank {rank} on {group.host(rank)}" for rank in group.facts}
         yield from judge(backend, outcomes, names, len(group.first_ranks))
@@ -269,18 +246,13 @@ def collectives_of_this_host(context: JobContext) -> Iterator[Finding]:
 
 
 def judge(backend: str, outcomes: Mapping[int, Outcome], names: Mapping[int, str], hosts: int) -> Iterator[Finding]:
-    """Yield the findings of the trial of a process group.
-
-    Args:
-        backend: "gloo" or "nccl".
-        outcomes: of the ranks that have answered.
-        names: of all ranks, for messages.
-        hosts: number of hosts.
-    """
+    """Yield the findings of the trial of a process group: ``outcomes`` of ranks that answered, ``names`` of all."""
     problems = {name: outcomes[rank].problem if rank in outcomes else "no answer" for rank, name in names.items()}
     problems = {name: problem for name, problem in problems.items() if problem}
     if problems:
-        who, reason = min(problems.items(), key=lambda item: item[1] == WAITED)  # the first cause comes first
+        who, reason = min(
+            problems.items(), key=lambda item: item[1].startswith(NO_END)
+        )  # a rank that waited is no cause
         more = f", and {len(problems) - 1} more cannot" if len(problems) > 1 else ""
         text = f"{who} cannot add numbers by {backend} ({reason}){more}; check the network and firewalls between"
         yield fault(f"{text} the hosts, and name the interface by {backend.upper()}_SOCKET_IFNAME")

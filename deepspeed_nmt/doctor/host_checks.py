@@ -18,7 +18,6 @@ import resource
 import shutil
 import socket
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +30,6 @@ from deepspeed_nmt.doctor.findings import (
     Finding,
     HostGpu,
     JobContext,
-    Level,
     fault,
     gib,
     ok,
@@ -41,7 +39,6 @@ from deepspeed_nmt.doctor.findings import (
 )
 from deepspeed_nmt.errors import ConfigError, counted, shown
 from deepspeed_nmt.parallel.hardware import UNKNOWN, driver_problem, host_memory, kernel_problem, lock_for
-from deepspeed_nmt.parallel.launched import expanded
 
 _SHM = Path("/dev/shm")
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -160,35 +157,25 @@ def kernels(context: JobContext) -> Iterator[Finding]:
 _SMI_S = 60.0
 """Time limit of ``nvidia-smi`` in seconds; without the persistence mode it loads the driver first."""
 _REQUIRED = ("name", "driver_version", "memory.total", "memory.used")
-_STATES: dict[str, tuple[str, Level, str]] = {
-    "mig.mode.current": (
-        "Enabled",
-        "warning",
-        "MIG mode is on, and NCCL joins no two instances; `nvidia-smi -mig 0`",
-    ),
-    "persistence_mode": ("Disabled", "warning", "persistence mode is off, so each start is slow; `nvidia-smi -pm 1`"),
+_STATES = {
+    "mig.mode.current": ("Enabled", "MIG mode is on, and NCCL joins no two instances; `nvidia-smi -mig 0`"),
+    "persistence_mode": ("Disabled", "persistence mode is off, so each start is slow; `nvidia-smi -pm 1`"),
     "ecc.errors.uncorrected.volatile.total": (
-        r"[1-9]\d*",
-        "fault",
-        "uncorrected memory errors since the driver was loaded; have it reset, or leave its host out",
+        r"[1-9]\d*", "uncorrected memory errors since the driver was loaded; have it reset, or leave its host out",
     ),
-    "clocks_throttle_reasons.hw_slowdown": ("Active", "warning", "the clock is slowed down; check cooling and power"),
-}
-"""Fields of ``nvidia-smi`` that some drivers do not know: bad values, their level and meaning."""
+    "clocks_throttle_reasons.hw_slowdown": ("Active", "the clock is slowed down; check cooling and power"),
+}  # fmt: skip
+"""Fields of ``nvidia-smi`` that some drivers do not know, with bad values; memory errors are a fault."""
 _USED_GIB = 1.0
 """Memory (GiB) in use on a GPU that is more than the driver's own."""
 
 
 def query_gpus(path: str | None) -> tuple[list[HostGpu] | None, str]:
-    """Return the GPUs of this host, None without ``nvidia-smi``; and the reason if it fails, else "".
-
-    Args:
-        path: directories of programs.
-    """
+    """Return the GPUs of this host, None without ``nvidia-smi`` on ``path``; and the reason if it fails, else ""."""
     program = shutil.which("nvidia-smi", path=path)
     if program is None:
         return None, ""
-    for fields in ((*_REQUIRED, "compute_cap", *_STATES), (*_REQUIRED, "compute_cap"), _REQUIRED):
+    for fields in ((*_REQUIRED, "compute_cap", *_STATES), _REQUIRED):
         done = run_program([program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"], _SMI_S)
         if done.status == 0:
             rows = csv.reader(done.text.splitlines(), skipinitialspace=True)
@@ -197,10 +184,9 @@ def query_gpus(path: str | None) -> tuple[list[HostGpu] | None, str]:
 
 
 def _gpu(row: dict[str, str]) -> HostGpu:
-    capability = re.fullmatch(r"(\d+)\.(\d+)", row.get("compute_cap", ""))
+    capability = re.fullmatch(r"(\d+)\.(\d+)", row.get("compute_cap", "")) or ("0.0", "0", "0")
     total, used = (float(row[name]) / 1024 if row[name].isdecimal() else 0.0 for name in _REQUIRED[2:])
-    major, minor = map(int, capability.groups()) if capability else (0, 0)
-    return HostGpu(row["name"], row["driver_version"], total, used, (major, minor), row)
+    return HostGpu(row["name"], row["driver_version"], total, used, (int(capability[1]), int(capability[2])), row)
 
 
 def gpus(context: JobContext) -> Iterator[Finding]:
@@ -218,9 +204,9 @@ def gpus(context: JobContext) -> Iterator[Finding]:
         if len(kinds) > 1:
             yield warning(f"the GPUs are of several kinds, {listed}: the slowest sets the pace")
     gpus = list(enumerate(context.gpus or ()))
-    for state, (bad, level, text) in _STATES.items():
+    for state, (bad, text) in _STATES.items():
         if numbers := [str(number) for number, gpu in gpus if re.fullmatch(bad, gpu.states.get(state, ""))]:
-            yield Finding(level, f"GPU {', '.join(numbers)}: {text}")
+            yield (fault if state.startswith("ecc") else warning)(f"GPU {', '.join(numbers)}: {text}")
     for number, gpu in gpus:
         if gpu.used_gib > _USED_GIB:
             text = f"GPU {number} has {gpu.used_gib:.1f} of {gpu.gib:.0f} GiB in use"
@@ -325,17 +311,17 @@ def infiniband() -> list[str]:
 
 def port(context: JobContext) -> Iterator[Finding]:
     """Check that the port of the rendezvous is free; of several ranks, rank 0 listens there itself."""
+    given = context.environment.get("MASTER_PORT", str(_DEFAULT_PORT))
     if context.place.ranks > 1:
         return
-    given = context.environment.get("MASTER_PORT", "")
-    if given and not (given.isdecimal() and 0 < int(given) < 65536):
+    if not (given.isdecimal() and 0 < int(given) < 65536):
         yield fault(f"MASTER_PORT is {shown(given)}, which is no port; set a number from 1024 to 65535")
-    elif _is_free(number := int(given or _DEFAULT_PORT)):
-        yield ok(f"port {number} is free")
-    elif given:
-        yield fault(f"something listens on MASTER_PORT {number}; choose another")
+    elif _is_free(int(given)):
+        yield ok(f"port {given} is free")
+    elif "MASTER_PORT" in context.environment:
+        yield fault(f"something listens on MASTER_PORT {given}; choose another")
     else:
-        text = f"something listens on port {number}, the default of `deepspeed` and `torchrun`"
+        text = f"something listens on port {given}, the default of `deepspeed` and `torchrun`"
         yield warning(f"{text}; start them with --master_port and another number")
 
 
@@ -363,12 +349,7 @@ _SLOW = 50e6
 
 @contextlib.contextmanager
 def scratch(directory: Path, name: str) -> Iterator[Path]:
-    """Yield the path of a file to write in a directory; it is removed at the end.
-
-    Args:
-        directory: where to write.
-        name: of the file, after the prefix that all of the examination have.
-    """
+    """Yield the path of a file to write in a directory, which is removed at the end."""
     path = directory / f"{PREFIX}{name}"
     try:
         yield path
@@ -393,8 +374,9 @@ def directory(context: JobContext) -> Iterator[Finding]:
                 lock_problem = _lock_problem(file)
         except OSError as error:
             remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "change its permissions"
-            text = f"the run directory {place} is not writable ({error.strerror}); {remedy}, or give another --run"
-            yield fault(text)
+            yield fault(
+                f"the run directory {place} is not writable ({error.strerror}); {remedy}, or give another --run"
+            )
             return
     yield ok(f"{place} is writable ({kind or 'unknown file system'}), {gib(free)} free, {rate / 1e6:,.0f} MB/s")
     if free < _FEW_BYTES:
@@ -420,23 +402,10 @@ def _lock_problem(file: object) -> str:
 
 
 def _file_system(place: Path) -> str:
-    best, kind, real = "", "", str(place.resolve())
-    for line in Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
-        words = line.split()
-        mount = words[1].replace("\\040", " ")
-        if len(mount) >= len(best) and f"{real}/".startswith(f"{mount.rstrip('/')}/"):
-            best, kind = mount, words[2]
-    return kind
-
-
-def temporary(context: JobContext) -> Iterator[Finding]:
-    """Check the directories in which torch, Triton and DeepSpeed compile."""
-    home = Path(context.environment.get("HOME", "/"))
-    triton = Path(context.environment.get("TRITON_CACHE_DIR", home / ".triton/cache"))
-    for variable, place in {"TMPDIR": Path(tempfile.gettempdir()), "TRITON_CACHE_DIR": triton}.items():
-        if not os.access(existing(place), os.W_OK):
-            text = f"{existing(place)}, in which kernels are compiled, is not writable; set {variable}"
-            yield fault(text)
+    lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
+    kinds = {mount.replace("\\040", " "): kind for _, mount, kind, *_ in map(str.split, lines)}
+    place = place.resolve()
+    return next((kinds[str(path)] for path in (place, *place.parents) if str(path) in kinds), "")
 
 
 def existing(path: Path) -> Path:
@@ -476,11 +445,9 @@ def shared_memory(context: JobContext) -> Iterator[Finding]:
     if free >= ranks * _SHM_OF_A_RANK:
         yield ok(f"{gib(free)} free in {_SHM}")
     else:
-        text = f"{_SHM} has {free >> 20} MiB free for {counted(ranks, 'ranks')}, each of which needs"
-        remedy = (
-            "give the container more (`docker run --ipc=host` or `--shm-size 8g`), or remove files of dead processes"
-        )
-        yield fault(f"{text} {_SHM_OF_A_RANK >> 20} MiB; {remedy}")
+        need = f"{counted(ranks, 'ranks')}, each of which needs {_SHM_OF_A_RANK >> 20} MiB"
+        text = f"{_SHM} has {free >> 20} MiB free for {need}; give the container more (`docker run --ipc=host` or"
+        yield fault(f"{text} `--shm-size 8g`), or remove files of dead processes")
 
 
 def limits(context: JobContext) -> Iterator[Finding]:
@@ -573,10 +540,6 @@ def tasks(context: JobContext) -> Iterator[Finding]:
     environment, ranks = context.environment, context.local_ranks
     if "SLURM_STEP_ID" not in environment or not ranks:
         return
-    counts = expanded(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    if len(set(counts)) > 1:
-        text = f"the nodes have different numbers of tasks, {', '.join(map(str, counts))}"
-        yield warning(f"{text}; `--ntasks-per-node`")
     own = environment.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1"
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     gpus = len(context.gpus or ()) if visible is None else len([gpu for gpu in visible.split(",") if gpu])
@@ -600,7 +563,6 @@ OF_A_HOST: dict[str, Check] = {
     "interfaces": interfaces,
     "port": port,
     "directory": directory,
-    "temporary": temporary,
     "memory": memory,
     "shm": shared_memory,
     "limits": limits,

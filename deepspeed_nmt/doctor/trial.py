@@ -8,11 +8,9 @@ object with the fields of :class:`Outcome`.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,33 +19,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from threading import Event
 from typing import Any
 
-from deepspeed_nmt.doctor.findings import last_line
+from deepspeed_nmt.doctor.findings import last_line, run_program
 
 _MIB = {"gloo": 4, "nccl": 256}
 """MiB of the tensor whose sum is timed."""
 _TIMES = 3
 """Number of timed sums."""
-WAITED = "waits for a rank that has failed"
-"""Problem of a rank whose trial was given up because of another one."""
-_GRACE_S = 3.0
-"""Seconds that a rank has to report its own problem after another one has failed."""
 _CHANNEL = re.compile(r"Channel \d+(?:/\d+)? : .* via (\S+)")
 _NETWORK = re.compile(r"NET/(\w+) ?: Using (.+)")
 
 
 @dataclass
 class Outcome:
-    """Result of a trial on one rank.
+    """Result of a trial on one rank: the reason if it could not take part, and what NCCL uses between ranks.
 
-    Attributes:
-        gigabytes_per_s: bandwidth of a sum over all ranks, as each rank sees it: what it sends in a ring.
-        problem: reason for which the rank could not take part; "" if it did.
-        nccl: version of NCCL; "" without it.
-        transports: of NCCL between ranks.
-        networks: devices of NCCL's networks.
+    The bandwidth is that of a sum over all ranks as each rank sees it: what it sends in a ring.
     """
 
     gigabytes_per_s: float = 0.0
@@ -70,57 +58,21 @@ class Outcome:
 
 
 def run_trial(
-    backend: str,
-    address: tuple[str, int],
-    prefix: str,
-    rank: int,
-    ranks: int,
-    gpu: int,
-    limit_s: float,
-    has_failed: Callable[[], bool],
+    backend: str, address: tuple[str, int], prefix: str, rank: int, ranks: int, gpu: int, limit_s: float
 ) -> Outcome:
-    """Run the trial of this rank, and return its result.
+    """Run the trial of this rank with a time limit in seconds.
 
-    Args:
-        backend: "gloo" or "nccl".
-        address: host and port of a store that all ranks reach.
-        prefix: of the trial's keys in the store.
-        rank: of this process.
-        ranks: number of ranks.
-        gpu: index of the GPU; ignored for "gloo".
-        limit_s: time limit in seconds.
-        has_failed: returns True when another rank has failed, so that this one waits for it in vain.
+    All ranks reach the store at ``address``, in which the trial's keys begin with ``prefix``. ``gpu`` is for "nccl".
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         log = Path(scratch, "nccl.log")
         environment = {**os.environ, "NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log)}
         environment["NCCL_DEBUG_SUBSYS"] = "INIT,ENV,NET,GRAPH,P2P,SHM"
         words = map(str, (backend, *address, prefix, rank, ranks, gpu, limit_s))
-        command = [sys.executable, "-m", "deepspeed_nmt.doctor.trial", *words]
-        deadline, problem = time.monotonic() + limit_s, f"no end within {limit_s:.0f} s"
-        with subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            text=True,
-            errors="replace",
-        ) as process:
-            try:
-                while True:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        output, errors = process.communicate(timeout=0.3)
-                        break
-                    if problem != WAITED and has_failed():
-                        deadline, problem = min(deadline, time.monotonic() + _GRACE_S), WAITED
-                    if time.monotonic() > deadline:
-                        return Outcome(problem=problem)
-            finally:
-                process.kill()
-        answer = next((line for line in output.splitlines() if line.startswith("{")), None)
+        done = run_program([sys.executable, "-m", "deepspeed_nmt.doctor.trial", *words], limit_s, environment)
+        answer = next((line for line in done.text.splitlines() if line.startswith("{")), None)
         if answer is None:
-            return Outcome(problem=last_line(errors) or f"ended with status {process.returncode}")
+            return Outcome(problem=done.problem or "no answer")
         outcome = Outcome(**json.loads(answer))
         if log.exists():
             with log.open(encoding="utf-8", errors="replace") as lines:
@@ -129,27 +81,15 @@ def run_trial(
 
 
 def trial_on_this_host(backend: str, ranks: int, limit_s: float) -> list[Outcome]:
-    """Try a process group of several ranks on this host, and return the result of each.
-
-    Args:
-        backend: "gloo" or "nccl".
-        ranks: number of ranks; with "nccl" each has the GPU of its number.
-        limit_s: time limit in seconds.
-    """
+    """Try a process group of several ranks on this host; with "nccl" each has the GPU of its number."""
     from deepspeed_nmt.parallel.shared_work import local_store
 
     store = local_store()
-    failed = Event()
-
-    def run(rank: int) -> Outcome:
-        address = ("127.0.0.1", store.port)
-        outcome = run_trial(backend, address, "trial", rank, ranks, rank, limit_s, failed.is_set)
-        if outcome.problem:
-            failed.set()
-        return outcome
-
+    address = ("127.0.0.1", store.port)
     with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(run, range(ranks)))
+        return list(
+            pool.map(lambda rank: run_trial(backend, address, "trial", rank, ranks, rank, limit_s), range(ranks))
+        )
 
 
 def _add(backend: str, store: Any, rank: int, ranks: int, gpu: int, limit: timedelta) -> Outcome:

@@ -17,7 +17,7 @@ from deepspeed_nmt.doctor import group_checks as hosts
 from deepspeed_nmt.doctor.examination import TOGETHER, begin_to_connect, meet
 from deepspeed_nmt.doctor.findings import Finding, JobContext, Output
 from deepspeed_nmt.doctor.group_checks import Exchange, Group, judge, missing_hosts
-from deepspeed_nmt.doctor.trial import WAITED, Outcome
+from deepspeed_nmt.doctor.trial import Outcome
 from deepspeed_nmt.errors import ConfigError, TrainingError
 from deepspeed_nmt.parallel.launched import RankPlace
 
@@ -99,7 +99,7 @@ def test_locks_must_hold_on_other_hosts(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_trial_names_the_first_cause() -> None:
     names = {rank: f"rank {rank} on node{rank}" for rank in range(3)}
-    outcomes = {0: Outcome(problem=WAITED), 1: Outcome(problem="no route to host")}
+    outcomes = {0: Outcome(problem="no end within 9 s"), 1: Outcome(problem="no route to host")}
     (finding,) = judge("nccl", outcomes, names, 2)
     assert finding.level == "fault" and finding.text.startswith(
         "rank 1 on node1 cannot add numbers by nccl (no route to"
