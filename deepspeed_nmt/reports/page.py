@@ -13,8 +13,6 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
-import json
-import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -26,7 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 from pydantic import ValidationError
 
 from deepspeed_nmt import __version__
@@ -67,7 +64,6 @@ from deepspeed_nmt.reports.run_log import (
 from deepspeed_nmt.reports.text_scores import recorded_scores
 from deepspeed_nmt.run.directory import CHECKPOINTS, DATA_FILE, ENVIRONMENT_FILE, LOGS, ORIGIN_FILE
 from deepspeed_nmt.run.plans import Plans
-from deepspeed_nmt.train.collapse import NLL
 from deepspeed_nmt.train.configuration import LOSSES
 from deepspeed_nmt.train.events import EVENTS_FILE
 from deepspeed_nmt.train.log import METRICS_FILE
@@ -80,20 +76,16 @@ _SILENT_S = 1800.0
 _TRANSLATIONS = re.compile(r"update-(\d{1,15})\.txt")
 _MAX_SENTENCES = 3000
 """Bound on the sentences that are scored, each one alone; of more, equally many between two are left out."""
-_MAX_SHOWN, _MAX_SCORED = 600, 10_000
-"""Bounds on the characters of a sentence on the page, and of one that is scored."""
-_MAX_WORDS = 2000
-"""Bound on the characters of a value in a table."""
+_MAX_SHOWN, _MAX_SCORED, _MAX_WORDS = 600, 10_000, 2000
+"""Bounds on the characters of a sentence on the page, of one that is scored, and of a value in a table."""
 _SAMPLES, _WORST_SAMPLES, _MAX_UPDATES, _WORST, _MAX_EVENTS = 16, 4, 16, 15, 400
 
 
 class Status(NamedTuple):
-    """State of a run.
+    """State of a run, and a sentence on it.
 
-    Attributes:
-        state: ``new``, ``running``, ``finished``, ``stopped``, ``failed``; ``collapsed`` if the decoder ignores its
-            source, whatever became of training; ``silent`` if nothing was written for a while and nothing says why.
-        sentence: what is known of it.
+    States are ``new``, ``running``, ``finished``, ``stopped``, ``failed``; ``collapsed`` if the decoder ignores its
+    source, whatever became of training; ``silent`` if nothing was written for a while and nothing says why.
     """
 
     state: str
@@ -156,13 +148,13 @@ class RunPage:
             trim_blocks=True, lstrip_blocks=True,
         )  # fmt: skip
         environment.filters |= {"thousands": "{:,}".format, "shortened": lambda text: shortened(text, _MAX_SHOWN)}
-        drawer = _drawer()
+        environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+        source, drawer = _drawer()
         charts = {"curves": self.curves(), "layers": heat_maps(self.log)}
         spreads = [_histograms(number, texts) for number, texts in enumerate(self.texts)]
-        everything = [*charts["curves"], *charts["layers"], *(chart for spread in spreads for chart in spread)]
         signs = marks(self.events, self.best)
         data = {
-            "figures": [chart.specification for chart in everything],
+            "figures": [chart.specification for part in [*charts.values(), *spreads] for chart in part],
             "marks": signs,
             "positions": self.log.positions(),
             "themes": {
@@ -172,31 +164,20 @@ class RunPage:
         }
         names = {trace["name"] for trace in signs}
         page = environment.get_template("page.html").render(
-            page=self,
-            version=__version__,
-            status=self.status(),
-            charts=charts,
-            texts=list(zip(self.texts, spreads, strict=True)),
-            events=self.events[-_MAX_EVENTS:],
-            events_file=EVENTS_FILE,
-            looks=[look for look in MARKS.values() if look.words in names],
-            drawer=base64.b64encode(_compressed(drawer)).decode(),
-            data=_json(data),
-            policy=lambda script: _policy(str(script), drawer),
-            marked=marked_words,
-        )
+            page=self, version=__version__, status=self.status(), charts=charts, data=data, drawer=drawer,
+            texts=list(zip(self.texts, spreads, strict=True)), events=self.events[-_MAX_EVENTS:],
+            events_file=EVENTS_FILE, looks=[look for look in MARKS.values() if look.words in names],
+            policy=lambda script: _policy(str(script), source), marked=marked_words,
+            starts=STARTS, words=_words,
+        )  # fmt: skip
         return page.encode("utf-8", errors="replace")
 
     def curves(self) -> list[Chart]:
         """Return the charts of the log."""
-        return curves(self.log, self.config.collapse.threshold, self._guessing)
+        return curves(self.log, self.config.collapse.threshold)
 
     def status(self, now: float | None = None) -> Status:
-        """Return the state of training.
-
-        Args:
-            now: time in seconds since the epoch; None for the present.
-        """
+        """Return the state of training at a time in seconds since the epoch; None for the present."""
         turns = [event for event in self.events if event.kind in (*STARTS, *ENDINGS)]
         last = turns[-1] if turns else None
         seen = self._last_seen
@@ -258,50 +239,37 @@ class RunPage:
         }
         return [name for name, content in contents.items() if not content]
 
-    @property
-    def _guessing(self) -> float | None:
-        """Loss of guessing, in nats a token."""
-        size = next((meta.vocabulary_size for meta in self._metas.values()), 0)
-        return math.log(size) if size > 0 else None
-
     def _collapsed(self) -> str:
-        """Return the reason why the decoder counts as collapsed, as the monitor judges; "" if it does not."""
-        collapse = self.config.collapse
-        grace = collapse.grace or 2 * self.config.schedule.warmup_updates
-        reliance, losses = self.log.series(SOURCE_RELIANCE), self.log.series(NLL).values[-collapse.patience :]
+        """Return the reason why the decoder counts as collapsed, "" if it does not."""
+        collapse, reliance = self.config.collapse, self.log.series(SOURCE_RELIANCE)
         updates, values = reliance.updates[-collapse.patience :], reliance.values[-collapse.patience :]
+        grace = collapse.grace or 2 * self.config.schedule.warmup_updates
         if len(values) < collapse.patience or updates[0] <= grace:
             return ""
-        if all(value < collapse.threshold for value in values):
-            return (
-                f"the decoder ignores its source: source reliance is {values[-1]:.3f} nats a token, below "
-                f"{collapse.threshold:g} in the last {counted(len(values), 'measurements')}"
-            )
-        guessing = self._guessing
-        if guessing is not None and all(value > guessing for value in losses):
-            return (
-                f"the decoder predicts worse than guessing: its loss is {losses[-1]:.2f} nats a token without "
-                f"dropout, and that of guessing {guessing:.2f}"
-            )
-        return ""
+        if not all(value < collapse.threshold for value in values):
+            return ""
+        return (
+            f"the decoder ignores its source: source reliance is {values[-1]:.3f} nats a token, below "
+            f"{collapse.threshold:g} in the last {counted(len(values), 'measurements')}"
+        )
 
     def _best(self) -> Best | None:
         progress, chosen, tag = self.outcome.progress, self.outcome.chosen, self._measure()
-        choice: tuple[int, str | None, float | None] | None = None
+        by: str | None
+        score: float | None
         if chosen is not None:
-            choice = chosen.update, chosen.by, chosen.score
+            update, by, score = chosen.update, chosen.by, chosen.score
         elif progress is not None and progress.best_update:
-            choice = progress.best_update, progress.best_by, progress.best_score
-        if choice is not None:
-            update, by, score = choice
-            tag = (by or tag).partition(" ")[0]  # without the digest of its set
-            series = self.log.series(tag)
-            value = dict(zip(series.updates, series.values, strict=True)).get(update)
-            if value is None and score is not None:
-                value = self.config.validation.value_of(by, score)
-            return Best(update, tag, value)
-        best = self.log.series(tag).best(higher_is_better=self._is_higher_better(tag.removeprefix("valid/")))
-        return None if best is None else Best(best[0], tag, best[1])
+            update, by, score = progress.best_update, progress.best_by, progress.best_score
+        else:
+            best = self.log.series(tag).best(higher_is_better=self._is_higher_better(tag.removeprefix("valid/")))
+            return None if best is None else Best(best[0], tag, best[1])
+        tag = (by or tag).partition(" ")[0]  # without the digest of its set
+        series = self.log.series(tag)
+        value = dict(zip(series.updates, series.values, strict=True)).get(update)
+        if value is None and score is not None:
+            value = self.config.validation.value_of(by, score)
+        return Best(update, tag, value)
 
     def _signature(self, measure: str) -> str:
         """Return the signature of a measure of validation, METRIC or SET/METRIC; "" if none is recorded."""
@@ -321,18 +289,14 @@ class RunPage:
     def _measure(self) -> str:
         """Return the tag of the value that chooses the best checkpoint, as far as the settings tell."""
         by = self.config.validation.best_by
-        if by != "auto":
-            return validation_tag(by)
-        return next(
-            (validation_tag(name) for name in [*METRICS, "loss"] if validation_tag(name) in self.log.tags), ""
-        )
+        tags = map(validation_tag, [*METRICS, "loss"] if by == "auto" else [by])
+        return next((tag for tag in tags if by != "auto" or tag in self.log.tags), "")
 
     def _recorded_recipe(self) -> str | None:
         """Return the recipe that the command of the last start names."""
-        words = [str(word) for word in _list(self.environment.get("command"))]
-        given = [after for word, after in pairwise(words) if word == "--recipe"]
-        given += [word.removeprefix("--recipe=") for word in words if word.startswith("--recipe=")]
-        return next((name for name in given if name in recipes()), None)
+        command = self.environment.get("command")
+        words = [word for text in (command if isinstance(command, list) else []) for word in str(text).split("=", 1)]
+        return next((name for word, name in pairwise(words) if word == "--recipe" and name in recipes()), None)
 
     @property
     def subtitle(self) -> str:
@@ -354,32 +318,28 @@ class RunPage:
     @cached_property
     def tiles(self) -> list[Tile]:
         """Figures at the head."""
-        last = {
-            tag: value for tag in self.log.tags if (value := self.log.last(tag)) is not None and math.isfinite(value)
-        }
+        last = {tag: value for tag in self.log.tags for value in self.log.series(tag).finite[-1:]}
         tiles = [Tile("updates", f"{self.outcome.updates:,}", f"of {self.config.training.max_updates:,}")]
         if self.best is not None:
             at = f"at update {self.best.update:,}"
             tiles.append(Tile(f"best {words_of(self.best.tag)}", cell(self.best.value, 2), at))
-        for tag, label, digits in (("valid/loss", "validation loss", 3), ("train/ppl", "training perplexity", 2)):
+        threshold = f"threshold {self.config.collapse.threshold:g}"
+        for tag, label, form, note in (
+            ("valid/loss", "validation loss", "{:.3f}", "last"),
+            ("train/ppl", "training perplexity", "{:,.2f}", "last"),
+            (SOURCE_RELIANCE, "source reliance", "{:.3f}", threshold),
+            (TOKENS, "target tokens", "{:,.0f}", ""),
+            (HOURS, "time in updates", "{:,.2f} h", ""),
+            ("perf/target_tokens_per_s", "speed", "{:,.0f}", "target tokens a second"),
+            (GOODPUT, "goodput", "{:.1%}", ""),
+        ):
             if tag in last:
-                tiles.append(Tile(label, cell(last[tag], digits), "last"))
-        if SOURCE_RELIANCE in last:
-            threshold = f"threshold {self.config.collapse.threshold:g}"
-            tiles.append(Tile("source reliance", cell(last[SOURCE_RELIANCE]), threshold))
-        if TOKENS in last:
-            tiles.append(Tile("target tokens", _short(last[TOKENS])))
-        if (hours := last.get(HOURS)) is not None:
-            tiles.append(Tile("time in updates", f"{hours:.1f} h" if hours >= 1.0 else f"{60 * hours:.0f} min"))
-        if speeds := sorted(self.log.series("perf/target_tokens_per_s").finite):
-            tiles.append(Tile("speed", _short(speeds[len(speeds) // 2]), "target tokens a second"))
+                tiles.append(Tile(label, form.format(last[tag]), note))
         for kind, tag in (("skip", "skipped"), ("spike", "spikes"), ("rollback", "rollbacks")):
             if count := len(self._events_of(kind)) or int(last.get(f"train/{tag}", 0)):
                 tiles.append(Tile("skipped updates" if kind == "skip" else tag, f"{count:,}"))
         if starts := len(self._events_of(*STARTS)):
             tiles.append(Tile("starts", f"{starts:,}"))
-        if goodput := self.log.series(GOODPUT).finite:
-            tiles.append(Tile("goodput", f"{goodput[-1]:.1%}"))
         return tiles
 
     def _events_of(self, *kinds: str) -> list[Event]:
@@ -394,11 +354,10 @@ class RunPage:
         same = [[key, setting(own[key])] for key in own if key not in changed]
         note = "No command is recorded that names a recipe; this is the one that differs least."
         title = f"Differences from the recipe {self.recipe}"
-        tables = [Table(title, ["setting", "this run", "recipe"], rows, note=note if self.is_guessed else "")]
-        return [
-            *(tables if rows else []),
+        return _filled(
+            Table(title, ["setting", "this run", "recipe"], rows, note=note if self.is_guessed else ""),
             Table("Settings as in the recipe", ["setting", "value"], same, folded=True),
-        ]
+        )
 
     @cached_property
     def data_tables(self) -> list[Table]:
@@ -426,42 +385,19 @@ class RunPage:
                 ]
         head = ["directory", "pairs", "source tokens", "target tokens", "validation pairs", "vocabulary", "weight"]
         note = "" if self._metas else "The data directory cannot be reached from here."
-        tables = [
+        return _filled(
             Table("Corpora", [*head, "fingerprint"], rows, note=note),
             Table("Pairs removed by `prepare`", ["reason", "pairs", "from"], removed),
             Table("Input files", ["text", "lines", "sha256", "file"], inputs, folded=True),
-        ]
-        return [table for table in tables if table.rows]
+        )
 
     @cached_property
     def environment_tables(self) -> list[Table]:
-        """Host and command of the last start."""
-        given, origin = self.environment, read_object(self.path, ORIGIN_FILE)
-        rows: list[tuple[str, object]] = []
-        rows += [(key, given[key]) for key in ("deepspeed_nmt", "git", "ranks", "threads", "gpus") if key in given]
-        rows += _mapping(given.get("slurm")).items()
-        rows += [(key, given[key]) for key in ("python", "platform") if key in given]
-        rows += [(key.replace("_", " "), value) for key, value in self.resolved.items() if value is not None]
-        rows += [(f"origin: {key}", value) for key, value in origin.items()]
-        packages = [[name, _words(value)] for name, value in _mapping(given.get("packages")).items() if value]
-        command = [str(word) for word in _list(given.get("command"))]
-        words = [[str(number), word] for number, word in enumerate(command, 1)]
-        tables = [
-            Table("The last start", ["what", "value"], [[key, _words(value)] for key, value in rows]),
-            Table("Packages", ["package", "version"], packages, folded=True),
-            Table("Command of the last start", ["word", "argument"], words, folded=True),
-        ]
-        return [table for table in tables if table.rows]
-
-    @cached_property
-    def start_tables(self) -> list[Table]:
-        """The starts of the run."""
-        rows = []
-        for number, event in enumerate(self._events_of(*STARTS), 1):
-            details = ", ".join(f"{key} {_words(value)}" for key, value in event.details.items() if value is not None)
-            rows.append([f"{number}", event.shown_time, cell(event.update), details, event.text])
-        head = ["start", "time", "after update", "on", "text"]
-        return [Table("Starts", head, rows, folded=len(rows) > 12)] if rows else []
+        """Host, packages and command of the last start."""
+        origin = {f"origin: {key}": value for key, value in read_object(self.path, ORIGIN_FILE).items()}
+        values = {**self.environment, **self.resolved, **origin}
+        rows = [[key.replace("_", " "), _words(value)] for key, value in values.items() if value is not None]
+        return _filled(Table("The last start", ["what", "value"], rows))
 
     @cached_property
     def validation_tables(self) -> list[Table]:
@@ -472,20 +408,20 @@ class RunPage:
             if name == tag or name.rpartition("/")[2] in ("nll", "ppl"):
                 continue
             series = self.log.series(tag)
-            best = series.best(higher_is_better=self._is_higher_better(name))
-            at, value = ("-", "-") if best is None else (f"{best[0]:,}", cell(best[1]))
-            rows.append([name, cell(series.last), value, at, self._signature(name)])
-        head = ["measure", "last", "best", "at update", "signature"]
-        if not any(row[-1] for row in rows):
-            head, rows = head[:-1], [row[:-1] for row in rows]
+            update, value = series.best(higher_is_better=self._is_higher_better(name)) or (None, None)
+            rows.append([name, cell(series.last), cell(value), cell(update), self._signature(name)])
         scores = [
             [score.text, score.metric, f"{score.value:.2f}", f"{score.lines:,}", score.checkpoint, score.signature]
             for score in recorded_scores(self.path)
         ]
-        of_tests = ["test set", "metric", "score", "lines", "checkpoint", "signature"]
-        return [
-            table for table in (Table("Measures", head, rows), Table("Test scores", of_tests, scores)) if table.rows
-        ]
+        return _filled(
+            Table("Measures", ["measure", "last", "best", "at update", "signature"], rows),
+            Table("Test scores", ["test set", "metric", "score", "lines", "checkpoint", "signature"], scores),
+        )
+
+
+def _filled(*tables: Table) -> list[Table]:
+    return [table for table in tables if table.rows]
 
 
 def _words(value: object) -> str:
@@ -494,22 +430,6 @@ def _words(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {_words(item)}" for key, item in value.items())
     return "-" if value is None else shortened(str(value), _MAX_WORDS)
-
-
-def _mapping(value: object) -> Mapping[str, object]:
-    return value if isinstance(value, dict) else {}
-
-
-def _list(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
-
-
-def _short(number: float) -> str:
-    """Return a number of at most four digits with its unit: 12.3 k, 4.56 M."""
-    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= max(factor, 1e4):
-            return f"{number / factor:.3g} {unit}" if number < 1000 * factor else f"{number / factor:,.0f} {unit}"
-    return f"{number:,.0f}"
 
 
 class Sentence(NamedTuple):
@@ -546,16 +466,7 @@ class TextSet:
     """Translations of one validation set, whatever the model wrote: nothing of it is trusted.
 
     Its directory has ``source.txt``, ``reference.txt`` and ``update-0000400.txt`` for each validation, one sentence a
-    line.
-
-    Args:
-        run: run directory.
-        name: name of the set.
-        best: update of the best validation, which is among those sampled.
-
-    Attributes:
-        name: name of the set.
-        updates: updates after which it was translated.
+    line. Update ``best`` is among those sampled.
     """
 
     def __init__(self, run: Path, name: str, best: int = 0) -> None:
@@ -658,21 +569,12 @@ def _histograms(number: int, texts: TextSet) -> list[Chart]:
         for side in ("translation", "reference")
     }
     most = sorted(lengths["references"])[int(0.99 * (len(newest) - 1))]
-    which = f"update {texts.updates[-1]:,}, {len(newest):,} sentences of the set {texts.name}"
-    words, scores = f"Words of translations and of references; {which}.", f"chrF of each sentence alone; {which}."
+    caption = f"Update {texts.updates[-1]:,}, {len(newest):,} sentences of the set {texts.name}."
     chrf = {"chrF": [sentence.chrf for sentence in newest]}
     return [
-        histogram(f"lengths-{number}", "Lengths", words, "words", lengths, (0.0, max(10.0, 1.4 * most))),
-        histogram(f"scores-{number}", "Scores of sentences", scores, "chrF", chrf, (0.0, 100.0)),
+        histogram(f"lengths-{number}", "Words of a sentence", caption, lengths, max(10.0, 1.4 * most)),
+        histogram(f"scores-{number}", "chrF of a sentence", caption, chrf, 100.0),
     ]
-
-
-def _json(value: object) -> Markup:
-    """Return JSON for a script element: no character in it can end the element."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)
 
 
 def _policy(*scripts: str) -> str:
@@ -686,14 +588,9 @@ def _policy(*scripts: str) -> str:
 
 
 @cache
-def _drawer() -> str:
-    """Return the source of plotly.js, as the package plotly brings it."""
+def _drawer() -> tuple[str, str]:
+    """Return the source of plotly.js, as the package plotly brings it, and the same compressed, in base64."""
     from plotly.offline import get_plotlyjs
 
-    return str(get_plotlyjs())
-
-
-@cache
-def _compressed(text: str) -> bytes:
-    """Return a text compressed, which is less than half as long; equal texts give equal results."""
-    return gzip.compress(text.encode(), mtime=0)
+    source = str(get_plotlyjs())
+    return source, base64.b64encode(gzip.compress(source.encode(), mtime=0)).decode()

@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from plotly import graph_objects
 
-from deepspeed_nmt.reports.run_log import CROSS_SHARE, SOURCE_RELIANCE, Event, RunLog, Series, shortened
+from deepspeed_nmt.reports.run_log import CROSS_SHARE, SOURCE_RELIANCE, Event, RunLog, shortened
 
 _METRICS = {"bleu": "BLEU", "bleu_tokenised": "tokenised BLEU", "chrf": "chrF", "ter": "TER"}
 _LOSSES = {"loss": "validation loss", "nll": "validation NLL", "ppl": "validation perplexity"}
@@ -41,7 +41,6 @@ _SHOWN_ELSEWHERE = re.compile(
     r"|data/.*/(epochs|target_tokens)|collapse/cross_share/.*|norm/.*"
 )
 """Tags without a curve: another curve, a mark or a table says the same."""
-_USE_OF_TIME = ("perf/goodput", "perf/mfu", "perf/data_wait", "perf/padding")
 _MAX_METRICS, _MAX_OTHERS, _MAX_MARKS, _MAX_LINES, _MAX_COLUMNS = 24, 16, 150, 40, 240
 _WIDE = 50.0
 """Ratio of the largest value to the smallest above which an axis may be logarithmic."""
@@ -52,17 +51,8 @@ _COLOURS = [_BLUE, _ORANGE, _RED, "#3ba99c", _GREEN, "#d96fa5", _PURPLE, "#7fa8e
 _MARKS_AXIS = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
 
 
-@dataclass(frozen=True)
-class Mark:
-    """The look of a kind of event on curves.
-
-    Attributes:
-        words: for the kind.
-        colour: of the mark.
-        symbol: plotly's.
-        sign: like the symbol, for the legend.
-        line: dashes of a line across the figure; "" for none.
-    """
+class Mark(NamedTuple):
+    """The look of a kind of event: plotly's symbol, a sign like it, and dashes of a line across, "" for none."""
 
     words: str
     colour: str
@@ -82,15 +72,8 @@ MARKS = {
 }
 
 
-@dataclass(frozen=True)
-class Best:
-    """The best validation.
-
-    Attributes:
-        update: number of the update before it.
-        tag: tag of the value that chose it.
-        value: that value; None if it is not known.
-    """
+class Best(NamedTuple):
+    """The best validation: updates before it, and tag and value that chose it, None if it is not known."""
 
     update: int
     tag: str
@@ -99,21 +82,11 @@ class Best:
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure of the page.
-
-    Attributes:
-        id: identifier on the page.
-        title: its title.
-        caption: what it shows.
-        words: its content in words, for readers who do not see it.
-        figure: plotly's figure.
-        timeline: True if its horizontal axis is updates.
-    """
+    """A figure of the page; the horizontal axis of a timeline is updates."""
 
     id: str
     title: str
     caption: str
-    words: str
     figure: graph_objects.Figure
     timeline: bool = True
 
@@ -152,10 +125,10 @@ def plain(text: str) -> str:
     return text.replace("<", "‹").replace(">", "›").replace("%{", "% {").replace("&", "＆")
 
 
-def curves(log: RunLog, threshold: float, guessing: float | None) -> list[Chart]:
+def curves(log: RunLog, threshold: float) -> list[Chart]:
     """Return the charts of the log's curves; those without a value are left out.
 
-    ``threshold`` is the source reliance of a collapsed decoder, ``guessing`` the loss of guessing in nats a token.
+    ``threshold`` is the source reliance of a collapsed decoder.
     """
     scales = [] if set(log.series("train/loss_scale").finite) <= {1.0} else ["train/loss_scale"]
     reliance = (
@@ -163,24 +136,21 @@ def curves(log: RunLog, threshold: float, guessing: float | None) -> list[Chart]
         f"line ({threshold:g}) the decoder is a language model that ignores its source."
     )
     monitor = "On the monitor's slice of the validation set, with the true sources and without dropout."
-    if guessing is not None:
-        monitor += f" Guessing has {guessing:.2f}."
-    both = "In training and on the validation sets."
-    mixture = "Share of each corpus in the target tokens."
+    losses, use = _tags(log, r"train/(loss|nll)|valid/(.*/)?loss"), ("goodput", "mfu", "data_wait", "padding")
+    waiting = "Waiting for data, padding and, for known GPUs, model FLOPs utilisation."
+    mixture, shares = "Share of each corpus in the target tokens.", _tags(log, "data/.*/share")
     corpora = "Negative log-likelihood of each corpus in training."
-    use = "Waiting for data, padding and, for known GPUs, model FLOPs utilisation."
-    per_token, shares = "nats per target token", _tags(log, "data/.*/share")
-    draw = partial(_curves, log)
+    per_token, draw = "nats per target token", partial(_curves, log)
     charts = [
-        draw("loss", "Loss", per_token, _tags(log, r"train/(loss|nll)|valid/(.*/)?loss"), both),
+        draw("loss", "Loss", per_token, losses, "In training and on the validation sets."),
         *_metrics(log),
-        draw("reliance", "Source reliance", per_token, [SOURCE_RELIANCE], reliance, level=threshold, below=True),
-        draw("slice-loss", "Loss on the monitor's slice", per_token, ["collapse/nll"], monitor, level=guessing),
+        draw("reliance", "Source reliance", per_token, [SOURCE_RELIANCE], reliance, level=threshold),
+        draw("slice-loss", "Loss on the monitor's slice", per_token, ["collapse/nll"], monitor),
         draw("rate", "Learning rate", "", ["train/lr"], "Of each update."),
         draw("norm", "Gradient norm", "", ["train/grad_norm"], "Before clipping.", log_scale=True),
         draw("speed", "Speed", "target tokens a second", ["perf/target_tokens_per_s"], "Over all ranks."),
         draw("memory", "Memory", "GiB", ["perf/memory"], "The largest peak of any rank."),
-        draw("shares", "Use of time and of the device", "share", _USE_OF_TIME, use),
+        draw("shares", "Use of time and of the device", "share", [f"perf/{name}" for name in use], waiting),
         draw("loss-scale", "Loss scale", "", scales, "Dynamic loss scale of fp16.", log_scale=True),
         draw("mixture", "Mixture", "share of target tokens", shares, mixture, stacked=len(shares) > 1),
         draw("corpora", "Loss by corpus", per_token, _tags(log, "train/.+/nll"), corpora),
@@ -220,15 +190,13 @@ def _curves(
     log_scale: bool = False,
     stacked: bool = False,
     level: float | None = None,
-    below: bool = False,
 ) -> Chart | None:
     """Return a chart with a line for each tag that has a finite value; None if none has.
 
     Args:
         log_scale: True for a logarithmic axis, if the values differ much.
         stacked: True to draw each line on top of the ones before.
-        level: value at which there is a dashed line; None for none.
-        below: True to shade what is between 0 and the level.
+        level: value at which there is a dashed line, with a shade below; None for none.
     """
     series = {tag: log.series(tag) for tag in tags if log.series(tag).finite}
     if not series:
@@ -238,30 +206,22 @@ def _curves(
     axis: dict[str, Any] = {"title_text": unit}
     if log_scale and lowest > 0.0 and highest > _WIDE * lowest:
         axis |= {"type": "log", "dtick": 1}
-    elif (
-        level is not None or 0.0 <= lowest < _NARROW * highest
-    ):  # otherwise a curve that is far from 0 would look flat
+    elif level is not None or 0.0 <= lowest < _NARROW * highest:  # others would look flat
         axis["rangemode"] = "tozero"
     figure = _figure(hovermode="x unified", showlegend=len(series) > 1, yaxis=axis, yaxis2=_MARKS_AXIS)
-    words = []
     for tag, of_tag in series.items():
-        thin, label, finite = of_tag.thinned(), plain(words_of(tag)), of_tag.finite
+        thin, label = of_tag.thinned(), plain(words_of(tag))
         figure.add_scatter(
             x=thin.updates, y=[_rounded(value, 6) for value in thin.values], name=label, meta=tag, line_width=1.8,
             mode="lines" if stacked or len(thin.values) > 25 else "lines+markers", marker_size=5,
             stackgroup="all" if stacked else None, hovertemplate=f"%{{y:.5g}}<extra>{label}</extra>",
         )  # fmt: skip
-        words.append(
-            f"{words_of(tag)} from {finite[0]:.4g} to {finite[-1]:.4g}, at least {min(finite):.4g}, at most "
-            f"{max(finite):.4g}"
-        )
     if level is not None:
         figure.add_hline(y=level, line={"color": _RED, "dash": "dash", "width": 1.2})
-    if level is not None and below:
         figure.add_hrect(y0=0, y1=level, fillcolor=_RED, opacity=0.12, line_width=0, layer="below")
     lost = sum(len(of_tag.values) for of_tag in series.values()) - len(values)
     gaps = f" {lost:,} values are not finite and are gaps." if lost else ""
-    return Chart(name, title, caption + gaps, "; ".join(words[:6]), figure)
+    return Chart(name, title, caption + gaps, figure)
 
 
 def _figure(**layout: Any) -> graph_objects.Figure:
@@ -284,10 +244,7 @@ def heat_maps(log: RunLog) -> list[Chart]:
     groups = list(dict.fromkeys(tag.split("/")[1] for tag in _tags(log, r"norm/[^/]+/.+")))[:_MAX_METRICS]
     charts = [
         _heat_map(log, "cross-share", "Cross-attention's share by decoder layer", CROSS_SHARE, shares),
-        *(
-            _heat_map(log, f"norm-{group}", f"Norm of the {group} by layer", f"norm/{group}/", norms)
-            for group in groups
-        ),
+        *(_heat_map(log, f"norm-{of}", f"Norm of the {of} by layer", f"norm/{of}/", norms) for of in groups),
     ]
     return [chart for chart in charts if chart is not None]
 
@@ -295,75 +252,52 @@ def heat_maps(log: RunLog) -> list[Chart]:
 def _heat_map(log: RunLog, name: str, title: str, prefix: str, caption: str) -> Chart | None:
     """Return a heat map of the tags that begin with a prefix, layers in order from the bottom up; norms in log10."""
     rows = {tag.removeprefix(prefix): log.series(tag) for tag in log.tags if tag.startswith(prefix)}
-    rows = {row: rows[row] for row in sorted(rows, key=_layer_order) if rows[row].finite}
+    rows = {row: rows[row] for row in sorted(rows, key=_layer) if rows[row].finite}
     if not rows:
         return None
     updates = sorted({update for series in rows.values() for update in series.updates})
     updates = updates[:: -(-len(updates) // _MAX_COLUMNS)]
-    values = [[_rounded(value, 4) for value in _at(series, updates)] for series in rows.values()]
-    names = [_row_name(row) for row in rows]
+    values = []
+    for series in rows.values():
+        at = dict(zip(series.updates, series.values, strict=True))
+        values.append([_rounded(at.get(update), 4) for update in updates])
+    names = [f"{words} {number}" if number >= 0 else words for words, number in map(_layer, rows)]
     height = max(240, min(900, 120 + 24 * len(names)))
     figure = _figure(hovermode="closest", showlegend=False, height=height, yaxis={"type": "category"})
-    colours: dict[str, Any] = {"colorscale": "Viridis", "colorbar": {"thickness": 12, "title_side": "right"}}
+    shown, scale, unit = values, {}, "log10"
     if prefix == CROSS_SHARE:
-        largest = max(max(series.finite) for series in rows.values()) or 1.0
-        colours["colorbar"]["title_text"] = "share"
-        colours |= {
-            "z": values,
-            "zmin": 0,
-            "zmax": largest,
-            "hovertemplate": "%{y}, update %{x}: %{z:.4g}<extra></extra>",
-        }
+        scale, unit = {"zmin": 0, "zmax": max(max(series.finite) for series in rows.values()) or 1.0}, "share"
     else:
-        logs = [[math.log10(value) if value else None for value in row] for row in values]
-        colours["colorbar"]["title_text"] = "log10"
-        hover = "%{y}, update %{x}: %{customdata:.4g}<extra></extra>"
-        colours |= {"z": logs, "customdata": values, "hovertemplate": hover}
-    figure.add_heatmap(x=updates, y=names, hoverongaps=False, **colours)
-    last = [f"{row}: {series.finite[-1]:.3g}" for row, series in zip(names, rows.values(), strict=True)]
-    return Chart(name, title, caption, f"last values: {'; '.join(last[:60])}", figure)
+        shown = [[math.log10(value) if value else None for value in row] for row in values]
+    figure.add_heatmap(
+        x=updates, y=names, z=shown, customdata=values, colorscale="Viridis", hoverongaps=False, **scale,
+        colorbar={"thickness": 12, "title_side": "right", "title_text": unit},
+        hovertemplate="%{y}, update %{x}: %{customdata:.4g}<extra></extra>",
+    )  # fmt: skip
+    return Chart(name, title, caption, figure)
 
 
-def _at(series: Series, updates: Sequence[int]) -> list[float | None]:
-    values = dict(zip(series.updates, series.values, strict=True))
-    return [values.get(update) for update in updates]
-
-
-def _layer_order(row: str) -> tuple[str, int]:
-    match = _LAYER.fullmatch(row)
-    return (match[1], int(match[2])) if match else (row, -1)
-
-
-def _row_name(row: str) -> str:
-    """Return the words for the row of a layer: ``layer_03`` is layer 3."""
+def _layer(row: str) -> tuple[str, int]:
+    """Return words and number of the row of a layer, by which rows are sorted; -1 without a number."""
     match = _LAYER.fullmatch(row)
     words = (match[1] if match else row).replace("_", " ").replace("/", " ").strip()
-    return f"{words} {int(match[2])}" if match else words
+    return words, int(match[2]) if match else -1
 
 
-def histogram(
-    name: str, title: str, caption: str, unit: str, values: Mapping[str, Sequence[float]], bounds: tuple[float, float]
-) -> Chart:
-    """Return a histogram with the same bins for each list of values, as shares; the outermost bins have the rest."""
-    low, high = bounds
-    size = (high - low) / 25
-    bins = {"start": low, "end": high, "size": size}
+def histogram(name: str, title: str, caption: str, values: Mapping[str, Sequence[float]], high: float) -> Chart:
+    """Return a histogram of each list of values from 0, as shares; the last bin has all values from ``high`` on."""
+    size = high / 25
     figure = _figure(
-        hovermode="x unified",
-        showlegend=len(values) > 1,
-        barmode="overlay",
-        xaxis={"title_text": unit, "range": bounds},
+        hovermode="x unified", showlegend=len(values) > 1, barmode="overlay", xaxis={"title_text": title}
     )
     for (label, numbers), colour in zip(values.items(), (_BLUE, _ORANGE), strict=False):
-        inside = [round(min(max(number, low), high - size / 2), 4) for number in numbers]
-        hover = "%{x}: %{y:.1%}<extra>" + plain(label) + "</extra>"
         figure.add_histogram(
-            x=inside, xbins=bins, histnorm="probability", name=label, opacity=0.65, marker_color=colour,
-            hovertemplate=hover,
+            x=[round(min(number, high - size / 2), 4) for number in numbers], name=label, marker_color=colour,
+            xbins={"start": 0, "end": high, "size": size}, histnorm="probability", opacity=0.65,
+            hovertemplate="%{x}: %{y:.1%}<extra>" + label + "</extra>",
         )  # fmt: skip
     figure.update_yaxes(title_text="share of sentences", tickformat=".0%")
-    medians = (f"{label}: median {sorted(numbers)[len(numbers) // 2]:.4g}" for label, numbers in values.items())
-    return Chart(name, title, caption, "; ".join(medians), figure, timeline=False)
+    return Chart(name, title, caption, figure, timeline=False)
 
 
 def marks(events: Sequence[Event], best: Best | None) -> list[dict[str, Any]]:
@@ -371,41 +305,36 @@ def marks(events: Sequence[Event], best: Best | None) -> list[dict[str, Any]]:
 
     The mark of the best validation has the tag of the curve that it lies on, and its height there.
     """
-    traces: list[dict[str, Any]] = []
-    level = 0
-    for kind, look in MARKS.items():
-        points = [(event.update, _mark(event)) for event in events if event.kind == kind and event.update is not None]
-        place: dict[str, Any] = {}
-        if kind == "best":
-            points = [] if best is None else [(best.update, f"best validation{_best_words(best)}")]
-            place = {"meta": best.tag, "customdata": [best.value]} if best is not None and _best_words(best) else {}
-        points = points[:: max(1, -(-len(points) // _MAX_MARKS))]
-        if not points:
+    points: dict[str, list[tuple[int, str]]] = {kind: [] for kind in MARKS}
+    for event in events:
+        if event.kind in points and event.kind != "best" and event.update is not None:
+            words = f"update {event.update}: {shortened(event.text or event.kind, 110)}"
+            points[event.kind].append((event.update, words))
+    place: dict[str, Any] = {}
+    if best is not None:
+        words = "best validation"
+        if best.value is not None and math.isfinite(best.value):
+            words += f", {words_of(best.tag)} {best.value:.4g}"
+            place = {"meta": best.tag, "customdata": [best.value]}
+        points["best"] = [(best.update, words)]
+    signs, lines = list[Any](), list[Any]()
+    for kind, all_points in points.items():
+        if not all_points:
             continue
-        updates, height = [update for update, _ in points], 0.035 + 0.055 * level  # two of one update are both seen
-        level += 1
-        trace = graph_objects.Scatter(
-            x=updates, y=[height] * len(points), yaxis="y2", mode="markers", name=look.words, showlegend=False,
+        look, shown = MARKS[kind], all_points[:: -(-len(all_points) // _MAX_MARKS)]
+        updates, height = [update for update, _ in shown], 0.035 + 0.055 * len(signs)  # two of one update are seen
+        sign = graph_objects.Scatter(
+            x=updates, y=[height] * len(updates), yaxis="y2", mode="markers", name=look.words, showlegend=False,
             marker={"symbol": look.symbol, "color": look.colour, "size": 8, "line": {"width": 1, "color": "white"}},
-            text=[plain(text) for _, text in points], hovertemplate="%{text}<extra></extra>", cliponaxis=False,
-            **place,
+            text=[plain(text) for _, text in shown], hovertemplate="%{text}<extra></extra>", cliponaxis=False,
+            **(place if kind == "best" else {}),
         )  # fmt: skip
-        traces.append(trace.to_plotly_json())
+        signs.append(sign.to_plotly_json())
         if look.line:
-            lines = updates[-_MAX_LINES:]
-            across = graph_objects.Scatter(
-                x=[x for update in lines for x in (update, update, None)], y=[0, 1, None] * len(lines), yaxis="y2",
-                mode="lines", line={"color": look.colour, "width": 1.2, "dash": look.line}, opacity=0.8,
-                hoverinfo="skip", showlegend=False, name="",
+            places = [x for update in updates[-_MAX_LINES:] for x in (update, update, None)]
+            line = graph_objects.Scatter(
+                x=places, y=[0, 1, None] * (len(places) // 3), yaxis="y2", mode="lines", hoverinfo="skip", name="",
+                line={"color": look.colour, "width": 1.2, "dash": look.line}, opacity=0.8, showlegend=False,
             )  # fmt: skip
-            traces.insert(0, across.to_plotly_json())
-    return traces
-
-
-def _best_words(best: Best) -> str:
-    known = best.value is not None and math.isfinite(best.value)
-    return f", {words_of(best.tag)} {best.value:.4g}" if known else ""
-
-
-def _mark(event: Event) -> str:
-    return f"update {event.update}: {shortened(event.text or event.kind, 110)}"
+            lines.append(line.to_plotly_json())
+    return [*lines, *signs]
