@@ -5,7 +5,7 @@ Legend: V vocabulary, D model width, E output width, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from deepspeed_nmt.core.description import LinearWeights, NormWeights, StackWeights, StandardTransformer
+from deepspeed_nmt.core.description import StandardTransformer
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.export.ctranslate2_search import (
@@ -95,21 +95,21 @@ def write_ctranslate2(
     # The decoder's first layer decides for all layers whether they have cross-attention.
     model = standardise(model)
     spec = specs.TransformerSpec.from_config(
-        (len(model.encoder.layers), len(model.decoder.layers)),
+        model.depths,
         model.heads,
         pre_norm=model.norm == "pre",
-        no_final_norm=model.encoder.final_norm is None,
+        no_final_norm="encoder.final_norm.weight" not in model.weights,
         activation=getattr(common_spec.Activation, _ACTIVATIONS[model.activation]),
     )
     positions_TD = model.positions(longest).cpu()
-    sides = ((spec.encoder, model.encoder, model.source_VD), (spec.decoder, model.decoder, model.target_VD))
-    for side, stack, weight_VD in sides:
-        embeddings = side.embeddings[0] if side is spec.encoder else side.embeddings
-        embeddings.weight = _array(weight_VD)
-        side.scale_embeddings = model.scale * stack.input_scale
-        side.position_encodings.encodings = _array(positions_TD * stack.input_scale)
-        _set_stack(side, stack)
-    _set_linear(spec.decoder.projection, model.output)
+    sides = (spec.encoder, spec.encoder.embeddings[0], "source"), (spec.decoder, spec.decoder.embeddings, "target")
+    for (side, embeddings, name), scale in zip(sides, model.input_scales, strict=True):
+        embeddings.weight = _array(model.weights[f"{name}_embedding.weight"])
+        side.scale_embeddings = model.scale * scale
+        side.position_encodings.encodings = _array(positions_TD * scale)
+    _set_stack(spec.encoder, model.weights, "encoder")
+    _set_stack(spec.decoder, model.weights, "decoder")
+    _set_linear(spec.decoder.projection, model.weights, "projection")
     config = spec.config
     for name, number in (("unk", vocabulary.unk), ("bos", vocabulary.bos), ("eos", vocabulary.eos)):
         setattr(config, f"{name}_token", pieces[1][number])
@@ -123,43 +123,40 @@ def write_ctranslate2(
     spec.save(str(directory))
 
 
-def _set_stack(spec: Any, stack: StackWeights) -> None:
-    for layer_spec, layer in zip(spec.layer, stack.layers, strict=True):
-        own, cross, network = layer.self_attention, layer.cross_attention, layer.feed_forward
-        _set_attention(layer_spec.self_attention, own.norm, _joined(own.query, own.key, own.value), own.output)
-        if cross is not None:
-            source = _joined(cross.key, cross.value)
-            _set_attention(layer_spec.attention, cross.norm, cross.query, source, cross.output)
-        _set_norm(layer_spec.ffn.layer_norm, network.norm)
-        _set_linear(layer_spec.ffn.linear_0, network.up)
-        _set_linear(layer_spec.ffn.linear_1, network.down)
-    if stack.final_norm is not None:
-        _set_norm(spec.layer_norm, stack.final_norm)
+def _set_stack(spec: Any, weights: Mapping[str, Tensor], side: str) -> None:
+    for number, layer in enumerate(spec.layer):
+        where = f"{side}.layers.{number}"
+        own, (read, written) = f"{where}.self_attention", layer.self_attention.linear
+        _set_linear(read, weights, f"{own}.q_proj", f"{own}.k_proj", f"{own}.v_proj")
+        _set_linear(written, weights, f"{own}.out_proj")
+        _set_norm(layer.self_attention.layer_norm, weights, f"{where}.self_residual.norm")
+        if side == "decoder":
+            cross, (query, source, written) = f"{where}.cross_attention", layer.attention.linear
+            _set_linear(query, weights, f"{cross}.q_proj")
+            _set_linear(source, weights, f"{cross}.k_proj", f"{cross}.v_proj")
+            _set_linear(written, weights, f"{cross}.out_proj")
+            _set_norm(layer.attention.layer_norm, weights, f"{where}.cross_residual.norm")
+        _set_norm(layer.ffn.layer_norm, weights, f"{where}.feed_forward_residual.norm")
+        _set_linear(layer.ffn.linear_0, weights, f"{where}.feed_forward.up_proj")
+        _set_linear(layer.ffn.linear_1, weights, f"{where}.feed_forward.down_proj")
+    if f"{side}.final_norm.weight" in weights:
+        _set_norm(spec.layer_norm, weights, f"{side}.final_norm")
 
 
-def _set_attention(spec: Any, norm: NormWeights, *layers: LinearWeights) -> None:
-    _set_norm(spec.layer_norm, norm)
-    for linear_spec, layer in zip(spec.linear, layers, strict=True):
-        _set_linear(linear_spec, layer)
+def _set_linear(spec: Any, weights: Mapping[str, Tensor], *names: str) -> None:
+    """Set one matrix product for several of the same input. A bias that is missing beside others is zero."""
+    matrices = [weights[f"{name}.weight"] for name in names]
+    spec.weight = _array(torch.cat(matrices))
+    if any(f"{name}.bias" in weights for name in names):
+        biases = [
+            weights.get(f"{name}.bias", matrix.new_zeros(len(matrix)))
+            for name, matrix in zip(names, matrices, strict=True)
+        ]
+        spec.bias = _array(torch.cat(biases))
 
 
-def _joined(*layers: LinearWeights) -> LinearWeights:
-    """Return one matrix product for several of the same input; a bias that is missing is zero."""
-    biases = [
-        layer.weight_ED.new_zeros(layer.weight_ED.shape[0]) if layer.bias_E is None else layer.bias_E
-        for layer in layers
-    ]
-    return LinearWeights(torch.cat([layer.weight_ED for layer in layers]), torch.cat(biases))
-
-
-def _set_linear(spec: Any, linear: LinearWeights) -> None:
-    spec.weight = _array(linear.weight_ED)
-    if linear.bias_E is not None:
-        spec.bias = _array(linear.bias_E)
-
-
-def _set_norm(spec: Any, norm: NormWeights) -> None:
-    spec.gamma, spec.beta = _array(norm.weight_D), _array(norm.bias_D)
+def _set_norm(spec: Any, weights: Mapping[str, Tensor], name: str) -> None:
+    spec.gamma, spec.beta = _array(weights[f"{name}.weight"]), _array(weights[f"{name}.bias"])
 
 
 def _array(tensor: Tensor) -> Any:

@@ -6,6 +6,7 @@ Legend: B sentences, S source length, D model width, E output width.
 from __future__ import annotations
 
 import copy
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,15 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typing_extensions import override
 
-from deepspeed_nmt.core.description import (
-    AttentionWeights,
-    FeedForwardWeights,
-    LayerWeights,
-    LinearWeights,
-    NormWeights,
-    StackWeights,
-    StandardTransformer,
-)
+from deepspeed_nmt.core.description import StandardTransformer
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.tokenizer import Tokenizer
@@ -43,6 +36,8 @@ MAX_TOKENS = 4096
 WEIGHTS_FILE = "model.safetensors"
 _STANDARD_GAIN = 1024.0
 """Gain of a LayerNorm that is followed by another one; a power of two, so that it adds no rounding."""
+_READS_STATE = re.compile(r"self_attention\.[qkv]_proj\.weight|cross_attention\.q_proj\.weight|up_proj\.weight")
+"""Matrices that are applied to the state of a stack."""
 Sentences = Sequence[Sequence[int]]
 """Tokens of sentences, without EOS."""
 Advance = Callable[[int], object]
@@ -213,11 +208,21 @@ def standardise(model: StandardTransformer) -> StandardTransformer:
     eps / (2 variance) of the state.
     """
     model = fold_deepnorm(model)
-    layers = [
-        _with_zero_attention(layer, model.norm == "post") if layer.cross_attention is None else layer
-        for layer in model.decoder.layers
-    ]
-    return replace(model, decoder=replace(model.decoder, layers=tuple(layers)))
+    weights = dict(model.weights)
+    for number in range(model.depths[1]):
+        layer = f"decoder.layers.{number}"
+        if f"{layer}.cross_attention.q_proj.weight" in weights:
+            continue
+        own, cross = f"{layer}.self_residual.norm", f"{layer}.cross_residual.norm"
+        dim = len(weights[f"{own}.weight"])
+        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            weights[f"{layer}.cross_attention.{part}.weight"] = torch.zeros(dim, dim)
+            weights[f"{layer}.cross_attention.{part}.bias"] = torch.zeros(dim)
+        weights[f"{cross}.weight"], weights[f"{cross}.bias"] = torch.ones(dim), torch.zeros(dim)
+        if model.norm == "post":
+            for part, standard in (("weight", torch.full((dim,), _STANDARD_GAIN)), ("bias", torch.zeros(dim))):
+                weights[f"{cross}.{part}"], weights[f"{own}.{part}"] = weights[f"{own}.{part}"], standard
+    return replace(model, weights=weights)
 
 
 def fold_deepnorm(model: StandardTransformer) -> StandardTransformer:
@@ -230,42 +235,12 @@ def fold_deepnorm(model: StandardTransformer) -> StandardTransformer:
     """
     if model.norm != "deepnorm":
         return model
-    return replace(model, norm="post", encoder=_fold_alpha(model.encoder), decoder=_fold_alpha(model.decoder))
-
-
-def _fold_alpha(stack: StackWeights) -> StackWeights:
-    alpha = stack.alpha
-
-    def norm(part: NormWeights) -> NormWeights:
-        return NormWeights(part.weight_D * alpha, part.bias_D * alpha)
-
-    def reading(linear: LinearWeights) -> LinearWeights:
-        return LinearWeights(linear.weight_ED / alpha, linear.bias_E)
-
-    def layer(part: LayerWeights, is_last: bool) -> LayerWeights:
-        own, cross, network = part.self_attention, part.cross_attention, part.feed_forward
-        own = replace(
-            own, norm=norm(own.norm), query=reading(own.query), key=reading(own.key), value=reading(own.value)
-        )
-        if cross is not None:
-            cross = replace(cross, norm=norm(cross.norm), query=reading(cross.query))
-        last_norm = network.norm if is_last else norm(network.norm)
-        return LayerWeights(own, cross, FeedForwardWeights(last_norm, reading(network.up), network.down))
-
-    layers = [layer(part, number == len(stack.layers)) for number, part in enumerate(stack.layers, 1)]
-    return StackWeights(tuple(layers), 1.0, stack.final_norm, stack.input_scale * alpha)
-
-
-def _with_zero_attention(layer: LayerWeights, post_norm: bool) -> LayerWeights:
-    own = layer.self_attention
-    dim = own.norm.weight_D.shape[0]
-    zero = LinearWeights(torch.zeros(dim, dim), torch.zeros(dim))
-    if not post_norm:
-        norm = NormWeights(torch.ones(dim), torch.zeros(dim))
-        return replace(layer, cross_attention=AttentionWeights(norm, zero, zero, zero, zero))
-    standard = NormWeights(torch.full((dim,), _STANDARD_GAIN), torch.zeros(dim))
-    return replace(
-        layer,
-        self_attention=replace(own, norm=standard),
-        cross_attention=AttentionWeights(own.norm, zero, zero, zero, zero),
-    )
+    weights = dict(model.weights)
+    for side, depth, alpha in zip(("encoder", "decoder"), model.depths, model.alphas, strict=True):
+        last = f"{side}.layers.{depth - 1}.feed_forward_residual."
+        for name, weight in model.weights.items():
+            if name.startswith(f"{side}.") and _READS_STATE.search(name):
+                weights[name] = weight / alpha
+            elif name.startswith(f"{side}.") and "_residual.norm." in name and not name.startswith(last):
+                weights[name] = weight * alpha
+    return replace(model, norm="post", weights=weights, input_scales=model.alphas)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from deepspeed_nmt import huggingface
-from deepspeed_nmt.core.description import (
-    AttentionWeights,
-    LinearWeights,
-    NormWeights,
-    NotStandardError,
-    StackWeights,
-    StandardTransformer,
-)
+from deepspeed_nmt.core.description import NotStandardError, StandardTransformer
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import SIDES, Vocabulary
 from deepspeed_nmt.data.tokenizer import Tokenizer
@@ -46,7 +39,7 @@ from deepspeed_nmt.search.base import Hypothesis, LengthPenalty
 _CLASSES = {"post": ("marian", "MarianMTModel"), "pre": ("pegasus", "PegasusForConditionalGeneration")}
 _EPS = 1e-5
 """Eps of the LayerNorms of both classes."""
-LAYER_NAMES = {
+_LAYER_NAMES = {
     "self_attention": "self_attn",
     "self_residual.norm": "self_attn_layer_norm",
     "cross_attention": "encoder_attn",
@@ -54,8 +47,16 @@ LAYER_NAMES = {
     "feed_forward.up_proj": "fc1",
     "feed_forward.down_proj": "fc2",
     "feed_forward_residual.norm": "final_layer_norm",
+    "final_norm": "layer_norm",
 }
-"""Modules of a layer here, and their names there."""
+"""Modules of a stack here, and their names there."""
+_EMBEDDINGS = ("source_embedding.weight", "target_embedding.weight")
+_FIXED_NAMES = {
+    "source_embedding.weight": "model.encoder.embed_tokens.weight",
+    "target_embedding.weight": "model.decoder.embed_tokens.weight",
+    "projection.weight": "lm_head.weight",
+    "projection.bias": "final_logits_bias",
+}
 
 
 class HuggingFaceFormat(Format):
@@ -143,7 +144,7 @@ def check_class(model: StandardTransformer) -> None:
         raise NotStandardError(
             f"its LayerNorms have eps {model.norm_eps:g}, and those of transformers' classes {_EPS:g}"
         )
-    if model.norm == "pre" and len(model.source_VD) != len(model.target_VD):
+    if model.norm == "pre" and len({len(model.weights[name]) for name in _EMBEDDINGS}) > 1:
         raise NotStandardError("it is pre-norm and has two vocabularies, and transformers' Pegasus has one")
 
 
@@ -163,19 +164,25 @@ def write_huggingface(directory: Path, model: StandardTransformer, vocabulary: V
     check_class(model)
     model = standardise(model)
     kind, name = _CLASSES[model.norm]
-    state = dict(_state(model, longest))
-    tied = _tie(model, state)
+    state = _state(model, longest)
+    tied = "lm_head.weight" not in state
+    (source_size, dim), (target_size, _) = (model.weights[name].shape for name in _EMBEDDINGS)
+    encoder_layers, decoder_layers = model.depths
+    ffn_dim = len(model.weights["encoder.layers.0.feed_forward.up_proj.weight"])
     config = {
         "architectures": [name],
         "model_type": kind,
-        "vocab_size": len(model.source_VD),
-        "decoder_vocab_size": len(model.target_VD),
+        "vocab_size": source_size,
+        "decoder_vocab_size": target_size,
         "share_encoder_decoder_embeddings": tied,
         "tie_word_embeddings": tied,
-        "d_model": model.dim,
-        **{f"{side}_layers": len(getattr(model, side).layers) for side in ("encoder", "decoder")},
-        **{f"{side}_attention_heads": model.heads for side in ("encoder", "decoder")},
-        **{f"{side}_ffn_dim": model.ffn_dim for side in ("encoder", "decoder")},
+        "d_model": dim,
+        "encoder_layers": encoder_layers,
+        "decoder_layers": decoder_layers,
+        "encoder_attention_heads": model.heads,
+        "decoder_attention_heads": model.heads,
+        "encoder_ffn_dim": ffn_dim,
+        "decoder_ffn_dim": ffn_dim,
         "activation_function": model.activation,
         "scale_embedding": True,
         "max_position_embeddings": longest,
@@ -208,67 +215,26 @@ def _special(vocabulary: Vocabulary) -> dict[str, int]:
     }
 
 
-def _tie(model: StandardTransformer, state: dict[str, Tensor]) -> bool:
-    """Return True if one matrix serves as embeddings and output, and then keep one copy of it in a state."""
-    scales = {model.encoder.input_scale, model.decoder.input_scale}
-    matrices = (model.source_VD, model.target_VD, model.output.weight_ED)
-    if scales != {1.0} or len({matrix.data_ptr() for matrix in matrices}) > 1:
-        return False
-    for name in ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight"):
-        del state[name]
-    return True
-
-
-def _state(model: StandardTransformer, longest: int) -> Iterator[tuple[str, Tensor]]:
-    positions_TD = model.positions(longest).cpu()
+def _state(model: StandardTransformer, longest: int) -> dict[str, Tensor]:
+    """Return the weights there. A matrix that serves as embeddings and output is there once."""
+    state, positions_TD = {}, model.positions(longest).cpu()
     # The scale there is sqrt(D); whatever else scales the embedded tokens is in the matrices.
-    excess = model.scale / math.sqrt(model.dim)
-    for side, stack, weight_VD in (
-        ("encoder", model.encoder, model.source_VD),
-        ("decoder", model.decoder, model.target_VD),
-    ):
-        factor = excess * stack.input_scale
-        yield f"model.{side}.embed_tokens.weight", _copy(weight_VD * factor)
-        if side == "decoder":
-            yield "model.shared.weight", _copy(weight_VD * factor)
-        yield f"model.{side}.embed_positions.weight", _copy(positions_TD * stack.input_scale)
-        yield from _stack_state(stack, f"model.{side}")
-    yield "lm_head.weight", _copy(model.output.weight_ED)
-    bias = model.output.bias_E
-    yield "final_logits_bias", _copy(torch.zeros(len(model.target_VD)) if bias is None else bias).unsqueeze(0)
-
-
-def _stack_state(stack: StackWeights, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    for number, layer in enumerate(stack.layers):
-        where = f"{prefix}.layers.{number}"
-        yield from _attention_state(layer.self_attention, f"{where}.self_attn")
-        if layer.cross_attention is not None:
-            yield from _attention_state(layer.cross_attention, f"{where}.encoder_attn")
-        network = layer.feed_forward
-        yield from _linear_state(network.up, f"{where}.fc1")
-        yield from _linear_state(network.down, f"{where}.fc2")
-        yield from _norm_state(network.norm, f"{where}.final_layer_norm")
-    if stack.final_norm is not None:
-        yield from _norm_state(stack.final_norm, f"{prefix}.layer_norm")
-
-
-def _attention_state(attention: AttentionWeights, where: str) -> Iterator[tuple[str, Tensor]]:
-    yield from _linear_state(attention.query, f"{where}.q_proj")
-    yield from _linear_state(attention.key, f"{where}.k_proj")
-    yield from _linear_state(attention.value, f"{where}.v_proj")
-    yield from _linear_state(attention.output, f"{where}.out_proj")
-    yield from _norm_state(attention.norm, f"{where}_layer_norm")
-
-
-def _linear_state(linear: LinearWeights, where: str) -> Iterator[tuple[str, Tensor]]:
-    yield f"{where}.weight", _copy(linear.weight_ED)
-    bias = linear.bias_E
-    yield f"{where}.bias", _copy(linear.weight_ED.new_zeros(len(linear.weight_ED)) if bias is None else bias)
-
-
-def _norm_state(norm: NormWeights, where: str) -> Iterator[tuple[str, Tensor]]:
-    yield f"{where}.weight", _copy(norm.weight_D)
-    yield f"{where}.bias", _copy(norm.bias_D)
+    excess = model.scale / math.sqrt(positions_TD.shape[1])
+    factors = dict(zip(_EMBEDDINGS, (excess * scale for scale in model.input_scales), strict=True))
+    for name, weight in model.weights.items():
+        state[name_there(name)] = _copy(weight * factors[name] if name in factors else weight)
+        if name.endswith("_proj.weight"):
+            state.setdefault(name_there(name.removesuffix("weight") + "bias"), torch.zeros(len(weight)))
+    for side, scale in zip(("encoder", "decoder"), model.input_scales, strict=True):
+        state[f"model.{side}.embed_positions.weight"] = _copy(positions_TD * scale)
+    state["model.shared.weight"] = state["model.decoder.embed_tokens.weight"].clone()
+    bias_V = state.get("final_logits_bias", torch.zeros(len(model.weights["projection.weight"])))
+    state["final_logits_bias"] = bias_V.unsqueeze(0)
+    matrices = {model.weights[name].data_ptr() for name in (*_EMBEDDINGS, "projection.weight")}
+    if model.input_scales == (1.0, 1.0) and len(matrices) == 1:
+        for name in ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight"):
+            del state[name]
+    return state
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -276,20 +242,14 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float32).clone().contiguous()
 
 
-def names_there(names: Sequence[str]) -> dict[str, str]:
-    """Return the name in `transformers` of each parameter of a Transformer of this program."""
-    fixed = {
-        "source_embedding.weight": "model.encoder.embed_tokens.weight",
-        "target_embedding.weight": "model.decoder.embed_tokens.weight",
-        "projection.weight": "lm_head.weight",
-        "projection.bias": "final_logits_bias",
-    }
-    return {name: fixed.get(name, f"model.{layer_names(name)}") for name in names}
+def name_there(name: str) -> str:
+    """Return the name in `transformers` of a parameter of a Transformer of this program."""
+    return _FIXED_NAMES.get(name, f"model.{layer_name(name)}")
 
 
-def layer_names(name: str) -> str:
-    """Return the name of a parameter with the names of modules in `transformers` and in fairseq."""
-    for part, other in LAYER_NAMES.items():
+def layer_name(name: str) -> str:
+    """Return the name of a parameter of a stack with the names of modules in `transformers` and in fairseq."""
+    for part, other in _LAYER_NAMES.items():
         name = name.replace(f".{part}.", f".{other}.")
     return name
 

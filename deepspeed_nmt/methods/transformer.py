@@ -227,8 +227,8 @@ class Transformer(TranslationModel):
             raise NotStandardError("it predicts masked tokens, and not one token after another")
         if type(self.projection) is not Projection:
             raise NotStandardError("its projection is not that of a standard Transformer")
-        weights = source.weight, target.weight, self.projection
-        return describe(*weights, target.scale, target.table, self.encoder, self.decoder)
+        fixed = {"source_embedding": source, "target_embedding": target, "projection": self.projection}
+        return describe(fixed, target.scale, target.table, self.encoder, self.decoder)
 
     @override
     def begin(self) -> DecoderCache:

@@ -19,7 +19,7 @@ from deepspeed_nmt.data.marian_tokenizer import MarianTokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.engine.contract import EngineScalars, ParameterState
 from deepspeed_nmt.errors import ConfigError, DataError
-from deepspeed_nmt.export.huggingface_weights import names_there
+from deepspeed_nmt.export.huggingface_weights import name_there
 from deepspeed_nmt.files import atomic_write_text, check_utf8_name
 from deepspeed_nmt.huggingface import MarianFiles, load_marian
 from deepspeed_nmt.manifest import FileRecord
@@ -199,12 +199,11 @@ def _tokenizer(files: MarianFiles, name: str) -> MarianTokenizer:
 
 
 def _states(model: TranslationModel, files: MarianFiles, name: str) -> Iterator[ParameterState]:
-    parameters = dict(model.named_parameters())
-    for own, there in names_there(list(parameters)).items():
-        weight = files.weights.get(there)
+    for own, parameter in model.named_parameters():
+        weight = files.weights.get(there := name_there(own))
         if own == "projection.bias" and weight is not None:
             weight = weight.reshape(-1)
-        yield imported_state(own, parameters[own], there, weight, name)
+        yield imported_state(own, parameter, there, weight, name)
 
 
 def imported_state(

@@ -29,7 +29,7 @@ from deepspeed_nmt.core.vocabulary import SIDES
 from deepspeed_nmt.data.fairseq import BinarisedText, FairseqTokenizer, read_dictionary
 from deepspeed_nmt.engine.contract import ParameterState
 from deepspeed_nmt.errors import ConfigError, DataError, shown
-from deepspeed_nmt.export.huggingface_weights import layer_names
+from deepspeed_nmt.export.huggingface_weights import layer_name
 from deepspeed_nmt.files import read_regular
 from deepspeed_nmt.methods import MODELS
 from deepspeed_nmt.registry import problem_of
@@ -405,7 +405,7 @@ def _name(own: str) -> str:
         "target_embedding.weight": "decoder.embed_tokens.weight",
         "projection.weight": _OUTPUT,
     }
-    return layer_names(fixed.get(own, own).replace(".final_norm.", ".layer_norm."))
+    return layer_name(fixed.get(own, own))
 
 
 def _tied(weights: Mapping[str, Tensor], used: Iterable[str]) -> set[str]:
