@@ -3,7 +3,7 @@
 Files of a run:
 
 config.yaml  data.json  environment.json  resolved.json  origin.json  vocabulary.*  manifest.json
-metrics.jsonl  events.jsonl  goodput.jsonl  tensorboard/  checkpoints/  logs/  test_scores.json  alignment.json
+metrics.jsonl  events.jsonl  goodput.jsonl  tensorboard/  checkpoints/  logs/  test_scores.json
 
 The manifest records ``config.yaml``, ``data.json`` and ``vocabulary.*``. If one of them is lost or damaged, a run is
 refused.
@@ -46,8 +46,6 @@ from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
 from deepspeed_nmt.train.configuration import ValidationConfig
 
 CONFIG_FILE, DATA_FILE, CHECKPOINTS = "config.yaml", "data.json", "checkpoints"
-ALIGNMENT_FILE = "alignment.json"
-"""File with the decoder layers that align best."""
 ENVIRONMENT_FILE = "environment.json"
 LOGS = "logs"
 """Log of each rank, over all restarts."""
@@ -60,7 +58,7 @@ VALIDATION = "validation"
 LOCK_FILE = ".lock"
 """File that names the process that trains in a run directory."""
 _FILES_READ = {
-    *(ALIGNMENT_FILE, "config.yaml", "data.json", ENVIRONMENT_FILE, LOCK_FILE, MANIFEST_FILE),
+    *("config.yaml", "data.json", ENVIRONMENT_FILE, LOCK_FILE, MANIFEST_FILE),
     *(MANIFEST_FILE + HASH_SUFFIX, ORIGIN_FILE, SCORES_FILE, "resolved.json", *VOCABULARY_FILES),
     *("metrics.jsonl", "events.jsonl", "goodput.jsonl"),
 }

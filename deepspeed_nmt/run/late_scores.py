@@ -26,7 +26,7 @@ from deepspeed_nmt.train.checkpoint import Chosen
 from deepspeed_nmt.train.configuration import MAIN, ValidationConfig
 from deepspeed_nmt.train.events import Events
 from deepspeed_nmt.train.log import Metrics
-from deepspeed_nmt.train.progress import Count
+from deepspeed_nmt.train.progress import Count, Progress
 from deepspeed_nmt.train.validation import Choice, Validation, record_best
 
 
@@ -168,7 +168,7 @@ def choose_best(run: Run) -> str:
             for old, new in zip(before, records, strict=True):
                 known = old.validation.values
                 if values := {tag: value for tag, value in new.validation.values.items() if tag not in known}:
-                    metrics.log_late(new.update, new.target_tokens, values)
+                    metrics.log(Progress(new.update, target_tokens=new.target_tokens), values, ", late values")
         scored = [record for record in records if record.choice.by == progress.best_by and not record.awaits_score]
         kept = {store.update_of(name) for name in store.names()}
         best = max((record for record in scored if record.update in kept), key=ValidationRecord.rank, default=None)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TOP, TranslationModel, exit_name
@@ -20,9 +20,8 @@ from deepspeed_nmt.core.vocabulary import SIDES
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import ConfigError, DataError, counted, did_you_mean, option, shown
-from deepspeed_nmt.files import atomic_write_text, read_regular
-from deepspeed_nmt.registry import Config, problem_of
-from deepspeed_nmt.run.directory import ALIGNMENT_FILE, DataRecord, Run
+from deepspeed_nmt.registry import problem_of
+from deepspeed_nmt.run.directory import DataRecord, Run
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.alignment import AttentionWatch, cross_attention
 from deepspeed_nmt.search.decode_options import DecodeOptions, check_unicode
@@ -45,30 +44,25 @@ def search_settings(runs: Sequence[Run], changes: Mapping[str, Any], exits: Sequ
     settings = run.config.search.model_dump()
     if (exits or len(runs) > 1) and run.config.search.needs_exits and changes.get("name") is None:
         settings["name"] = SEARCHES.default  # decodes from one exit, although the run was validated with both
-    settings |= {key: value for key, value in changes.items() if value is not None}
-    if settings["name"] not in SEARCHES:
-        name = settings["name"]
-        raise ConfigError(
-            f"{option('name', 'search')} is {shown(name)}, no known search{did_you_mean(str(name), SEARCHES)}"
-        )
-    kind = SEARCHES[settings["name"]].config
-    if unknown := [key for key, value in changes.items() if value is not None and key not in kind.model_fields]:
+    given = {key: value for key, value in changes.items() if value is not None}
+    settings |= given
+    name = settings["name"]
+    if name not in SEARCHES:
+        hint = did_you_mean(str(name), SEARCHES)
+        raise ConfigError(f"{option('name', 'search')} is {shown(name)}, no known search{hint}")
+    kind = SEARCHES[name].config
+    if unknown := [key for key in given if key not in kind.model_fields]:
         having = [entry.name for entry in SEARCHES.entries if unknown[0] in entry.config.model_fields]
         raise ConfigError(
-            f"{option(unknown[0])} is no option of search.name={settings['name']}, which decodes here"
+            f"{option(unknown[0])} is no option of search.name={name}, which decodes here"
             f"{', but of ' * bool(having)}{' and '.join(having)}; leave it out"
         )
-    settings = {key: value for key, value in settings.items() if key in kind.model_fields}
-    if type(run.config.search) is not kind:  # which can have other bounds for a setting of the same name
-        for problem in _problems(kind, settings):
-            for key in problem["loc"][:1]:
-                if key != "name" and changes.get(str(key)) is None:
-                    settings.pop(str(key), None)
-    if problems := _problems(kind, settings):
+    try:
+        search = kind.model_validate({key: value for key, value in settings.items() if key in kind.model_fields})
+    except ValidationError as error:
         raise ConfigError(
-            [problem_of(problem, option(str(problem["loc"][0])) if problem["loc"] else "") for problem in problems]
-        )
-    search = kind.model_validate(settings)
+            [problem_of(each, option(str(each["loc"][0])) if each["loc"] else "") for each in error.errors()]
+        ) from error
     assert isinstance(search, SearchConfig)
     if not set(search.needs_exits) <= set(run.config.model.named_exits):
         raise ConfigError(
@@ -79,15 +73,6 @@ def search_settings(runs: Sequence[Run], changes: Mapping[str, Any], exits: Sequ
     if wrong := set(replace(parts, search=search).contradictions()) - set(parts.contradictions()):
         raise ConfigError(sorted(wrong))
     return search
-
-
-def _problems(kind: type[Config], settings: Mapping[str, Any]) -> list[ErrorDetails]:
-    """Return the errors of settings; an empty list if they are valid."""
-    try:
-        kind.model_validate(settings)
-    except ValidationError as error:
-        return error.errors()
-    return []
 
 
 def check_ensemble(runs: Sequence[Run], weights: Sequence[float] | None) -> None:
@@ -123,39 +108,33 @@ def warn_of_differences(runs: Sequence[Run], search: SearchConfig, given: Mappin
     """
     chosen = {name for name, value in given.items() if value is not None}
     fields = {*type(search).model_fields} - chosen
+    first = runs[0]
     for run in runs[1:]:
-        tags = zip(("tag", "tag_target"), astuple(runs[0].tags), astuple(run.tags), strict=True)
-        differing = [
+        tags = zip(("tag", "tag_target"), astuple(first.tags), astuple(run.tags), strict=True)
+        differences = [
             f"{option(name)} ({own or 'none'} and {other or 'none'})"
             for name, own, other in tags
             if own != other and name not in chosen
         ]
-        if runs[0].text_form.contradicts(run.text_form):
-            differing.append(f"the form of their text ({runs[0].text_form} and {run.text_form})")
-        one, two = runs[0].config.search.model_dump(), run.config.search.model_dump()
+        if first.text_form.contradicts(run.text_form):
+            differences.append(f"the form of their text ({first.text_form} and {run.text_form})")
+        one, two = first.config.search.model_dump(), run.config.search.model_dump()
         names = {"name"} if "name" in fields and one["name"] != two["name"] else fields & one.keys() & two.keys()
-        differing += [
+        differences += [
             f"search.{name} ({shown(one[name])} and {shown(two[name])})"
             for name in one
             if name in names and one[name] != two[name]
         ]
-        if differing:
+        if differences:
             logger.warning(
-                "%s and %s differ in %s; the ensemble decodes with what %s has, unless other options are given",
-                runs[0].path,
-                run.path,
-                ", ".join(differing),
-                runs[0].path,
+                f"{first.path} and {run.path} differ in {', '.join(differences)}; the ensemble decodes with what "
+                f"{first.path} has, unless other options are given"
             )
 
 
 def suppressed(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[int, ...]:
-    """Return the numbers of tokens that are never predicted.
-
-    Args:
-        texts: the tokens, as the vocabulary spells them or as text that is one token.
-    """
-    found = []
+    """Return the numbers of tokens that are never predicted, given as the vocabulary spells them or as text."""
+    numbers = []
     for text in texts:
         check_unicode("suppress", text)
         number = tokenizer.number(text, "target")
@@ -167,27 +146,19 @@ def suppressed(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[int, ...]:
                 f"{option('suppress')}: {shown(text)} is no token of the target's vocabulary; for the "
                 f"unknown token give {option('suppress_unknown')}"
             )
-        found.append(number)
-    return tuple(found)
+        numbers.append(number)
+    return tuple(numbers)
 
 
 def chosen_tags(run: Run, source: str | None, target: str | None) -> Tags:
-    """Return the tags of a translation.
-
-    Args:
-        source: symbol given by the user for source lines; "" for none, None for that of the run's data.
-        target: symbol given by the user for translations, in the same way.
-    """
+    """Return the tags of a translation: those that the user gives, "" for none, None for those of the run's data."""
     recorded = run.tags
     tags = Tags(
-        *(
-            (own if given is None else given or None)
-            for own, given in zip((recorded.source, recorded.target), (source, target), strict=True)
-        )
+        recorded.source if source is None else source or None,
+        recorded.target if target is None else target or None,
     )
     for side in SIDES:
-        tag = tags.of(side)
-        if tag is not None:
+        if (tag := tags.of(side)) is not None:
             run.tokenizer.symbol(side, tag)
     return tags
 
@@ -224,8 +195,8 @@ def trained_exits(run: Run, model: TranslationModel) -> list[str]:
     return [*trained, TOP]
 
 
-MAX_PAIRS = 1000
-"""Sentence pairs of the validation text that decide."""
+_MAX_PAIRS = 1000
+"""Sentence pairs of the validation text that decide on the layer that aligns."""
 _MAX_TOKENS = 4096
 _LONGEST = 250
 _PRIOR = 1.0
@@ -235,30 +206,7 @@ Linked = tuple[int, int]
 """A source token and the target token that is linked with it."""
 
 
-class AlignmentLayer(Config):
-    """The decoder layer that aligns best.
-
-    Attributes:
-        weights: digest of the checkpoint's weights.
-        exit: exit of the model.
-        layer: number of the layer, from 1.
-        cross_entropy: nats per target token on held-out links, by layer.
-    """
-
-    weights: str
-    exit: str
-    layer: int
-    cross_entropy: dict[int, float]
-
-
-class _AlignmentFile(Config):
-    """The content of ALIGNMENT_FILE: choices in the order in which they were made."""
-
-    format: Literal[1] = 1
-    layers: tuple[AlignmentLayer, ...] = ()
-
-
-def alignment_layer(run: Run, which: str, exit: str, model: TranslationModel) -> int:
+def alignment_layer(run: Run, model: TranslationModel) -> int:
     """Return the number of the decoder layer whose cross-attention aligns best on the validation text of a run.
 
     There are no reference alignments. A good alignment links a target token with the source token that it translates,
@@ -268,11 +216,8 @@ def alignment_layer(run: Run, which: str, exit: str, model: TranslationModel) ->
     the sentence, to punctuation or to the token before the translated one predicts hardly better than the frequencies
     of the target tokens.
 
-    The choice is recorded in the run, with the weights and the exit that it holds for.
-
     Args:
-        which: checkpoint of the model (best, last, average, or a path).
-        model: the model at this exit, in eval mode.
+        model: of the run, in eval mode.
 
     Raises:
         ConfigError: if the model has no cross-attention, or the validation text cannot be read.
@@ -282,51 +227,23 @@ def alignment_layer(run: Run, which: str, exit: str, model: TranslationModel) ->
         raise ConfigError(f"{option('alignment')} needs a model with cross-attention, but {run.path} has none")
     if len(attentions) == 1:
         return next(iter(attentions))
-    weights = run.checkpoints.open(which, verify=False).weights_digest
-    recorded = _read(run.path)
-    for each in recorded:
-        if (each.weights, each.exit) == (weights, exit) and each.layer in attentions:
-            return each.layer
     try:
-        data = DataDirectory.open(Path(DataRecord.read(run.path).path))
-        corpus = data.corpus("valid")
+        corpus = DataDirectory.open(Path(DataRecord.read(run.path).path)).corpus("valid")
     except DataError as error:
         raise ConfigError(
             f"{option('alignment')} chooses the decoder layer on the validation text of the run, which cannot be "
             f"read ({error}); give {option('alignment_layer')}"
         ) from error
-    pairs = [(corpus.source(i).tolist(), corpus.target(i).tolist()) for i in range(min(MAX_PAIRS, len(corpus)))]
+    pairs = [(corpus.source(i).tolist(), corpus.target(i).tolist()) for i in range(min(_MAX_PAIRS, len(corpus)))]
     pairs = [pair for pair in pairs if max(map(len, pair)) <= _LONGEST and min(map(len, pair)) > 0]
     links = _links(model, run, pairs)
-    scores = {layer: held_out_cross_entropy(each) for layer, each in zip(attentions, links, strict=True)}
+    scores = {layer: held_out_cross_entropy(of) for layer, of in zip(attentions, links, strict=True)}
     best = min(scores, key=lambda layer: scores[layer])
     logger.info(
-        "%s: decoder layer %d of %d aligns best (cross-entropy %.3f of held-out links; the worst has %.3f)",
-        run.path,
-        best,
-        len(scores),
-        scores[best],
-        max(scores.values()),
+        f"{run.path}: decoder layer {best} of {len(scores)} aligns best (cross-entropy {scores[best]:.3f} of links; "
+        f"the worst has {max(scores.values()):.3f}); {option('alignment_layer')} fixes the layer"
     )
-    choice = AlignmentLayer(weights=weights, exit=exit, layer=best, cross_entropy=scores)
-    try:
-        content = _AlignmentFile(layers=(*recorded, choice)).model_dump_json(indent=1)
-        atomic_write_text(run.path / ALIGNMENT_FILE, content)
-    except OSError as error:
-        logger.warning("%s could not be written (%s)", run.path / ALIGNMENT_FILE, error.strerror or error)
     return best
-
-
-def _read(run: Path) -> tuple[AlignmentLayer, ...]:
-    """Return the recorded choices; none if their file cannot be read, with a warning."""
-    file = run / ALIGNMENT_FILE
-    if not file.is_file():
-        return ()
-    try:
-        return _AlignmentFile.model_validate_json(read_regular(file)).layers
-    except (OSError, ValidationError):
-        logger.warning("%s cannot be read; the layer is chosen again", file)
-        return ()
 
 
 def _links(
@@ -336,7 +253,7 @@ def _links(
     vocabulary = run.tokenizer.vocabulary
     device = next(model.parameters()).device
     layers = list(model.cross_attentions().values())
-    found: list[list[list[Linked]]] = [[[] for _ in pairs] for _ in layers]
+    links: list[list[list[Linked]]] = [[[] for _ in pairs] for _ in layers]
     lengths = [max(map(len, pair)) + 1 for pair in pairs]
     for bucket in length_buckets(lengths, _MAX_TOKENS):
         rows = [[*pairs[number][0], vocabulary.source.eos] for number in bucket]
@@ -344,16 +261,16 @@ def _links(
         with torch.inference_mode():
             watch = AttentionWatch([[(layer, 1.0)] for layer in layers], source_BS, vocabulary)
             with watch.watching():
-                asked = [[pairs[number][1]] for number in bucket]
-                token_log_probs([model], vocabulary, source_BS, padded, asked, None, watch.decoded)
+                targets = [[pairs[number][1]] for number in bucket]
+                token_log_probs([model], vocabulary, source_BS, padded, targets, None, watch.decoded)
         for place, number in enumerate(bucket):
             source, target = rows[place], pairs[number][1]
             for layer in range(len(layers)):
                 positions = watch.links(layer, place, len(target))
-                found[layer][number] = [
+                links[layer][number] = [
                     (source[position], token) for position, token in zip(positions, target, strict=True)
                 ]
-    return found
+    return links
 
 
 def held_out_cross_entropy(sentences: Sequence[Sequence[Linked]]) -> float:
@@ -364,18 +281,17 @@ def held_out_cross_entropy(sentences: Sequence[Sequence[Linked]]) -> float:
     """
     total, tokens = 0.0, 0
     for half in range(2):
-        pairs = Counter(pair for each in sentences[half::2] for pair in each)
+        pairs = Counter(itertools.chain.from_iterable(sentences[half::2]))
         sources, targets = Counter[int](), Counter[int]()
         for (source, target), count in pairs.items():
             sources[source] += count
             targets[target] += count
         all_targets = targets.total() + len(targets) + 1  # one for each, and one for those that are unseen
-        for each in sentences[1 - half :: 2]:
-            for source, target in each:
-                prior = (targets[target] + 1) / all_targets
-                p = (pairs[source, target] + _PRIOR * prior) / (sources[source] + _PRIOR)
-                total -= math.log(p)
-            tokens += len(each)
+        for source, target in itertools.chain.from_iterable(sentences[1 - half :: 2]):
+            prior = (targets[target] + 1) / all_targets
+            p = (pairs[source, target] + _PRIOR * prior) / (sources[source] + _PRIOR)
+            total -= math.log(p)
+            tokens += 1
     return total / max(1, tokens)
 
 
@@ -401,21 +317,15 @@ class Opened:
 
     def exits(self, models: Sequence[TranslationModel]) -> list[str]:
         """Return the names of the exits that all runs have trained, the top last."""
-        each = [trained_exits(run, model) for run, model in zip(self.runs, models, strict=True)]
-        return [name for name in each[0] if all(name in others for others in each[1:])]
+        names = [trained_exits(run, model) for run, model in zip(self.runs, models, strict=True)]
+        return [name for name in names[0] if all(name in others for others in names[1:])]
 
     def alignment_layers(self, models: Sequence[TranslationModel], layer: int | None) -> list[int]:
-        """Return the decoder layer of each model whose cross-attention aligns.
-
-        Args:
-            layer: number of the layer for all; None to choose those that align best on validation text.
-        """
+        """Return the decoder layer of each model whose cross-attention aligns: ``layer``, or the best one of each."""
         if layer is not None:
             for model in models:
                 cross_attention(model.cross_attentions(), layer)
             return [layer] * len(models)
-        if self.exit not in self.aligning:  # in a run that is read-only, they would be chosen in each call
-            pairs = zip(self.runs, models, strict=True)
-            layers = [alignment_layer(run, self.checkpoint, self.exit, model) for run, model in pairs]
-            self.aligning[self.exit] = layers
+        if self.exit not in self.aligning:
+            self.aligning[self.exit] = list(map(alignment_layer, self.runs, models))
         return self.aligning[self.exit]

@@ -43,7 +43,6 @@ from deepspeed_nmt.manifest import HASH_SUFFIX, MANIFEST_FILE, DamagedRecordErro
 from deepspeed_nmt.methods import MODELS
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.run.directory import (
-    ALIGNMENT_FILE,
     CHECKPOINTS,
     CONFIG_FILE,
     DATA_FILE,
@@ -112,7 +111,7 @@ def begin(path: Path, config: RunConfig, data: TrainingData, *, restart: bool = 
             )
         if (path / METRICS_FILE).exists():
             logger.warning("%s has no checkpoint: training starts from the beginning, and its metrics with it", path)
-        for name in (ORIGIN_FILE, SCORES_FILE, ALIGNMENT_FILE):
+        for name in (ORIGIN_FILE, SCORES_FILE):
             (path / name).unlink(missing_ok=True)
         files |= {name: read_regular(data.main.path / name) for name in data.main.vocabulary}
     for directory in (path, path / CHECKPOINTS, *(path / CHECKPOINTS).glob("update-*/")):

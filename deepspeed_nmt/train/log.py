@@ -10,15 +10,12 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,67 +71,48 @@ class Metrics:
         if not active:
             return
         path = run / METRICS_FILE
-        old = read_regular(path) if path.exists() else b""
-        if update is not None and old:
-            lines = [(text, Line.read(text)) for text in old.split(b"\n")]
+        if update is not None and path.exists():
+            lines = [(text, Line.read(text)) for text in read_regular(path).split(b"\n")]
             kept = [text for text, line in lines if line is not None and line.update <= update]
             atomic_write_bytes(path, b"".join(line + b"\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
-        self._run = run
+        self._run, self._max_updates = run, max_updates
         self._board: SummaryWriter | None = None
-        self._first = 1 if update is None else update + 1
+        self._purge_from = update + 1 if update else None
         self._reported = False
-        self._bar = (
-            tqdm(total=max_updates, initial=update or 0, unit=" updates", dynamic_ncols=True)
-            if update is not None and sys.stderr.isatty()
-            else None
+        without_bar = None if update is not None else True  # None: on a terminal there is one
+        self._bar = tqdm(
+            total=max_updates, initial=update or 0, unit=" updates", dynamic_ncols=True, disable=without_bar
         )
-        self._max_updates = max_updates
 
-    def log(self, progress: Progress, values: dict[str, float], note: str = "") -> None:
-        """Log values after the newest update."""
+    def log(self, progress: Progress, values: Mapping[str, float], note: str = "") -> None:
+        """Log values after an update."""
         if not self._active:
             return
         update = progress.update
-        self._write(update, progress.target_tokens, values)
-        shown = _shown(values)
-        if not shown:
-            return
-        if self._bar is not None:
+        with self._reporting():
+            values = {**values, TARGET_TOKENS: float(progress.target_tokens)}
+            self._file.write(json.dumps({"update": update, **finite(values)}, allow_nan=False) + "\n")
+            self._file.flush()
+            for tag, value in values.items():
+                self._opened_board().add_scalar(tag, value, update)
+        if shown := _shown(values):
             self._bar.update(update - self._bar.n)
             self._bar.set_postfix_str(shown)
-        on_bar = self._bar is not None and "valid/loss" not in values
-        logger.info("update %d/%d%s: %s", update, self._max_updates, note, shown, extra={ON_BAR: on_bar})
+            on_bar = not self._bar.disable and "valid/loss" not in values
+            logger.info("update %d/%d%s: %s", update, self._max_updates, note, shown, extra={ON_BAR: on_bar})
 
-    def log_late(self, update: int, target_tokens: int, values: Mapping[str, float]) -> None:
-        """Log values of an earlier update that have come now."""
-        self._write(update, target_tokens, values)
-        logger.info("late values of update %d: %s", update, _shown(values))
-
-    def text(self, update: int, tag: str, markdown: str) -> None:
-        """Show a text in TensorBoard."""
+    def show(
+        self, update: int, texts: Mapping[str, str], images: Mapping[str, NDArray[np.uint8]] = MappingProxyType({})
+    ) -> None:
+        """Show texts, in Markdown, and images in TensorBoard."""
         if not self._active:
             return
         with self._reporting():
-            self._opened_board().add_text(tag, markdown, update)
-
-    def draw(self, update: int, images: Mapping[str, NDArray[np.uint8]]) -> None:
-        """Show images in TensorBoard."""
-        if not self._active or not images:
-            return
-        with self._reporting():
-            board = self._opened_board()
+            for tag, text in texts.items():
+                self._opened_board().add_text(tag, text, update)
             for tag, image in images.items():
-                board.add_image(tag, image, update, dataformats="HW")
-
-    def _write(self, update: int, target_tokens: int, values: Mapping[str, float]) -> None:
-        values = {**values, TARGET_TOKENS: float(target_tokens)}
-        with self._reporting():
-            self._file.write(json.dumps({"update": update, **finite(values)}, allow_nan=False) + "\n")
-            self._file.flush()
-            board = self._opened_board()
-            for tag, value in values.items():
-                board.add_scalar(tag, value, update)
+                self._opened_board().add_image(tag, image, update, dataformats="HW")
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -153,32 +131,22 @@ class Metrics:
         if self._board is None:  # the first entry, or the last one failed
             from torch.utils.tensorboard import SummaryWriter  # takes a second
 
-            first, self._first = self._first, 1  # once
-            self._board = SummaryWriter(str(self._run / TENSORBOARD_DIR), purge_step=first if first > 1 else None)
+            self._board = SummaryWriter(str(self._run / TENSORBOARD_DIR), purge_step=self._purge_from)
+            self._purge_from = None
             self._board.add_custom_scalars(LAYOUT)
         return self._board
 
     def __enter__(self) -> Metrics:
-        self._hook, threading.excepthook = threading.excepthook, self._on_error_of_a_thread
         return self
 
-    def _on_error_of_a_thread(self, error: threading.ExceptHookArgs) -> None:
-        """Print nothing about TensorBoard's thread: its errors are raised again by the next entry."""
-        if not (type(error.thread).__module__.startswith("tensorboard.") and issubclass(error.exc_type, OSError)):
-            self._hook(error)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        threading.excepthook = self._hook
+    def __exit__(self, *error: object) -> None:
         if self._active:
             with self._reporting():
                 self._file.close()
             with self._reporting():
                 if self._board is not None:
                     self._board.close()
-            if self._bar is not None:
-                self._bar.close()
+            self._bar.close()
 
 
 def _shown(values: Mapping[str, float]) -> str:
@@ -201,13 +169,8 @@ def _label(tag: str) -> str:
     return words.replace("valid", f"valid {of}", 1) if of else words
 
 
-Layout = dict[str, dict[str, tuple[str, list[str]]]]
-
 _SET = r"^valid/([^/]+/)?"
-_OF_ALL_METHODS = (
-    *("loss", "nll", "ppl", "grad_norm", "lr", "loss_scale"),
-    *("skipped", "spikes", "rollbacks", "target_tokens"),
-)
+_OF_ALL_METHODS = "loss|nll|ppl|grad_norm|lr|loss_scale|skipped|spikes|rollbacks|target_tokens"
 """Values of training that every run has; the others are sums of its objective."""
 
 
@@ -215,10 +178,10 @@ def _chart(*patterns: str) -> tuple[str, list[str]]:
     return "Multiline", [f"{pattern}$" for pattern in patterns]
 
 
-LAYOUT: Layout = {
+LAYOUT: dict[str, dict[str, tuple[str, list[str]]]] = {
     "Loss": {
         "training and validation, nats per token": _chart(r"^train/(loss|nll)", rf"{_SET}(loss|nll)"),
-        "further sums of the objective": _chart(rf"^train/(?!({'|'.join(_OF_ALL_METHODS)})$)[^/]+"),
+        "further sums of the objective": _chart(rf"^train/(?!({_OF_ALL_METHODS})$)[^/]+"),
     },
     "Quality": {
         "metrics of all validation sets": _chart(rf"{_SET}(?!(loss|nll|ppl)$)[^/]+"),
@@ -253,22 +216,16 @@ LAYOUT: Layout = {
 }
 
 
-@dataclass(frozen=True)
-class Workload:
+class Workload(NamedTuple):
     """Operations for each source and target token, both ways, and those of one GPU a second at its peak."""
 
     source_flops: float
     target_flops: float
     peak_flops: float
 
-    def utilisation(self, source_tokens: float, target_tokens: float, gpu_seconds: float) -> float:
-        """Return the MFU: the model's operations as a share of the GPUs' peak."""
-        done = self.source_flops * source_tokens + self.target_flops * target_tokens
-        return done / (gpu_seconds * self.peak_flops)
-
 
 _COUNTS = ("skipped", "tokens_of", "corpus_tokens", "tokens", "worked", "waited", "elapsed")
-"""Attributes of a window that are equal on all ranks, and the seconds of each."""
+"""Attributes of a window that are not summed over ranks."""
 
 
 class LogWindow:
@@ -350,26 +307,22 @@ class LogWindow:
                     values[f"train/{name}/nll"] = nll / tokens
         if "train/nll" in values:
             values["train/ppl"] = math.exp(min(values["train/nll"], 100.0))
-        values.update(
-            {
-                "train/grad_norm": self.result.grad_norm,
-                "train/lr": lr,
-                "train/loss_scale": self.result.loss_scale,
-                "train/skipped": float(self.skipped),
-                "perf/target_tokens_per_s": self.tokens / self.elapsed,
-                "perf/padding": 1.0 - real / padded,
-                "perf/data_wait": self.waited / self.elapsed,
-                "perf/memory": memory_gib,
-            }
-        )
+        values |= {
+            "train/grad_norm": self.result.grad_norm,
+            "train/lr": lr,
+            "train/loss_scale": self.result.loss_scale,
+            "train/skipped": float(self.skipped),
+            "perf/target_tokens_per_s": self.tokens / self.elapsed,
+            "perf/padding": 1.0 - real / padded,
+            "perf/data_wait": self.waited / self.elapsed,
+            "perf/memory": memory_gib,
+        }
         if self._workload is not None:
-            gpu_seconds = self.elapsed * world.ranks
-            values["perf/mfu"] = self._workload.utilisation(real - self.worked, self.worked, gpu_seconds)
+            load = self._workload  # the model's operations as a share of the GPUs' peak
+            done = load.source_flops * (real - self.worked) + load.target_flops * self.worked
+            values["perf/mfu"] = done / (self.elapsed * world.ranks * load.peak_flops)
         self._clear()
         return values
-
-
-GRADIENT, CHANGE = "norm/gradient", "norm/update"
 
 
 def norms_by_layer(squares: Squares) -> dict[str, float]:
@@ -379,7 +332,7 @@ def norms_by_layer(squares: Squares) -> dict[str, float]:
     ``decoder/final_norm``. Layers are counted from 1.
     """
     total: dict[str, float] = {}
-    for prefix, by_name in ((GRADIENT, squares.gradient), (CHANGE, squares.change)):
+    for prefix, by_name in (("norm/gradient", squares.gradient), ("norm/update", squares.change)):
         for name, value in by_name.items():
             path = re.sub(r"layers\.(\d+)", lambda match: f"layer_{int(match[1]) + 1:02}", layer_of(name))
             tag = f"{prefix}/{path.replace('.', '/')}"

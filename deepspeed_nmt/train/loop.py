@@ -222,9 +222,7 @@ class TrainingLoop:
         self.watchdog.at(f"validating after update {progress.update}", slow=True)
         validation = self.validator(progress)
         self.metrics.log(progress, validation.values)
-        for tag, table in validation.samples.items():
-            self.metrics.text(progress.update, tag, table)
-        self.metrics.draw(progress.update, validation.images)
+        self.metrics.show(progress.update, validation.samples, validation.images)
         progress, is_best = update_best(progress, validation, self.validator.is_significantly_better)
         if is_best:
             record_best(self.events, progress.update, validation)

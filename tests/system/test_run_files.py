@@ -187,7 +187,7 @@ def test_commands_that_somebody_else_has_recorded_are_named_and_not_run(
 
 
 FILES = (
-    *("config.yaml", "manifest.json", "vocabulary.model", "metrics.jsonl", "alignment.json", "logs/rank-0.log"),
+    *("config.yaml", "manifest.json", "vocabulary.model", "metrics.jsonl", "logs/rank-0.log"),
     *("checkpoints/chosen.json", "checkpoints/update-0000004/state.json", "validation/main/source.txt"),
 )
 
@@ -240,7 +240,7 @@ def test_records_of_wrong_types_are_named_and_stop_nothing(run: Path, capsys: py
     for name in ("metrics.jsonl", "events.jsonl", "goodput.jsonl"):
         with (run / name).open("a") as stream:
             stream.writelines(f"{text}\n" for text in (*WRONG, '{"update": 2, "train/loss": ' + "9" * 400 + "}"))
-    for name in ("resolved.json", "environment.json", "alignment.json", "checkpoints/chosen.json"):
+    for name in ("resolved.json", "environment.json", "checkpoints/chosen.json"):
         (run / name).write_text(WRONG[-1])
     assert train(run, *SETTINGS, "training.max_updates=6") == 0
     said = capsys.readouterr().err
