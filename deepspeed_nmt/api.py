@@ -40,13 +40,10 @@ from deepspeed_nmt.search.base import Translation
 from deepspeed_nmt.search.decode_options import (
     MAX_SOURCE_TOKENS,
     OPEN,
-    STREAM,
     DecodeOptions,
     check_type,
-    checked_phrases,
     checked_texts,
     identity_of,
-    keywords,
 )
 from deepspeed_nmt.search.forced import ScoredTranslation, score_lines
 from deepspeed_nmt.search.lines import LineInputs, SourceCounts, SourceLines, warn_of_form
@@ -94,7 +91,6 @@ class Translator:
         self._lock = threading.RLock()
 
     @classmethod
-    @keywords(*OPEN)
     def open(cls, run: str | Path | Sequence[str | Path], **options: Any) -> Translator:
         """Open a run, or an ensemble of runs.
 
@@ -228,10 +224,9 @@ class Translator:
         """
         longest = self.max_source_tokens if max_source_tokens is None else max_source_tokens
         reader = SourceLines(self.tokenizer, longest, self.model.longest_source, strict=True)
-        for sentence in self.tags.tagged(checked_texts(sentences)):
+        for sentence in self.tags.tagged(checked_texts("sentences", sentences)):
             reader.encode(sentence)
 
-    @keywords(*STREAM)
     def stream(
         self,
         sentences: Iterable[str],
@@ -266,10 +261,10 @@ class Translator:
         check_type("first_line", first_line, (int,), "a whole number")
         if not 0 <= first_line <= _MAX_LINE:
             raise ConfigError(f"{option('first_line')} is {shown(first_line)}; give a number from 0 to {_MAX_LINE:,}")
-        lines = checked_texts(sentences)
+        lines = checked_texts("sentences", sentences)
         beside = (
-            None if prefix is None else checked_texts(prefix, "prefix"),
-            None if constraints is None else checked_phrases(constraints),
+            None if prefix is None else checked_texts("prefix", prefix),
+            None if constraints is None else checked_texts("constraints", constraints, phrases=True),
         )
         translations = translate_lines(
             self.model,
@@ -313,7 +308,6 @@ class Translator:
             opened = self._opened or Opened((), "", TOP)
             return opened.alignment_layers(members_of(self.model), options.alignment_layer)
 
-    @keywords("max_tokens", "buffer_lines", "max_source_tokens", "strict")
     def score(
         self,
         sources: Iterable[str],
@@ -345,11 +339,11 @@ class Translator:
                 "`score` needs a run that translates from left to right, and this one predicts masked tokens, which "
                 "have no log-probability token by token; use another run"
             )
-        tag, texts = self.tags.target, checked_texts(targets, "targets")
+        tag, texts = self.tags.target, checked_texts("targets", targets)
         found = score_lines(
             self.model,
             self.tokenizer,
-            self.tags.tagged(checked_texts(sources, "sources")),
+            self.tags.tagged(checked_texts("sources", sources)),
             texts if tag is None else (f"{tag} {text}" for text in texts),
             chosen,
             device=self.device,

@@ -55,12 +55,15 @@ def _add_output(parser: argparse.ArgumentParser, default: str, *, of: str, markd
 
 def _add_decoding(parser: argparse.ArgumentParser) -> None:
     """Declare the options for the text that a report translates, and for its translation."""
-    from deepspeed_nmt.commands.decode_arguments import add_options
+    from deepspeed_nmt.commands.flags import add_flags
+    from deepspeed_nmt.search.decode_options import DecodeOptions
 
     parser.add_argument("--data", type=Path, metavar="DIR", help="data directory with a test set to translate")
     parser.add_argument("--input", type=Path, metavar="F", help="source text to translate, one sentence a line")
     parser.add_argument("--reference", type=Path, metavar="F", help="reference translation of --input")
-    add_options(parser, ("checkpoint", "max_tokens"))
+    add_flags(
+        parser, DecodeOptions, ("checkpoint", "max_tokens"), defaults={"checkpoint": "best", "max_tokens": 4096}
+    )
 
 
 def _read_text(arguments: argparse.Namespace) -> ParallelText | None:

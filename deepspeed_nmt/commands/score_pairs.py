@@ -12,11 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from io import BufferedReader
 from itertools import tee
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deepspeed_nmt.errors import ConfigError
 
@@ -35,7 +33,8 @@ _OPTIONS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    from deepspeed_nmt.commands.decode_arguments import add_options
+    from deepspeed_nmt.commands.flags import add_flags
+    from deepspeed_nmt.search.decode_options import DecodeOptions
 
     parser.add_argument("--source", required=True, metavar="F", help="source text; - is standard input")
     parser.add_argument(
@@ -50,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     exits.add_argument("--all-exits", action="store_true", help="score at every exit that the run has trained")
     parser.add_argument("--tokens", action="store_true", help="also print each token and its log-probability")
     parser.add_argument("--json", action="store_true", help="print JSON objects, one a line")
-    add_options(parser, _OPTIONS, required=("run",), precision="fp32")
+    add_flags(parser, DecodeOptions, _OPTIONS, ("run",), {"precision": "fp32"})
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -61,15 +60,15 @@ def run(arguments: argparse.Namespace) -> int:
             numbers of lines; the pairs before are scored.
     """
     from deepspeed_nmt.api import Translator
-    from deepspeed_nmt.commands.decode_arguments import options_of
     from deepspeed_nmt.console import counting
     from deepspeed_nmt.errors import DataError
     from deepspeed_nmt.files import atomic_writer, open_text, replaces, text_lines
     from deepspeed_nmt.run.translation import count_lines, output_path
     from deepspeed_nmt.search.base import MisalignedError
+    from deepspeed_nmt.search.decode_options import DecodeOptions
     from deepspeed_nmt.search.forced import check_targets
 
-    options = options_of(arguments)
+    options = DecodeOptions.of_command(arguments)
     target = output_path(arguments.output, "--output")
     if arguments.source == arguments.target == "-":
         raise ConfigError("standard input (`-`) is given twice; give paths")
@@ -93,7 +92,14 @@ def run(arguments: argparse.Namespace) -> int:
         exits = translator.exits if arguments.all_exits else [arguments.exit or "top"]
         output = stack.enter_context(nullcontext(sys.stdout) if target is None else atomic_writer(target, "w"))
         advance = stack.enter_context(counting("score-pairs", "scores"))
-        streams = _streams(translator, exits, files, arguments, advance)
+        sides = [tee(text_lines(file, name), len(exits)) for file, name in zip(files, names, strict=True)]
+        keywords = options.given_values("max_tokens", "max_source_tokens", "strict")
+        streams = [  # read together, in bounded memory
+            (translator.at_exit(name) if arguments.all_exits else translator).score(
+                *texts, advance=advance, warn=number == 0, **keywords
+            )
+            for number, (name, *texts) in enumerate(zip(exits, *sides, strict=True))
+        ]
         try:
             for number, scored in enumerate(zip(*streams, strict=True)):
                 for name, each in zip(exits, scored, strict=True):
@@ -104,31 +110,6 @@ def run(arguments: argparse.Namespace) -> int:
     if problem is not None:
         raise DataError(f"{problem}; the pairs before are scored") from problem
     return 0
-
-
-def _streams(
-    translator: Translator,
-    exits: Sequence[str],
-    files: Sequence[BufferedReader[Any]],
-    arguments: argparse.Namespace,
-    advance: Callable[[int], object],
-) -> list[Iterator[ScoredTranslation]]:
-    """Return the scores of all pairs at each exit, which are read in bounded memory if they are read together."""
-    from deepspeed_nmt.files import text_lines
-
-    names = (arguments.source, arguments.target)
-    lines = {name: getattr(arguments, name) for name in ("max_tokens", "max_source_tokens", "strict")}
-    sides = [tee(text_lines(file, name), len(exits)) for file, name in zip(files, names, strict=True)]
-    return [
-        (translator.at_exit(name) if arguments.all_exits else translator).score(
-            sources,
-            targets,
-            advance=advance,
-            warn=number == 0,
-            **lines,
-        )
-        for number, (name, sources, targets) in enumerate(zip(exits, *sides, strict=True))
-    ]
 
 
 def _line(

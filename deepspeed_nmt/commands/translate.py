@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from signal import SIGUSR1
 from typing import TYPE_CHECKING
@@ -33,9 +32,10 @@ HELP = "translate text with a trained run"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    from deepspeed_nmt.commands.decode_arguments import add_options
+    from deepspeed_nmt.commands.flags import add_flags
+    from deepspeed_nmt.search.decode_options import DecodeOptions
 
-    add_options(parser, required=("input", "output"))
+    add_flags(parser, DecodeOptions, required=("input", "output"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,11 +44,13 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: if options contradict each other, or a run or a file cannot be opened.
     """
-    from deepspeed_nmt.commands.decode_arguments import options_of
-    from deepspeed_nmt.parallel.launched import once_per_host
+    from deepspeed_nmt.cli import execute
+    from deepspeed_nmt.parallel.launched import once_per_host, place
+    from deepspeed_nmt.parallel.shared_work import run_workers
     from deepspeed_nmt.run import translation
+    from deepspeed_nmt.search.decode_options import DecodeOptions
 
-    options = options_of(arguments)
+    options = DecodeOptions.of_command(arguments)
     if options.run is None and options.export is None:
         raise ConfigError("neither --run nor --export is given; give one of them")
     with interruptible(SIGUSR1):  # batch systems announce a time limit by it
@@ -61,12 +63,19 @@ def run(arguments: argparse.Namespace) -> int:
             texts = stack.enter_context(translation.open_texts(options))
             in_pieces = texts.in_pieces()
             if options.workers == 1:
-                with _warned_once():
+                level = logger.level
+                if place().rank:  # warnings of a run are the same on all ranks
+                    logger.setLevel(logging.ERROR)
+                try:
                     translator = _open(options)
+                finally:
+                    logger.setLevel(level)
             opened = stack.pop_all()
         with opened:
             if options.workers > 1:
-                return _translate_by_workers(arguments, -(-(texts.lines or 0) // texts.piece_lines))
+                pieces = -(-(texts.lines or 0) // texts.piece_lines)
+                one = argparse.Namespace(**{**vars(arguments), "workers": 1, "device": "cpu"})
+                return run_workers(execute, one, min(options.workers, max(1, pieces)))
             if in_pieces:
                 return translation.translate_in_pieces(translator, texts)
             translation.translate_stream(translator, texts)
@@ -74,7 +83,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _open(options: DecodeOptions) -> LineTranslator:
-    """Open the program that translates."""
     if options.is_exported:
         return _open_exported(options)
     from deepspeed_nmt.api import Translator
@@ -122,26 +130,3 @@ def _open_exported(options: DecodeOptions) -> ExportedTranslator:
         return is_current(certificate, run, checkpoint)
 
     return ExportedTranslator(kept.place, kept.ensure(make, is_current), options)
-
-
-@contextmanager
-def _warned_once() -> Iterator[None]:
-    """Let only rank 0 log warnings of the block, which are the same on all ranks."""
-    from deepspeed_nmt.parallel.launched import place
-
-    level = logger.level
-    if place().rank:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-def _translate_by_workers(arguments: argparse.Namespace, pieces: int) -> int:
-    """Translate a file with workers on this host's CPU, and return their exit status."""
-    from deepspeed_nmt.cli import execute
-    from deepspeed_nmt.parallel.shared_work import run_workers
-
-    one = argparse.Namespace(**{**vars(arguments), "workers": 1, "device": "cpu"})
-    return run_workers(execute, one, min(arguments.workers, max(1, pieces)))

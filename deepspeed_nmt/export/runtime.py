@@ -16,7 +16,7 @@ from deepspeed_nmt.export.certificate import Certificate, ExportInfo
 from deepspeed_nmt.export.ctranslate2_search import EXTRA, RULES, CTranslate2Search, ExportBeamSettings, check_device
 from deepspeed_nmt.registry import problem_of
 from deepspeed_nmt.search.base import Translation
-from deepspeed_nmt.search.decode_options import DecodeOptions, flags, identity_of
+from deepspeed_nmt.search.decode_options import DecodeOptions, identity_of, marked
 from deepspeed_nmt.search.lines import (
     Found,
     Line,
@@ -33,7 +33,7 @@ PRECISIONS = ("fp32", "int8")
 """Precisions of exports that are translated with."""
 
 
-LACKS = frozenset(name for name, flag in flags().items() if flag.torch)
+LACKS = frozenset(marked("torch"))
 """Options that CTranslate2 does not have."""
 
 
@@ -56,9 +56,7 @@ def check_options(options: DecodeOptions) -> None:
             f"{option('runtime')} ctranslate2 needs both {option('encoder_layers')} and {option('decoder_layers')}, "
             f"or {option('exit')} N-M; give the other"
         )
-    if options.export is not None and (
-        name := next(options.given(name for name, flag in flags().items() if flag.exported), None)
-    ):
+    if options.export is not None and (name := next(options.given(marked("exported")), None)):
         raise ConfigError(f"{option(name)} is decided when a run is exported; leave it out, or give {option('run')}")
     if options.settings["name"] not in (None, "beam"):
         raise ConfigError(

@@ -1,25 +1,22 @@
 """Options of a translation: each once, with its description, its check, and what it excludes.
 
-The flags of commands, the keywords of ``Translator``, the check of a resumed translation, what CTranslate2 lacks, and
-the tables of docs/commands.md come from :class:`DecodeOptions`. Nothing here imports torch.
+The flags of commands, the keywords of ``Translator``, the check of a resumed translation, and what CTranslate2 lacks
+come from :class:`DecodeOptions`. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.deep_shallow_score import ALPHA, EXPONENT
 from deepspeed_nmt.errors import ConfigError, finite_number, option, shown
 from deepspeed_nmt.registry import Config, problem_of
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 MAX_SOURCE_TOKENS = 1024
 """Tokens of a source line that are translated by default, if the model was not trained on longer ones."""
 STREAM = (
@@ -32,243 +29,205 @@ OPEN = (
     *("suppress", "tag", "tag_target"),
 )
 """Options of the opening of runs."""
-SEARCH, RULES = "search", "rules of the translation"
-"""Groups of options: settings of the search, and rules of the next token."""
 
 
-@dataclass(frozen=True)
-class Flag:
-    """Properties of an option besides its type, default and description.
+def _option(metavar: str, description: str, default: Any = None, ge: int | None = None, **marks: Any) -> Any:
+    """Return an option.
 
-    Attributes:
+    Args:
         metavar: name of its value on the command line; empty for a choice or a flag.
-        setting: setting of the search that it overrides.
-        resumed: False if the translation of a line does not depend on it, or if what it names is compared instead:
-            a stopped translation is then resumed with any value.
-        torch: True if only torch has it, and CTranslate2 does not.
-        exported: True if it is decided when a run is exported.
-        parse: function of the word on the command line; None for the type of the option.
-        page: page that says more.
+        description: with the default in parentheses, if it is not that of the option.
+        default: None if it is not given; the default is then the run's or depends on others.
+        ge: least value.
+        **marks: ``group`` of options; ``setting`` if it overrides the setting of the search of this name;
+            ``stays`` if a stopped translation is resumed only with the same value, on which the translation of a line
+            depends; ``torch`` if CTranslate2 does not have it; ``exported`` if it is decided when a run is exported.
     """
-
-    metavar: str = ""
-    group: str = ""
-    setting: str = ""
-    resumed: bool = True
-    torch: bool = False
-    exported: bool = False
-    parse: Callable[[str], Any] | None = None
-    page: str = ""
+    return Field(default=default, ge=ge, description=description, json_schema_extra={"metavar": metavar, **marks})
 
 
-def numbers(text: str) -> list[float]:
+def _setting(metavar: str, description: str, group: str = "search") -> Any:
+    return _option(metavar, description, group=group, setting=True, stays=True)
+
+
+def _rule(metavar: str, description: str) -> Any:
+    return _setting(metavar, description, "rules of the translation")
+
+
+def _numbers(value: Any) -> Any:
     """Parse numbers that are separated by commas."""
-    return [finite_number(word) for word in text.split(",")]
+    return [finite_number(word) for word in value.split(",")] if isinstance(value, str) else value
 
 
-def symbol(text: str) -> str:
-    """Parse a tag: `none` is none."""
-    return "" if text == "none" else text
+def _symbol(value: Any) -> Any:
+    return "" if value == "none" else value
 
 
-def _setting(name: str, metavar: str = "", group: str = SEARCH, page: str = "") -> Flag:
-    return Flag(metavar, group, setting=name, page=page)
+Tag = Annotated[str | None, BeforeValidator(_symbol)]
 
 
 class DecodeOptions(Config):
     """All options of a translation.
 
-    None stands for an option that is not given, whose default is then the run's or depends on others. ``prefix``,
-    ``constraints`` and ``alignment`` are files on the command line; in Python two are texts, and the last is True.
+    ``prefix``, ``constraints`` and ``alignment`` are files on the command line; in Python two are texts, and the last
+    is True.
     """
 
     model_config = ConfigDict(strict=True)
 
-    run: Annotated[Sequence[Path] | None, Flag("DIR", resumed=False)] = Field(
-        default=None, description="run directory, made by `train`; several decode as an ensemble"
+    run: Sequence[Path] | None = _option("DIR", "run directory, made by `train`; several decode as an ensemble")
+    export: Path | None = _option(
+        "DIR", "in place of a run: an export for CTranslate2, made by `export`, which translates"
     )
-    export: Annotated[Path | None, Flag("DIR", resumed=False, page="export.md#translate-with-ctranslate2")] = Field(
-        default=None, description="in place of a run: an export for CTranslate2, made by `export`, which translates"
+    checkpoint: str | Path = _option("C", "best, last, average, or a path", "best", exported=True)
+    weights: Annotated[Sequence[float] | None, BeforeValidator(_numbers)] = _option(
+        "W,W",
+        "weights of the runs of an ensemble, positive numbers, for example 0.7,0.3 (default: equal)",
+        stays=True,
+        torch=True,
     )
-    checkpoint: Annotated[str | Path, Flag("C", resumed=False, exported=True)] = Field(
-        default="best", description="best, last, average, or a path"
+    input: str | None = _option("F", "source text, one sentence a line; - is standard input")
+    output: str | None = _option("F", "file for translations; - is standard output")
+    nbest: int = _option(
+        "N", "translations of each sentence; if above 1, as n-best lists in Moses' format", 1, ge=1, stays=True
     )
-    weights: Annotated[Sequence[float] | None, Flag("W,W", torch=True, parse=numbers)] = Field(
-        default=None,
-        description="weights of the runs of an ensemble, positive numbers, for example 0.7,0.3 (default: equal)",
+    token_scores: bool = _option(
+        "",
+        "write n-best lists, also of one translation, with the log-probability of each token",
+        False,
+        stays=True,
+        torch=True,
     )
-    input: Annotated[str | None, Flag("F", resumed=False)] = Field(
-        default=None, description="source text, one sentence a line; - is standard input"
+    alignment: str | bool | None = _option(
+        "F", "file for links of words in Pharaoh's format, a line for each translation", torch=True
     )
-    output: Annotated[str | None, Flag("F", resumed=False)] = Field(
-        default=None, description="file for translations; - is standard output"
+    alignment_layer: int | None = _option(
+        "N",
+        "decoder layer whose cross-attention aligns, from 1 (default: the best on the run's validation text)",
+        stays=True,
+        torch=True,
     )
-    nbest: Annotated[int, Flag("N", page="commands.md#n-best-lists")] = Field(
-        default=1, ge=1, description="translations of each sentence; if above 1, as n-best lists in Moses' format"
+    exit: str | None = _option(
+        "E",
+        "exit to decode from: shallow, deep (depth growing), or N-M (default: the top)",
+        stays=True,
+        exported=True,
     )
-    token_scores: Annotated[bool, Flag(torch=True)] = Field(
-        default=False,
-        description="write n-best lists, also of one translation, with the log-probability of each token",
+    encoder_layers: int | None = _option(
+        "N", "first layers or loops of the encoder to use (default: all)", stays=True, exported=True
     )
-    alignment: Annotated[
-        str | bool | None, Flag("F", resumed=False, torch=True, page="translation.md#alignments")
-    ] = Field(default=None, description="file for links of words in Pharaoh's format, a line for each translation")
-    alignment_layer: Annotated[int | None, Flag("N", torch=True)] = Field(
-        default=None,
-        description="decoder layer whose cross-attention aligns, from 1 (default: the best on the run's validation "
-        "text)",
+    decoder_layers: int | None = _option(
+        "M", "first layers or loops of the decoder to use (default: all)", stays=True, exported=True
     )
-    exit: Annotated[str | None, Flag("E", exported=True, page="papers/depth-growing.md")] = Field(
-        default=None, description="exit to decode from: shallow, deep (depth growing), or N-M (default: the top)"
-    )
-    encoder_layers: Annotated[int | None, Flag("N", exported=True, page="papers/multi-layer-softmaxing.md")] = Field(
-        default=None, description="first layers or loops of the encoder to use (default: all)"
-    )
-    decoder_layers: Annotated[int | None, Flag("M", exported=True, page="papers/multi-layer-softmaxing.md")] = Field(
-        default=None, description="first layers or loops of the decoder to use (default: all)"
-    )
-    tag: Annotated[str | None, Flag("S", parse=symbol, page="multilingual.md#symbols-and-tags")] = Field(
-        default=None,
-        description="put this symbol of the vocabulary in front of each source line, or `none` (default: that of the "
+    tag: Tag = _option(
+        "S",
+        "put this symbol of the vocabulary in front of each source line, or `none` (default: that of the "
         "run's data, if any)",
+        stays=True,
     )
-    tag_target: Annotated[str | None, Flag("S", parse=symbol, page="multilingual.md#symbols-and-tags")] = Field(
-        default=None,
-        description="let each translation begin with this symbol, which is not written, or `none` (default: that of "
-        "the run's data, if any)",
+    tag_target: Tag = _option(
+        "S",
+        "let each translation begin with this symbol, which is not written, or `none` (default: that of the "
+        "run's data, if any)",
+        stays=True,
     )
-    detokenise: Annotated[str | None, Flag("L")] = Field(
-        default=None,
-        description="write plain text: undo Moses' tokenizer by the rules of language L (default: that of the run's "
-        "data)",
+    detokenise: str | None = _option(
+        "L",
+        "write plain text: undo Moses' tokenizer by the rules of language L (default: that of the run's data)",
+        stays=True,
+        nargs="?",
     )
-    max_tokens: Annotated[int, Flag("N")] = Field(
-        default=4096, ge=1, description="batch size: sentences x longest source, and sentences x hypotheses"
+    max_tokens: int = _option(
+        "N", "batch size: sentences x longest source, and sentences x hypotheses", 4096, ge=1, stays=True
     )
-    max_source_tokens: Annotated[int | None, Flag("N")] = Field(
-        default=None,
+    max_source_tokens: int | None = _option(
+        "N",
+        "longest source line, in tokens; of longer ones the beginning is translated (default: 1024, or the "
+        "longest sentence that the run was trained on)",
         ge=1,
-        description="longest source line, in tokens; of longer ones the beginning is translated (default: 1024, or "
-        "the longest sentence that the run was trained on)",
+        stays=True,
     )
-    strict: Annotated[bool, Flag(resumed=False, page="translation.md#text-that-is-not-utf-8")] = Field(
-        default=False,
-        description="refuse source lines longer than --max-source-tokens, and those that are not UTF-8, instead: in "
-        "a file before anything is translated, in a pipe at that line",
+    strict: bool = _option(
+        "",
+        "refuse source lines longer than --max-source-tokens, and those that are not UTF-8, instead: in a "
+        "file before anything is translated, in a pipe at that line",
+        False,
     )
-    buffer_lines: Annotated[int | None, Flag("N", resumed=False)] = Field(
-        default=None,
-        ge=1,
-        description="lines of a pipe that are read, and written, together (default: 4096; of a terminal 1)",
+    buffer_lines: int | None = _option(
+        "N", "lines of a pipe that are read, and written, together (default: 4096; of a terminal 1)", ge=1
     )
-    device: Annotated[Literal["auto", "cpu", "cuda"], Flag("D", resumed=False)] = Field(
-        default="auto", description="cpu or cuda; auto: a GPU if there is one"
+    device: Literal["auto", "cpu", "cuda"] = _option("D", "cpu or cuda; auto: a GPU if there is one", "auto")
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] = _option(
+        "P", "fp32, bf16, fp16 (GPUs) or int8 (CPUs); auto: 16 bit on a GPU, fp32 on a CPU", "auto"
     )
-    precision: Annotated[Literal["auto", "fp32", "bf16", "fp16", "int8"], Flag("P", resumed=False)] = Field(
-        default="auto", description="fp32, bf16, fp16 (GPUs) or int8 (CPUs); auto: 16 bit on a GPU, fp32 on a CPU"
-    )
-    runtime: Annotated[
-        Literal["torch", "ctranslate2"] | None, Flag("R", page="export.md#translate-with-ctranslate2")
-    ] = Field(
-        default=None,
-        description="program that translates; ctranslate2: with an export of the run, which the first use makes and "
+    runtime: Literal["torch", "ctranslate2"] | None = _option(
+        "R",
+        "program that translates; ctranslate2: with an export of the run, which the first use makes and "
         "compares with the run (default: torch; with --export ctranslate2)",
+        stays=True,
     )
-    workers: Annotated[int, Flag("N", resumed=False, page="commands.md#pieces")] = Field(
-        default=1, ge=1, description="processes on this host's CPU that translate pieces of the file"
-    )
-
-    search: Annotated[str | None, Flag("S", SEARCH, setting="name", page="translation.md")] = Field(
-        default=None,
-        description="beam, diverse_beam, constrained_beam, sampling, mbr, deep_shallow, or mask_predict (default: "
+    workers: int = _option("N", "processes on this host's CPU that translate pieces of the file", 1, ge=1)
+    search: str | None = _option(
+        "S",
+        "beam, diverse_beam, constrained_beam, sampling, mbr, deep_shallow, or mask_predict (default: "
         "search.name of the run)",
+        group="search",
+        stays=True,
     )
-    beam: Annotated[int | None, _setting("beam", "K")] = Field(
-        default=None, description="beam size, at most 1000 (default: search.beam of the run)"
+    beam: int | None = _setting("K", "beam size, at most 1000 (default: search.beam of the run)")
+    length_penalty: str | None = _setting(
+        "P", "gnmt:A ((5 + length) / 6)^A, power:A length^A, mean or none (default: the run's)"
     )
-    length_penalty: Annotated[str | None, _setting("length_penalty", "P")] = Field(
-        default=None, description="gnmt:A ((5 + length) / 6)^A, power:A length^A, mean or none (default: the run's)"
+    groups: int | None = _setting("G", "diverse beam: groups (default: the beam size)")
+    diversity: float | None = _setting(
+        "D", "diverse beam: cost of a token for each hypothesis of an earlier group with it (default: 0.5)"
     )
-    groups: Annotated[int | None, _setting("groups", "G", page="translation.md#diverse-beam-search")] = Field(
-        default=None, description="diverse beam: groups (default: the beam size)"
+    samples: int | None = _setting("N", "sampling, mbr: samples of a sentence, at most 1000 (default: 1, mbr: 32)")
+    temperature: float | None = _setting("T", "sampling, mbr: temperature (default: 1)")
+    top_k: int | None = _setting("K", "sampling, mbr: from the K best tokens (default: all)")
+    top_p: float | None = _setting(
+        "P", "sampling, mbr: from the fewest tokens whose probabilities sum to P (default: 1)"
     )
-    diversity: Annotated[float | None, _setting("diversity", "D", page="translation.md#diverse-beam-search")] = Field(
-        default=None,
-        description="diverse beam: cost of a token for each hypothesis of an earlier group with it (default: 0.5)",
+    seed: int | None = _setting("N", "sampling, mbr: of the random choices (default: 1)")
+    utility: str | None = _setting("U", "mbr: chrf or bleu (default: chrf)")
+    iterations: int | None = _setting("T", "mask-predict: iterations (default: search.iterations of the run)")
+    length_beam: int | None = _setting(
+        "L", "mask-predict: candidate lengths (default: search.length_beam of the run)"
     )
-    samples: Annotated[int | None, _setting("samples", "N", page="translation.md#sampling")] = Field(
-        default=None, description="sampling, mbr: samples of a sentence, at most 1000 (default: 1, mbr: 32)"
+    rerank: Literal["deep-shallow"] | None = _option(
+        "deep-shallow", "depth growing: rerank the candidates of both exits by both exits", group="search", torch=True
     )
-    temperature: Annotated[float | None, _setting("temperature", "T")] = Field(
-        default=None, description="sampling, mbr: temperature (default: 1)"
+    alpha: float | None = _setting(
+        "A",
+        f"deep-shallow: weight of the exit that proposed a candidate (default: search.alpha of the run, or {ALPHA})",
     )
-    top_k: Annotated[int | None, _setting("top_k", "K")] = Field(
-        default=None, description="sampling, mbr: from the K best tokens (default: all)"
+    exponent: float | None = _setting(
+        "E", f"deep-shallow: exponent of the length in the score (default: search.exponent of the run, or {EXPONENT})"
     )
-    top_p: Annotated[float | None, _setting("top_p", "P")] = Field(
-        default=None, description="sampling, mbr: from the fewest tokens whose probabilities sum to P (default: 1)"
+    prefix: Any = _option(
+        "F", "text with which each translation begins, line by line", group="rules of the translation", torch=True
     )
-    seed: Annotated[int | None, _setting("seed", "N")] = Field(
-        default=None, description="sampling, mbr: of the random choices (default: 1)"
+    constraints: Any = _option(
+        "F",
+        "phrases that each translation contains, separated by tabs, line by line (search constrained_beam)",
+        group="rules of the translation",
+        torch=True,
     )
-    utility: Annotated[str | None, _setting("utility", "U", page="translation.md#minimum-bayes-risk")] = Field(
-        default=None, description="mbr: chrf or bleu (default: chrf)"
-    )
-    iterations: Annotated[int | None, _setting("iterations", "T", page="papers/parallel-decoder.md")] = Field(
-        default=None, description="mask-predict: iterations (default: search.iterations of the run)"
-    )
-    length_beam: Annotated[int | None, _setting("length_beam", "L", page="papers/parallel-decoder.md")] = Field(
-        default=None, description="mask-predict: candidate lengths (default: search.length_beam of the run)"
-    )
-    rerank: Annotated[
-        Literal["deep-shallow"] | None,
-        Flag("deep-shallow", SEARCH, resumed=False, torch=True, page="papers/depth-growing.md"),
-    ] = Field(default=None, description="depth growing: rerank the candidates of both exits by both exits")
-    alpha: Annotated[float | None, _setting("alpha", "A")] = Field(
-        default=None,
-        description="deep-shallow: weight of the exit that proposed a candidate (default: search.alpha of the run, "
-        f"or {ALPHA})",
-    )
-    exponent: Annotated[float | None, _setting("exponent", "E")] = Field(
-        default=None,
-        description="deep-shallow: exponent of the length in the score (default: search.exponent of the run, or "
-        f"{EXPONENT})",
-    )
-
-    prefix: Annotated[Any, Flag("F", RULES, resumed=False, torch=True, page="translation.md#rules")] = Field(
-        default=None, description="text with which each translation begins, line by line"
-    )
-    constraints: Annotated[
-        Any, Flag("F", RULES, resumed=False, torch=True, page="translation.md#lexical-constraints")
-    ] = Field(
-        default=None,
-        description="phrases that each translation contains, separated by tabs, line by line (search "
-        "constrained_beam)",
-    )
-    min_length: Annotated[int | None, _setting("min_length", "N", RULES)] = Field(
-        default=None, description="shortest translation in tokens, EOS included"
-    )
-    max_length: Annotated[int | None, _setting("max_length", "N", RULES)] = Field(
-        default=None,
-        description="longest translation in tokens, EOS included; the ratio and the tokens on top of it bound it as "
+    min_length: int | None = _rule("N", "shortest translation in tokens, EOS included")
+    max_length: int | None = _rule(
+        "N",
+        "longest translation in tokens, EOS included; the ratio and the tokens on top of it bound it as "
         "well; 0 is no other bound",
     )
-    max_length_ratio: Annotated[float | None, _setting("max_length_ratio", "A", RULES)] = Field(
-        default=None, description="at most A tokens for each source token"
-    )
-    max_length_extra: Annotated[int | None, _setting("max_length_extra", "B", RULES)] = Field(
-        default=None, description="at most B tokens on top of the ratio"
-    )
-    no_repeat_ngram: Annotated[int | None, _setting("no_repeat_ngram", "N", RULES)] = Field(
-        default=None, description="no N tokens occur twice in this order"
-    )
-    suppress_unknown: Annotated[bool | None, _setting("suppress_unknown", "", RULES)] = Field(
-        default=None, description="never predict the unknown token"
-    )
-    suppress: Annotated[Sequence[str] | None, Flag("TOKEN", RULES, resumed=False, torch=True)] = Field(
-        default=None,
-        description="never predict this token, as the vocabulary spells it or text that is one token; may be given "
-        "several times",
+    max_length_ratio: float | None = _rule("A", "at most A tokens for each source token")
+    max_length_extra: int | None = _rule("B", "at most B tokens on top of the ratio")
+    no_repeat_ngram: int | None = _rule("N", "no N tokens occur twice in this order")
+    suppress_unknown: bool | None = _rule("", "never predict the unknown token")
+    suppress: Sequence[str] | None = _option(
+        "TOKEN",
+        "never predict this token, as the vocabulary spells it or text that is one token; may be given several times",
+        group="rules of the translation",
+        torch=True,
     )
 
     @classmethod
@@ -291,9 +250,13 @@ class DecodeOptions(Config):
                 problems[name] = problem_of(problem, name)
             raise ConfigError(sorted(problems.values())) from error
 
+    @classmethod
+    def of_command(cls, arguments: object) -> DecodeOptions:
+        """Check the options among the arguments of a command; see :meth:`of`."""
+        return cls.of({name: value for name, value in vars(arguments).items() if name in cls.model_fields})
+
     @model_validator(mode="after")
     def _check_exclusions(self) -> DecodeOptions:
-        """Refuse options that exclude one another."""
         layers = [name for name in ("encoder_layers", "decoder_layers") if getattr(self, name) is not None]
         exits = [name for name in ("exit", *layers) if getattr(self, name) is not None]
         if layers and self.exit is not None:
@@ -340,7 +303,7 @@ class DecodeOptions(Config):
     @property
     def settings(self) -> dict[str, Any]:
         """Settings of the search by name; None where those of the run are to be taken."""
-        settings = {flag.setting: getattr(self, name) for name, flag in flags().items() if flag.setting}
+        settings = self.given_values(*marked("setting"))
         return {**settings, "name": next(filter(None, self._searches.values()), None)}
 
     def longest_line(self, default: int | None = None) -> int:
@@ -372,20 +335,22 @@ class DecodeOptions(Config):
 
     def resumed(self) -> dict[str, Any]:
         """Return the options with which a stopped translation is resumed, as they are typed."""
-        return {typed(name): getattr(self, name) for name, flag in flags().items() if flag.resumed}
+        return {typed(name): value for name, value in self.given_values(*marked("stays")).items()}
 
 
-def flags() -> dict[str, Flag]:
-    """Return the properties of all options by name."""
-    return {
-        name: next((part for part in field.metadata if isinstance(part, Flag)), Flag())
-        for name, field in DecodeOptions.model_fields.items()
-    }
+def marked(mark: str) -> list[str]:
+    """Return the names of the options that have a mark; see :func:`_option`."""
+    fields = DecodeOptions.model_fields.items()
+    return [
+        name
+        for name, field in fields
+        if isinstance(field.json_schema_extra, dict) and mark in field.json_schema_extra
+    ]
 
 
 def identity_of(search: SearchConfig, device: str, precision: str) -> dict[str, Any]:
     """Return the settings by which lines are translated; a setting that has an option has the option's name."""
-    names = {flag.setting: typed(name) for name, flag in flags().items() if flag.setting}
+    names = {"name": typed("search"), **{name: typed(name) for name in marked("setting")}}
     settings = {names.get(key, f"search.{key}"): value for key, value in search.model_dump(mode="json").items()}
     return {**settings, "--precision": precision, "the device": device}  # auto differs from one GPU to another
 
@@ -393,58 +358,6 @@ def identity_of(search: SearchConfig, device: str, precision: str) -> dict[str, 
 def typed(name: str) -> str:
     """Return an option as it is typed on the command line."""
     return f"--{name.replace('_', '-')}"
-
-
-def option_rows(group: str) -> list[str]:
-    """Return the rows of a group's options in the table of docs/commands.md."""
-    rows = []
-    for name, flag in flags().items():
-        field = DecodeOptions.model_fields[name]
-        if flag.group != group or field.description is None:
-            continue
-        text = field.description.replace("(default: ", "(")
-        if "(default" not in field.description and field.default not in (None, False, True):
-            text += f" ({field.default:,})" if isinstance(field.default, int) else f" ({field.default})"
-        page = flag.page.removeprefix("commands.md")
-        more = f" ([more]({page}))" if page else ""
-        rows.append(f"| `{f'{typed(name)} {flag.metavar}'.strip()}` | {text}{more} |")
-    return rows
-
-
-def choices(name: str) -> tuple[str, ...]:
-    """Return the values of an option that has a few; none for others."""
-    return tuple(value for kind in kinds(name) for value in getattr(kind, "__args__", ()) if isinstance(value, str))
-
-
-def kinds(name: str) -> tuple[Any, ...]:
-    """Return the types of an option's values without None."""
-    annotation = DecodeOptions.model_fields[name].annotation
-    parts = getattr(annotation, "__args__", ())
-    if type(None) in parts:
-        return tuple(part for part in parts if part is not type(None))
-    return (annotation,)
-
-
-def keywords(*names: str) -> Callable[[Function], Function]:
-    """Return a decorator of a function whose ``**options`` are these options: `help` shows them."""
-
-    def with_signature(function: Function) -> Function:
-        signature = inspect.signature(function)
-        parameters, kind = signature.parameters.values(), inspect.Parameter
-        own = [parameter for parameter in parameters if parameter.kind is not kind.VAR_KEYWORD]
-        rest = [parameter for parameter in parameters if parameter.kind is kind.VAR_KEYWORD]
-        fields = {name: DecodeOptions.model_fields[name] for name in names}
-        more = [
-            kind(name, kind.KEYWORD_ONLY, default=field.default, annotation=field.annotation)
-            for name, field in fields.items()
-        ]
-        keep = rest if function.__name__ == "open" else []
-        function.__signature__ = signature.replace(parameters=[*own, *more, *keep])  # type: ignore[attr-defined]
-        lines = "\n".join(f"            {name}: {field.description}." for name, field in fields.items())
-        function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\nOptions:\n{lines}"
-        return function
-
-    return with_signature
 
 
 def check_type(name: str, value: object, types: tuple[type, ...], requirement: str) -> None:
@@ -463,42 +376,24 @@ def check_unicode(name: str, text: str) -> None:
         ) from error
 
 
-def checked_texts(sentences: Iterable[str], name: str = "sentences") -> Iterator[str]:
-    """Return an iterator over sentences that refuses everything else; it reads on demand.
+def checked_texts(name: str, texts: Iterable[Any], phrases: bool = False) -> Iterator[Any]:
+    """Return an iterator over sentences, or the phrases of each, that refuses everything else as it reads them.
 
     Raises:
-        ConfigError: if they are one string, or no iterable. The iterator raises it for what is no string.
+        ConfigError: if they are one string, or no iterable.
     """
-    if isinstance(sentences, (str, bytes)):
-        raise ConfigError(f"`{name}` is one string; put it into a list: [sentence]")
-    check_type(name, sentences, (Iterable,), "a list of sentences")
+    requirement = "a list with a list of phrases for each sentence" if phrases else "a list of strings"
+    if isinstance(texts, (str, bytes)):
+        raise ConfigError(f"{option(name)} is one string, {shown(texts)}; give {requirement}")
+    check_type(name, texts, (Iterable,), requirement)
 
-    def text(sentence: str) -> str:
-        check_type(name, sentence, (str,), "a list of strings")
-        check_unicode(name, sentence)
-        return sentence
+    def text(value: Any) -> str:
+        check_type(name, value, (str,), requirement)
+        check_unicode(name, value)
+        return value  # type: ignore[no-any-return]
 
-    return map(text, sentences)
+    def texts_of(value: Any) -> list[str]:
+        check_type(name, value, (list, tuple), requirement)
+        return [text(part) for part in value]
 
-
-def checked_phrases(constraints: Iterable[Sequence[str]]) -> Iterator[Sequence[str]]:
-    """Return an iterator over the phrases of each sentence that refuses phrases that are no text.
-
-    Raises:
-        ConfigError: if they are one string, or no iterable. The iterator raises it for what is no list of text.
-    """
-    requirement = "a list with a list of phrases for each sentence"
-    if isinstance(constraints, (str, bytes)):
-        raise ConfigError(f"{option('constraints')} is {shown(constraints)}; give {requirement}")
-    check_type("constraints", constraints, (Iterable,), requirement)
-
-    def texts(phrases: Sequence[str]) -> Sequence[str]:
-        if isinstance(phrases, str):
-            raise ConfigError(f"{option('constraints')} has {shown(phrases)}; give {requirement}")
-        check_type("constraints", phrases, (Sequence,), requirement)
-        for phrase in phrases:
-            check_type("constraints", phrase, (str,), requirement)
-            check_unicode("constraints", phrase)
-        return phrases
-
-    return map(texts, constraints)
+    return map(texts_of if phrases else text, texts)
