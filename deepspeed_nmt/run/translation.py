@@ -57,7 +57,7 @@ from deepspeed_nmt.parallel.launched import place, requeued
 from deepspeed_nmt.parallel.shared_work import SharedWork
 from deepspeed_nmt.search.base import MisalignedError, Translation
 from deepspeed_nmt.search.decode_options import STREAM, DecodeOptions, typed
-from deepspeed_nmt.search.lines import LINES_OF_A_FORM, SourceCounts, SourceWarnings, warn_of_form
+from deepspeed_nmt.search.lines import LINES_OF_A_FORM, SourceCounts, warn_of_form
 from deepspeed_nmt.text import TextForm, phrases_of
 
 SILENT_S = 300.0
@@ -558,7 +558,7 @@ class _Rank:
         """Number of a piece before which all are finished."""
         self._progress: Callable[[int], object] | None = None
         self._reported = 0
-        self._warnings: SourceWarnings | None = None
+        self._warnings: SourceCounts | None = None
 
     def lead(self) -> None:
         """Prepare the pieces, translate with the other ranks, and join what all have translated."""
@@ -572,7 +572,7 @@ class _Rank:
                 self._translator.check(texts.read(from_start=True)["input"], self._options.max_source_tokens)
             beginning = islice(texts.read(from_start=True)["input"], LINES_OF_A_FORM)
             deque(warn_of_form(beginning, self._translator.text), maxlen=0)
-            self._warnings = SourceWarnings()
+            self._warnings = SourceCounts()
             if self._options.alignment:  # the layer is chosen and recorded before other ranks need it
                 deque(self._translator.stream([], **self._keywords), maxlen=0)
             self._pieces.restart()
@@ -628,7 +628,7 @@ class _Rank:
         self._report()
         while self._first_missing < self._pieces.count and self._pieces.has(self._first_missing):
             if self._warnings is not None and (piece := self._pieces.read(self._first_missing)) is not None:
-                self._warnings.add(piece.counts)
+                self._warnings.warn_of(piece.counts)
             self._first_missing += 1
         return self._first_missing == self._pieces.count
 

@@ -121,23 +121,15 @@ class ScoredTranslation:
 
 
 def check_targets(model: DecodableModel, tokenizer: LineTokenizer, tags: Tags, lines: Iterable[str]) -> None:
-    """Check that a model can read all translations of a text, before any is scored.
-
-    Args:
-        model: A model or an ensemble.
-        tokenizer: vocabulary of the model.
-        tags: the target's tag is put in front of each translation.
-        lines: the text, which is read only if the model has a bound.
+    """Check that a model can read all translations of a text, with the target's tag, before any is scored.
 
     Raises:
         DataError: if one is too long, with the number of its line.
     """
     if model.longest_target is None:
         return
-    before, texts = 0, iter(lines)
-    while buffer := [
-        line if tags.target is None else f"{tags.target} {line}" for line in islice(texts, BUFFER_LINES)
-    ]:
+    before, texts, tag = 0, iter(lines), "" if tags.target is None else f"{tags.target} "
+    while buffer := [f"{tag}{line}" for line in islice(texts, BUFFER_LINES)]:
         _check_lengths(tokenizer.encode_batch(buffer, "target"), model.longest_target, before)
         before += len(buffer)
 
@@ -169,18 +161,10 @@ def score_lines(
     n-best list, are encoded once.
 
     Args:
-        model: A model or an ensemble on ``device``, in eval mode.
-        tokenizer: vocabulary of the model.
-        sources: source sentences; a line feed at the end is ignored.
-        translations: a translation of each.
-        options: sizes of batches and buffers, and bound of a source.
-        device: device of the model.
+        model: on ``device``, in eval mode.
         advance: called with the number of further pairs that are done.
         warn: False to log no warnings of lines, for text that is scored again.
         lock: held while the model is used, and at no other time.
-
-    Yields:
-        Each translation with the log-probabilities of its tokens, in order.
 
     Raises:
         DataError: if a translation is longer than the model can read, or ``strict`` is True and a source is too
@@ -192,6 +176,7 @@ def score_lines(
     reader = SourceLines(tokenizer, options.longest_line(), model.longest_source, options.strict, counts)
     pairs = zip_longest(sources, translations)
     lock, vocabulary, before = lock or nullcontext(), tokenizer.vocabulary, 0
+    members, weights = members_of(model), weights_of(model)
     problem: MisalignedError | None = None
     while problem is None and (buffer := list(islice(pairs, options.buffer_lines or BUFFER_LINES))):
         rows, texts = [], []
@@ -209,7 +194,7 @@ def score_lines(
         targets = tokenizer.encode_batch(texts, "target")
         _check_lengths(targets, model.longest_target, before)
         reader.warn()
-        scored: list[ScoredTranslation | None] = [None] * len(texts)
+        scored: dict[int, ScoredTranslation] = {}
         lengths = [max(len(source), len(tokens) + 1) for source, tokens in zip(rows, targets, strict=True)]
         for bucket in length_buckets(lengths, options.max_tokens):
             numbers_of: dict[tuple[int, ...], list[int]] = {}
@@ -218,13 +203,12 @@ def score_lines(
             texts_of = [[targets[number] for number in numbers] for numbers in numbers_of.values()]
             with lock:
                 source_BS, padded = pad_sources(list(numbers_of), vocabulary.pad, device)
-                members, weights = members_of(model), weights_of(model)
                 scores = token_log_probs(members, vocabulary, source_BS, padded, texts_of, weights)
             for numbers, of_source in zip(numbers_of.values(), scores, strict=True):
                 for number, log_probs in zip(numbers, of_source, strict=True):
                     scored[number] = ScoredTranslation(targets[number], log_probs)
             advance(len(bucket))
-        yield from (one for one in scored if one is not None)
+        yield from (scored[number] for number in range(len(texts)))
         before += len(buffer)
     reader.warn_at_end()
     if problem is not None:

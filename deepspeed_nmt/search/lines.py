@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Protocol
+from typing import Any, Protocol
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import Side, Vocabulary
-from deepspeed_nmt.errors import ConfigError, DataError, option, shown
+from deepspeed_nmt.errors import ConfigError, DataError, option
 from deepspeed_nmt.search.base import MisalignedError, Request, Translation
 from deepspeed_nmt.search.decode_options import DecodeOptions
 from deepspeed_nmt.text import NO_TAGS, DamagedLine, Tags, TextForm, looks_plain, looks_tokenised
@@ -43,19 +43,15 @@ class LineTokenizer(Protocol):
     @property
     def vocabulary(self) -> Vocabulary:
         """Sizes and special tokens of both sides."""
-        ...
 
     def encode(self, text: str, /) -> list[int]:
         """Encode a source sentence as tokens, without EOS."""
-        ...
 
     def encode_batch(self, texts: Sequence[str], side: Side, threads: int = 1) -> list[list[int]]:
         """Encode lines of one side as tokens, without EOS."""
-        ...
 
     def decode(self, tokens: list[int], /) -> str:
         """Decode target tokens into a sentence."""
-        ...
 
 
 @dataclass
@@ -63,8 +59,6 @@ class SourceCounts:
     """Counts of the lines of a text, or of a stretch of it, from which warnings are made.
 
     Attributes:
-        lines: number of lines.
-        tokens: number of tokens.
         unknown: number of tokens that are unknown to the vocabulary.
         noted: number of lines to warn of, by kind.
         first: message on the first of them, by kind.
@@ -81,40 +75,31 @@ class SourceCounts:
         self.noted[kind] = self.noted.get(kind, 0) + 1
         self.first.setdefault(kind, message)
 
-
-class SourceWarnings:
-    """Warnings of a text, counted stretch by stretch: of the first line of each kind, and of unknown tokens."""
-
-    def __init__(self) -> None:
-        self._total = SourceCounts()
-        self._warned_of_unknown = False
-
-    def add(self, counts: SourceCounts) -> None:
-        """Add the counts of the next stretch, and log what they give cause to."""
-        total = self._total
-        total.lines, total.tokens = total.lines + counts.lines, total.tokens + counts.tokens
-        total.unknown += counts.unknown
-        for kind in _KINDS:
-            if kind in counts.first and kind not in total.first:
-                total.first[kind] = counts.first[kind]
-                logger.warning("%s", counts.first[kind])
-            total.noted[kind] = total.noted.get(kind, 0) + counts.noted.get(kind, 0)
-        if not self._warned_of_unknown and total.unknown >= max(1, UNKNOWN_WORTH_A_WARNING * total.tokens):
-            self._warned_of_unknown = True
-            logger.warning(
-                "%s of the %s tokens up to line %s (%.0f%%) are unknown to the vocabulary, and their meaning is "
+    def warn_of(self, more: SourceCounts) -> None:
+        """Add the counts of the next stretch, and warn of the first line of each kind, and of unknown tokens."""
+        self.lines, self.tokens = self.lines + more.lines, self.tokens + more.tokens
+        self.unknown += more.unknown
+        for kind, message in more.first.items():
+            self.noted[kind] = self.noted.get(kind, 0) + more.noted.get(kind, 0)
+            self._warn_once(kind, message)
+        if self.unknown >= max(1, UNKNOWN_WORTH_A_WARNING * self.tokens):
+            self._warn_once(
+                "unknown",
+                f"{self.unknown:,} of the {self.tokens:,} tokens up to line {self.lines:,} "
+                f"({100.0 * self.unknown / self.tokens:.0f}%) are unknown to the vocabulary, and their meaning is "
                 "lost; give text in the source language of the run, and in the form of its training text",
-                f"{total.unknown:,}",
-                f"{total.tokens:,}",
-                f"{total.lines:,}",
-                100.0 * total.unknown / total.tokens,
             )
+
+    def _warn_once(self, kind: str, message: str) -> None:
+        if kind not in self.first:
+            self.first[kind] = message
+            logger.warning("%s", message)
 
     def warn_at_end(self) -> None:
         """Log the number of lines of each kind that has more than the first."""
         for kind, what in _KINDS.items():
-            if (count := self._total.noted.get(kind, 0)) > 1:
-                logger.warning("%s of %s lines %s", f"{count:,}", f"{self._total.lines:,}", what)
+            if (count := self.noted.get(kind, 0)) > 1:
+                logger.warning("%s of %s lines %s", f"{count:,}", f"{self.lines:,}", what)
 
 
 class SourceLines:
@@ -125,7 +110,6 @@ class SourceLines:
     line that is longer still, the rest is not even encoded.
 
     Args:
-        tokenizer: vocabulary of the model.
         longest: most tokens of a line, without EOS.
         longest_source: most tokens that the model reads, with EOS; None if unlimited.
         strict: True to refuse longer lines and those that were not UTF-8; False to cut them, and to read U+FFFD.
@@ -152,7 +136,7 @@ class SourceLines:
         if longest_source is not None and longest_source - 1 < longest:
             self._longest, self._bound = longest_source - 1, "all that the model reads"
         self._strict = strict
-        self._warnings = SourceWarnings() if counts is None else None
+        self._total = SourceCounts() if counts is None else None
         self.counts = SourceCounts() if counts is None else counts
         self.number = before
 
@@ -184,11 +168,7 @@ class SourceLines:
         return tokens[: self._longest]
 
     def _beginning(self, line: str) -> tuple[list[int], bool]:
-        """Encode as much of a line as is sure to hold the tokens that are translated.
-
-        Returns:
-            The tokens, and True if they are those of the whole line.
-        """
+        """Return the tokens of as much of a line as is sure to hold those to translate, and True if that is all."""
         characters = _WHOLE_LINE
         while characters < len(line):
             # The last tokens depend on what follows, so many more tokens than are translated must be there.
@@ -206,24 +186,22 @@ class SourceLines:
         """
         if not isinstance(text, DamagedLine):
             return
-        line, convert = (
-            f"line {number:,} of the {name}",
-            "convert the text, for example by `iconv -f LATIN1 -t UTF-8`",
-        )
+        line = f"line {number:,} of the {name}"
+        convert = "convert the text, for example by `iconv -f LATIN1 -t UTF-8`"
         if self._strict:
             raise DataError(f"{line} is not UTF-8; {convert}, or leave out {option('strict')} to read U+FFFD")
         self.counts.note("damaged", f"{line} has bytes that are not UTF-8, which are read as U+FFFD; {convert}")
 
     def warn(self) -> None:
         """Log what the lines since the last call give cause to, unless they are counted for somebody else."""
-        if self._warnings is not None:
-            self._warnings.add(self.counts)
+        if self._total is not None:
+            self._total.warn_of(self.counts)
             self.counts = SourceCounts()
 
     def warn_at_end(self) -> None:
         """Log how many lines there were to warn of."""
-        if self._warnings is not None:
-            self._warnings.warn_at_end()
+        if self._total is not None:
+            self._total.warn_at_end()
 
 
 @dataclass(frozen=True)
@@ -245,14 +223,11 @@ class LineInputs:
     tags: Tags = NO_TAGS
 
     def check(self, search: SearchConfig) -> None:
-        """Check that a search respects the inputs.
-
-        Raises:
-            ConfigError: if it does not.
-        """
+        """Check that a search respects the inputs, or raise a ConfigError."""
+        prefix = ("prefix", "a search from left to right")
         for name, text, taken, remedy in (
-            ("prefix", self.prefix, "prefix", "a search from left to right"),
-            ("tag_target", self.tags.target, "prefix", "a search from left to right"),
+            ("prefix", self.prefix, *prefix),
+            ("tag_target", self.tags.target, *prefix),
             ("constraints", self.constraints, "constraints", "search constrained_beam"),
         ):
             if text is not None and taken not in search.takes:
@@ -267,8 +242,6 @@ class LineInputs:
         """Yield source lines, with the source's tag in front, and their requests.
 
         Args:
-            lines: source lines.
-            reader: of the lines.
             longest_target: most tokens of a translation, EOS included; None if unlimited.
 
         Raises:
@@ -282,9 +255,8 @@ class LineInputs:
             for name, texts in (("prefix", self.prefix), ("constraints", self.constraints))
             if texts is not None
         }
-        read = 0
-        for line in chain(self.tags.tagged(lines), (None,)):
-            given = {name: next(texts, None) for name, texts in beside.items()}
+        for read, line in enumerate(chain(self.tags.tagged(lines), (None,))):
+            given: dict[str, Any] = {name: next(texts, None) for name, texts in beside.items()}
             for name, text in given.items():
                 if (text is None) != (line is None):
                     counts = ("has more", f"has {read:,}")
@@ -296,18 +268,11 @@ class LineInputs:
             if line is None:
                 return
             number = self.first + read * self.step
-            read += 1
             if not given:
                 yield line, Request(number, tag)
                 continue
-            prefix, constraints = given.get("prefix", ""), given.get("constraints", ())
-            if not isinstance(prefix, str):
-                raise ConfigError(f"{option('prefix')} has {shown(prefix)}; give a list of strings")
-            if isinstance(constraints, str) or not isinstance(constraints, Sequence):
-                raise ConfigError(
-                    f"{option('constraints')} has {shown(constraints)}; give a list of phrases for each sentence"
-                )
-            begin, *phrases = _target_tokens(tokenizer, [text.strip() for text in (prefix, *constraints)])
+            texts = [given.get("prefix", ""), *given.get("constraints", ())]
+            begin, *phrases = _target_tokens(tokenizer, [text.strip() for text in texts])
             request = Request(number, (*tag, *begin), tuple(phrase for phrase in phrases if phrase))
             tokens = [token for phrase in (request.prefix, *request.constraints) for token in phrase]
             if longest_target is not None and len(tokens) >= longest_target:
@@ -329,12 +294,7 @@ def _target_tokens(tokenizer: LineTokenizer, texts: list[str]) -> list[tuple[int
 
 
 def warn_of_form(lines: Iterable[str], text: TextForm) -> Iterator[str]:
-    """Yield the lines of a source text, and warn if the first of them are not in the form of the training text.
-
-    Args:
-        lines: the text.
-        text: form of the training text.
-    """
+    """Yield the lines of a source text, and warn if the first are not in ``text``, the form of the training text."""
     lines = iter(lines)
     first: list[str] = []
     for line in islice(lines, LINES_OF_A_FORM):
@@ -396,17 +356,8 @@ def translated(
 ) -> Iterator[list[Translation]]:
     """Yield the translations of lines in their order, and log warnings of the lines.
 
-    Args:
-        lines: with their requests.
-        search: translates the lines that have tokens.
-        reader: of the lines.
-        nothing: translation of a line without tokens.
-        options: sizes of buffers and batches.
-        advance: called with the number of further lines that are done.
-        lock: held while lines are encoded.
-
-    Raises:
-        MisalignedError: if ``lines`` raises it, after the lines before are translated.
+    ``search`` translates the lines that have tokens, the translation of others is ``nothing``. The lock is held while
+    lines are encoded. A MisalignedError of ``lines`` is raised after the lines before are translated.
     """
     problem: MisalignedError | None = None
     while problem is None:
@@ -435,11 +386,7 @@ def translated(
 
 
 def check_nbest(nbest: int, search: SearchConfig) -> None:
-    """Check that a search keeps ``nbest`` translations of a line.
-
-    Raises:
-        ConfigError: if it keeps fewer.
-    """
+    """Check that a search keeps ``nbest`` translations of a line, or raise a ConfigError."""
     if nbest <= search.width:
         return
     if search.width_setting is None:

@@ -42,19 +42,16 @@ from deepspeed_nmt.search.lines import (
 from deepspeed_nmt.search.models import members_of, weights_of
 from deepspeed_nmt.search.searches import SEARCHES
 
+_Best = list[Translation]
+"""Translations of a sentence, best first."""
+
 
 class DetailsReader:
     """Reader of the details of translations, by forced decoding after the search.
 
     Args:
-        model: A model or an ensemble, in eval mode.
-        tokenizer: vocabulary of the model.
-        token_scores: True to return scores of tokens.
         layers: for each model of the ensemble, the number of the decoder layer whose cross-attention aligns; None to
             align nothing.
-
-    Attributes:
-        of_nothing: translation of an empty line.
 
     Raises:
         ConfigError: if a layer has no cross-attention.
@@ -64,11 +61,8 @@ class DetailsReader:
         self, model: DecodableModel, tokenizer: LineTokenizer, token_scores: bool, layers: Sequence[int] | None
     ) -> None:
         self._members, self._weights = members_of(model), weights_of(model)
-        self._tokenizer = tokenizer
-        self._token_scores = token_scores
+        self._tokenizer, self._token_scores = tokenizer, token_scores
         self._aligning: list[tuple[MultiHeadAttention, float]] | None = None
-        links = None if layers is None else ()
-        self.of_nothing = Translation("", 0.0, [], token_scores=() if token_scores else None, alignment=links)
         if layers is not None:
             weights = self._weights or [1.0] * len(self._members)
             self._aligning = [
@@ -76,43 +70,38 @@ class DetailsReader:
                 for member, layer, weight in zip(self._members, layers, weights, strict=True)
             ]
 
+    @property
+    def of_nothing(self) -> Translation:
+        """Translation of an empty line."""
+        links = None if self._aligning is None else ()
+        return Translation("", 0.0, [], token_scores=() if self._token_scores else None, alignment=links)
+
     def add(
-        self,
-        source_BS: Tensor,
-        padded: bool,
-        sources: Sequence[tuple[str, Sequence[int]]],
-        translations: list[list[Translation]],
-    ) -> list[list[Translation]]:
-        """Return the translations of a batch with their details.
-
-        Args:
-            source_BS: source tokens.
-            padded: False promises that no position is padding.
-            sources: text and tokens of each sentence.
-            translations: of each sentence, tags included.
-        """
+        self, source_BS: Tensor, padded: bool, lines: Sequence[tuple[str, Sequence[int]]], found: Sequence[_Best]
+    ) -> Sequence[_Best]:
+        """Return the translations of a batch, tags included, with their details; ``lines`` are texts and tokens."""
         if not self._token_scores and self._aligning is None:
-            return translations
-        tokenizer, vocabulary = self._tokenizer, self._tokenizer.vocabulary
-        tokens = [[one.tokens for one in best] for best in translations]
-        watch = None if self._aligning is None else AttentionWatch([self._aligning], source_BS, vocabulary)
-        with nullcontext() if watch is None else watch.watching():
-            decoded = [] if watch is None else [watch.decoded]
-            scores = token_log_probs(self._members, vocabulary, source_BS, padded, tokens, self._weights, *decoded)
+            return found
+        vocabulary = self._tokenizer.vocabulary
+        watch = AttentionWatch([] if self._aligning is None else [self._aligning], source_BS, vocabulary)
+        tokens = [[one.tokens for one in best] for best in found]
+        with watch.watching():
+            scores = token_log_probs(
+                self._members, vocabulary, source_BS, padded, tokens, self._weights, watch.decoded
+            )
         numbers = count()
-
-        def detailed(one: Translation, log_probs: list[float], words: Sequence[int]) -> Translation:
-            links, number = None, next(numbers)
-            if watch is not None:
-                own = watch.links(0, number, len(one.tokens))
-                links = word_links(own, words, target_words(one.tokens, tokenizer))
-            return replace(one, token_scores=tuple(log_probs) if self._token_scores else None, alignment=links)
-
-        result = []
-        for (line, source), best, of_best in zip(sources, translations, scores, strict=True):
-            words = source_words(line, source, tokenizer) if watch is not None else []
-            result.append([detailed(*pair, words) for pair in zip(best, of_best, strict=True)])
-        return result
+        detailed: list[_Best] = []
+        for (line, source), best, of_best in zip(lines, found, scores, strict=True):
+            words = [] if self._aligning is None else source_words(line, source, self._tokenizer)
+            detailed.append([])
+            for one, log_probs, number in zip(best, of_best, numbers, strict=False):
+                links = None
+                if self._aligning is not None:
+                    own = watch.links(0, number, len(one.tokens))
+                    links = word_links(own, words, target_words(one.tokens, self._tokenizer))
+                token_scores = tuple(log_probs) if self._token_scores else None
+                detailed[-1].append(replace(one, token_scores=token_scores, alignment=links))
+        return detailed
 
 
 def translate_lines(
@@ -132,14 +121,11 @@ def translate_lines(
     """Translate lines one by one, as they are asked for.
 
     Args:
-        model: A model on ``device``, in eval mode.
-        tokenizer: vocabulary of the model.
+        model: on ``device``, in eval mode.
         lines: sentences; a line feed at the end is ignored. Lines without tokens are not given to the model: their
             translation is empty.
-        config: the search and its settings.
         options: sizes of batches and buffers, bound of a line, number of translations, and scores of tokens. Memory
             grows with all of them.
-        device: device of the model.
         advance: called with the number of further lines that are done, which may be long before they are yielded.
         counts: record of what there is to warn of; see :class:`SourceLines`.
         inputs: prefixes, constraints and tags of the lines, and their numbers in the text.
@@ -151,8 +137,8 @@ def translate_lines(
         For each line, in order, at least one and at most ``nbest`` translations, best first.
 
     Raises:
-        ConfigError: if numbers are out of range. All of them are reported at once, before anything is read. Or if the
-            search does not respect ``inputs``, or a layer does not exist.
+        ConfigError: if numbers are out of range, before anything is read; or if the search does not respect
+            ``inputs``, or a layer does not exist.
         DataError: if a line is too long, and ``strict`` is True.
         MisalignedError: if there are more or fewer prefixes or constraints than lines, after those that have them.
     """
@@ -162,11 +148,13 @@ def translate_lines(
     lock = nullcontext() if lock is None else lock
     with lock:
         search = SEARCHES[config.name].build(config, model, tokenizer.vocabulary)
-    longest, tags, vocabulary = options.longest_line(), inputs.tags, tokenizer.vocabulary
-    reader = SourceLines(tokenizer, longest, model.longest_source, options.strict, counts, inputs.first)
+    tags, vocabulary = inputs.tags, tokenizer.vocabulary
+    reader = SourceLines(
+        tokenizer, options.longest_line(), model.longest_source, options.strict, counts, inputs.first
+    )
     details = DetailsReader(model, tokenizer, options.token_scores, alignment_layers)
 
-    def best_of(hypotheses: list[Hypothesis]) -> list[Translation]:
+    def best_of(hypotheses: list[Hypothesis]) -> _Best:
         kept = hypotheses if isinstance(search, RanksTexts) else hypotheses[: options.nbest]
         texts = [tokenizer.decode(hypothesis.tokens) for hypothesis in kept]
         ranked = search.rank(kept, texts) if isinstance(search, RanksTexts) else list(zip(kept, texts, strict=True))
@@ -175,29 +163,24 @@ def translate_lines(
             for one, text in ranked[: options.nbest]
         ]
 
-    def translate(lines: Sequence[Line], sources: Sequence[list[int]]) -> list[list[Translation]]:
-        """Translate a batch of sentences with their tokens."""
-        rows = [[*source, vocabulary.source.eos] for source in sources]
-        with lock:
-            source_BS, padded = pad_sources(rows, vocabulary.pad, device)
-            if config.takes:
-                lists = cast(RequestSearch, search).search(source_BS, padded, [request for _, request in lines])
-            else:
-                lists = search.search(source_BS, padded)
-            texts = [(line, source) for (line, _), source in zip(lines, sources, strict=True)]
-            translations = details.add(source_BS, padded, texts, [best_of(hypotheses) for hypotheses in lists])
-        return [
-            [
-                replace(one, text=tags.untagged(one.text), alignment=without_tags(one.alignment, tags, one.text))
-                for one in best
-            ]
-            for best in translations
-        ]
+    def untagged(one: Translation) -> Translation:
+        return replace(one, text=tags.untagged(one.text), alignment=without_tags(one.alignment, tags, one.text))
 
     def batches(buffer: list[Line], sources: list[list[int]]) -> Iterator[list[Found]]:
         for numbers in length_buckets([len(source) + 1 for source in sources], options.max_tokens, config.width):
-            best = translate([buffer[number] for number in numbers], [sources[number] for number in numbers])
-            yield list(zip(numbers, best, strict=True))
+            rows = [[*sources[number], vocabulary.source.eos] for number in numbers]
+            with lock:
+                source_BS, padded = pad_sources(rows, vocabulary.pad, device)
+                if config.takes:
+                    requests = [buffer[number][1] for number in numbers]
+                    lists = cast(RequestSearch, search).search(source_BS, padded, requests)
+                else:
+                    lists = search.search(source_BS, padded)
+                texts = [(buffer[number][0], sources[number]) for number in numbers]
+                translations = details.add(source_BS, padded, texts, [best_of(hypotheses) for hypotheses in lists])
+            yield [
+                (number, [untagged(one) for one in best]) for number, best in zip(numbers, translations, strict=True)
+            ]
 
     requests = inputs.requests(lines, reader, model.longest_target)
     return translated(requests, batches, reader, details.of_nothing, options, advance, lock)
