@@ -53,11 +53,11 @@ class BertTokenizer(Tokenizer):
             self._sides = {side: tokenizers.Tokenizer.from_str(contents[side]) for side in SIDES}
         except Exception as error:  # the library raises no exception class of its own
             raise DataError(f"the vocabulary could not be read as a tokenizer's JSON: {error}") from error
-        for each in self._sides.values():
-            each.encode_special_tokens = True  # "[SEP]" in a text stays text
-            each.no_truncation()
-            each.no_padding()
-        source, target = (self._vocabulary(side) for side in SIDES)
+        for tokenizer in self._sides.values():
+            tokenizer.encode_special_tokens = True  # "[SEP]" in a text stays text
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+        source, target = (Vocabulary.of_bert(self._sides[s].get_vocab_size(), special[s]) for s in SIDES)
         if source.pad != target.pad:
             raise DataError(
                 f"the two tokenizers have different numbers for [PAD], {source.pad} and {target.pad}; take others"
@@ -67,11 +67,7 @@ class BertTokenizer(Tokenizer):
 
     @classmethod
     def from_berts(cls, names: str, option: str = "--tokenizer") -> BertTokenizer:
-        """Load the tokenizers of pretrained models, ``BERT`` for both sides, or ``BERT,BERT``; ``option`` named them.
-
-        Raises:
-            ConfigError: if one cannot be loaded.
-        """
+        """Load the tokenizers of pretrained models: ``BERT`` for both sides, or ``BERT,BERT``."""
         parts = [part.strip() for part in names.split(",")]
         if len(parts) > 2 or not all(parts):
             raise ConfigError(f"{option} is {PREFIX}{names}, not {PREFIX}BERT or {PREFIX}BERT,BERT")
@@ -114,7 +110,7 @@ class BertTokenizer(Tokenizer):
         if side == "target":
             return tokens
         begin = self.vocabulary.source.bos
-        return [[begin, *each] if each else [] for each in tokens]
+        return [[begin, *sentence] if sentence else [] for sentence in tokens]
 
     @override
     def pieces(self, tokens: Iterable[int], side: Side = "target") -> list[str]:
@@ -131,13 +127,13 @@ class BertTokenizer(Tokenizer):
         silent = {vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.mask}
         numbers = [int(token) for token in tokens if int(token) not in silent]
         token_of = self._sides[side].id_to_token
-        pieces = [UNKNOWN_TEXT if each == vocabulary.unk else str(token_of(each)) for each in numbers]
+        pieces = [UNKNOWN_TEXT if number == vocabulary.unk else str(token_of(number)) for number in numbers]
         return self._joined(pieces, side)
 
     @override
-    def all_pieces(self, side: Side) -> list[str]:
-        each = self._sides[side]
-        return [str(each.id_to_token(number)) for number in range(each.get_vocab_size())]
+    def all_pieces(self, side: Side = "target") -> list[str]:
+        tokenizer = self._sides[side]
+        return [str(tokenizer.id_to_token(number)) for number in range(tokenizer.get_vocab_size())]
 
     def reference(self, text: str) -> str:
         """Normalise a reference as the tokenizer does: lower case and accents, and spaces between its words."""
@@ -153,9 +149,6 @@ class BertTokenizer(Tokenizer):
         decoder = self._sides[side].decoder
         text: str = " ".join(pieces) if decoder is None else decoder.decode(pieces)
         return text.replace(" ' ", "'")
-
-    def _vocabulary(self, side: Side) -> Vocabulary:
-        return Vocabulary.of_bert(self._sides[side].get_vocab_size(), self._special[side])
 
 
 def side_file(side: Side) -> str:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from deepspeed_nmt.core.vocabulary import SIDES, Side, Vocabulary
 from deepspeed_nmt.data.marian_tokenizer import MODEL_FILES
 from deepspeed_nmt.data.sentencepiece import joined
-from deepspeed_nmt.data.tokenizer import INFO_FILE, SPACE, UNKNOWN_TEXT, ListedPieces
+from deepspeed_nmt.data.tokenizer import INFO_FILE, SPACE, UNKNOWN_TEXT, Tokenizer
 from deepspeed_nmt.errors import DataError, shown
 from deepspeed_nmt.files import open_regular, read_regular
 
@@ -29,11 +29,7 @@ _OVERWRITE = "#fairseq:overwrite"
 
 
 def read_dictionary(path: Path) -> list[str]:
-    """Read the symbols of a dictionary by number, the special ones included.
-
-    Raises:
-        DataError: if it is missing, or is no dictionary.
-    """
+    """Read the symbols of a dictionary by number, the special ones included."""
     try:
         content = read_regular(path)
     except OSError as error:
@@ -45,11 +41,7 @@ def read_dictionary(path: Path) -> list[str]:
 
 
 def symbols_of(content: bytes, path: Path) -> list[str]:
-    """Return the symbols of the content of a dictionary by number.
-
-    Raises:
-        DataError: if the file is no dictionary.
-    """
+    """Return the symbols of the content of a dictionary by number."""
     try:
         lines = content.decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
@@ -82,7 +74,7 @@ _MOST_FOREIGN = 0.1
 DICTIONARY_FILES: Mapping[Side, str] = {"source": "vocabulary.source.txt", "target": "vocabulary.target.txt"}
 
 
-class FairseqTokenizer(ListedPieces):
+class FairseqTokenizer(Tokenizer):
     """The tokenizer of a model of fairseq.
 
     Text consists of the dictionary's symbols, separated by spaces: words with ``@@ `` marks, or pieces of
@@ -99,9 +91,9 @@ class FairseqTokenizer(ListedPieces):
     def __init__(
         self, symbols: tuple[Sequence[str], Sequence[str]], models: tuple[bytes, bytes] | None = None
     ) -> None:
-        self._pieces: dict[Side, list[str]] = dict(zip(SIDES, map(list, symbols), strict=True))
-        self._numbers: dict[Side, dict[str, int]] = {
-            side: {symbol: number for number, symbol in enumerate(each)} for side, each in self._pieces.items()
+        self._pieces = dict(zip(SIDES, map(list, symbols), strict=True))
+        self._numbers = {
+            side: {symbol: number for number, symbol in enumerate(pieces)} for side, pieces in self._pieces.items()
         }
         self._words = {side: dict(list(numbers.items())[len(SPECIAL) :]) for side, numbers in self._numbers.items()}
         self._shared = self._pieces["source"] == self._pieces["target"]
@@ -142,15 +134,15 @@ class FairseqTokenizer(ListedPieces):
     def files(self) -> dict[str, bytes]:
         sides = SIDES[: 1 if self._shared else 2]
         # fairseq reads these dictionaries, too.
-        found = {
+        files = {
             DICTIONARY_FILES[side]: "".join(f"{symbol} 1\n" for symbol in self._pieces[side][len(SPECIAL) :]).encode()
             for side in sides
         }
         if self._models is not None:
             models = dict(zip(SIDES, self._models, strict=True))
-            found |= {MODEL_FILES[side]: models[side] for side in SIDES[: 1 if len(set(self._models)) == 1 else 2]}
+            files |= {MODEL_FILES[side]: models[side] for side in SIDES[: 1 if len(set(self._models)) == 1 else 2]}
         info = {"kind": KIND, "segmented": self.segmented, "size": self.size}
-        return {**found, INFO_FILE: (json.dumps(info, indent=2) + "\n").encode()}
+        return {**files, INFO_FILE: (json.dumps(info, indent=2) + "\n").encode()}
 
     @override
     def encode_batch(self, texts: Sequence[str], side: Side, threads: int = 1) -> list[list[int]]:
@@ -172,10 +164,7 @@ class FairseqTokenizer(ListedPieces):
         return text
 
     def spelt(self, tokens: Sequence[int], side: Side) -> str:
-        """Return a line of text that :meth:`encode_batch` makes these tokens of.
-
-        With SentencePiece models that is the text which they decode to.
-        """
+        """Return a line of text that :meth:`encode_batch` makes these tokens of."""
         if self._processors:
             return self.decode(tokens, side)
         return " ".join([self._pieces[side][token] for token in tokens])
@@ -214,11 +203,7 @@ class BinarisedText:
 
     @classmethod
     def open(cls, path: Path, size: int) -> BinarisedText:
-        """Open the files of a side of a split. They are mapped to memory, not read.
-
-        Raises:
-            DataError: if a file is missing, damaged, or of another format.
-        """
+        """Open the files of a side of a split. They are mapped to memory, not read."""
         index, data = (path.with_name(path.name + ending) for ending in (".idx", ".bin"))
         try:
             with open_regular(index) as stream:
@@ -240,11 +225,7 @@ class BinarisedText:
         return cls(path, size, lines, sizes, places, tokens)
 
     def rows(self) -> Iterator[list[int]]:
-        """Yield the tokens of each line, without EOS, in memory that does not grow with the text.
-
-        Raises:
-            DataError: if a line is not in the file, or a token not in the dictionary.
-        """
+        """Yield the tokens of each line, without EOS, in memory that does not grow with the text."""
         width = self._tokens.itemsize
         for start in range(0, self.lines, _LINES):
             sizes = np.asarray(self._sizes[start : start + _LINES], dtype=np.int64)

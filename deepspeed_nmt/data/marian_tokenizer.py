@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from typing_extensions import override
 
 from deepspeed_nmt.core.vocabulary import SIDES, Side, Vocabulary
-from deepspeed_nmt.data.tokenizer import INFO_FILE, UNKNOWN_TEXT, Count, ListedPieces, VocabularyInfo
+from deepspeed_nmt.data.tokenizer import INFO_FILE, UNKNOWN_TEXT, Count, Tokenizer, VocabularyInfo
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import read_regular
 
@@ -27,7 +27,7 @@ _LANGUAGE = re.compile(r">>[^<\s]+<<")
 """Token at the beginning of a source line that names the language to translate to."""
 
 
-class MarianTokenizer(ListedPieces):
+class MarianTokenizer(Tokenizer):
     """The tokenizer of a MarianMT model.
 
     Args:
@@ -47,8 +47,8 @@ class MarianTokenizer(ListedPieces):
     ) -> None:
         self._models, self._special = models, special
         self._model_files = dict(zip(MODEL_FILES.values(), models, strict=True))
-        self._numbers: dict[Side, dict[str, int]] = dict(zip(SIDES, map(dict, numbers), strict=True))
-        self._pieces: dict[Side, list[str]] = {}
+        self._numbers = dict(zip(SIDES, map(dict, numbers), strict=True))
+        self._pieces = {}
         self._processors: dict[Side, Any] = {}
         for side, model in zip(SIDES, models, strict=True):
             pieces = {number: piece for piece, number in self._numbers[side].items()}
@@ -82,31 +82,28 @@ class MarianTokenizer(ListedPieces):
 
     @override
     def files(self) -> dict[str, bytes]:
-        found = dict(self._model_files)
+        files = dict(self._model_files)
         for side in SIDES[: 1 if self._shared else 2]:
-            found[NUMBERS_FILES[side]] = json.dumps(self._numbers[side], ensure_ascii=False, indent=0).encode()
+            files[NUMBERS_FILES[side]] = json.dumps(self._numbers[side], ensure_ascii=False, indent=0).encode()
         info = {"kind": KIND, "special": self._special, "size": self.size}
-        return {**found, INFO_FILE: (json.dumps(info, indent=2) + "\n").encode()}
+        return {**files, INFO_FILE: (json.dumps(info, indent=2) + "\n").encode()}
 
     @override
     def encode_batch(self, texts: Sequence[str], side: Side, threads: int = 1) -> list[list[int]]:
         processor, number_of, unk = self._processors[side], self._numbers[side].get, self.vocabulary.unk
         languages = [_LANGUAGE.match(text) if side == "source" else None for text in texts]
-        rests = [text if found is None else text[found.end() :] for text, found in zip(texts, languages, strict=True)]
+        fronts = ["" if language is None else language[0] for language in languages]
+        rests = [text.removeprefix(front) for text, front in zip(texts, fronts, strict=True)]
         pieces = processor.encode(rests, out_type=str, num_threads=threads)
         return [
-            [number_of(piece, unk) for piece in ([] if found is None else [found[0]]) + each]
-            for found, each in zip(languages, pieces, strict=True)
+            [number_of(piece, unk) for piece in ([front] if front else []) + rest]
+            for front, rest in zip(fronts, pieces, strict=True)
         ]
 
     @override
     def _decoded(self, tokens: Iterable[int], side: Side) -> str:
         silent = {self.vocabulary.pad, self.vocabulary.bos, self.vocabulary.eos}
         numbers = [int(token) for token in tokens if int(token) not in silent]
-        pieces = [UNKNOWN_TEXT if each == self.vocabulary.unk else self._pieces[side][each] for each in numbers]
+        pieces = [UNKNOWN_TEXT if number == self.vocabulary.unk else self._pieces[side][number] for number in numbers]
         text: str = self._processors[side].decode_pieces(pieces)
-        return text
-
-    @override
-    def reference(self, text: str) -> str:
         return text

@@ -14,11 +14,12 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
 from operator import add
 from pathlib import Path
 from random import Random
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import sentencepiece
 from typing_extensions import override
@@ -46,12 +47,11 @@ _CACHED_WORDS = 1 << 18
 _BEST = 64
 """Segmentations of a word that a unigram model chooses from."""
 
-W = TypeVar("W")
 Word = tuple[int, ...]
 """A word as the vocabulary segments it."""
 
 
-class SegmentationSampler(ABC, Generic[W]):
+class SegmentationSampler(ABC):
     """A sampler of segmentations, by SentencePiece's processor and the numbers of ordinary tokens' texts."""
 
     def __init__(self, processor: Any, pieces: dict[str, int]) -> None:
@@ -59,7 +59,6 @@ class SegmentationSampler(ABC, Generic[W]):
         self._numbers = pieces
         self._texts = {number: text for text, number in pieces.items()}
         self._begins = frozenset(number for text, number in pieces.items() if text.startswith(SPACE))
-        self._words: dict[Word, W] = {}
 
     def sample(self, tokens: Sequence[int], seed: int) -> list[int]:
         """Draw a segmentation of a sentence from the one that the vocabulary gives; equal seeds give equal ones."""
@@ -70,32 +69,20 @@ class SegmentationSampler(ABC, Generic[W]):
         for token in tokens:
             if token not in texts or token in begins:
                 if word:
-                    drawn += self._drawn(tuple(word), random)
+                    drawn += self._draw(tuple(word), random)
                     word = []
                 if token not in texts:
                     drawn.append(token)
                     continue
             word.append(token)
-        return drawn + list(self._drawn(tuple(word), random)) if word else drawn
-
-    def _drawn(self, word: Word, random: Random) -> Sequence[int]:
-        known = self._words.get(word)
-        if known is None:
-            if len(self._words) >= _CACHED_WORDS:
-                self._words.clear()
-            known = self._words[word] = self.learn(word)
-        return self.draw(word, known, random)
+        return drawn + list(self._draw(tuple(word), random)) if word else drawn
 
     @abstractmethod
-    def learn(self, word: Word) -> W:
-        """Return what is to be remembered of a word."""
-
-    @abstractmethod
-    def draw(self, word: Word, known: W, random: Random) -> Sequence[int]:
-        """Draw a segmentation of a word, of which ``known`` is remembered."""
+    def _draw(self, word: Word, random: Random) -> Sequence[int]:
+        """Draw a segmentation of a word."""
 
 
-class BpeSampler(SegmentationSampler[tuple[tuple[float, ...], tuple[int, ...]]]):
+class BpeSampler(SegmentationSampler):
     """BPE-Dropout (Provilkov, Emelianenko and Voita 2020): at each step every possible merge is skipped at random.
 
     The merge with the highest of ``scores`` comes first, of equal ones the first in the word; ``dropout`` is the
@@ -105,10 +92,10 @@ class BpeSampler(SegmentationSampler[tuple[tuple[float, ...], tuple[int, ...]]])
     def __init__(self, processor: Any, pieces: dict[str, int], scores: dict[str, float], dropout: float) -> None:
         super().__init__(processor, pieces)
         self._scores, self._dropout = scores, dropout
-        self._known: dict[tuple[str, ...], tuple[int, ...]] = {}
+        self._possible = lru_cache(_CACHED_WORDS)(self._find_possible)
+        self._merges = lru_cache(_CACHED_WORDS)(self._find_merges)
 
-    @override
-    def learn(self, word: Word) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    def _find_merges(self, word: Word) -> tuple[tuple[float, ...], tuple[int, ...]]:
         """Return the places of all merges, and the probabilities that the first k are made, in ascending order."""
         parts, places = tuple(self._text(word)), []
         while possible := self._possible(parts):
@@ -117,10 +104,9 @@ class BpeSampler(SegmentationSampler[tuple[tuple[float, ...], tuple[int, ...]]])
         kept = tuple(accumulate([1.0 - self._dropout] * len(places), lambda product, factor: product * factor))
         return kept[::-1], tuple(places)
 
-    def draw(self, word: Word, known: tuple[tuple[float, ...], tuple[int, ...]], random: Random) -> Sequence[int]:
-        """Draw a segmentation; one number decides how many merges come before the first that is skipped."""
-        kept, places = known
-        number = random.random()
+    def _draw(self, word: Word, random: Random) -> Sequence[int]:
+        kept, places = self._merges(word)
+        number = random.random()  # decides how many merges come before the first that is skipped
         if not kept or number < kept[0]:
             return word
         parts = tuple(self._text(word))
@@ -139,23 +125,18 @@ class BpeSampler(SegmentationSampler[tuple[tuple[float, ...], tuple[int, ...]]])
     def _text(self, word: Word) -> str:
         return "".join(map(self._texts.__getitem__, word))
 
-    def _possible(self, parts: tuple[str, ...]) -> tuple[int, ...]:
+    def _find_possible(self, parts: tuple[str, ...]) -> tuple[int, ...]:
         """Return the places of the possible merges of a word, that of the first one first."""
-        places = self._known.get(parts)
-        if places is None:
-            if len(self._known) >= _CACHED_WORDS:
-                self._known.clear()
-            scored = enumerate(map(self._scores.get, map(add, parts, parts[1:])))
-            ordered = sorted((-score, place) for place, score in scored if score is not None)
-            places = self._known[parts] = tuple(place for _, place in ordered)
-        return places
+        scored = enumerate(map(self._scores.get, map(add, parts, parts[1:])))
+        ordered = sorted((-score, place) for place, score in scored if score is not None)
+        return tuple(place for _, place in ordered)
 
 
 def _merged(parts: tuple[str, ...], place: int) -> tuple[str, ...]:
     return (*parts[:place], parts[place] + parts[place + 1], *parts[place + 2 :])
 
 
-class UnigramSampler(SegmentationSampler[tuple[list[float], list[Word]]]):
+class UnigramSampler(SegmentationSampler):
     """Subword regularization (Kudo 2018): a segmentation of each word is drawn from its best ones.
 
     ``alpha`` is the exponent of their probabilities.
@@ -164,8 +145,9 @@ class UnigramSampler(SegmentationSampler[tuple[list[float], list[Word]]]):
     def __init__(self, processor: Any, pieces: dict[str, int], alpha: float) -> None:
         super().__init__(processor, pieces)
         self._alpha = alpha
+        self._best = lru_cache(_CACHED_WORDS)(self._find_best)
 
-    def learn(self, word: Word) -> tuple[list[float], list[Word]]:
+    def _find_best(self, word: Word) -> tuple[list[float], list[Word]]:
         """Return the best segmentations of a word with the sums of their weights."""
         if word[0] not in self._begins:  # SentencePiece would begin it with a space
             return [1.0], [word]
@@ -177,20 +159,15 @@ class UnigramSampler(SegmentationSampler[tuple[list[float], list[Word]]]):
         weights = [math.exp(self._alpha * (each.score - best[0].score)) for each in best]
         return list(accumulate(weights)), lists
 
-    def draw(self, word: Word, known: tuple[list[float], list[Word]], random: Random) -> Sequence[int]:
-        """Draw one of the best segmentations."""
-        sums, lists = known
+    def _draw(self, word: Word, random: Random) -> Sequence[int]:
+        sums, lists = self._best(word)
         if len(lists) == 1:
             return word
         return lists[min(bisect_right(sums, random.random() * sums[-1]), len(lists) - 1)]
 
 
-def sampler_of(model: bytes, processor: Any, alpha: float) -> SegmentationSampler[Any]:
-    """Return a sampler of a serialised SentencePiece model, ``alpha`` as of :class:`SampledSegmentations`.
-
-    Raises:
-        DataError: if the model is of another type than BPE and unigram.
-    """
+def sampler_of(model: bytes, processor: Any, alpha: float) -> SegmentationSampler:
+    """Return a sampler of a serialised SentencePiece model, ``alpha`` as of :class:`SampledSegmentations`."""
     import sentencepiece.sentencepiece_model_pb2 as sentencepiece_model  # needs protobuf, which the rest does not
 
     content = sentencepiece_model.ModelProto.FromString(model)
@@ -231,23 +208,22 @@ class SentencePieceModel:
                 f"of {PAD}, {BOS}, {EOS}, {UNK}; let `prepare` make the vocabulary, or give it the model by "
                 "--sentencepiece"
             )
-        self._words: list[str] = []
-        if segmented:
-            self._words = [processor.id_to_piece(number).removeprefix(SPACE) for number in range(self.size)]
-            self._words[UNK] = UNKNOWN_TEXT
         self._segmented = segmented
-        self._numbers = {word: number for number, word in enumerate(self._words) if number > UNK}
-        numbers = {symbol: self.number(symbol) for symbol in symbols}
-        if lacking := [symbol for symbol, number in numbers.items() if number is None]:
+        self.all_pieces: list[str] = processor.id_to_piece(list(range(self.size)))
+        if segmented:
+            self.all_pieces = [piece.removeprefix(SPACE) for piece in self.all_pieces]
+        special_numbers = (UNK,) if not segmented else (PAD, BOS, EOS, UNK)
+        self.numbers = {piece: n for n, piece in enumerate(self.all_pieces) if n not in special_numbers}
+        if lacking := [symbol for symbol in symbols if symbol not in self.numbers]:
             raise DataError(f"the vocabulary lacks its symbols {', '.join(lacking)}; restore its files")
-        self._symbols = {symbol: number for symbol, number in numbers.items() if number is not None}
-        self._sampler: tuple[float, SegmentationSampler[Any]] | None = None
+        self._symbols = {symbol: self.numbers[symbol] for symbol in symbols}
+        self._sampler: tuple[float, SegmentationSampler] | None = None
         self._begins, self._symbol_numbers = tuple(self._symbols), frozenset(self._symbols.values())
 
     def encode(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
         """Encode lines. Segmented text takes one thread."""
         if self._segmented:
-            number_of = self._numbers.get
+            number_of = self.numbers.get
             return [[number_of(word, UNK) for word in segmented_words(text)] for text in texts]
         fronts, rests = self._split(texts)
         encoded: list[list[int]] = self._processor.encode(rests, num_threads=threads)
@@ -256,11 +232,7 @@ class SentencePieceModel:
         return encoded
 
     def sample(self, texts: Sequence[str], seeds: Sequence[int], alpha: float) -> list[list[int]]:
-        """Draw a segmentation of each line by its seed, in this thread.
-
-        Raises:
-            DataError: if the model segments a text in one way only.
-        """
+        """Draw a segmentation of each line by its seed, in this thread."""
         if self._segmented:
             raise DataError("segmented text has one segmentation, but others are to be drawn; prepare the raw text")
         if self._sampler is None or self._sampler[0] != alpha:
@@ -288,7 +260,7 @@ class SentencePieceModel:
         """Decode tokens without special ones. Segmented text is joined to words."""
         numbers = [int(token) for token in tokens if token > EOS]
         if self._segmented:
-            return joined(" ".join(self._words[number] for number in numbers))
+            return joined(" ".join(self.pieces(numbers)))
         front = next((place for place, each in enumerate(numbers) if each not in self._symbol_numbers), len(numbers))
         rest: str = self._processor.decode(numbers[front:])
         if not front:
@@ -298,24 +270,9 @@ class SentencePieceModel:
         )
 
     def pieces(self, tokens: Iterable[int]) -> list[str]:
-        """Return tokens as the vocabulary spells them."""
-        if self._segmented:
-            return [self._words[int(token)] for token in tokens]
-        return [self._processor.id_to_piece(int(token)) for token in tokens]
-
-    def all_pieces(self) -> list[str]:
-        """Return the text of each token, special ones included, by number; all texts differ."""
-        if self._segmented:
-            special = [self._processor.id_to_piece(number) for number in range(UNK + 1)]
-            return [*special, *self._words[UNK + 1 :]]
-        return [self._processor.id_to_piece(number) for number in range(self.size)]
-
-    def number(self, piece: str) -> int | None:
-        """Return the number of a token; None if there is none."""
-        if self._segmented:
-            return self._numbers.get(piece)
-        number = int(self._processor.piece_to_id(piece))
-        return None if number == UNK else number
+        """Return tokens as the vocabulary spells them, unknown words of segmented text as UNKNOWN_TEXT."""
+        unknown = UNKNOWN_TEXT if self._segmented else self.all_pieces[UNK]
+        return [unknown if int(token) == UNK else self.all_pieces[int(token)] for token in tokens]
 
 
 def joined(text: str) -> str:
@@ -354,6 +311,9 @@ class SentencePieceTokenizer(Tokenizer):
         self._sides: dict[Side, SentencePieceModel] = {"source": source, "target": target}
         ours, theirs = (Vocabulary(s.size, pad=PAD, bos=BOS, eos=EOS, unk=UNK) for s in (source, target))
         self.vocabulary = theirs if self._shared else replace(theirs, own_source=ours)
+        self._pieces = {side: model.all_pieces for side, model in self._sides.items()}
+        self._numbers = {side: model.numbers for side, model in self._sides.items()}
+        self._models = None if segmented else (source.model, model)
 
     @classmethod
     def read(cls, path: Path, info: VocabularyInfo) -> SentencePieceTokenizer:
@@ -396,20 +356,8 @@ class SentencePieceTokenizer(Tokenizer):
         return self._sides[side].decode(tokens)
 
     @override
-    def all_pieces(self, side: Side = "target") -> list[str]:
-        return self._sides[side].all_pieces()
-
-    @override
-    def sentencepiece_models(self) -> tuple[bytes, bytes] | None:
-        return None if self.segmented else (self._sides["source"].model, self.model)
-
-    @override
     def pieces(self, tokens: Iterable[int], side: Side = "target") -> list[str]:
         return self._sides[side].pieces(tokens)
-
-    @override
-    def number(self, piece: str, side: Side = "target") -> int | None:
-        return self._sides[side].number(piece)
 
     @override
     def reference(self, text: str) -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
-from typing_extensions import override
 
 from deepspeed_nmt.core.vocabulary import SIDES, Side, Vocabulary
 from deepspeed_nmt.errors import DataError, did_you_mean, shown
@@ -31,11 +30,9 @@ ALPHA = {"bpe": 0.1, "unigram": 0.2}
 class SampledSegmentations:
     """Sampled segmentations of a text, independent of the processes that encode it.
 
-    Attributes:
-        count: number of segmentations of each sentence.
-        alpha: of BPE the probability that a merge is skipped (Provilkov, Emelianenko and Voita 2020: BPE-Dropout); of
-            a unigram model the exponent of the segmentations' probabilities (Kudo 2018: Subword Regularization).
-        seed: of all of them.
+    Each sentence has ``count``. ``alpha`` is of BPE the probability that a merge is skipped (Provilkov, Emelianenko
+    and Voita 2020: BPE-Dropout); of a unigram model the exponent of the segmentations' probabilities (Kudo 2018:
+    Subword Regularization). ``seed`` is that of all of them.
     """
 
     count: int
@@ -66,13 +63,9 @@ Count = Annotated[int, Field(ge=0, lt=1 << 53, strict=True)]
 class VocabularyInfo(Config):
     """The content of :data:`INFO_FILE`.
 
-    Attributes:
-        kind: of the vocabulary.
-        segmented: see :class:`Tokenizer`.
-        size: tokens of the target's side; ``source_size`` of the source's, if it has a vocabulary of its own.
-        symbols: see :class:`Tokenizer`.
-        special: numbers of special tokens of a MarianMT model, by name.
-        source: numbers of special tokens of the source's BERT, by name, and ``target`` of the target's.
+    ``segmented`` and ``symbols`` are as of :class:`Tokenizer`. Sizes are those of the target, and of a source with a
+    vocabulary of its own. Numbers of special tokens by name are ``special`` of a MarianMT model, and ``source`` and
+    ``target`` of BERTs.
     """
 
     kind: Literal["sentencepiece", "bert", "marian", "fairseq"] = "sentencepiece"
@@ -114,6 +107,10 @@ class Tokenizer(ABC):
     vocabulary: Vocabulary
     segmented: bool = False
     symbols: tuple[str, ...] = ()
+    _pieces: dict[Side, list[str]]
+    """Text of each token of a side, by number."""
+    _numbers: dict[Side, dict[str, int]]
+    _models: tuple[bytes, bytes] | None = None
 
     def save(self, directory: Path) -> None:
         """Write the files of the vocabulary into a directory."""
@@ -125,9 +122,12 @@ class Tokenizer(ABC):
         """Serialise the vocabulary as files by name; each name begins with ``vocabulary.``."""
 
     @property
-    @abstractmethod
     def digest(self) -> str:
         """A SHA-256 that equal vocabularies share."""
+        digest = hashlib.sha256()
+        for name, content in sorted(self.files().items()):
+            digest.update(f"{name} {hashlib.sha256(content).hexdigest()}\n".encode())
+        return digest.hexdigest()
 
     @property
     def size(self) -> int:
@@ -147,21 +147,15 @@ class Tokenizer(ABC):
     ) -> TokenLists:
         """Draw a segmentation of many lines of one side, without EOS, in this thread.
 
-        ``first`` is the number of the lines' first pair in the clean text, from 0.
-
-        Raises:
-            DataError: if the vocabulary segments a text in one way only.
+        ``first`` is the number of the lines' first pair in the clean text, from 0. A vocabulary that segments a text
+        in one way only is an error.
         """
         raise DataError(
             "segmentations can be drawn from a SentencePiece vocabulary of raw text only; give another one"
         )
 
     def symbol(self, side: Side, symbol: str) -> int:
-        """Return the number of one of :attr:`symbols` in the vocabulary of a side.
-
-        Raises:
-            DataError: if the vocabulary has no such symbol; it names those that it has.
-        """
+        """Return the number of one of :attr:`symbols` in the vocabulary of a side, or raise a DataError."""
         number = self.number(symbol, side) if symbol in self.symbols else None
         if number is None:
             known = did_you_mean(symbol, self.symbols) or "; it has no symbols, see prepare --symbols"
@@ -179,61 +173,26 @@ class Tokenizer(ABC):
     def _decoded(self, tokens: Iterable[int], side: Side) -> str:
         """Decode tokens as :meth:`decode`, but with any line breaks that they stand for."""
 
-    @abstractmethod
     def pieces(self, tokens: Iterable[int], side: Side = "target") -> list[str]:
         """Return tokens of one side as the vocabulary spells them, each by itself."""
+        return [self._pieces[side][int(token)] for token in tokens]
 
-    @abstractmethod
     def number(self, piece: str, side: Side = "target") -> int | None:
         """Return the number of a token that the vocabulary spells as ``piece``; None if there is none."""
+        return self._numbers[side].get(piece)
+
+    def all_pieces(self, side: Side = "target") -> list[str]:
+        """Return the text of each token of one side, special ones included, by number; all texts differ."""
+        return list(self._pieces[side])
 
     def matches_bert(self, tokenizer_json: str, special: Mapping[str, int], side: Side) -> bool:
         """Return True if a side's tokens are those of a BERT's tokenizer, in JSON, with special tokens by name."""
         return False
 
-    @abstractmethod
-    def all_pieces(self, side: Side) -> list[str]:
-        """Return the text of each token of one side, special ones included, by number; all texts differ."""
-
     def sentencepiece_models(self) -> tuple[bytes, bytes] | None:
         """Return the SentencePiece models that encode raw text of both sides; None if there are none."""
-        return None
+        return self._models
 
-    @abstractmethod
     def reference(self, text: str) -> str:
         """Convert a reference line to the form of :meth:`decode`, so that the two can be compared."""
-
-
-class ListedPieces(Tokenizer):
-    """A tokenizer with a list of pieces for each side.
-
-    A subclass sets the pieces of each side by number, the number of each piece, and the SentencePiece models.
-    """
-
-    _pieces: dict[Side, list[str]]
-    _numbers: dict[Side, dict[str, int]]
-    _models: tuple[bytes, bytes] | None
-
-    @property
-    @override
-    def digest(self) -> str:
-        digest = hashlib.sha256()
-        for name, content in sorted(self.files().items()):
-            digest.update(f"{name} {hashlib.sha256(content).hexdigest()}\n".encode())
-        return digest.hexdigest()
-
-    @override
-    def pieces(self, tokens: Iterable[int], side: Side = "target") -> list[str]:
-        return [self._pieces[side][int(token)] for token in tokens]
-
-    @override
-    def number(self, piece: str, side: Side = "target") -> int | None:
-        return self._numbers[side].get(piece)
-
-    @override
-    def all_pieces(self, side: Side) -> list[str]:
-        return list(self._pieces[side])
-
-    @override
-    def sentencepiece_models(self) -> tuple[bytes, bytes] | None:
-        return self._models
+        return text

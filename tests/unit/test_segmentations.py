@@ -84,17 +84,17 @@ def test_dropout_has_its_probabilities(tokenizers: dict[str, SentencePieceTokeni
     sampler = cast(BpeSampler, sampler_of(tokenizers["bpe"].model, processor, dropout))
     for word in {word for line in LINES for word in line.split()}:
         tokens = tuple(processor.encode(word))
-        kept, places = sampler.learn(tokens)
+        kept, places = sampler._merges(tokens)
         assert len(kept) == len("\u2581" + word) - len(tokens)
         # All merges in their order give what SentencePiece gives.
-        assert sampler.draw(tokens, (kept, places), cast(Random, _Fixed([0.0]))) == tokens
-        skipped = sampler.draw(tokens, (kept, places), cast(Random, _Fixed([1.0 - 1e-9, *[0.0] * 999])))
+        assert sampler._draw(tokens, cast(Random, _Fixed([0.0]))) == tokens
+        skipped = sampler._draw(tokens, cast(Random, _Fixed([1.0 - 1e-9, *[0.0] * 999])))
         assert not places or len(skipped) == len(kept) + len(tokens)  # all merges are skipped
     word = tuple(processor.encode("near"))
     expected = _exact(sampler, word, dropout)
     random = Random(3)
-    known, draws = sampler.learn(word), 20_000
-    counts = Counter(tuple(sampler.draw(word, known, random)) for _ in range(draws))
+    draws = 20_000
+    counts = Counter(tuple(sampler._draw(word, random)) for _ in range(draws))
     assert counts.keys() <= expected.keys() and sum(expected.values()) == pytest.approx(1.0)
     for segmentation, probability in expected.items():
         deviation = math.sqrt(probability * (1 - probability) / draws)
@@ -134,8 +134,8 @@ def test_a_unigram_model_draws_by_its_probabilities(tokenizers: dict[str, Senten
     word = tuple(processor.encode(text))
     best = processor.nbest_encode(text, nbest_size=64, return_type="proto").nbests
     weights = {tuple(piece.id for piece in each.pieces): math.exp(alpha * each.score) for each in best}
-    known, random, draws = sampler.learn(word), Random(4), 20_000
-    counts = Counter(tuple(sampler.draw(word, known, random)) for _ in range(draws))
+    random, draws = Random(4), 20_000
+    counts = Counter(tuple(sampler._draw(word, random)) for _ in range(draws))
     assert len(counts) > 3
     for segmentation, weight in weights.items():
         probability = weight / sum(weights.values())
