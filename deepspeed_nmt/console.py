@@ -79,7 +79,7 @@ def set_up_streams() -> None:
     """
     accesses = {"stdin": os.O_WRONLY, "stdout": os.O_RDONLY, "stderr": os.O_WRONLY}
     for descriptor, (name, access) in enumerate(accesses.items()):
-        if getattr(sys, name) is None and _is_closed(descriptor):
+        if getattr(sys, name) is None:
             os.open(os.devnull, access)  # takes the lowest free descriptor, which is this one
             stream = open(descriptor, "r" if name == "stdin" else "w", closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
@@ -93,14 +93,6 @@ def discard_output() -> None:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _is_closed(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return True
-    return False
 
 
 class _LogFile(logging.FileHandler):
@@ -134,11 +126,7 @@ def _remove_handlers() -> None:
 
 
 def report(error: Exception) -> int:
-    """Log an expected error that ends a command.
-
-    Returns:
-        The exit status of the command.
-    """
+    """Log an expected error that ends a command, and return its exit status."""
     if isinstance(error, UserError):
         logger.error("error: %s", error)
         return EXIT_USER_ERROR
@@ -160,11 +148,7 @@ def output(text: str) -> None:
 
 
 def table(rows: Sequence[Sequence[str]], *, left: int = 1, markdown: bool = False) -> str:
-    """Return a table.
-
-    Args:
-        left: number of columns that are left-aligned; the others are right-aligned.
-    """
+    """Return a table, of which the first ``left`` columns are left-aligned, the others right-aligned."""
     from tabulate import tabulate
 
     options: dict[str, object] = {"tablefmt": "plain"}  # in which the head is a line as others
@@ -215,14 +199,7 @@ def progress(items: Iterable[T], description: str, unit: str, total: int | None 
 def counting(
     description: str, unit: str, total: int | None = None, before: int = 0
 ) -> Iterator[Callable[[int], object]]:
-    """Show the progress of the block, with the rate and the time left.
-
-    Args:
-        before: count at the beginning, of what was done earlier.
-
-    Yields:
-        A function to call with the number of further units that are done.
-    """
+    """Show the progress of the block, of which ``before`` units were done earlier; yield a function to count more."""
     if sys.stderr.isatty():
         with tqdm(
             desc=description, unit=f" {unit}", total=total, initial=before, dynamic_ncols=True, unit_scale=True

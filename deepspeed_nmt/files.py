@@ -38,8 +38,6 @@ _BLOCK_BYTES = 1 << 20
 _OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors that writing has and reading has not."""
 _TEMPORARY_END = r"[0-9a-f]{8}\.tmp"
-_TEMPORARY = re.compile(rf"\..*\.{_TEMPORARY_END}", re.DOTALL)
-"""Names of temporary files."""
 _PARTIAL, _OLD, _NUMBER = "partial-", "old-", "[0-9a-f]{8}"
 _LEFT = rf"(?:{_PARTIAL}|{_OLD}){_NUMBER}"
 """Ends of the hidden names of directories."""
@@ -86,15 +84,9 @@ def sha256_of(path: Path) -> str:
 
 @contextmanager
 def open_text(name: Path | str) -> Iterator[BufferedReader]:
-    """Open text to read: a file, a pipe, or standard input (``-``).
+    """Open text to read: a file, a pipe, or standard input (``-``); raise a DataError if it is missing or unreadable.
 
     A pipe can be opened and read only once. So its first bytes are examined by :func:`text_lines`, when it is read.
-
-    Yields:
-        The bytes of the text.
-
-    Raises:
-        DataError: if it is missing, a directory, or unreadable, or a file that is compressed or UTF-16.
     """
     if str(name) == "-":
         yield sys.stdin.buffer  # type: ignore[misc]  # typed as BinaryIO, which has no peek()
@@ -122,18 +114,12 @@ def check_plain(stream: BufferedReader[Any], name: Path | str) -> None:
             raise DataError(f"{shown_name(name)} is {kind}; run `{command}` first")
 
 
-def skip_byte_order_mark(stream: BufferedReader[Any], name: Path | str | None = None) -> bool:
-    """Skip a byte order mark at the beginning of a stream, which is not text, and return True if it has one.
-
-    Args:
-        name: of the stream, to log that it has one; None to log nothing.
-    """
-    if not stream.peek(len(BOM_UTF8)).startswith(BOM_UTF8):
-        return False
-    stream.read(len(BOM_UTF8))
-    if name is not None:
-        logger.info("%s: the byte order mark at its beginning is not read as text", shown_name(name))
-    return True
+def skip_byte_order_mark(stream: BufferedReader[Any]) -> bool:
+    """Skip a byte order mark at the beginning of a stream, which is not text, and return True if it has one."""
+    marked = stream.peek(len(BOM_UTF8)).startswith(BOM_UTF8)
+    if marked:
+        stream.read(len(BOM_UTF8))
+    return marked
 
 
 def shown_name(name: Path | str) -> str:
@@ -150,19 +136,14 @@ def text_lines(stream: BufferedReader[Any], name: Path | str = "the text") -> It
     return map(text_of, raw_lines(stream, name))
 
 
-def raw_lines(stream: BufferedReader[Any], name: Path | str, before: int | None = None) -> Iterator[bytes]:
+def raw_lines(stream: BufferedReader[Any], name: Path | str) -> Iterator[bytes]:
     """Yield lines of text with their ends, and without a byte order mark at the beginning.
 
-    Args:
-        before: number of lines before the first, if the stream stands within a text; None at its beginning.
-
-    Raises:
-        DataError: if the stream is compressed or UTF-16, or a line has more than :data:`MAX_LINE_BYTES`.
+    A stream that is compressed or UTF-16, or a line of more than :data:`MAX_LINE_BYTES`, is a DataError.
     """
-    if before is None:
-        check_plain(stream, name)
-        skip_byte_order_mark(stream, name)
-    number = before or 0
+    check_plain(stream, name)
+    skip_byte_order_mark(stream)
+    number = 0
     while line := stream.readline(MAX_LINE_BYTES + 1):
         number += 1
         if len(line) > MAX_LINE_BYTES:
@@ -206,10 +187,7 @@ def is_replaceable(path: Path) -> bool:
 
 
 def replaces(path: Path, stream: IO[Any]) -> bool:
-    """Return True if writing to ``path`` replaces the file that a stream reads, under whatever name it was opened.
-
-    Pipes, devices and open descriptors are not replaced.
-    """
+    """Return True if writing to ``path`` replaces the file that a stream reads, under whatever name it was opened."""
     if _descriptor(path) is not None:
         return False
     try:
@@ -237,21 +215,13 @@ def resolved(path: Path) -> Path:
 
 
 def hidden(path: Path, suffix: str) -> Path:
-    """Return the path of a hidden file beside ``path``, whose name is cut if it would be too long.
-
-    Args:
-        suffix: end of the hidden name, at most 50 bytes.
-    """
+    """Return the path of a hidden file beside ``path``, whose name is cut if it would be too long."""
     short = path.name.encode("utf-8", errors="ignore")[:200].decode("utf-8", errors="ignore")
     return path.with_name(f".{short}.{suffix}")
 
 
 def hidden_beside(path: Path, suffix: str) -> list[Path]:
-    """Return the hidden files beside ``path`` that belong to it.
-
-    Args:
-        suffix: regular expression of the ends of their names.
-    """
+    """Return the hidden files beside ``path`` that belong to it and end in ``suffix``, a regular expression."""
     pattern = re.compile(re.escape(hidden(path, "").name) + suffix)
     return [other for other in path.parent.iterdir() if pattern.fullmatch(other.name)]
 
@@ -273,16 +243,7 @@ def atomic_writer(path: Path, mode: str = "wb") -> Iterator[Any]:
 
     After a crash it has either the old or the new content. A file that exists keeps its permissions. If ``path`` is a
     symbolic link, the file that it leads to is replaced. Pipes, devices and open descriptors (``/dev/stdout``,
-    ``/dev/fd/3``) are written to directly.
-
-    Args:
-        mode: "wb" for bytes, "w" for text in UTF-8.
-
-    Yields:
-        The file to write to.
-
-    Raises:
-        OSError: if the file cannot be written, for example because the disk is full.
+    ``/dev/fd/3``) are written to directly. ``mode`` is "wb" for bytes, "w" for text in UTF-8.
     """
     options: dict[str, Any] = {} if mode == "wb" else {"encoding": "utf-8", "newline": "\n"}
     if not is_replaceable(path):
@@ -350,7 +311,7 @@ def _create_locked(path: Path, mode: int) -> tuple[Path, int]:
 def remove_orphans(directory: Path) -> None:
     """Remove the temporary files in a directory whose processes have ended."""
     for temporary in directory.glob(".*.tmp"):
-        if _TEMPORARY.fullmatch(temporary.name):
+        if re.fullmatch(rf"\..*\.{_TEMPORARY_END}", temporary.name, re.DOTALL):
             _remove_orphan(temporary)
 
 
@@ -364,29 +325,20 @@ def _remove_orphan(temporary: Path) -> None:
 def exclusive(path: Path, refusal: str, patience_s: float = 0.0) -> Iterator[bool]:
     """Hold a lock during the block. It is released when the process ends, however it ends.
 
-    Args:
-        refusal: message if another process holds the lock, with ``{holder}`` for that process.
-
     Yields:
         True; False without a lock, because the directory is read-only or the file system has no locks.
 
     Raises:
-        DataError: if another process holds the lock.
+        DataError: if another process holds the lock after ``patience_s``: ``refusal``, in which {holder} is its name.
     """
     deadline = time.monotonic() + patience_s
     try:
-        while True:
-            try:
-                file = _open_locked(path)
-                break
-            except BlockingIOError:
-                left_s = deadline - time.monotonic()
-                if left_s <= 0.0:
-                    raise
-                logger.info("%s is still locked by %s; waiting, %.0f s at most", path, _holder(path), left_s)
-                time.sleep(min(left_s, 10.0))
-    except BlockingIOError as error:
-        raise DataError(refusal.replace("{holder}", _holder(path))) from error
+        while (file := _open_locked(path)) is None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0.0:
+                raise DataError(refusal.replace("{holder}", _holder(path)))
+            logger.info("%s is still locked by %s; waiting, %.0f s at most", path, _holder(path), left_s)
+            time.sleep(min(left_s, 10.0))
     except OSError:
         yield False
         return
@@ -406,19 +358,18 @@ def _holder(path: Path) -> str:
     return holder or "another process"
 
 
-def _open_locked(path: Path) -> TextIO:
-    """Open and lock a file, which need not exist."""
+def _open_locked(path: Path) -> TextIO | None:
+    """Open and lock a file, which need not exist; return None if another process holds it."""
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)  # a holder that wrote nothing may have removed it
         file = path.open("a+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
             file.close()
-            raise
-        except OSError:
+            if isinstance(error, BlockingIOError):
+                return None
             path.unlink(missing_ok=True)
-            file.close()
             raise
         with suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(file.fileno())):
@@ -442,11 +393,7 @@ def made(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path, is_whole: Callable[[Path], bool]) -> Iterator[None]:
-    """Hold the right to replace a directory during the block, once what killed processes left is cleared away.
-
-    Args:
-        is_whole: returns True for a directory that may be restored.
-    """
+    """Hold the right to replace a directory during the block, once what killed processes left is cleared away."""
     path.parent.mkdir(parents=True, exist_ok=True)
     refusal = f"{{holder}} is writing {path}; wait for it, or choose another --out"
     with exclusive(hidden(path, "lock"), refusal) as locked:
@@ -457,11 +404,7 @@ def replacing(path: Path, is_whole: Callable[[Path], bool]) -> Iterator[None]:
 
 
 def restore_directory(path: Path, is_whole: Callable[[Path], bool]) -> None:
-    """Restore a directory that a killed process had moved away to replace it, if nothing has its name.
-
-    Args:
-        is_whole: returns True for a directory that may be restored.
-    """
+    """Restore a directory that a killed process had moved away to replace it, if nothing has its name."""
     for old in hidden_beside(path, _OLD + _NUMBER):
         if not _exists(path) and is_whole(old):
             with suppress(FileNotFoundError):  # another rank has restored it
@@ -476,11 +419,9 @@ def clear_hidden(path: Path) -> None:
 
 
 def restore_directories(directory: Path, names: str, is_whole: Callable[[Path], bool], *, clear: bool) -> None:
-    """Restore those directories in another one that killed processes had moved away to replace them.
+    """Restore those directories in another one, by a pattern of names, that killed processes had moved away.
 
-    Args:
-        names: regular expression of their names.
-        clear: True to remove what else is left of them, which no living process may be writing.
+    With ``clear``, what else is left of them is removed, which no living process may be writing.
     """
     pattern = re.compile(rf"\.({names})\.{_LEFT}")
     matches = filter(None, (pattern.fullmatch(path.name) for path in directory.glob(".*")))
@@ -492,19 +433,10 @@ def restore_directories(directory: Path, names: str, is_whole: Callable[[Path], 
 
 @contextmanager
 def staged(path: Path, check: Callable[[], object] = lambda: None) -> Iterator[Path]:
-    """Make a directory that replaces ``path`` when the block ends without an error.
+    """Make a directory that replaces ``path`` when the block ends without an error; yield its path.
 
     Only one process may replace it at a time. If ``path`` is a symbolic link, it is replaced, and what it leads to
-    stays.
-
-    Args:
-        check: raises an error if ``path`` must not be replaced; it is called last of all.
-
-    Yields:
-        The path of the new directory, which is removed if the block fails.
-
-    Raises:
-        OSError: if it cannot be made or renamed; ``path`` is then unchanged.
+    stays. ``check`` is called last of all; it raises an error if ``path`` must not be replaced.
     """
     number = uuid.uuid4().hex[:8]
     new, old = hidden(path, _PARTIAL + number), hidden(path, _OLD + number)
@@ -532,10 +464,8 @@ def staged(path: Path, check: Callable[[], object] = lambda: None) -> Iterator[P
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory, or the symbolic link that leads to it; errors are ignored.
-
-    It is renamed first, so that a process that is killed does not leave a part of it under its name.
-    """
+    """Remove a directory, or the symbolic link that leads to it; errors are ignored."""
+    # Renamed first, so that a process that is killed does not leave a part of it under its name.
     rest = hidden(path, _PARTIAL + uuid.uuid4().hex[:8])
     with suppress(OSError):
         path.rename(rest)

@@ -98,11 +98,8 @@ _UNDIVIDED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u
 class TextForm:
     """Form of a corpus's text. Segmented text has the form of the words that its segments make.
 
-    Attributes:
-        form: raw; moses: tokenised and escaped by Moses' tokenizer; tokenised: by another tool; unknown: of an older
-            version, which did not record it.
-        source_lang: language code of the source, for example "de"; None if it is not known.
-        target_lang: language code of the target.
+    It is raw; moses: tokenised and escaped by Moses' tokenizer; tokenised: by another tool; or unknown: of an older
+    version, which did not record it. Language codes, for example "de", are None if they are not known.
     """
 
     form: Form = "unknown"
@@ -116,11 +113,7 @@ class TextForm:
 
     @classmethod
     def moses(cls, target_lang: str, option: str) -> TextForm:
-        """Return the form of text that Moses' tokenizer made, for a language that the user gave by ``option``.
-
-        Raises:
-            ConfigError: if it is no language code.
-        """
+        """Return the form of text that Moses' tokenizer made, for a language that the user gave by ``option``."""
         try:
             return cls("moses", target_lang=check_language(target_lang))
         except ValueError as error:
@@ -191,15 +184,9 @@ def check_language(code: str) -> str:
 
 
 def plain_form(text: TextForm, language: str, owner: Path) -> TextForm:
-    """Return the form of the text that a run writes, to make it plain.
+    """Return the form of the text that a run (``owner``) writes, to make it plain, or raise a ConfigError.
 
-    Args:
-        text: form that the run records.
-        language: language code given by the user; "" to take that of the run.
-        owner: directory of the run or of its export, for messages.
-
-    Raises:
-        ConfigError: if the text cannot be made plain.
+    ``language`` is that given by the user; "" to take that of the run.
     """
     name = option("detokenise")
     form = TextForm.moses(language, name) if language else text
@@ -240,18 +227,12 @@ def join_segments(line: str) -> str:
 
 
 def looks_tokenised(lines: Sequence[str]) -> int:
-    """Return the number of lines that end in " .", if they are so many that the text looks tokenised; else 0.
-
-    Plain text has no space before a full stop.
-    """
+    """Return the number of lines that end in " .", as plain text does not; 0 if they are few."""
     return _if_many(sum(line.endswith(" .") for line in lines), lines)
 
 
 def looks_plain(lines: Sequence[str]) -> int:
-    """Return the number of lines that end in a word with its stop, if they are so many that the text looks plain.
-
-    Otherwise return 0. A tokenizer separates the stop from the word.
-    """
+    """Return the number of lines that end in a word with its stop, which a tokenizer separates; 0 if they are few."""
     return _if_many(sum(_WORD_WITH_STOP.search(line) is not None for line in lines), lines)
 
 
@@ -260,17 +241,15 @@ def _if_many(count: int, lines: Sequence[str]) -> int:
 
 
 def warn_of_missing_rules(language: str, option: str) -> None:
-    """Warn if sacremoses has no rules for a language, given by ``option``. Without sacremoses, do nothing."""
+    """Warn if sacremoses, which may not be installed, has no rules for a language, given by ``option``."""
     try:
         corpus = importlib.import_module("sacremoses.corpus")
     except ImportError:
         return
-    if language not in corpus.NonbreakingPrefixes().available_langs and language not in _WITHOUT_ABBREVIATIONS:
+    if language not in (*corpus.NonbreakingPrefixes().available_langs, *_WITHOUT_ABBREVIATIONS):
         logger.warning(
-            "%s %s: sacremoses has no rules for this language, so the rules common to all languages are used, with "
-            "the abbreviations of English",
-            option,
-            language,
+            f"{option} {language}: sacremoses has no rules for this language, so the rules common to all languages "
+            "are used, with the abbreviations of English"
         )
 
 

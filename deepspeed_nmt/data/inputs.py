@@ -170,7 +170,7 @@ class InputText(io.RawIOBase):
         self._text = memoryview(b"")
         self.stream: io.BufferedReader[Any] = io.BufferedReader(self, _BLOCK_BYTES)
         check_plain(self.stream, path)
-        if skip_byte_order_mark(self.stream, path) and not self._ends:
+        if skip_byte_order_mark(self.stream) and not self._ends:
             self._open_bytes -= len(BOM_UTF8)
 
     def skip_rest(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, permutations
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import sentencepiece
 
@@ -34,19 +34,26 @@ only different spellings of the same character, ``none`` keeps the text.
 
 
 @contextmanager
-def trainer_settings(normalization: Normalization) -> Iterator[dict[str, str]]:
+def _trainer_settings(normalization: Normalization) -> Iterator[dict[str, str]]:
     """Provide the settings by which SentencePiece's trainer puts a normalization into the model."""
     if normalization == "nfkc":
         yield {"normalization_rule_name": "nmt_nfkc"}
         return
-    rules = {**(nfc_rules() if normalization == "nfc" else {}), **white_space_rules()}
+    rules = nfc_rules() if normalization == "nfc" else {}
+    # Every white space becomes a space, as cleaning does with the training text.
+    rules |= {space: " " for space in map(chr, range(sys.maxunicode + 1)) if space.isspace() and space != " "}
+
+    def code_points(text: str) -> str:
+        return " ".join(f"{ord(character):04X}" for character in text)
+
     with tempfile.NamedTemporaryFile(suffix=".tsv") as file:
-        file.write(_as_tsv(rules).encode())
+        for source, target in sorted(rules.items()):
+            file.write(f"{code_points(source)}\t{code_points(target)}\n".encode())
         file.flush()
         yield {"normalization_rule_tsv": file.name}
 
 
-def named(model: bytes, normalization: Normalization) -> bytes:
+def _named(model: bytes, normalization: Normalization) -> bytes:
     """Return a trained model that records the name of its rules, not their file: equal text gives equal models."""
     if normalization == "nfkc":
         return model
@@ -57,11 +64,6 @@ def named(model: bytes, normalization: Normalization) -> bytes:
     content.normalizer_spec.name = normalization
     serialised: bytes = content.SerializeToString(deterministic=True)
     return serialised
-
-
-def white_space_rules() -> dict[str, str]:
-    """Return rules that turn every white space into a space, as cleaning does with the training text."""
-    return {each: " " for each in map(chr, range(sys.maxunicode + 1)) if each.isspace() and each != " "}
 
 
 def nfc_rules() -> dict[str, str]:
@@ -99,15 +101,6 @@ def _spellings(decomposed: str) -> Iterator[str]:
                 yield beginning + spelling[length:]
 
 
-def _as_tsv(rules: dict[str, str]) -> str:
-    """Return rules in SentencePiece's format: code points in hexadecimal, the replacement after a tab."""
-
-    def code_points(text: str) -> str:
-        return " ".join(f"{ord(character):04X}" for character in text)
-
-    return "".join(f"{code_points(source)}\t{code_points(target)}\n" for source, target in sorted(rules.items()))
-
-
 VocabularyType = Literal["bpe", "unigram"]
 """Types of a vocabulary of raw text: merges of byte pair encoding, or a unigram language model of pieces."""
 _BYTES = 256
@@ -131,16 +124,13 @@ def train_subwords(
         vocab_size: number of tokens, including special ones, symbols and bytes.
         character_coverage: share of the text's characters that must be in the vocabulary; rarer ones become unknown,
             or bytes. 1.0 for alphabets, 0.9995 for scripts of thousands of characters.
-        normalization: form of the text, which the model brings about before it looks for tokens.
-        vocabulary_type: bpe or unigram.
         byte_fallback: True to write a character that is not in the vocabulary as its bytes, 256 further tokens.
         symbols: texts that are single tokens; normalization leaves them as they are.
 
     Raises:
         DataError: if there is no text, or it has too many characters or too few different words for ``vocab_size``.
     """
-    settings: dict[str, Any] = {"byte_fallback": True} if byte_fallback else {}
-    with trainer_settings(normalization) as rules:
+    with _trainer_settings(normalization) as rules:
         tokenizer = _train(
             lines,
             segmented=False,
@@ -148,11 +138,11 @@ def train_subwords(
             model_type=vocabulary_type,
             vocab_size=vocab_size,
             character_coverage=character_coverage,
-            **settings,
+            **({"byte_fallback": True} if byte_fallback else {}),
             **rules,
         )
     _check_size(tokenizer, vocab_size)
-    return SentencePieceTokenizer(named(tokenizer.model, normalization), symbols=symbols)
+    return SentencePieceTokenizer(_named(tokenizer.model, normalization), symbols=symbols)
 
 
 def train_words(
@@ -211,7 +201,7 @@ def _train(
     if symbols:
         settings["user_defined_symbols"] = list(symbols)
     try:
-        model = train_model(
+        model = _train_model(
             chain([first], iterator),
             vocab_size=vocab_size,
             hard_vocab_limit=False,  # too small a vocabulary is reported by `_check_size`
@@ -247,9 +237,6 @@ def adopt_models(paths: Sequence[Path], symbols: Sequence[str] = ()) -> Sentence
 
     Tokens keep their texts and scores, so that segmentations are those of the files. Their numbers change: special
     tokens get those of this program, and those that a model lacks (padding, often, and symbols) are added.
-
-    Raises:
-        DataError: if a file is no model, or its model is of words.
     """
     models = [_adopted(path, symbols) for path in paths]
     return SentencePieceTokenizer(models[-1], source_model=models[0], symbols=symbols)
@@ -290,12 +277,11 @@ def _adopted(path: Path, symbols: Sequence[str]) -> bytes:
     special = {PAD: spec.pad_piece, BOS: spec.bos_piece, EOS: spec.eos_piece, UNK: spec.unk_piece}
     first = []
     for number, text in sorted(special.items()):
-        found = by_text.pop(text, None) or piece(piece=text, score=0.0)
-        found.type = piece.UNKNOWN if number == UNK else piece.CONTROL
-        first.append(found)
+        token = by_text.pop(text, None) or piece(piece=text, score=0.0)
+        token.type = piece.UNKNOWN if number == UNK else piece.CONTROL
+        first.append(token)
     for symbol in symbols:
-        found = by_text.setdefault(symbol, piece(piece=symbol, score=0.0))
-        found.type = piece.USER_DEFINED
+        by_text.setdefault(symbol, piece(piece=symbol, score=0.0)).type = piece.USER_DEFINED
     pieces = [*first, *by_text.values()]
     adopted = sentencepiece_model.ModelProto()
     adopted.CopyFrom(content)
@@ -308,11 +294,8 @@ def _adopted(path: Path, symbols: Sequence[str]) -> bytes:
     return serialised
 
 
-_LENGTH_BYTES = 4
-
-
-def train_model(lines: Iterable[str], **settings: Any) -> bytes:
-    """Train a model in a process of its own, with settings of SentencePiece, and return it serialised.
+def _train_model(lines: Iterable[str], **settings: Any) -> bytes:
+    """Train a model in a process of its own, which can be ended, with settings of SentencePiece, and serialise it.
 
     Raises:
         RuntimeError: if SentencePiece fails, with its message.
@@ -325,19 +308,16 @@ def train_model(lines: Iterable[str], **settings: Any) -> bytes:
         try:
             with suppress(BrokenPipeError):  # it has failed, and says why
                 process.stdin.write(json.dumps(settings).encode() + b"\n")
-                for line in lines:
-                    data = line.encode()
-                    process.stdin.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+                process.stdin.writelines(line.encode() + b"\n" for line in lines)
             model, message = process.communicate()
         except BaseException:
             process.kill()
             with suppress(BrokenPipeError):  # of what is still to be flushed
                 process.stdin.close()
             raise
-    if process.returncode < 0:
-        raise RuntimeError(f"killed by signal {-process.returncode}")
-    if process.returncode > 0:
-        raise RuntimeError(message.decode("utf-8", errors="replace").strip())
+    if process.returncode != 0:
+        signal = f"killed by signal {-process.returncode}"
+        raise RuntimeError(signal if process.returncode < 0 else message.decode(errors="replace").strip())
     return model
 
 
@@ -345,16 +325,12 @@ def _main() -> None:
     """Train as the new process: settings and lines on standard input, the model on standard output."""
     stdin, model = sys.stdin.buffer, io.BytesIO()
     settings = json.loads(stdin.readline())
+    lines = (line.removesuffix(b"\n").decode() for line in stdin)
     try:
-        sentencepiece.SentencePieceTrainer.train(sentence_iterator=_lines(stdin), model_writer=model, **settings)
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=model, **settings)
     except RuntimeError as error:
         sys.exit(str(error))
     sys.stdout.buffer.write(model.getvalue())
-
-
-def _lines(stream: BinaryIO) -> Iterator[str]:
-    while length := stream.read(_LENGTH_BYTES):
-        yield stream.read(int.from_bytes(length, "little")).decode()
 
 
 if __name__ == "__main__":
