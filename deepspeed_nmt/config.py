@@ -175,11 +175,11 @@ def load_recorded(file: Path) -> RunConfig:
 def setting_classes(section: str) -> Iterator[tuple[str, str, type[Config]]]:
     """Yield (prefix of the settings, name of the part or "", class) for each class that can configure a section."""
     if section in NAMED:
-        for entry in NAMED[section].entries:
+        for entry in NAMED[section].values():
             yield section, entry.name, entry.config
     elif section == "objective":
         for table in (LIKELIHOODS, REGULARIZERS):
-            for entry in table.entries:
+            for entry in table.values():
                 yield f"objective.{entry.name}", "", entry.config
     else:
         yield section, "", _section(section)
@@ -283,7 +283,7 @@ def _unknown(keys: Sequence[str]) -> Iterator[str]:
     known = list(_all_keys())
     for key in keys[:_MAX_HINTS]:
         section, _, last = key.rpartition(".")
-        entries = NAMED[section].entries if section in NAMED else ()
+        entries = NAMED[section].values() if section in NAMED else ()
         if names := [f"{section}.name={entry.name}" for entry in entries if last in entry.config.model_fields]:
             yield f"{key} is a setting of {' or '.join(names)} only; set that, too, or leave it out"
             continue

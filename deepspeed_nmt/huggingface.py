@@ -6,9 +6,7 @@ messages. No other file imports `transformers`, an optional package; this one im
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
@@ -24,7 +22,6 @@ EXTRA = "pip install 'transformers>=5,<6'"
 """Command that installs `transformers`, for messages."""
 SPECIAL = ("pad", "cls", "sep", "unk", "mask")
 """Names of a BERT's special tokens."""
-_HUB_TIMEOUT_S = 5.0
 _MAX_POSITIONS = 1 << 16
 _MAX_VOCABULARY = 10_000_000
 
@@ -308,38 +305,9 @@ def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     # The code of a model's folder is never run, and nobody is asked whether it may.
-    load: Callable[..., Any] = functools.partial(getattr(transformers, kind).from_pretrained, trust_remote_code=False)
-    unreachable = "" if local.is_dir() else _hub_problem(name)
+    options |= {"trust_remote_code": False, "local_files_only": local.is_dir()}
     try:
-        if local.is_dir():
-            return load(str(local), local_files_only=True, **options)
-        return load(name, local_files_only=bool(unreachable), **options)
+        return getattr(transformers, kind).from_pretrained(str(local) if local.is_dir() else name, **options)
     except Exception as error:  # a damaged file can raise any error
-        reason = " ".join(str(error).split())[:300]
-        if unreachable:
-            reason = (
-                f"the hub cannot be reached ({unreachable}), and its cache on this machine lacks it; give a folder"
-            )
-        raise ConfigError(
-            f"{option}: the {what} could not be loaded from {name}: {reason or type(error).__name__}"
-        ) from error
-
-
-@functools.cache
-def _hub_problem(name: str) -> str:
-    """Return the reason why the hub cannot be asked for a model, after seconds; "" if it answers.
-
-    Without this, `transformers` would retry for a minute, and wait for each file of a model in the hub's cache.
-    """
-    import huggingface_hub
-
-    try:
-        url = huggingface_hub.hf_hub_url(name, "config.json")
-        huggingface_hub.get_hf_file_metadata(url, timeout=_HUB_TIMEOUT_S)
-    except huggingface_hub.errors.HFValidationError:
-        return ""  # `transformers` says what is wrong with the name
-    except huggingface_hub.errors.HfHubHTTPError as error:
-        return "" if error.response.status_code < 500 else f"status {error.response.status_code}"
-    except Exception as error:  # of the HTTP library, or of the hub's offline mode
-        return " ".join(str(error).split())[:300] or type(error).__name__
-    return ""
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ConfigError(f"{option}: the {what} could not be loaded from {name}: {reason}") from error

@@ -6,7 +6,7 @@ Each table is an explicit list in the package that owns it (:mod:`deepspeed_nmt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -99,57 +99,33 @@ class Entry(Generic[T_co]):
     collapse_remedy: str = ""
 
 
-class Registry(Generic[T]):
-    """A table of named parts.
-
-    Args:
-        entries: the rows; the first one is the default.
-
-    Raises:
-        AssertionError: if two rows have the same name.
-    """
+class Registry(dict[str, Entry[T]]):
+    """A table of named parts of one kind; the first entry is the default."""
 
     def __init__(self, kind: str, entries: Iterable[Entry[T]]) -> None:
+        super().__init__()
         self.kind = kind
-        self._entries: dict[str, Entry[T]] = {}
         for entry in entries:
             self.add(entry)
 
     def add(self, entry: Entry[T]) -> None:
-        """Add a row.
-
-        Raises:
-            AssertionError: if there is a row with the same name.
-        """
-        assert entry.name not in self._entries, f"two {self.kind}s are named '{entry.name}'"
-        self._entries[entry.name] = entry
+        """Add a row, whose name must be new."""
+        assert entry.name not in self, f"two {self.kind}s are named '{entry.name}'"
+        self[entry.name] = entry
 
     @property
     def default(self) -> str:
         """Name of the part that a run uses if its configuration names none."""
-        return next(iter(self._entries))
-
-    @property
-    def entries(self) -> tuple[Entry[T], ...]:
-        """All rows, in order."""
-        return tuple(self._entries.values())
+        return next(iter(self))
 
     def __getitem__(self, name: Any) -> Entry[T]:
-        """Return the row with a name."""
+        """Return the row with a name, or raise a ConfigError."""
         if name not in self:
             raise ConfigError(
                 f"{self.kind}.name is {shown(name)}, which is no known {self.kind}{did_you_mean(str(name), self)}"
             )
-        return self._entries[name]
+        return super().__getitem__(name)
 
     def __contains__(self, name: object) -> bool:
-        """Return True if there is a row with a name."""
-        return isinstance(name, str) and name in self._entries
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the names, in order."""
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return len(self._entries)
+        """Return True if there is a row with a name; lists and the like, which YAML may give, are none."""
+        return isinstance(name, str) and super().__contains__(name)

@@ -52,7 +52,7 @@ REGULARIZERS: Registry[Regularizer] = Registry("regularizer", [consistency.DDR, 
 
 def _entries() -> Iterator[Entry[object]]:
     for table in (MODELS, LAYERS, LIKELIHOODS, REGULARIZERS):
-        yield from table.entries
+        yield from table.values()
 
 
 def self_tests() -> dict[str, SelfTest]:

@@ -13,15 +13,33 @@ from typing_extensions import override
 from deepspeed_nmt.errors import ConfigError, finite_number
 
 MAX_DEPTH = 20
-"""Bound on nested mappings and lists. Settings have four levels."""
-_MAX_VALUES = 10_000
-"""Bound on keys and values, those behind an alias counted each time it is used."""
+"""Bound on nested sections. Settings have four levels."""
 _MAX_CHARACTERS = 1 << 20
 _MAX_INTEGER = 1 << 64
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader of plain values: mappings, lists, text, numbers, true, false and null."""
+    """Loader of plain values: mappings, lists, text, numbers, true, false and null.
+
+    Aliases are refused: a few lines of them can be millions of values.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.repeated: list[str] = []
+        """Keys that occur more than once in a mapping."""
+
+    @override
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(problem="an alias, which settings cannot have", problem_mark=self.get_mark())
+        return super().compose_node(parent, index)
+
+    @override
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = Counter(str(key.value) for key, _ in node.value)
+        self.repeated += [key for key, count in keys.items() if count > 1]
+        return super().construct_mapping(node, deep)
 
     @override
     def construct_yaml_int(self, node: yaml.ScalarNode) -> Any:
@@ -51,22 +69,19 @@ def parse_yaml(text: str, source: str) -> Any:
         The value. Keys are strings, and text that is a number is a number.
 
     Raises:
-        ConfigError: if a key occurs twice, or there are too many values or levels.
+        ConfigError: if a key occurs twice, or there are too many levels.
         yaml.YAMLError: if the text is no YAML.
     """
     try:
         loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _check(node, source)
-        return _plain(loader.construct_document(node))
+        content = _plain(loader.get_single_data())
     except RecursionError as error:
         raise _too_large(source) from error
-    except ConfigError:
-        raise
     except (ValueError, LookupError, AttributeError) as error:  # an explicit tag, such as `!!bool x`
         raise yaml.YAMLError(f"a value does not have the type of its tag: {error}") from error
+    if loader.repeated:
+        raise ConfigError([f"{source} has the key '{key}' more than once; remove one" for key in loader.repeated])
+    return content
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -86,11 +101,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         content = parse_yaml(text, str(path))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} must be a YAML file, but cannot be read: {_reason(error)}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
+    if not isinstance(content, dict | None):
         raise ConfigError(f"{path} must contain sections with keys, but contains a {type(content).__name__}")
-    return content
+    return content or {}
 
 
 def _reason(error: Exception) -> str:
@@ -104,42 +117,16 @@ def _reason(error: Exception) -> str:
 def merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
     """Override nested settings in place."""
     for key, value in new.items():
-        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
-            merge(into[key], value)
-        elif isinstance(value, Mapping):
-            into[key] = {}
+        if isinstance(value, Mapping):
+            if not isinstance(into.get(key), dict):
+                into[key] = {}
             merge(into[key], value)
         else:
             into[key] = value
 
 
-def _check(root: yaml.Node, source: str) -> None:
-    """Check the nodes of a document, following its aliases, before values are made of them."""
-    problems: dict[str, None] = {}
-    pending = [(root, 1)]
-    count = 0
-    while pending:
-        node, depth = pending.pop()
-        count += 1
-        if count > _MAX_VALUES or depth > MAX_DEPTH:
-            raise _too_large(source)
-        below: list[yaml.Node] = []
-        if isinstance(node, yaml.MappingNode):
-            keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-            problems.update(dict.fromkeys(key for key, count in keys.items() if count > 1))
-            below = [each for pair in node.value for each in pair]
-        elif isinstance(node, yaml.SequenceNode):
-            below = node.value
-        pending += [(each, depth + 1) for each in below]
-    if problems:
-        raise ConfigError([f"{source} has the key '{key}' more than once; remove one" for key in problems])
-
-
 def _too_large(source: str) -> ConfigError:
-    return ConfigError(
-        f"{source} must have at most {_MAX_VALUES:,} values in {MAX_DEPTH} levels, aliases (*) followed, but has "
-        "more; give only what differs from the defaults"
-    )
+    return ConfigError(f"{source} is too large or too deep for settings; give only what differs from the defaults")
 
 
 def _plain(value: Any) -> Any:

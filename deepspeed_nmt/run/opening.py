@@ -52,7 +52,7 @@ def search_settings(runs: Sequence[Run], changes: Mapping[str, Any], exits: Sequ
         raise ConfigError(f"{option('name', 'search')} is {shown(name)}, no known search{hint}")
     kind = SEARCHES[name].config
     if unknown := [key for key in given if key not in kind.model_fields]:
-        having = [entry.name for entry in SEARCHES.entries if unknown[0] in entry.config.model_fields]
+        having = [entry.name for entry in SEARCHES.values() if unknown[0] in entry.config.model_fields]
         raise ConfigError(
             f"{option(unknown[0])} is no option of search.name={name}, which decodes here"
             f"{', but of ' * bool(having)}{' and '.join(having)}; leave it out"

@@ -434,7 +434,7 @@ def warm_start(model: TranslationModel, config: RunConfig, origin: Origin, data:
     if origin.grow:
         if config.model.grown_prefix is None:
             growing = [
-                f"model.name={entry.name}" for entry in MODELS.entries if getattr(entry.config, "grown_prefix", None)
+                f"model.name={entry.name}" for entry in MODELS.values() if getattr(entry.config, "grown_prefix", None)
             ]
             raise ConfigError(
                 f"--grow-from needs a model that grows on top of another, but model.name={config.model.name} does "

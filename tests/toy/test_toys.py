@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, REGULARIZERS
 from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.registry import Entry, Registry
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from deepspeed_nmt.train.optimizers import OPTIMIZERS
@@ -28,16 +30,18 @@ from tests.toy import toy_attention, toy_layer, toy_loss, toy_model, toy_optimiz
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    for registry in (MODELS, LAYERS, LIKELIHOODS, REGULARIZERS, SEARCHES, OPTIMIZERS):
-        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     monkeypatch.setattr("deepspeed_nmt.recipes.RECIPES", Path(__file__).parent)
-    MODELS.add(toy_model.ENTRY)
-    LAYERS.add(toy_layer.ENTRY)
-    LAYERS.add(toy_attention.ENTRY)
-    LIKELIHOODS.add(toy_loss.ENTRY)
-    REGULARIZERS.add(toy_regularizer.ENTRY)
-    SEARCHES.add(toy_search.ENTRY)
-    OPTIMIZERS.add(toy_optimizer.ENTRY)
+    tables: list[tuple[Registry[Any], Entry[Any]]] = [
+        (MODELS, toy_model.ENTRY),
+        (LAYERS, toy_layer.ENTRY),
+        (LAYERS, toy_attention.ENTRY),
+        (LIKELIHOODS, toy_loss.ENTRY),
+        (REGULARIZERS, toy_regularizer.ENTRY),
+        (SEARCHES, toy_search.ENTRY),
+        (OPTIMIZERS, toy_optimizer.ENTRY),
+    ]
+    for registry, entry in tables:
+        monkeypatch.setitem(registry, entry.name, entry)
 
 
 @pytest.mark.parametrize("recipe", ["toy", "toy_layers"])

@@ -137,7 +137,7 @@ def test_the_cross_entropy_prefers_links_of_translations() -> None:
 
 def test_searches_say_what_they_respect() -> None:
     """A search that ignores prefixes must not claim to respect them."""
-    takes = {entry.name: entry.config().takes for entry in SEARCHES.entries}  # type: ignore[attr-defined]
+    takes = {entry.name: entry.config().takes for entry in SEARCHES.values()}  # type: ignore[attr-defined]
     assert takes.pop("mask_predict") == frozenset()
     assert all("prefix" in each for each in takes.values())
     assert [name for name, each in takes.items() if "constraints" in each] == ["constrained_beam"]

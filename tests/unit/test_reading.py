@@ -1,4 +1,4 @@
-"""Settings in YAML that are ambiguous, endless or huge are refused with a sentence, at once."""
+"""Settings in YAML that are ambiguous or huge are refused with a sentence, at once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,6 @@ from deepspeed_nmt.config import load_config
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.recipes import load_recipe, load_sweep
 from deepspeed_nmt.recipes.reading import parse_yaml, read_yaml
-
-PAIRS = list(zip("abcdefgh", "bcdefghi", strict=True))
-BOMB = "a: &a [x]\n" + "".join(f"{one}: &{one} [{', '.join([f'*{before}'] * 9)}]\n" for before, one in PAIRS)
-"""Each line has nine times the values of the one before."""
-MERGED = "a: &a {x: 1}\n" + "".join(
-    f"{one}: &{one} {{<<: [{', '.join([f'*{before}'] * 9)}]}}\n" for before, one in PAIRS
-)
-"""The same with merged mappings."""
 
 
 def problems(text: str) -> list[str]:
@@ -50,42 +42,25 @@ def test_duplicate_keys_are_refused_wherever_settings_are_given(
             load("mine")
 
 
-def test_aliases_and_merges_are_understood() -> None:
-    text = "shape: &shape {dim: 64, heads: 4}\nmodel: {<<: *shape, heads: 8}\nother: *shape\n"
-    assert parse_yaml(text, "F") == {
-        "shape": {"dim": 64, "heads": 4},
-        "model": {"dim": 64, "heads": 8},
-        "other": {"dim": 64, "heads": 4},
-    }
+@pytest.mark.parametrize("text", ["model: &a\n  x: *a\n", "&a [*a]", "a: &a {x: 1}\nb: {<<: [*a, *a]}"])
+def test_aliases_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "f.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"an alias, which settings cannot have in line"):
+        read_yaml(tmp_path / "f.yaml")
+    with pytest.raises(ConfigError):
+        load_config(settings=[f"model={text}"])
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize(
-    "text",
-    [
-        "model: &a\n  x: *a\n",
-        "&a [*a]",
-        "model: &a {x: [*a]}",
-        BOMB,
-        MERGED,
-        "model: " + "[" * 3000 + "]" * 3000,
-        "model: " + "{a: " * 3000 + "1" + "}" * 3000,
-        "- " * 3000,
-        f"[{', '.join('1' * 10_001)}]",
-    ],
-    ids=lambda text: text[:20],
-)
-def test_endless_deep_and_large_settings_are_refused(text: str, tmp_path: Path) -> None:
-    assert problems(text) == [
-        "F must have at most 10,000 values in 20 levels, aliases (*) followed, but has more; give only what differs "
-        "from the defaults"
-    ]
+@pytest.mark.parametrize("text", ["[" * 3000 + "]" * 3000, "{a: " * 3000 + "1" + "}" * 3000, "- " * 3000])
+def test_deep_settings_are_refused(text: str) -> None:
+    assert problems(text) == ["F is too large or too deep for settings; give only what differs from the defaults"]
     with pytest.raises(ConfigError):
         load_config(settings=[f"model={text}"])
 
 
 def test_a_file_that_does_not_end_is_refused() -> None:
-    with pytest.raises(ConfigError, match="/dev/zero must have at most"):
+    with pytest.raises(ConfigError, match="/dev/zero is too large"):
         read_yaml(Path("/dev/zero"))
 
 

@@ -79,7 +79,11 @@ def cases() -> dict[str, tuple[dict[str, Any], Callable[[TranslationModel], None
     standard = {"model": {"name": "transformer", **SMALL}}
     found = {
         f"{registry.kind} {entry.name}": (settings_of(registry.kind, entry), unchanged)
-        for registry, entry in [*((MODELS, e) for e in MODELS.entries), *((LAYERS, e) for e in LAYERS.entries), *TOYS]
+        for registry, entry in [
+            *((MODELS, e) for e in MODELS.values()),
+            *((LAYERS, e) for e in LAYERS.values()),
+            *TOYS,
+        ]
         if registry is not MODELS or entry.config.left_to_right  # type: ignore[attr-defined]
     }
     for norm in ("post", "deepnorm"):
@@ -96,7 +100,7 @@ def cases() -> dict[str, tuple[dict[str, Any], Callable[[TranslationModel], None
 def make_model(name: str, monkeypatch: pytest.MonkeyPatch) -> TranslationModel:
     """Return a random model whose parameters all matter."""
     for registry, entry in TOYS:
-        monkeypatch.setattr(registry, "_entries", {**registry._entries, entry.name: entry})
+        monkeypatch.setitem(registry, entry.name, entry)
     settings, change = cases()[name]
     model = build_model(validate(settings), VOCABULARY).eval()
     change(model)
