@@ -1,4 +1,4 @@
-"""Named experiments: recipes as YAML files, and sweeps over their settings in ``sweeps/``."""
+"""Named experiments: recipes as YAML files in a folder for each paper, and sweeps over settings in ``sweeps/``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ SWEEPS = RECIPES / "sweeps"
 """Directory of the sweeps."""
 
 
+def recipe_files() -> dict[str, Path]:
+    """Return the files of all recipes by name."""
+    files = (path for path in RECIPES.rglob("*.yaml") if SWEEPS not in path.parents)
+    return {path.stem: path for path in sorted(files, key=lambda path: path.stem)}
+
+
 def recipes() -> list[str]:
     """Return the names of all recipes."""
-    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    return list(recipe_files())
 
 
 def sweeps() -> list[str]:
@@ -35,10 +41,10 @@ def load_recipe(name: str) -> dict[str, Any]:
     Raises:
         ConfigError: if there is no such recipe.
     """
-    known = recipes()
+    known = recipe_files()
     if name not in known:
         raise ConfigError(f"--recipe must name a known recipe, but is {shown(name)}{did_you_mean(name, known)}")
-    content = read_yaml(RECIPES / f"{name}.yaml")
+    content = read_yaml(known[name])
     base = content.pop("extends", None)
     if base is None:
         return content

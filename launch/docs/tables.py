@@ -8,10 +8,10 @@ from __future__ import annotations
 import itertools
 import sys
 from pathlib import Path
-from typing import Any
 
 from settings_reference import settings_reference
 
+from deepspeed_nmt.commands.recipes import HEAD, cells
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.choice import is_installed
@@ -28,38 +28,8 @@ BEGIN, END = "<!-- written by launch/docs/tables.py -->\n\n", "<!-- end of what 
 
 def recipe_table() -> str:
     """Return the table of all recipes."""
-    head = "| recipe | layers | D | norm | dropout | peak lr | warm-up | tokens an update | updates |\n"
-    return head + "|---" * 9 + "|\n" + "".join(f"| {' | '.join(_row(name))} |\n" for name in recipes())
-
-
-def _row(name: str) -> list[str]:
-    config = load_config(name)
-    model: Any = config.model
-    return [
-        f"`{name}`",
-        _layers(model),
-        f"{model.dim if hasattr(model, 'dim') else model.source.dim}",
-        f"{model.norm}" if hasattr(model, "norm") else "post",
-        f"{model.dropout:g}",
-        f"{config.optimizer.lr:g}",
-        f"{config.schedule.warmup_updates:,}",
-        f"{config.batch.update_tokens:,}",
-        f"{config.training.max_updates:,}",
-    ]
-
-
-def _layers(model: Any) -> str:
-    """Return the layers of encoder and decoder as text, with loops after a cross and grown layers in brackets."""
-    if hasattr(model, "source"):  # BERTs
-        coordinator = f" + {model.coordinator_layers}" if getattr(model, "decoder", "") == "coordinator" else ""
-        decoder = model.target.layers // 2 if getattr(model, "decoder", "") == "serial" else model.target.layers
-        return f"{model.source.layers} + {decoder}{coordinator}"
-    sides = (f"{model.encoder_layers}", f"{model.decoder_layers}")
-    if hasattr(model, "encoder_loops"):
-        sides = (f"{sides[0]} x {model.encoder_loops}", f"{sides[1]} x {model.decoder_loops}")
-    if hasattr(model, "top_encoder_layers"):
-        sides = (f"{sides[0]} (+{model.top_encoder_layers})", f"{sides[1]} (+{model.top_decoder_layers})")
-    return " + ".join(sides)
+    rows = [(f"`{name}`", *cells(name)) for name in recipes()]
+    return "".join(f"| {' | '.join(row)} |\n" for row in (HEAD, ["---"] * len(HEAD), *rows))
 
 
 def plan_table() -> str:

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from deepspeed_nmt.build import build_model, build_objective
+from deepspeed_nmt.cli import main
+from deepspeed_nmt.commands.recipes import description
 from deepspeed_nmt.config import RunConfig, validate
 from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
@@ -23,7 +25,7 @@ from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.parity import VOCABULARY, train, write_corpus
-from deepspeed_nmt.recipes import load_recipe, load_sweep, recipes, sweeps
+from deepspeed_nmt.recipes import load_recipe, load_sweep, recipe_files, recipes, sweeps
 from deepspeed_nmt.run.plans import Plans
 from tests.papers.pages import NOT_STATED, PAPERS, parsed, recipes_of, resolved, rows, settings, value_of
 
@@ -190,3 +192,15 @@ def _train_two_updates(config: RunConfig, directory: Path) -> None:
     for name, parameter in module.named_parameters():
         assert parameter.requires_grad or torch.equal(parameter, before[name])
     assert any(not torch.equal(parameter, before[name]) for name, parameter in module.named_parameters())
+
+
+def test_recipes_are_listed_by_group_with_their_descriptions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "deep_decoder", "54_plain", "En-Fr"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "deep_decoder" and len(lines) == 2
+    assert lines[1].split()[:6] == ["deep_decoder_base_54_plain_enfr", "27", "+", "27,", "D", "512"]
+    assert lines[1].endswith("Plain BASE 27-27 on En-Fr (deep decoder paper, Table 1: 0.65 BLEU).")
+    assert main(["recipes", "nothing-like-it"]) == 2
+    assert "nothing-like-it" in capsys.readouterr().err
+    files = recipe_files()
+    assert [name for name, file in files.items() if not description(file.read_text("utf-8")).endswith(".")] == []

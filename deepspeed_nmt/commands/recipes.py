@@ -1,0 +1,84 @@
+"""List the recipes, which are named experiments, with their layers and what they are.
+
+    deepspeed-nmt recipes [WORD ...]
+
+Recipes are grouped by the paper that they repeat. Words choose those that have all of them in the name, the group or
+the description. `deepspeed-nmt train --recipe NAME` runs one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+HELP = "list the named experiments"
+HEAD = ["recipe", "layers", "D", "norm", "dropout", "peak lr", "warm-up", "tokens an update", "updates"]
+"""Columns of a name and its :func:`cells`."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument("words", nargs="*", metavar="WORD", help="part of a name, a group or a description")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the recipes by group, each with layers, width and description."""
+    from deepspeed_nmt.console import output, table
+    from deepspeed_nmt.errors import UserError
+    from deepspeed_nmt.recipes import recipe_files
+
+    groups: dict[str, list[list[str]]] = {}
+    for name, file in recipe_files().items():
+        about, group = description(file.read_text(encoding="utf-8")), file.parent.name
+        if all(word.lower() in f"{name} {group} {about}".lower() for word in arguments.words):
+            layers, dim, *_ = cells(name)
+            groups.setdefault(group, []).append([name, f"{layers}, D {dim}", about])
+    if not groups:
+        raise UserError(f"no recipe has {' '.join(arguments.words)}; `deepspeed-nmt recipes` lists all")
+    for number, (group, rows) in enumerate(sorted(groups.items())):
+        output(f"{'' if number == 0 else chr(10)}{group}")
+        output("\n".join(f"  {line}" for line in table(rows, left=3).splitlines()))
+    return 0
+
+
+def description(text: str) -> str:
+    """Return the first sentence of the comment with which the YAML of a recipe begins."""
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("# "):
+            break
+        lines.append(line[2:])
+    return re.split(r"(?<=[^.]{3}\.)\s+(?=[A-Z])", " ".join(lines))[0]
+
+
+def cells(name: str) -> list[str]:
+    """Return what a recipe has in the columns of :data:`HEAD` after its name."""
+    from deepspeed_nmt.config import load_config
+
+    config = load_config(name)
+    model: Any = config.model
+    return [
+        _layers(model),
+        f"{model.dim if hasattr(model, 'dim') else model.source.dim}",
+        f"{model.norm}" if hasattr(model, "norm") else "post",
+        f"{model.dropout:g}",
+        f"{config.optimizer.lr:g}",
+        f"{config.schedule.warmup_updates:,}",
+        f"{config.batch.update_tokens:,}",
+        f"{config.training.max_updates:,}",
+    ]
+
+
+def _layers(model: Any) -> str:
+    """Return the layers of encoder and decoder, with loops after a cross and grown layers in brackets."""
+    if hasattr(model, "source"):  # BERTs
+        coordinator = f" + {model.coordinator_layers}" if getattr(model, "decoder", "") == "coordinator" else ""
+        decoder = model.target.layers // 2 if getattr(model, "decoder", "") == "serial" else model.target.layers
+        return f"{model.source.layers} + {decoder}{coordinator}"
+    sides = (f"{model.encoder_layers}", f"{model.decoder_layers}")
+    if hasattr(model, "encoder_loops"):
+        sides = (f"{sides[0]} x {model.encoder_loops}", f"{sides[1]} x {model.decoder_loops}")
+    if hasattr(model, "top_encoder_layers"):
+        sides = (f"{sides[0]} (+{model.top_encoder_layers})", f"{sides[1]} (+{model.top_decoder_layers})")
+    return " + ".join(sides)
