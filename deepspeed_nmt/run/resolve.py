@@ -27,7 +27,7 @@ from deepspeed_nmt.engine.contract import checkpoint_bytes
 from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine, validation_dtype
 from deepspeed_nmt.errors import ConfigError, DataError, counted, shown_bytes
 from deepspeed_nmt.evaluate.metrics import Scorer
-from deepspeed_nmt.files import atomic_write_text, made, parse_json, read_regular
+from deepspeed_nmt.files import atomic_write_text, parse_json, read_regular
 from deepspeed_nmt.kernels.choice import OPERATIONS, Kernels, obstacle
 from deepspeed_nmt.kernels.precision import DTYPES, capability_of
 from deepspeed_nmt.parallel.collectives import fail_together, from_main, sum_over_ranks
@@ -44,7 +44,7 @@ from deepspeed_nmt.run.plans import make_planner
 from deepspeed_nmt.run.validation_sets import SPLIT, title
 from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.log import Workload
-from deepspeed_nmt.train.saving import check_can_save, warn_of_room
+from deepspeed_nmt.train.saving import check_can_save
 
 RESOLVED_FILE = "resolved.json"
 """File with the resolved settings of the last start."""
@@ -297,10 +297,7 @@ def check_room(run: Path, config: RunConfig, data: TrainingData) -> None:
     if not names:
         config.model.check_data(tokenizer)
     model = build_meta_model(config, tokenizer.vocabulary)
-    size = checkpoint_size(model, config)
-    check_can_save(store.directory, size, training, len(names))
-    with made(store.directory):
-        warn_of_room(store.directory, size, training, len(names))
+    check_can_save(store.directory, checkpoint_size(model, config), training, len(names))
 
 
 def sizes(model: TranslationModel) -> tuple[int, int]:

@@ -10,17 +10,16 @@ from __future__ import annotations
 import json
 import math
 import os
-import queue
 import shutil
 import signal
 import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -87,9 +86,7 @@ class Events:
     def __enter__(self) -> Events:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self.fail(reason(error))
         elif self._notifier is not None:
@@ -177,7 +174,6 @@ LIMIT_S = 60.0
 """Time limit of the command for one event."""
 CLOSE_S = 10.0
 """Seconds for which the end of training waits for the command."""
-_MAX_WAITING = 100
 _RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"),
     *("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID", "DEEPSPEED_NMT_STOP", "DEEPSPEED_NMT_STATUS"),
@@ -186,11 +182,7 @@ _RANK_VARIABLES = (
 
 
 def check_notify(command: str) -> None:
-    """Check that the program of a command exists.
-
-    Raises:
-        ConfigError: if it does not, or cannot be run.
-    """
+    """Check that the program of a command exists and can be run; raise a ConfigError otherwise."""
     words = words_of(command)
     if words and shutil.which(words[0]) is None:
         raise ConfigError(
@@ -203,8 +195,8 @@ class Notifier:
 
     def __init__(self, command: str, events: Sequence[str], limit_s: float = LIMIT_S) -> None:
         self._words, self._events, self._limit_s = words_of(command), frozenset(events), limit_s
-        self._waiting: queue.Queue[tuple[str, dict[str, str]] | None] = queue.Queue()
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, "notify")
+        self._newest: Future[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._ending = self._warned = False
 
@@ -212,68 +204,56 @@ class Notifier:
         """Run the command for an event, in the background, with its ``line`` on standard input."""
         if not self._words or event not in self._events or self._ending:
             return
-        if self._waiting.qsize() >= _MAX_WAITING:
-            self._warn(f"is {_MAX_WAITING} events behind")
-            return
         variables = {"EVENT": event, "RUN": str(run.absolute()), "UPDATE": str(update), "TEXT": text}
         environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
         environment |= {f"DEEPSPEED_NMT_{name}": value.replace("\0", "") for name, value in variables.items()}
-        self._waiting.put((line + "\n", environment))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="notify", daemon=True)
-            self._thread.start()
+        self._newest = self._thread.submit(self._run, line + "\n", environment)
 
     def close(self, wait_s: float = CLOSE_S) -> None:
         """Wait for the command until it has run for all events, at most ``wait_s`` seconds; then kill it."""
-        if self._thread is None or self._ending:
+        if self._newest is None or self._ending:
             return
-        self._waiting.put(None)
-        self._thread.join(wait_s)
+        is_late = bool(wait([self._newest], wait_s).not_done)
         self._ending = True
-        if self._thread.is_alive():
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if is_late:
             self._warn(f"was still running {wait_s:g} s after training had ended, and was killed")
             self._kill()
-            self._thread.join(1.0)
-
-    def _work(self) -> None:
-        while (notice := self._waiting.get()) is not None and not self._ending:
-            try:
-                self._run(*notice)
-            except (OSError, ValueError) as error:
-                self._warn(f"could not be run ({error})")
 
     def _run(self, line: str, environment: dict[str, str]) -> None:
         """Run the command once. Files instead of pipes: a process that it leaves behind holds up nothing."""
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as complaints:
             given.write(line.encode("utf-8", "replace"))
             given.seek(0)
-            self._process = subprocess.Popen(
-                self._words,
-                stdin=given,
-                stdout=subprocess.DEVNULL,
-                stderr=complaints,
-                env=environment,
-                start_new_session=True,  # Ctrl-C in the terminal stops the training, not the command
-            )
-            if self._ending:  # close() had no process to kill
-                self._kill()
             try:
+                self._process = subprocess.Popen(
+                    self._words,
+                    stdin=given,
+                    stdout=subprocess.DEVNULL,
+                    stderr=complaints,
+                    env=environment,
+                    start_new_session=True,  # Ctrl-C in the terminal stops the training, not the command
+                )
+                if self._ending:  # close() had no process to kill
+                    self._kill()
                 status = self._process.wait(self._limit_s)
+            except (OSError, ValueError) as error:
+                self._warn(f"could not be run ({error})")
             except subprocess.TimeoutExpired:
                 self._kill()
-                self._process.wait()
                 self._warn(f"took longer than {self._limit_s:g} s, and was killed")
-                return
-            if status and not self._ending:
-                complaints.seek(max(0, complaints.seek(0, os.SEEK_END) - 400))
-                said = complaints.read().decode("utf-8", "replace").strip().splitlines()
-                self._warn(f"ended with status {status}{f' ({said[-1].strip()})' if said else ''}")
+            else:
+                if status and not self._ending:
+                    complaints.seek(max(0, complaints.seek(0, os.SEEK_END) - 400))
+                    said = complaints.read().decode("utf-8", "replace").strip().splitlines()
+                    self._warn(f"ended with status {status}{f' ({said[-1].strip()})' if said else ''}")
 
     def _kill(self) -> None:
         """Kill the command and the processes that it started."""
         if self._process is not None and self._process.poll() is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
     def _warn(self, what: str) -> None:
         """Warn of the first failure."""

@@ -12,12 +12,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -56,21 +55,15 @@ class Entry(BaseModel):
     seconds: dict[Activity, _Seconds] = {}
 
 
-@dataclass(frozen=True)
-class Account:
-    """Seconds of a run.
-
-    Attributes:
-        seconds: by activity, REPEATED and IDLE; their sum is the life of the run.
-        starts: number of starts, rollbacks included.
-    """
+class Account(NamedTuple):
+    """Seconds of a run by activity, REPEATED and IDLE, whose sum is its life; number of starts, rollbacks included."""
 
     seconds: Mapping[str, float]
     starts: int
 
     @property
     def goodput(self) -> float | None:
-        """Share of the run's life that its updates needed; None of a run without a life."""
+        """Share of the run's life that its updates needed; None before it has lived."""
         life = sum(self.seconds.values())
         return sum(self.seconds.get(activity, 0.0) for activity in PRODUCTIVE) / life if life > 0.0 else None
 
@@ -153,10 +146,7 @@ class Ledger:
     def account(self) -> Account:
         """Return the seconds of the run so far."""
         self.begin(self._activity)
-        total = defaultdict(float, self._past.seconds)
-        for activity, spent in self._seconds.items():
-            total[activity] += spent
-        return Account(total, self._past.starts)
+        return Account(Counter(self._past.seconds) + Counter(self._seconds), self._past.starts)
 
     def _append(self, entry: Entry) -> None:
         assert self._file is not None

@@ -3,7 +3,7 @@
 One checkpoint is written at a time. The next one waits for it, as do the end of training, a stop and a rollback. A
 checkpoint has its name only once it is complete, so a process that is killed meanwhile resumes from the one before.
 All ranks learn whether a checkpoint was written when they next wait for it. Room on disk is checked before training
-begins, and watched while it runs.
+begins.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import errno
 import os
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.engine.contract import Engine, EngineScalars, ParameterState
@@ -37,12 +36,10 @@ from deepspeed_nmt.train.progress import LogState, Progress
 _SHARE = 0.5
 """Largest share of the available host memory that the copy takes. On a CPU, the optimizer's states and gradients
 are still to come when it is allocated, and they are as large."""
-_REPORT_S = 60.0
-"""Seconds before a warning that training waits for a checkpoint."""
 
 
 class Saver:
-    """Writer of a run's checkpoints. All ranks build it and call its methods together, except :meth:`close`.
+    """Writer of a run's checkpoints. All ranks build it and call its methods together.
 
     A context manager, which waits at its end for the checkpoint that is being written.
 
@@ -63,22 +60,21 @@ class Saver:
     ) -> None:
         self.saved_at = saved_at
         self._store, self._engine, self._world, self._watchdog = store, engine, world, watchdog
-        self._config, self._size, self._events = config, size, events
+        self._size, self._events = size, events
         self._pending: int | None = None
-        self._thread: threading.Thread | None = None
-        self._problem = ""
-        self._error: Exception | None = None
-        self._is_first, self._reported, self._warned = True, False, False
+        self._is_first, self._reported = True, False
+        self._problem: str | Future[str] = ""
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._buffer = _buffer(config.save, size, engine) if world.is_main else None
         self._in_background: bool = from_main(self._buffer is not None, world)
 
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown()  # waits on this rank until nothing is written any more
+        if self._buffer is not None:
+            self._buffer.close()
 
     def save(self, progress: Progress, log: Sequence[LogState] = (), *, must: bool) -> None:
         """Take a checkpoint after waiting for the one before, and write it.
@@ -90,59 +86,35 @@ class Saver:
         """
         self.finish()
         self._watchdog.at(f"saving update {progress.update}", slow=True)
-        since = time.monotonic()
         self._pending = progress.update
         scalars = self._engine.scalars()
         if not self._world.is_main:
             for _ in self._engine.state(copy=False):
                 pass
         elif self._buffer is None:
-            self._write(progress, log, scalars, self._engine.state(), must, since)
+            self._problem = self._write(progress, log, scalars, self._engine.state(), must)
         else:
             self._buffer.begin()
             states = list(self._engine.state(buffer=self._buffer))
             self._buffer.wait()
-            self._thread = threading.Thread(
-                target=self._write, args=(progress, log, scalars, states, must, since), name="checkpoint"
-            )
-            self._thread.start()
+            self._problem = self._thread.submit(self._write, progress, log, scalars, states, must)
         if must or not self._in_background:
-            self.finish()
-            if must and self._problem:
+            problem = self.finish()
+            if must and problem:
                 with fail_together(self._world):
-                    raise OSError(self._failure(progress.update))
+                    raise OSError(self._failure(progress.update, problem))
 
-    def finish(self) -> None:
-        """Wait until the newest checkpoint is written."""
+    def finish(self) -> str:
+        """Wait until the newest checkpoint is written, and return the problem if it could not be."""
         if self._pending is None:
-            return
+            return ""
         self._watchdog.at(f"writing the checkpoint of update {self._pending} to {self._store.directory}", slow=True)
-        self._join()
-        if self._error is not None:
-            raise self._error
-        self._problem = from_main(self._problem, self._world)
-        if not self._problem:
+        own = self._problem.result() if isinstance(self._problem, Future) else self._problem
+        problem: str = from_main(own, self._world)
+        if not problem:
             self.saved_at = self._pending
         self._pending = None
-
-    def close(self) -> None:
-        """Wait on this rank until nothing is written any more, and release the copy."""
-        self._join()
-        if self._buffer is not None:
-            self._buffer.close()
-
-    def _join(self) -> None:
-        if self._thread is None:
-            return
-        self._thread.join(_REPORT_S)
-        if self._thread.is_alive():
-            logger.warning(
-                "training waits for the checkpoint of update %s, which is still written to %s",
-                self._pending,
-                self._store.directory,
-            )
-            self._thread.join()
-        self._thread = None
+        return problem
 
     def _write(
         self,
@@ -151,45 +123,33 @@ class Saver:
         scalars: EngineScalars,
         states: Iterable[ParameterState],
         must: bool,
-        since: float,
-    ) -> None:
-        """Write a checkpoint, and record the problem if there is one; in a thread, or while training waits."""
-        waited, store, update = time.monotonic() - since, self._store, progress.update
+    ) -> str:
+        """Write a checkpoint, and return the problem if there is one; in a thread, or while training waits."""
+        since, update = time.monotonic(), progress.update
         try:
-            self._problem = ""
-            store.save(progress, scalars, states, log)
+            self._store.save(progress, scalars, states, log)
         except OSError as error:
-            self._problem = str(error)
             if not must:
-                logger.error("%s; training continues", self._failure(update))
+                failure = self._failure(update, str(error))
+                logger.error("%s; training continues", failure)
                 if not self._reported:
                     self._reported = True
-                    self._events.record("unsaved", update, self._failure(update))
-            return
-        except Exception as error:  # for the main thread to raise
-            self._error = error
-            return
+                    self._events.record("unsaved", update, failure)
+            return str(error)
         self._reported = False
-        took = time.monotonic() - since
         if self._is_first:
             self._is_first = False
             if not self.saved_at:
                 self._events.record("saved", update, f"the first checkpoint is that of update {update}")
-            logger.info(
-                "checkpoint of update %d: %s, written in %.1f s, of which training waited %.1f s",
-                update,
-                shown_bytes(self._size),
-                took,
-                took if must or self._buffer is None else waited,
-            )
-        with suppress(OSError):
-            self._warned = self._warned or warn_of_room(store.directory, self._size, self._config, len(store.names()))
+            took = time.monotonic() - since
+            logger.info("checkpoint of update %d: %s, written in %.1f s", update, shown_bytes(self._size), took)
+        return ""
 
-    def _failure(self, update: int) -> str:
+    def _failure(self, update: int, problem: str) -> str:
         last = f"the last good one is of update {self.saved_at}" if self.saved_at else "there is none yet"
         return (
-            f"the checkpoint of update {update} could not be written to {self._store.directory} ({self._problem}); "
-            f"{last}. Free some space or lower training.keep_last"
+            f"the checkpoint of update {update} could not be written to {self._store.directory} ({problem}); {last}. "
+            "Free some space or lower training.keep_last"
         )
 
 
@@ -213,22 +173,18 @@ def _buffer(save: Save, size: int, engine: Engine) -> HostBuffer | None:
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def to_come(config: TrainingConfig, present: int) -> int:
-    """Return the number of checkpoints, besides those present, still to be written before one is removed for each."""
-    return max(1, config.keep_last + int(config.keep_best) + 1 - present)
-
-
 def check_can_save(directory: Path, size: int, config: TrainingConfig, present: int) -> None:
     """Check that checkpoints can be written: by a file, by the free space, and by reserving the room of two of them.
 
     Reserving finds quotas, which the free space of a disk does not show. Some file systems cannot reserve.
 
-    The directory is made while it is checked. ``size`` is that of a checkpoint, ``present`` the number that exist.
+    The directory is made while it is checked. ``size`` is that of a checkpoint, ``present`` the number that exist, of
+    which old ones are removed as new ones come.
 
     Raises:
         ConfigError: if the directory cannot be written to, or has no room.
     """
-    count = min(2, to_come(config, present))
+    count = 2 if config.keep_last + config.keep_best > present else 1
     try:
         with made(directory):
             free, within_quota = shutil.disk_usage(directory).free, True
@@ -263,21 +219,3 @@ def _reserve(descriptor: int, size: int) -> bool:
         return True
     fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     return fallocate(descriptor, 0, 0, max(1, size)) == 0 or ctypes.get_errno() not in _FULL
-
-
-def warn_of_room(directory: Path, size: int, config: TrainingConfig, present: int) -> bool:
-    """Warn if the disk has no room for all checkpoints to come, and return True then; arguments as above."""
-    free, needed = shutil.disk_usage(directory).free, to_come(config, present)
-    if free >= needed * size:
-        return False
-    logger.warning(
-        "the disk of %s is nearly full: it has %s free, room for %d of the %d checkpoints of %s that "
-        "training.keep_last=%d and the one being written still need; free some space, or lower training.keep_last",
-        directory,
-        shown_bytes(free),
-        free // max(1, size),
-        needed,
-        shown_bytes(size),
-        config.keep_last,
-    )
-    return True

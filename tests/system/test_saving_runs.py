@@ -1,4 +1,4 @@
-"""Runs that cannot be saved are refused, and a disk that fills up is announced."""
+"""Runs that cannot be saved are refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def test_a_run_without_room_is_refused_before_it_starts_and_a_finished_one_is_no
     capsys.readouterr()
     assert main(train_words(data, run, "--recipe", "transformer_base", *settings, "training.keep_last=60")) == 0
     error = capsys.readouterr().err
-    assert "is nearly full: it has 5.0 MiB free, room for" in error and "of the 62 checkpoints of " in error
     assert "training waits while checkpoints are written" in error
     last = run / "checkpoints/update-0000012"
     for path in run.glob("checkpoints/update-*"):  # a process was killed while it replaced the only checkpoint

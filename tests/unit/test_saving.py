@@ -23,7 +23,7 @@ from deepspeed_nmt.train import saving
 from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.configuration import Save, TrainingConfig
 from deepspeed_nmt.train.progress import Progress
-from deepspeed_nmt.train.saving import Saver, check_can_save, warn_of_room
+from deepspeed_nmt.train.saving import Saver, check_can_save
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 SHAPE = (5, 3)
@@ -229,15 +229,3 @@ def test_a_quota_is_found_by_reserving(
     with pytest.raises(ConfigError, match=words) if refused else nullcontext():
         check_can_save(tmp_path, GIB, TrainingConfig(keep_last=1, keep_best=False), 0)
     assert asked == [(0, 0, 2 * GIB)]
-
-
-def test_a_disk_that_fills_up_is_announced(
-    tmp_path: Path, free: SimpleNamespace, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = TrainingConfig(keep_last=3)
-    warned = []
-    for present, room in ((1, 4), (2, 2.5), (3, 2), (4, 1), (4, 0.5)):
-        free.free = int(room * GIB)
-        warned.append(warn_of_room(tmp_path, GIB, config, present))
-    assert warned == [False, True, False, False, True]
-    assert "has 2.5 GiB free, room for 2 of the 3 checkpoints of 1.0 GiB" in caplog.text
