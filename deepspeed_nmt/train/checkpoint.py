@@ -63,12 +63,7 @@ _UNREADABLE = (OSError, SafetensorError, RuntimeError)
 class RunRecord(Config):
     """Description of a run in each of its checkpoints, with which the run's own files are compared.
 
-    Attributes:
-        data: path of the data directory.
-        longest_source: tokens of the longest source sentence of the data; 0 if it is not known.
-        text: form of the data's text; None if it is not known.
-        tags: symbols in front of all sentences of the data.
-        corpora: corpora of a mixture; none if there is one corpus.
+    ``data`` is the path of the data directory; what follows describes the data, as ``data.json`` does.
     """
 
     config: dict[str, Any]
@@ -102,7 +97,7 @@ class CheckpointManifest(Config):
         return self
 
     def write(self, directory: Path) -> None:
-        """Write ``manifest.json`` and its hash."""
+        """Write it with its hash."""
         write_record(directory / MANIFEST_FILE, self.model_dump_json(indent=1).encode())
 
 
@@ -161,11 +156,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} does not record its run: {_reason(error)}") from error
 
     def restate(self, progress: Progress) -> None:
-        """Replace the recorded progress atomically; weights and optimizer states stay.
-
-        Raises:
-            OSError: if it cannot be written; the checkpoint is then unchanged.
-        """
+        """Replace the recorded progress atomically; weights and optimizer states stay, as all does on an OSError."""
         files = self._manifest.files
         name = f"state-{len(files)}.json"
         State(progress=progress, engine=self.scalars, log=self.log).write(self.path / name)
@@ -186,7 +177,7 @@ class Checkpoint:
         return bool(self._where["optimizer"])
 
     def weights(self) -> dict[str, Tensor]:
-        """Return all weights by parameter name, fp32 on the CPU."""
+        """Return all weights by parameter name."""
         return {name: self.weight(name) for name in self._where["weights"]}
 
     def weight(self, name: str) -> Tensor:
@@ -200,11 +191,7 @@ class Checkpoint:
         return self._tensor("optimizer", f"{name}.{which}")
 
     def load_into(self, model: nn.Module) -> None:
-        """Copy the weights into a model.
-
-        Raises:
-            CheckpointError: if names or shapes differ, naming the first difference.
-        """
+        """Copy the weights into a model; raise a CheckpointError if names or shapes differ."""
         shapes = {name: self._shape(name) for name in self._where["weights"]}
         own = dict(model.named_parameters())
         expected = {name: tuple(parameter.shape) for name, parameter in own.items()}
@@ -273,12 +260,9 @@ class Chosen(Config):
 
 
 class CheckpointStore:
-    """The checkpoints of one run.
+    """The checkpoints of one run, of which ``keep_last`` newest ones are kept.
 
     Args:
-        directory: where they are.
-        keep_last: number of newest checkpoints to keep.
-        keep_best: True to keep the best one besides.
         record: record of the run, for new checkpoints; None where none are written.
         awaiting: returns updates whose checkpoints are kept, because a late score may choose them.
     """
@@ -295,13 +279,8 @@ class CheckpointStore:
         self._keep_last, self._keep_best = keep_last, keep_best
 
     def names(self) -> list[str]:
-        """Return the names of the run's checkpoints, oldest first; all were written in full, some may be damaged.
-
-        Raises:
-            CheckpointError: if their directory is a link to a place that is missing, such as a disk that is not
-                mounted: the run would begin again.
-        """
-        if self.directory.is_symlink() and not self.directory.exists():
+        """Return the names of the run's checkpoints, oldest first; all were written in full, some may be damaged."""
+        if self.directory.is_symlink() and not self.directory.exists():  # otherwise the run would begin again
             raise CheckpointError(
                 f"{self.directory} is a link to {self.directory.readlink()}, which does not exist; bring that back, "
                 "or remove the link"
@@ -360,20 +339,12 @@ class CheckpointStore:
             (self.directory / _CHOSEN).unlink(missing_ok=True)
 
     def choosing(self) -> AbstractContextManager[bool]:
-        """Lock the checkpoints while the best one is chosen, or old ones are removed.
-
-        Raises:
-            DataError: if another process holds the lock for a minute.
-        """
+        """Lock the checkpoints while the best one is chosen, or old ones are removed."""
         refusal = f"{self.directory} is locked by {{holder}}, which chooses the best checkpoint; wait for it"
         return exclusive(self.directory / ".choosing.lock", refusal, _LOCK_S)
 
     def read(self, name: str, verify: bool = True) -> Checkpoint:
-        """Read one of the run's checkpoints.
-
-        Raises:
-            CheckpointError: if it is damaged.
-        """
+        """Read one of the run's checkpoints; raise a CheckpointError if it is damaged."""
         checkpoint = Checkpoint(self.directory / name, verify)
         if _name(checkpoint.progress.update) != name:
             raise CheckpointError(
@@ -384,10 +355,7 @@ class CheckpointStore:
     def newest(self, until: int | None = None) -> Checkpoint | None:
         """Return the newest good checkpoint of an update up to ``until``; None if the run has none.
 
-        Damaged ones are skipped with a warning.
-
-        Raises:
-            CheckpointError: if all checkpoints are damaged.
+        Damaged ones are skipped with a warning; if all are damaged, a CheckpointError is raised.
         """
         broken = []
         for name in reversed(self._names_until(None if until is None else _name(until))):
@@ -411,7 +379,6 @@ class CheckpointStore:
         """Open the checkpoint called ``best``, ``last`` (always verified), ``average``, or found at a path.
 
         Args:
-            which: its name or path.
             option: option by which the user named it, for messages; "" for that of most commands and of the API.
             verify: True to verify the hashes of its files.
 
@@ -487,11 +454,7 @@ class CheckpointStore:
             logger.warning("%s; old checkpoints stay until the next one is written", error)
 
     def rewind(self, checkpoint: Checkpoint, progress: Progress) -> None:
-        """Make an older checkpoint the newest one, with other progress; later checkpoints are removed.
-
-        Raises:
-            OSError: if it cannot be written.
-        """
+        """Make an older checkpoint the newest one, with other progress; later checkpoints are removed."""
         checkpoint.restate(progress)
         for name in self.names():
             if self.update_of(name) > progress.update:
@@ -542,9 +505,10 @@ class CheckpointStore:
         """
         names = self._names_until(saved)
         best = self.best(saved) if self._keep_best else None
-        kept = {best or "", next(filter(self._before_skips, reversed(names)), ""), *map(_name, self._awaiting())}
+        progress = {name: self.progress(name) for name in names}
+        sound = [name for name in names if (of := progress[name]) is not None and of.skipped == 0]
         for name in names[: -self._keep_last]:
-            if name not in kept:
+            if name not in {best, *sound[-1:], *map(_name, self._awaiting())}:
                 remove_directory(self.directory / name)
 
     def progress(self, name: str) -> Progress | None:
@@ -553,10 +517,6 @@ class CheckpointStore:
             return self.read(name, verify=False).progress
         except CheckpointError:
             return None
-
-    def _before_skips(self, name: str) -> bool:
-        progress = self.progress(name)
-        return progress is not None and progress.skipped == 0
 
     def _write_pointers(self, latest: str) -> None:
         """Write ``latest`` and ``best`` for users and their scripts; this program reads neither of them."""
@@ -586,8 +546,7 @@ class _ShardWriter:
     """Writer of tensors into files of bounded size."""
 
     def __init__(self, directory: Path, kind: str) -> None:
-        self._directory = directory
-        self._kind = kind
+        self._directory, self._kind = directory, kind
         self._files: dict[str, list[str]] = {}
         self._pending: dict[str, Tensor] = {}
         self._bytes = 0

@@ -56,7 +56,7 @@ class Entry(BaseModel):
 
 
 class Account(NamedTuple):
-    """Seconds of a run by activity, REPEATED and IDLE, whose sum is its life; number of starts, rollbacks included."""
+    """Seconds of a run by activity, REPEATED and IDLE, whose sum is its life; number of starts, with rollbacks."""
 
     seconds: Mapping[str, float]
     starts: int
