@@ -260,7 +260,8 @@ case "$OUT" in /*) ;; *) OUT="$PWD/$OUT" ;; esac # the launcher's processes may 
 TEXT="$OUT/text" RUN="$OUT/run" MARKER="$OUT/.quickstart" SOURCE_SUFFIX=en TARGET_SUFFIX=de
 [ -z "$SOURCE" ] || SOURCE_SUFFIX=source TARGET_SUFFIX=target RECIPE="${RECIPE:-sample_small}"
 RECIPE="${RECIPE:-sample_quick}"
-[ -f "$ROOT/deepspeed_nmt/recipes/$RECIPE.yaml" ] || die "no recipe '$RECIPE'; docs/recipes.md lists the names for RECIPE"
+compgen -G "$ROOT/deepspeed_nmt/recipes/*/$RECIPE.yaml" >/dev/null ||
+    die "no recipe '$RECIPE'; docs/recipes.md lists the names for RECIPE"
 [ -z "$SOURCE$TARGET" ] || check_text
 claim_out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import sys
@@ -55,6 +56,16 @@ def test_a_repeated_signal_does_not_disturb_the_cleaning_up() -> None:
             time.sleep(0.05)
             cleaned = True
     assert cleaned and interrupted.value.signal == signal.SIGTERM
+
+
+def test_a_signal_waits_for_the_end_of_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["import os, signal, time", "os.kill(os.getpid(), signal.SIGTERM)", "time.sleep(0.1)", "complete = True"]
+    (tmp_path / "slow_module_of_a_test.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(Interrupted) as interrupted, interruptible():
+        importlib.import_module("slow_module_of_a_test")
+        time.sleep(5)
+    assert sys.modules.pop("slow_module_of_a_test").complete and interrupted.value.signal == signal.SIGTERM
 
 
 def test_a_signal_that_is_ignored_or_handled_is_left_alone() -> None:
