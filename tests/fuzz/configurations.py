@@ -1,7 +1,5 @@
 """Random settings of a run, drawn from the classes that define them, as words and as YAML."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Exploration by hypothesis, and a tiny run that the tests by random input share."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

@@ -1,7 +1,5 @@
 """A command, run in this process and watched: its status, its output, and the files that it changes."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

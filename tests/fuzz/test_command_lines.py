@@ -3,8 +3,6 @@
 Command lines are drawn from the parsers of the commands.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """Every configuration ends in a plan, in a trained update, or in a sentence."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

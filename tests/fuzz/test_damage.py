@@ -1,7 +1,5 @@
 """No damage to a file of a run or of a data directory changes an output in silence."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

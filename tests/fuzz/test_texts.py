@@ -1,7 +1,5 @@
 """No text loses a line, and all output is UTF-8."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 Run in a process of its own: Triton's interpreter must be off when the kernels are defined.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

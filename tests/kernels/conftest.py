@@ -1,7 +1,5 @@
 """Fixtures of the kernel tests. They run on the GPU if there is one, otherwise on the CPU in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

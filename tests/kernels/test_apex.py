@@ -1,7 +1,5 @@
 """Calls of apex, with fakes for its compiled modules that check the arguments as apex's own wrappers pass them."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 

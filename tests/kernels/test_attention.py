@@ -3,8 +3,6 @@
 Legend: B sentences, H heads, T queries, S keys, K head width.
 """
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

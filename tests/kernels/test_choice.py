@@ -1,7 +1,5 @@
 """The choice of backends, with fake GPUs and packages."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import json

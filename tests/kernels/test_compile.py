@@ -6,8 +6,6 @@ Another version of Triton than the installed one is tested so:
     PYTHONPATH=DIR python -m pytest tests/kernels/test_compile.py
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Models train equally with all backends. Triton runs on a GPU or in its interpreter."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

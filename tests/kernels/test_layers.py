@@ -1,7 +1,5 @@
 """Layers whose residual adds and norms are fused, in Triton's interpreter, against torch's own operations."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The plain torch operations against their formulas in float64, and their gradients against finite differences."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

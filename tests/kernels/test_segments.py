@@ -3,8 +3,6 @@
 Legend: P rows, H heads, N positions of a row, K head width.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

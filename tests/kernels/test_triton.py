@@ -3,8 +3,6 @@
 Legend: N rows, D width, B batch, H heads, T queries, S keys, V vocabulary.
 """
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parsing of docs/papers/: the rows and points of the papers, and the settings of their recipes."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Every row and point of the papers can be run, and every setting of their recipes is accounted for."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

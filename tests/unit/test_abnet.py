@@ -1,7 +1,5 @@
 """AB-Net: frozen BERTs and adapters, masked tokens, and mask-predict."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

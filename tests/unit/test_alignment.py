@@ -1,7 +1,5 @@
 """Alignments: links of cross-attention, of tokens and of words, and the choice of the layer that aligns best."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

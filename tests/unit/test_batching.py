@@ -1,7 +1,5 @@
 """Batches: every sentence once, the same updates for any number of GPUs, bounded size and padding."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Beam search against exhaustive and greedy search; results do not depend on the batch, and no step is wasted."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

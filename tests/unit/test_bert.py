@@ -1,7 +1,5 @@
 """Models made of two BERTs: the numbers of `transformers`, and the structure of each decoder."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The tokenizer with the vocabularies of two BERTs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """TensorBoard's view of a run: the layout, also of a run that was resumed, and images of cross-attention."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -104,12 +102,3 @@ def test_the_weights_of_three_layers_are_drawn_for_sentences_of_suitable_length(
     for found, layer in zip(maps, (1, 3, 5), strict=True):
         np.testing.assert_allclose(found, seen[layer][0].numpy(), atol=1e-5)
         np.testing.assert_allclose(found.sum(axis=1), 1.0, atol=1e-5)
-
-
-def test_without_cross_attention_or_suitable_sentences_there_is_no_image(corpus: Corpus) -> None:
-    model = model_of(1)
-    images = AttentionImages(corpus, Numbers(), 3)  # type: ignore[arg-type]
-    assert len(images(model, torch.device("cpu"))) == 3
-    model.cross_attentions = dict  # type: ignore[method-assign]
-    assert images(model, torch.device("cpu")) == {}
-    assert AttentionImages(corpus, Numbers(), 0)(model_of(1), torch.device("cpu")) == {}  # type: ignore[arg-type]

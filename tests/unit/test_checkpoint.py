@@ -1,7 +1,5 @@
 """Checkpoints are written completely or not at all, and verified before use."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Choice of the best checkpoint by scores that are late or missing, and patience that only real gains reset."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -13,7 +11,6 @@ import numpy as np
 import pytest
 import sacrebleu
 import torch
-from tensorboard.plugin_util import markdown_to_safe_html
 
 from deepspeed_nmt.engine.contract import EngineScalars, ParameterState
 from deepspeed_nmt.errors import DataError
@@ -188,17 +185,6 @@ def test_translations_are_dropped_after_the_checkpoint_of_other_sentences_and_be
     assert not caplog.messages
     texts.begin(["s\u2028"], ["r"], [], 3)
     assert texts.read(3) is None and "2 translations of other sentences than now are removed" in caplog.text
-
-
-def test_samples_are_the_same_sentences_and_show_markup_as_text(tmp_path: Path) -> None:
-    texts = ValidationTexts(tmp_path, "n")
-    sources = ["short", *(f"{number} b c d e f *g*" for number in range(6))]
-    texts.begin(sources, [f"<b>{each}</b> |" for each in sources], [], 0)
-    rows = texts.table(["`x` [y](z) \\ _w_ &amp;"] * 7).splitlines()
-    assert len(rows) == 2 + 5 and rows[2].startswith("| 0 b")
-    html = markdown_to_safe_html("\n".join(rows))
-    assert html.count("<tr>") == 6 and "&lt;b&gt;0 b c d e f *g*&lt;/b&gt; |" in html
-    assert "`x` [y](z) \\ _w_ &amp;amp;" in html and not {"<b>", "<em>", "<code>", "<a"} & set(html.split())
 
 
 def test_the_test_of_a_gain_is_sacrebleus_and_of_sentences_the_same_by_their_means() -> None:

@@ -1,7 +1,5 @@
 """Cleaning: each reason removes and counts the right pairs."""
 
-from __future__ import annotations
-
 from itertools import compress
 from pathlib import Path
 

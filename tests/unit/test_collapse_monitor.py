@@ -1,13 +1,9 @@
 """Measurements and warnings of the collapse monitor."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -91,30 +87,3 @@ def test_a_resumed_run_stops_at_the_next_bad_measurement(tmp_path: Path) -> None
     low, good = {RELIANCE: 0.0, NLL: 1.0}, {RELIANCE: 0.9, NLL: 1.0}
     assert [bool(check(500, low, bad)[1]) for bad in range(5)] == [False, False, True, True, True]
     assert check(500, good, 4) == (0, "")
-
-
-def test_the_replica_copies_no_old_weights_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other weights are gathered there; weights of the same update come from the host. The meta device is the GPU."""
-    found: list[str] = []
-    real = torch.nn.Module.to
-
-    def to(module: torch.nn.Module, *target: Any) -> torch.nn.Module:
-        found.extend({parameter.device.type for parameter in module.parameters()})
-        return real(module, *target)
-
-    engine = mock.Mock(device=torch.device("meta"))
-    engine.parameters.side_effect = lambda: iter(())
-    config = TransformerConfig(dim=16, ffn_dim=16, heads=2, encoder_layers=1, decoder_layers=1)
-    replica = Replica(build_transformer(config, Vocabulary(9)), engine)
-    monkeypatch.setattr(torch.nn.Module, "to", to)
-    monkeypatch.setattr(torch.nn.Module, "cpu", lambda module: module.to_empty(device="cpu"))
-    for update in (3, 3, 4):
-        with replica.at(update) as model:
-            assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-    assert found == ["meta", "cpu", "meta"] and engine.parameters.call_count == 2
-    engine.parameters.side_effect = RuntimeError("a rank is lost")
-    with pytest.raises(RuntimeError, match="lost"), replica.at(5):
-        pass
-    engine.parameters.side_effect = lambda: iter(())
-    with replica.at(4):  # which were overwritten
-        assert engine.parameters.call_count == 4

@@ -9,9 +9,6 @@ import pytest
 
 from deepspeed_nmt.cli import main
 
-PREPARE = ["prepare"]
-PREPARE += [f"--{split}-{side}=text" for split in ("train", "valid") for side in ("source", "target")]
-
 
 @pytest.mark.parametrize(
     "word, message",
@@ -92,21 +89,3 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     assert main(words) == 2
     said = capsys.readouterr().err
     assert f"error: {message}" in said and "which is not installed; install it (pip install '" in said
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["report", "collapse", "loop", "other"],
-        [*PREPARE, "--out=loop"],
-        [*PREPARE, "--out=new", "--tokenizer=\udcff"],
-    ],
-)
-def test_strange_names_end_in_a_sentence(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("loop").symlink_to("loop")
-    Path("text").write_text("a\n")
-    assert main(words) in (1, 2)
-    assert "error: " in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """Sides of a comparison, and the update at which metrics part."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import sys

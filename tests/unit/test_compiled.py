@@ -3,8 +3,6 @@
 Layers are traced, but no code is generated for them.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from functools import partial

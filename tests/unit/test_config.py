@@ -1,7 +1,5 @@
 """Configuration: precedence, validation, messages, recipes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from deepspeed_nmt.config import RunConfig, load_config, load_recorded
 from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine_for, uses_deepspeed
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.transformer import TransformerConfig
-from deepspeed_nmt.recipes import load_sweep, recipes, sweeps
+from deepspeed_nmt.recipes import recipes
 from deepspeed_nmt.train.optimizers.adam import AdamConfig
 from launch.docs.settings_reference import settings_reference
 from tests.support import ROOT
@@ -129,38 +127,12 @@ def test_a_setting_of_another_component_names_that_component() -> None:
     assert load_config(settings=["model.name=recurrent", "model.encoder_loops=2"])
 
 
-def test_keys_of_any_type_are_refused_with_a_message(tmp_path: Path) -> None:
-    file = tmp_path / "odd.yaml"
-    file.write_text("3: {a: 1}\n")
-    with pytest.raises(ConfigError, match=r"there is no setting '3\.a'"):
-        load_config(file=file)
-
-
-def test_settings_may_precede_and_follow_options(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "model.dim=32", "--recipe", "sample_small", "model.ffn_dim=64", "--json"]
-    assert main(words) == 0
-    small = json.loads(capsys.readouterr().out)["parameters"]
-    assert main([*words, "model.ffn_dim=65"]) == 0
-    assert json.loads(capsys.readouterr().out)["parameters"] == small + 12 * (2 * 32 + 1)
-    with pytest.raises(SystemExit):
-        main([*words, "--recipes"])
-
-
 @pytest.mark.parametrize("name", recipes())
 def test_recipes_round_trip_through_yaml(name: str, tmp_path: Path) -> None:
     config = load_config(name)
     file = tmp_path / "config.yaml"
     file.write_text(config.to_yaml())
     assert load_config(file=file) == config != RunConfig()
-
-
-def test_recipes_of_the_deep_decoder_paper_neither_clip_nor_scale_initialisation_unless_stabilised() -> None:
-    names = [name for name in recipes() if name.startswith(("transformer_", "deep_"))]
-    assert len(names) > 30
-    for name in names:
-        config = load_config(name).model_dump()
-        expected = ("depth_scaled", 1.0) if name.endswith("_stabilised") else ("xavier", 0.0)
-        assert (config["model"]["init"], config["optimizer"]["clip_norm"]) == expected, name
 
 
 def uses_deepspeed_on(ranks: int, config: RunConfig) -> bool:
@@ -233,17 +205,6 @@ def test_plan_counts_the_papers_parameters(
 ) -> None:
     assert main(["plan", "--recipe", recipe, "--vocab-size", str(vocab), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parameters"] / 1e6 == pytest.approx(millions, rel=0.015)
-
-
-@pytest.mark.parametrize("name", sweeps())
-def test_every_point_of_a_sweep_is_a_valid_configuration(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    points = load_sweep(name)
-    assert len(points) > 3
-    configs = [load_config(recipe, settings=settings).to_yaml() for recipe, settings in points]
-    assert len(set(configs)) == len(points)
-    assert main(["plan", "--sweep", name, "--point", "2"]) == 0
-    recipe, settings = points[1]
-    assert capsys.readouterr().out.split() == ["--recipe", recipe, *settings]
 
 
 def test_the_reference_is_up_to_date() -> None:

@@ -1,7 +1,5 @@
 """Standard streams that are closed, full, or not UTF-8, log files that cannot be written, and bare surroundings."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The memory-mapped corpus: round trip and detection of damage; helpers for files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Reading and drawing the logs of runs."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math
@@ -10,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_nmt.cli import main
 from deepspeed_nmt.console import setup_logging
 from deepspeed_nmt.reports.run_log import RunLog
 from deepspeed_nmt.train.log import METRICS_FILE, Metrics
@@ -33,17 +30,6 @@ def damaged(tmp_path: Path) -> Path:
     good = [json.dumps(entry).encode() for entry in GOOD]
     (tmp_path / METRICS_FILE).write_bytes(b"\n".join([good[0], *BAD[:-1], *good[1:], BAD[-1]]))
     return tmp_path
-
-
-def test_a_report_of_a_damaged_log(
-    damaged: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert RunLog.read_begun(damaged).over_tokens("valid/bleu") == ([100.0, 200.0, 300.0], [1.0, 2.0, 3.0])
-    picture = tmp_path_factory.mktemp("out") / "out.svg"
-    assert main(["report", "collapse", str(damaged), "--out", str(picture), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["best_valid_score"] == 3.0 and picture.is_file()
-    assert main(["report", "collapse", str(damaged), "--out", str(damaged)]) == 2
-    assert "is a directory" in capsys.readouterr().err
 
 
 def test_a_run_continues_a_damaged_log(damaged: Path) -> None:

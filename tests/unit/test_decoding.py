@@ -1,7 +1,5 @@
 """Settings of the search that decodes with a run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,16 +1,12 @@
 """Cross-attention drop, DDR, R-Drop and ALD against their formulas in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_nmt import randomness
 from deepspeed_nmt.core.batch import Batch
-from deepspeed_nmt.core.objective import Objective, TrainModule
+from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.kernels.segments import Segments
 from deepspeed_nmt.methods.ald import ALD, ALDConfig, sentence_states
 from deepspeed_nmt.methods.consistency import Consistency, ConsistencyConfig
@@ -21,8 +17,6 @@ from deepspeed_nmt.methods.cross_attention_drop import (
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import Transformer, TransformerConfig, build_transformer
 from deepspeed_nmt.nn.layers import DecoderLayer, Draw, LayerParts
-from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.train.optimizers.adam import AdamConfig
 from tests.support import batch_of
 
 V = Vocabulary(40)
@@ -84,28 +78,6 @@ def test_neutral_settings_equal_vanilla_to_the_bit() -> None:
     assert torch.equal(results[0][0], results[1][0]) and results[0][1] == results[1][1] == {}
     for one, other in zip(results[0][2], results[1][2], strict=True):
         assert torch.equal(one, other)
-
-
-def test_a_dropped_layers_moments_decay_as_under_a_zero_gradient() -> None:
-    """The gradient is zero, not None: with None, Adam would skip the layer and keep stale moments."""
-    drop = CrossAttentionDropConfig(drop_depth=1, drop_ratio=0.999)
-    module = model(drop, layers=2).float()
-    parameter = module.decoder.layers[0].cross_attention.out_proj.weight
-    purpose = randomness.Purpose.CROSS_ATTENTION_DROP
-    kept = next(u for u in range(1, 100_000) if Draw(5, u).uniform(purpose, 1)[0] >= 0.999)
-    world = World(rank=0, ranks=1, local_rank=0, device=torch.device("cpu"))
-    engine = PlainEngine(
-        TrainModule(module, Objective(LabelSmoothed(0.1, 0))), AdamConfig(clip_norm=0.0), "fp32", world
-    )
-    optimizer = engine._optimizer
-    engine.update([batch(kept)], 9, 0.01)
-    moment = optimizer.state[parameter]["exp_avg"].clone()
-    assert moment.any()
-    for later in range(1, 4):
-        before = parameter.detach().clone()
-        engine.update([batch(kept + later)], 9, 0.01)
-        torch.testing.assert_close(optimizer.state[parameter]["exp_avg"], moment * 0.9**later)
-        assert not torch.equal(parameter, before), "momentum still updates it"
 
 
 # DDR and R-Drop.

@@ -6,8 +6,6 @@ products. From the project it takes the initial weights, and the random numbers 
 Legend: S source length, T target length, D model width, H heads, K head width.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

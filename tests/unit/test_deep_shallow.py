@@ -1,7 +1,5 @@
 """Deep-shallow decoding and ensembles against their definitions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 

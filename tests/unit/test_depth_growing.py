@@ -1,7 +1,5 @@
 """Depth growing: equations, freezing, exits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

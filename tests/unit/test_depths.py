@@ -1,7 +1,5 @@
 """Pareto front of depths, the cheapest sufficient depth, the oracle over sentences, and systems of several runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +10,12 @@ from deepspeed_nmt.config import load_config
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.evaluate.metrics import METRICS, Scorer
 from deepspeed_nmt.manifest import FileRecord
-from deepspeed_nmt.reports import depths as depths_module
 from deepspeed_nmt.reports.depths import (
     Depth,
-    Members,
     Oracle,
     System,
     cheapest,
     draw_depths,
-    measure,
     oracle,
     systems_of,
 )
@@ -37,19 +32,6 @@ def test_the_cheapest_loses_at_most_the_given_bleu() -> None:
     assert cheapest(DEPTHS, 0.5).name == "1-2"
     assert cheapest(DEPTHS, 1.5).name == "2-1"
     assert cheapest(DEPTHS, 99.0).name == "1-1"
-
-
-def test_without_the_full_depth_the_cheapest_is_compared_with_the_best() -> None:
-    depths = [Depth(1, 1, 20.0, 1.0), Depth(1, 2, 24.0, 2.0), Depth(2, 1, 23.0, 1.5)]
-    assert cheapest(depths, 0.5).name == "1-2", "2-1 is last, but not the deepest"
-    system = System("vanilla", depths)
-    assert system.text(1.0).endswith(
-        "fastest depth within 1.0 BLEU of the best depth, 1-2 (none has the full depth 2-2): 2-1"
-    )
-    assert system.report(0.5)["compared_with"] == "1-2"
-    whole = System("vanilla", [DEPTHS[-1], *depths])
-    assert whole.report(0.5)["compared_with"] == "2-2", "in any order"
-    assert "within 0.5 BLEU of the full depth: 1-2" in whole.text(0.5)
 
 
 def test_the_oracle_chooses_the_best_depth_and_of_equal_ones_the_fastest() -> None:
@@ -96,38 +78,6 @@ def test_runs_of_one_depth_are_one_system_beside_a_run_of_many() -> None:
     assert [pairs for _, pairs in many.pairs] == [[(1, 1), (1, 2), (2, 1), (2, 2)]]
 
 
-def test_all_pairs_of_a_system_are_warmed_up_and_measured_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed: list[str] = []
-
-    class Model:
-        """A translator that knows its run and its depth."""
-
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def at_exit(self, name: str) -> Model:
-            return Model(f"{self.name} {name}")
-
-        def stream(self, lines: list[str], counts: object, **options: object) -> list[list[Any]]:
-            timed.append(f"{self.name} {'warm-up' if len(lines) == 8 else 'timed'}{' warns' * (counts is None)}")
-            return [[SimpleNamespace(text=line)] for line in lines]
-
-    monkeypatch.setattr(depths_module.Translator, "open", lambda path, checkpoint: Model(path))
-    runs: list[Any] = [SimpleNamespace(path=name) for name in ("a", "b")]
-    lines = [f"a line of text number {number}" for number in range(9)]
-    system = Members("two", [(runs[0], [(1, 1)]), (runs[1], [(2, 1), (2, 2)])])
-    scorer = Scorer([METRICS["bleu"]], TextForm("raw"), lines)
-    measured = measure(system, ParallelText("text", lines, lines), scorer, repeat=2, with_oracle=True)
-    first, *others = "a 1-1", "b 2-1", "b 2-2"
-    turn = [f"{pair} {what}" for pair in (first, *others) for what in ("warm-up", "timed")]
-    assert timed[6:] == turn, "pair by pair within a repetition"
-    assert [each.removesuffix(" warns") for each in timed[:6]] == turn
-    assert [each for each in timed if each.endswith(" warns")] == ["a 1-1 timed warns", "b 2-1 timed warns"]
-    assert [(depth.name, depth.bleu) for depth in measured.depths] == [
-        (name, pytest.approx(100.0)) for name in ("1-1", "2-1", "2-2")
-    ]
-
-
 def test_systems_that_cannot_be_compared_are_refused() -> None:
     with pytest.raises(ConfigError, match="a and b both have the depth 2-1"):
         systems_of([run("a", 2, 1), run("b", 2, 1)])
@@ -152,21 +102,3 @@ def test_runs_of_unlike_text_have_no_common_scorer() -> None:
     for runs in ([raw, tokens], [unknown, tokens], [german, french]):
         with pytest.raises(ConfigError, match=f"{runs[1].path} and {runs[0].path} translate"):
             common_scorer(runs, text)
-
-
-def test_a_data_directory_of_unlike_text_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    run = scored("a", TextForm("moses", "en", "de"), model="x")
-
-    def text_of(form: TextForm, **vocabulary: str) -> ParallelText:
-        data: Any = SimpleNamespace(
-            path=Path("data"), text_form=form, vocabulary=scored("", form, **vocabulary).files
-        )
-        return ParallelText("text", ["a b"], ["a b"], data)
-
-    for form, shown in ((TextForm("raw", "en", "de"), r"raw \(en-de\)"), (TextForm("moses", "en", "fr"), "en-fr")):
-        with pytest.raises(ConfigError, match=rf"a was trained on text of the form moses \(en-de\), .*{shown}"):
-            common_scorer([run], text_of(form, model="x"))
-    common_scorer([run], text_of(run.text_form, model="x"))
-    assert not caplog.text
-    common_scorer([run], text_of(run.text_form, model="y"))
-    assert "the vocabulary of data is not that of a" in caplog.text

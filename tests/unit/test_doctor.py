@@ -1,8 +1,5 @@
 """Checks of `doctor` that need no other rank: each planted fault is found, with its values."""
 
-from __future__ import annotations
-
-import fcntl
 import json
 import os
 import resource
@@ -77,18 +74,6 @@ def test_ranks_of_a_host() -> None:
     assert local_ranks({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_SIZE": "3"}) == 3, "as `deepspeed` tells it"
     assert local_ranks({"RANK": "0", "WORLD_SIZE": "4"}) == 0
     assert local_ranks({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_NODEID": "2"}) == 4
-
-
-def test_ranks_of_a_step_get_a_rendezvous(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(examination, "run_program", lambda words, limit_s: Output(0, "node7\nnode8\n", ""))
-    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")  # so that it is removed at the end
-        monkeypatch.delenv(name)
-    for name, value in {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "1001", "SLURM_STEP_NODELIST": "node[7-8]"}.items():
-        monkeypatch.setenv(name, value)
-    context = examination.context_of(RankPlace(1, 2, 0), tmp_path / "run/of/mine", 9.0)
-    assert (context.environment["MASTER_ADDR"], context.environment["MASTER_PORT"]) == ("node7", "27007")
-    assert context.directory == tmp_path, "nothing is made"
 
 
 # Software.
@@ -219,22 +204,6 @@ def test_a_link_in_the_run_directory_is_not_followed(context: JobContext, tmp_pa
     assert other.read_text() == "whole"
 
 
-def test_a_file_system_that_is_slow_volatile_and_without_locks(
-    context: JobContext, disk: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(file: object, operation: int) -> None:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(checks, "_SLOW", 1e15)
-    monkeypatch.setattr(checks, "_file_system", lambda place: "tmpfs")
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    disk(2**40)
-    locks, speed, memory = (finding for finding in checks.directory(context) if finding.level == "warning")
-    assert_finds([locks], "warning", "no locks (Function not implemented)")
-    assert_finds([speed], "warning", "MB/s")
-    assert_finds([memory], "warning", "in memory (tmpfs)")
-
-
 # Limits.
 
 
@@ -262,28 +231,20 @@ def test_limits_of_a_host(context: JobContext, disk: Callable[[int], None], monk
 
 
 @pytest.mark.parametrize(
-    ("given", "ranks", "cpus", "host", "level", "text"),
+    ("given", "ranks", "host", "level", "text"),
     [
-        ("9", 1, 8, 8, "fault", "OMP_NUM_THREADS is 9, but a rank has 8 CPUs"),
-        ("8", 2, 8, 8, "fault", "OMP_NUM_THREADS is 8, but a rank has 4 CPUs"),
-        ("8", 2, 8, 16, "ok", "8 threads for each of 2 ranks, on 8 CPUs of its own"),
-        ("", 2, 8, 8, "warning", "OMP_NUM_THREADS is not set"),
+        ("9", 1, 8, "fault", "OMP_NUM_THREADS is 9, but a rank has 8 CPUs"),
+        ("8", 2, 8, "fault", "OMP_NUM_THREADS is 8, but a rank has 4 CPUs"),
+        ("8", 2, 16, "ok", "8 threads for each of 2 ranks, on 8 CPUs of its own"),
+        ("", 2, 8, "warning", "OMP_NUM_THREADS is not set"),
     ],
 )
 def test_threads(
-    context: JobContext,
-    given: str,
-    ranks: int,
-    cpus: int,
-    host: int,
-    level: str,
-    text: str,
-    monkeypatch: pytest.MonkeyPatch,
+    context: JobContext, given: str, ranks: int, host: int, level: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cpus)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     monkeypatch.setattr(os, "cpu_count", lambda: host)
-    ranks_here = replace(with_environment(context, OMP_NUM_THREADS=given), local_ranks=ranks)
-    (finding,) = checks.threads(ranks_here)
+    (finding,) = checks.threads(replace(with_environment(context, OMP_NUM_THREADS=given), local_ranks=ranks))
     assert finding.level == level and finding.text.startswith(text)
 
 

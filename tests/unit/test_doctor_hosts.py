@@ -1,7 +1,5 @@
 """Checks of several hosts together; ranks are threads with a common store."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterable

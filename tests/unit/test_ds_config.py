@@ -1,7 +1,5 @@
 """DeepSpeed configurations: completion and refusal."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

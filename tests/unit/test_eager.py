@@ -1,7 +1,5 @@
 """Processes that compile nothing do not import torch._dynamo, and optimizers make the same steps without it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

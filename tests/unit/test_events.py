@@ -1,7 +1,5 @@
 """The history of a run in events.jsonl, and the command that is notified: what it gets, and what it cannot break."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

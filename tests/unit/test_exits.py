@@ -1,7 +1,5 @@
 """Orders of shared layers, and the exits of a model."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import combinations, product
 

@@ -3,8 +3,6 @@
 Legend: B sentences, S source length, T target length, V vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

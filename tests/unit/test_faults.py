@@ -1,7 +1,5 @@
 """Attribution of faults: what the ranks' results say, and that computing an update again gives the same bits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reading text once, and replacing files whatever happens."""
 
-from __future__ import annotations
-
 import fcntl
 import gzip
 import io

@@ -1,7 +1,5 @@
 """Filters of pairs: each removes what it should, and keeps its neighbour at the threshold."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

@@ -1,7 +1,5 @@
 """Goodput: where the seconds of a run went, by its ledger."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Validation in 16 bit: loss and search of each method with a copy in bf16."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Settings and options of no sensible value: refused by name, at once, in a sentence that shows them shortly."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

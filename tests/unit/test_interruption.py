@@ -1,7 +1,5 @@
 """Signals that end a command."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

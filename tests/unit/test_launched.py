@@ -1,7 +1,5 @@
 """Ranks from the environment of launchers, and the rank that reports errors."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

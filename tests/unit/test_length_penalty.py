@@ -1,7 +1,5 @@
 """Length penalties: formulas computed by hand, and messages that name the allowed values."""
 
-from __future__ import annotations
-
 import pytest
 
 from deepspeed_nmt.errors import ConfigError

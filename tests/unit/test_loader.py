@@ -1,7 +1,5 @@
 """Batches and their order."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from pathlib import Path

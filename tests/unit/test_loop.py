@@ -1,7 +1,5 @@
 """Speed in the log, and the choice of the best validation."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Minimum Bayes risk decoding: utilities are sacreBLEU's, and the sample of the highest expected utility wins."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import numpy as np

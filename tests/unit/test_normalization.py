@@ -1,7 +1,5 @@
 """Unicode's forms inside a SentencePiece model."""
 
-from __future__ import annotations
-
 import sys
 import unicodedata
 

@@ -1,7 +1,5 @@
 """Norms of gradient and change by layer: against the gradient and the weights themselves, in each precision."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Projected cross-entropy and dropout against references in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Learning-rate schedules at points computed by hand, and parameter groups of Adam."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import pytest
@@ -17,12 +15,9 @@ from deepspeed_nmt.train.schedule import ScheduleConfig, learning_rate
     ("name", "update", "expected"),
     [
         ("inverse_sqrt", 50, 0.5),
-        ("inverse_sqrt", 100, 1.0),
         ("inverse_sqrt", 400, 0.5),
-        ("cosine", 100, 1.0),
         ("cosine", 600, 0.55),
         ("cosine", 1100, 0.1),
-        ("linear", 600, 0.55),
         ("linear", 1100, 0.1),
         ("linear", 9999, 0.1),
         ("constant", 700, 1.0),

@@ -1,7 +1,5 @@
 """Messages about simulated lack of memory."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from pathlib import Path

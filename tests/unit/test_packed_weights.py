@@ -1,7 +1,5 @@
 """Decoding with packed weights, and products by oneDNN: the same results as by torch's BLAS."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Micro-batches of the packed layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +17,7 @@ from deepspeed_nmt.data.packing import Ladder, PackedPart, largest_packed, pack_
 from deepspeed_nmt.data.update_order import Cursor, EpochOrder
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.planning.layouts import LayoutEstimate, estimates
+from deepspeed_nmt.planning.layouts import LayoutEstimate
 from deepspeed_nmt.run import batches
 from deepspeed_nmt.run.batches import layout_on
 from tests.support import epoch_window, random_corpus, write_mixture
@@ -217,18 +215,6 @@ def test_the_layout_is_decided_by_device_precision_and_model() -> None:
     assert layout_on(validate({"model": {"attention_dropout": 0.1}}), "bf16", (9, 0)) == "padded"
     assert layout_on(plain, "fp16", (7, 0)) == "padded"
     assert layout_on(validate({"batch": {"layout": "packed"}}), "fp32", None) == "packed"
-
-
-def test_a_plan_shows_the_yield_of_both_layouts() -> None:
-    source, target = news(20000)
-    config = BatchConfig(update_tokens=32768, micro_tokens=8192)
-    padded, packed = estimates(
-        epoch_window(source, target, config.update_tokens), longest_of(source, target), config, 2
-    )
-    assert padded.padding <= 0.1 and packed.padding < 0.03
-    assert packed.shapes <= 2 < padded.shapes
-    assert packed.micro_batches < padded.micro_batches and packed.tokens > padded.tokens
-    assert str(packed).startswith("packed: ") and "2 shapes" in str(packed)
 
 
 def test_models_of_one_sentence_a_row_are_not_packed() -> None:

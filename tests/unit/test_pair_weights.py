@@ -1,7 +1,5 @@
 """Weights of pairs: factors on the loss of each pair, in every objective and layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

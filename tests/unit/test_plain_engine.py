@@ -1,7 +1,5 @@
 """16-bit training of the plain engine: fp32 masters, fp32 gradients, tied and frozen weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

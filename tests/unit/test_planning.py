@@ -1,7 +1,5 @@
 """Plans against measured allocations and against arithmetic."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

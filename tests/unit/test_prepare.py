@@ -1,7 +1,5 @@
 """`prepare`, from text files to a data directory, and its messages about bad input."""
 
-from __future__ import annotations
-
 import codecs
 import json
 import logging

@@ -1,7 +1,5 @@
 """Inputs of `prepare`: compressed text, TSV, standard input, pipes and weights, in any number of processes."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import lzma
@@ -258,22 +256,19 @@ def test_scores_stay_with_their_pairs(texts: dict[str, Any], tmp_path: Path, mon
         _prepare(texts, overwrite=True)
 
 
-@pytest.mark.parametrize("text", ["", "nan", "1,5", "0x1", "1\t2"])
-def test_a_score_that_is_no_number_is_named(text: str, texts: dict[str, Any], tmp_path: Path) -> None:
-    scores = ["0.5", " -2 ", "-1e-3", "-inf"] * (len(SOURCE) // 4)
-    scores[100] = text
-    texts |= {"train_scores": (_write(tmp_path / "scores", scores),), "filters": "score=-1e9"}
-    with pytest.raises(DataError, match=r"line 101 of .*scores has the score '.*', which is no number"):
-        _prepare(texts)
-    assert _directories(tmp_path) == []
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "nan", "1e39", "1e-60", "", "1_0", "1 2"])
-def test_a_weight_that_is_no_positive_number_is_named(text: str, texts: dict[str, Any], tmp_path: Path) -> None:
-    weights = ["0.5", " 2 ", "1e-3", "+.25"] * (len(SOURCE) // 4)
-    weights[100] = text
-    texts["train_weights"] = (_write(tmp_path / "weights", weights),)
-    with pytest.raises(DataError, match=r"line 101 of .*weights has the weight '.*', which is no number"):
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [*(("weight", text) for text in ("0", "-1", "nan", "1e39", "1e-60", "", "1_0", "1 2")),
+     *(("score", text) for text in ("", "nan", "1,5", "0x1", "1\t2"))],
+)  # fmt: skip
+def test_a_weight_or_score_that_is_no_number_is_named(
+    kind: str, text: str, texts: dict[str, Any], tmp_path: Path
+) -> None:
+    numbers = ["0.5", " 2 ", "1e-3", "+.25"] * (len(SOURCE) // 4)
+    numbers[100] = text
+    texts[f"train_{kind}s"] = (_write(tmp_path / "numbers", numbers),)
+    texts |= {"filters": "score=-1e9"} if kind == "score" else {}
+    with pytest.raises(DataError, match=rf"line 101 of .*numbers has the {kind} '.*', which is no number"):
         _prepare(texts)
     assert _directories(tmp_path) == []
 

@@ -1,7 +1,5 @@
 """`prepare` with vocabularies of all kinds, symbols, tags and segmentations, and contradicting options."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 
@@ -86,14 +84,6 @@ def test_segmentations_are_of_the_same_pairs(text: Path, tmp_path: Path) -> None
         assert max(corpus.source_lengths.max(), corpus.target_lengths.max()) - 1 <= bound
 
 
-def test_one_segmentation_is_not_sampled(text: Path, tmp_path: Path) -> None:
-    data = prepared(text, tmp_path / "data", "--vocab-size", "300")
-    assert data.segmentations == 1 and len(data.training_corpora()) == 1
-    first = (text / "train.source").read_text(encoding="utf-8").splitlines()[0]
-    assert data.corpus("train").source(0).tolist() == data.tokenizer().encode(first)
-    assert data.meta.options.keys() == {"segmented", "cleaning", "vocab_size", "character_coverage", "seed"}
-
-
 def test_vocabularies_of_each_side_and_of_other_types(text: Path, tmp_path: Path) -> None:
     separate = prepared(text, tmp_path / "a", "--vocab-size", "290", "--separate-vocabularies")
     assert separate.tokenizer().vocabulary.source is not separate.tokenizer().vocabulary
@@ -124,29 +114,16 @@ def test_vocabularies_of_each_side_and_of_other_types(text: Path, tmp_path: Path
     [
         ("--symbols a a", "--symbols has a more than once"),
         ("--symbols <s>", "--symbols: '<s>' is the text of a special token"),
-        ("--symbols <0x41>", "'<0x41>' is the text of a special token"),
         ("--symbols |a b|", "'a b' has white space"),
-        ("--tag-source <bt>", "--tag-source '<bt>' is none of --symbols"),
         ("--symbols <a> --tag-target <b>", "--tag-target '<b>' is none of --symbols (<a>)"),
         ("--vocab-from {data} --tag-source <b>", "the tag '<b>' is no symbol of the source's vocabulary"),
-        ("--vocab-from {data} --symbols <a>", "--vocab-from brings its own vocabulary; leave out --symbols"),
         ("--vocab-from {data} --byte-fallback --normalization nfc", "leave out --byte-fallback, --normalization"),
-        (
-            "--sentencepiece {model} --vocab-size 99 --vocabulary-type unigram --separate-vocabularies",
-            "for raw text; leave out --vocab-size, --vocabulary-type, --separate-vocabularies",
-        ),
         ("--sentencepiece {model} --vocab-from {data}", "--sentencepiece brings its own vocabularies for raw text"),
         ("--sentencepiece {model} {model} {model}", "--sentencepiece: 3 models"),
         ("--sentencepiece {text}", "is no model of SentencePiece"),
         ("--segmented --byte-fallback --normalization nfkc", "leave out --normalization, --byte-fallback"),
-        ("--segmented --segmentations 2", "leave out --segmentations"),
         ("--segmentation-alpha 0.2", "--segmentation-alpha without sampled"),
-        ("--segmentations 0", "--segmentations "),
         ("--segmentations 2 --segmentation-alpha 0", "--segmentation-alpha "),
-        (
-            "--tokenizer hf:x --symbols <a> --normalization nfkc",
-            "--tokenizer brings its own vocabularies for raw text; leave out --normalization, --symbols",
-        ),
     ],
 )
 def test_contradictions_are_one_sentence(

@@ -1,7 +1,5 @@
 """Programs as metrics: how settings name them, what they get and give, and one sentence for each failure."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

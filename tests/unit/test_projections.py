@@ -1,7 +1,5 @@
 """Queries, keys and values as one matrix product, as on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

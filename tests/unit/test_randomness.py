@@ -1,7 +1,5 @@
 """Counter-based random numbers: their values are pinned, so that no library can change a run."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from deepspeed_nmt import randomness

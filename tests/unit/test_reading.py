@@ -1,7 +1,5 @@
 """Settings in YAML that are ambiguous or huge are refused with a sentence, at once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -9,7 +7,6 @@ import yaml
 
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.recipes import load_recipe, load_sweep
 from deepspeed_nmt.recipes.reading import parse_yaml, read_yaml
 
 
@@ -25,21 +22,6 @@ def test_duplicate_keys_are_refused() -> None:
         "F has the key 'dim' more than once; remove one", "F has the key 'heads' more than once; remove one",
     ]  # fmt: skip
     assert problems("a: [{b: 1, b: 2}]")
-
-
-def test_duplicate_keys_are_refused_wherever_settings_are_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "mine.yaml").write_text("training: {max_updates: 2}\ntraining: {seed: 3}\n")
-    with pytest.raises(ConfigError, match=r"mine\.yaml has the key 'training'"):
-        load_config(file=tmp_path / "mine.yaml")
-    with pytest.raises(ConfigError, match="'training' has the key 'seed'"):
-        load_config(settings=["training={seed: 1, seed: 2}"])
-    monkeypatch.setattr("deepspeed_nmt.recipes.RECIPES", tmp_path)
-    monkeypatch.setattr("deepspeed_nmt.recipes.SWEEPS", tmp_path)
-    for load in (load_recipe, load_sweep):
-        with pytest.raises(ConfigError, match="the key 'training'"):
-            load("mine")
 
 
 @pytest.mark.parametrize("text", ["model: &a\n  x: *a\n", "&a [*a]", "a: &a {x: 1}\nb: {<<: [*a, *a]}"])

@@ -1,7 +1,5 @@
 """Recomputation changes memory and time, but not the results."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Recurrent stacks against a plain transcription of the paper in float64, and what applications of a layer share."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -20,9 +18,7 @@ from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.multi_softmax import MultiSoftmax, MultiSoftmaxConfig
 from deepspeed_nmt.methods.recurrent import RecurrentConfig, build_recurrent
 from deepspeed_nmt.methods.transformer import Transformer
-from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.layers import DecoderLayer, make_decoder_layer
-from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from tests import transformer_equations as equations
 from tests.models import two_pairs
 
@@ -176,28 +172,6 @@ def test_the_source_is_projected_once_for_a_layer(recompute: int) -> None:
     first = model.at_exit("3-1")
     first(data)
     assert projected.rows == [12, 12], "each layer is applied once"
-
-
-@pytest.mark.parametrize(("sharing", "applications"), [("stacked", 4), ("closed_chain", 3)])
-def test_a_search_keeps_the_source_once_for_a_layer(
-    monkeypatch: pytest.MonkeyPatch, sharing: str, applications: int
-) -> None:
-    model = recurrent(sharing=sharing).eval()
-    source, projected = two_pairs().source_BS, Projected(model)
-    memory, cache = model.encode(source), model.begin()
-    model.step(torch.tensor([1, 1]), memory, cache)
-    cache.select(torch.tensor([1, 1, 1]), torch.tensor([1]))
-    model.step(torch.tensor([17, 18, 19]), memory.select(torch.tensor([1])), cache)
-    assert projected.rows == [12, 12]
-    kept = {id(each): each for layer in cache.layers if (each := layer.source.projected) is not None}
-    assert len(cache.layers) == applications and len(kept) == 2
-    assert all(each.keys.shape == each.values.shape == (1, 2, 6, 8) for each in kept.values())
-    found = BeamSearch(BeamConfig(beam=3), model, V).search(source)
-    plain = DecoderCache.__init__
-    monkeypatch.setattr(DecoderCache, "__init__", lambda self, indices: plain(self, range(len(indices))))
-    projected.rows.clear()
-    assert BeamSearch(BeamConfig(beam=3), model, V).search(source) == found
-    assert len(projected.rows) == applications, "a cache for each application projects for each"
 
 
 # DeepNorm.

@@ -1,12 +1,9 @@
 """Reports of runs and of sweeps, on run directories that no training made."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +13,8 @@ from deepspeed_nmt.config import load_config
 from deepspeed_nmt.engine.contract import EngineScalars
 from deepspeed_nmt.reports import sweep as module
 from deepspeed_nmt.reports.outcome import Outcome
-from deepspeed_nmt.reports.pictures import draw_curves
-from deepspeed_nmt.reports.run_log import RunLog
 from deepspeed_nmt.reports.sweep import Sweep
-from deepspeed_nmt.run.directory import DataRecord, Run
-from deepspeed_nmt.text import TextForm
+from deepspeed_nmt.run.directory import DataRecord
 from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.progress import Progress
 
@@ -69,12 +63,6 @@ def sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., R
         return Report(capsys, tmp_path / "x.svg", "sweep", name, "--runs", tmp_path / "runs", *more)
 
     return report
-
-
-def make_layers(runs: Path, *layers: int, **last: float) -> None:
-    """Make a run of the sweep for each number of layers, named after it."""
-    for number in layers:
-        make_run(runs / str(number), f"model.decoder_layers={number}", **last)
 
 
 @pytest.fixture
@@ -150,21 +138,6 @@ def test_runs_of_other_data_or_validation_are_compared_with_a_warning(tmp_path: 
     assert "also differ" not in sweep().log, "the same data in two directories"
 
 
-def test_runs_of_unlike_text_are_not_translated_for_one_column(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer: Any = SimpleNamespace(reference=str)
-    make_layers(tmp_path, 1, 3, train_ppl=5.0)
-    for layers, form in ((1, TextForm("raw")), (3, TextForm("tokenised"))):
-        record = DataRecord(path="data", fingerprint="a", text=form)
-        (tmp_path / str(layers) / "data.json").write_bytes(record.content())
-    monkeypatch.setattr(Run, "open", lambda path: Run(path, Outcome.read(path).config, tokenizer, {}))
-    (tmp_path / "text").write_text("a b\n")
-    words = ["report", "sweep", "deep_decoder_fig1", "--runs", str(tmp_path), "--out", str(tmp_path / "x.svg")]
-    assert main([*words, "--input", str(tmp_path / "text"), "--reference", str(tmp_path / "text")]) == 2
-    assert f"{tmp_path}/3 and {tmp_path}/1 translate into text of different forms" in capsys.readouterr().err
-
-
 def test_axes_are_the_settings_swept_independently(sweep_of: Any) -> None:
     assert Sweep("deep_decoder_fig1").axes == ["model.decoder_layers"]
     assert Sweep("deep_decoder_fig2").axes == ["layer.drop_depth", "layer.drop_ratio"], "the one of most values first"
@@ -228,18 +201,3 @@ def test_a_checkpoint_says_what_the_log_does_not(tmp_path: Path) -> None:
     assert Outcome.read(run).target_tokens == 7
     (run / "checkpoints" / "update-0000120" / "state.json").write_text("damaged")
     assert Outcome.read(run).status == "0 of 200,000 updates"
-
-
-def test_cross_attention_shares_are_a_heat_map_with_blanks(tmp_path: Path) -> None:
-    tag = "collapse/cross_share/layer_{:02}"
-    entries = [
-        {"update": update, "train/target_tokens": 10.0 * update, tag.format(1): 0.2, tag.format(12): 0.1 * update}
-        for update in (1, 2, 4)
-    ]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, entries)))
-    curves = RunLog.read(tmp_path)
-    shares = curves.cross_shares()
-    assert list(shares) == [1, 12] and shares[12].updates == [1, 2, 4] and shares[12].last == pytest.approx(0.4)
-    panels = {"train/ppl": "x", "valid/loss": "y"}
-    draw_curves(dict.fromkeys("abc", curves), panels, tmp_path / "out.svg", shares=True)
-    assert (tmp_path / "out.svg").read_text(encoding="utf-8").count("QuadMesh") == 3, "one map for each run"

@@ -1,11 +1,7 @@
 """N-best lists, and the choice of alpha and exponent from them."""
 
-from __future__ import annotations
-
 import json
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -136,39 +132,6 @@ def test_lists_that_are_cut_off_are_refused(
     said = capsys.readouterr().err
     assert f"lacks candidates of line {line} that" in said
     assert "--nbest TWICE_THE_BEAM" in said
-
-
-def test_lists_of_tokens_are_tuned_as_plain_text_of_their_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    corpus = tmp_path / "corpus"
-    corpus.write_text("".join(f"{line} .\n" for line in REFERENCES if line), encoding="utf-8")
-    sides = [f"--{split}-{side}" for split in ("train", "valid") for side in ("source", "target")]
-    prepare = ["prepare", *(word for side in sides for word in (side, str(corpus)))]
-    prepare += ["--vocab-size", "40", "--keep-duplicates", "--out", str(tmp_path / "data")]
-    assert main([*prepare, "--text", "moses", "--target-lang", "en"]) == 0
-
-    def tuned(nbest: str, reference: str, *options: str) -> tuple[dict[str, Any], str]:
-        capsys.readouterr()
-        assert main(["score", "--tune-rerank", nbest, "--reference", reference, "--json", *options]) == 0
-        captured = capsys.readouterr()
-        return json.loads(captured.out), captured.err
-
-    paths = []
-    for name, ending in (("plain", "."), ("tokens", " .")):
-        (tmp_path / name).mkdir()
-        found = [[replace(each, text=each.text and each.text + ending) for each in line] for line in lists()]
-        nbest, reference = files(tmp_path / name, found)
-        Path(reference).write_text("".join(f"{line and line + ending}\n" for line in REFERENCES), encoding="utf-8")
-        paths.append((nbest, reference))
-    plain, tokens = paths
-    expected, said = tuned(*plain)
-    assert "look tokenised" not in said
-    _, said = tuned(*tokens)
-    assert "9 of 10 lines end in ' .' and look tokenised" in said and "3 of 4 lines end in" in said
-    like = ["--like", str(tmp_path / "data")]
-    assert tuned(*tokens, *like)[0] == expected and "look tokenised" not in tuned(*tokens, *like)[1]
-    assert "look tokenised" not in tuned(*tokens, *like, "--tokenised")[1]
 
 
 def test_what_cannot_be_tuned_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,5 @@
 """Checkpoints written in the background: training waits for a copy in host memory only, and nothing else changes."""
 
-from __future__ import annotations
-
 import errno
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`score`: published scores to the last decimal, correct labels, and refusal of bad files."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

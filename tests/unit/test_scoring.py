@@ -1,7 +1,5 @@
 """Forced decoding against single sentences: token by token, at exits, by ensembles, over a stream."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
@@ -68,15 +66,6 @@ def test_token_log_probs_are_those_of_the_equations(at_once: int, monkeypatch: p
         for tokens, log_probs in zip(each, found[row], strict=True):
             assert log_probs == pytest.approx(expected(model, source, tokens), rel=1e-5)
     assert token_log_probs([model], V, SOURCE, True, [[], [], []]) == [[], [], []]
-
-
-def test_an_exit_is_scored_by_its_layers() -> None:
-    model = plain(1)
-    cut = model.at_exit("1-2")
-    assert token_log_probs([cut], V, SOURCE, True, ASKED) != token_log_probs([model], V, SOURCE, True, ASKED)
-    del model.encoder.layers[1]
-    log_probs = token_log_probs([cut], V, SOURCE[:1], False, [[(4, 5, 6)]])[0][0]
-    assert log_probs == pytest.approx(expected(model, SOURCE[0].tolist(), (4, 5, 6)), rel=1e-5)
 
 
 @pytest.mark.parametrize("models", [[1], [1, 2]])

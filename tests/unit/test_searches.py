@@ -1,7 +1,5 @@
 """All searches from left to right: batches and the cache change nothing, and every rule of the next token holds."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Sampled segmentations: pure functions of (seed, pair, side, number), with the right probabilities."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """The table of `selftest`. tests/parity compares the engines themselves."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

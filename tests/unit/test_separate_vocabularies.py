@@ -1,7 +1,5 @@
 """Models of all families with a vocabulary for each side."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

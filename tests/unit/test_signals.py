@@ -1,7 +1,5 @@
 """Requests to stop a run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Messages about skipped updates, the parameters that cause them, and spikes of the loss."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 A new one joins by being registered with a case of `selftest`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

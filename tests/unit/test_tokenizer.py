@@ -1,7 +1,5 @@
 """Vocabularies: round trips, and messages about invalid requests."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

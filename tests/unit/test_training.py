@@ -1,7 +1,5 @@
 """Agreement of ranks before training."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

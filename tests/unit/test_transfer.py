@@ -1,7 +1,5 @@
 """Copies of micro-batches to a device: one ahead, and before the computation that needs it."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Translation of a stream: complete, in order, and in bounded memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`translate` reads and writes files, pipes and standard streams; a model that reverses lines stands in for a run."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Translation of a file in pieces: the same for any ranks, starts and stops, with the warnings of the whole text."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import hashlib

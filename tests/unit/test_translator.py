@@ -1,12 +1,8 @@
 """The Python API: lines beside the source, details of translations, ensembles, and threads."""
 
-from __future__ import annotations
-
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +14,9 @@ from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
-from deepspeed_nmt.run.opening import warn_of_differences
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.search.models import Ensemble
-from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
 
 V = Vocabulary(30)
 LINES = ["hello", "a", "translation", "", "deep", "zz", "longer", "b", "model"] * 3
@@ -80,35 +74,6 @@ def test_a_translation_begins_with_its_prefix_and_contains_its_constraints() -> 
     for line, begin, phrases, each in zip(LINES, prefix, constraints, both, strict=True):
         text = each.text.replace(" ", "")
         assert not line or (text.startswith(begin) and all(phrase.strip() in text for phrase in phrases))
-
-
-def like_a_run(name: str, search: SearchConfig, tags: Tags = NO_TAGS, text: TextForm | None = None) -> Any:
-    return SimpleNamespace(path=name, config=SimpleNamespace(search=search), tags=tags, text_form=text or TextForm())
-
-
-@pytest.mark.parametrize(
-    ("other", "given", "differences"),
-    [
-        (like_a_run("B", BeamConfig()), {}, ""),
-        (like_a_run("B", BeamConfig(beam=2)), {"length_penalty": "none"}, "search.beam (5 and 2)"),
-        (like_a_run("B", BeamConfig(beam=2)), {"beam": 2}, ""),
-        (like_a_run("B", config("sampling", max_length=9)), {"name": "beam"}, "search.max_length (0 and 9)"),
-        (
-            like_a_run("B", BeamConfig(), Tags("<2de>"), TextForm("raw", "en", "de")),
-            {"beam": None},
-            "`tag` (none and <2de>), the form of their text (moses (en-de) and raw (en-de))",
-        ),
-    ],
-)
-def test_runs_of_an_ensemble_that_differ_are_warned_of(
-    other: Any, given: dict[str, object], differences: str, caplog: pytest.LogCaptureFixture, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(logging.getLogger("deepspeed_nmt"), "propagate", True)
-    first = like_a_run("A", BeamConfig(), text=TextForm("moses", "en", "de"))
-    with caplog.at_level(logging.WARNING, "deepspeed_nmt"):
-        warn_of_differences([first, first, other], BeamConfig(), given)
-    said = f"A and B differ in {differences}; the ensemble decodes with what A has, unless other options are given"
-    assert caplog.messages == ([said] if differences else [])
 
 
 def test_translate_returns_as_many_translations_as_are_asked_for() -> None:

@@ -1,7 +1,5 @@
 """Transparent attention: equations, gradients, decoding, and the exits that it lacks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

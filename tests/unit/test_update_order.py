@@ -1,7 +1,5 @@
 """Updates: every sentence once an epoch, found window by window; mixtures of corpora in their shares."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Names of validation sets, and the measure that chooses the best checkpoint among theirs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

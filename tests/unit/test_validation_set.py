@@ -1,7 +1,5 @@
 """Batches of the validation set on each rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

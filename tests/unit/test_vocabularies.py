@@ -1,7 +1,5 @@
 """Kinds of SentencePiece vocabularies: symbols, one a side, unigram models, bytes, and user-supplied models."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from pathlib import Path

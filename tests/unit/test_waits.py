@@ -1,7 +1,5 @@
 """A forward pass copies nothing from the host to the device, for which it would wait."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

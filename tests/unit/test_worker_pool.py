@@ -1,7 +1,5 @@
 """Work in several processes: order, errors, and ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
