@@ -1,4 +1,4 @@
-"""Beam search against exhaustive and greedy search; results do not depend on the batch, and no step is wasted."""
+"""Beam search against exhaustive and greedy search; results do not depend on the batch; length penalties."""
 
 import math
 from itertools import product
@@ -10,6 +10,7 @@ from torch import Tensor
 from deepspeed_nmt.core.model import DecodableModel, Memory, TranslationModel
 from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.nn import cache
@@ -248,3 +249,29 @@ def test_positions_of_dropped_hypotheses_leave_the_cache(monkeypatch: pytest.Mon
     assert [[each.tokens for each in best] for best in found] == [[each.tokens for each in best] for best in expected]
     scores = [[each.score for each in best] for best in found]
     torch.testing.assert_close(scores, [[each.score for each in best] for best in expected], atol=1e-5, rtol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "length", "expected"),
+    [
+        ("gnmt:1", 7, 2.0),
+        ("gnmt:0.5", 19, 2.0),
+        ("gnmt:0", 30, 1.0),
+        ("power:2", 3, 9.0),
+        ("power:0.5", 16, 4.0),
+        ("mean", 11, 11.0),
+        ("none", 11, 1.0),
+        ("power:10", 100_000, 1e50),
+    ],
+)
+def test_formulas(text: str, length: int, expected: float) -> None:
+    assert LengthPenalty.parse(text)(length) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("text", ["", "gnmt:", "power:-1", "power:nan", "gnmt:11", "mean:2", "wu:0.6"])
+def test_errors_name_the_allowed_values(text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        LengthPenalty.parse(text)
+    message = str(error.value)
+    assert f"'{text}'" in message
+    assert all(name in message for name in ("gnmt:A", "power:A", "mean", "none"))

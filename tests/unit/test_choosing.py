@@ -1,4 +1,4 @@
-"""Choice of the best checkpoint by scores that are late or missing, and patience that only real gains reset."""
+"""Choice of the best checkpoint among validation sets, by scores that are late or missing, and patience."""
 
 import json
 import math
@@ -12,12 +12,17 @@ import pytest
 import sacrebleu
 import torch
 
+from deepspeed_nmt.config import load_config, validate
+from deepspeed_nmt.data.data_directory import DataDirectory, Meta
 from deepspeed_nmt.engine.contract import EngineScalars, ParameterState
-from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.evaluate.metrics import METRICS, p_value_of_scores
 from deepspeed_nmt.evaluate.scoring import paired_bootstrap
+from deepspeed_nmt.manifest import FileRecord
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.run import validation_sets
 from deepspeed_nmt.run.late_scores import LateScores, choose_best
-from deepspeed_nmt.run.validation_sets import ValidationTexts
+from deepspeed_nmt.run.validation_sets import ValidationTexts, check_sets_agree, digest, given_sets
 from deepspeed_nmt.run.validator import Compared, choice_by, is_significant
 from deepspeed_nmt.text import TextForm
 from deepspeed_nmt.train import checkpoint
@@ -26,7 +31,7 @@ from deepspeed_nmt.train.configuration import MEAN, ValidationConfig
 from deepspeed_nmt.train.events import EVENTS_FILE
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.validation import Choice, Validation, update_best
-from tests.unit.test_program_metrics import program
+from tests.unit.test_metrics import program
 
 UNKNOWN = -math.inf
 BY_A = Choice("valid/a")
@@ -229,3 +234,98 @@ def test_a_gain_is_tested_on_the_translations_of_the_run(tmp_path: Path, caplog:
         lines = (f"{score + 0.01 * (number % 2)}\n" for number in range(40))
         texts.sentences(update, "a").write_text("".join(lines))
     assert is_significant(command, compared, 2, 1, 0.05) and not is_significant(command, compared, 1, 1, 0.05)
+
+
+RAW, TOKENISED = TextForm(form="raw"), TextForm(form="tokenised")
+
+
+def chosen(text: TextForm, of: str, **settings: Any) -> list[str]:
+    """The names of the metrics of a set."""
+    return [metric.name for metric in ValidationConfig(sets={"news": "x"}, **settings).chosen(text, of)[0]]
+
+
+def problem_of(**settings: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        validate({"validation": settings})
+    (problem,) = caught.value.problems
+    return problem
+
+
+@pytest.mark.parametrize("name", ["mean", "bleu"])
+def test_a_set_is_not_called_as_a_measure(name: str) -> None:
+    expected = f"has the name '{name}', which is that of a measure; give another one"
+    assert problem_of(sets={name: "x"}) == f"validation.sets {expected}"
+    with pytest.raises(ConfigError, match=f"^--valid {expected}$"):
+        given_sets([f"{name}=x"])
+
+
+@pytest.mark.parametrize("name", ["a/b", "a.b", "-a", "", "x" * 51])
+def test_names_of_sets_are_plain(name: str) -> None:
+    assert "; use letters, digits, - and _, 50 at most" in problem_of(sets={name: "x"})
+
+
+def test_values_of_the_option_are_name_and_directory() -> None:
+    assert given_sets(["a=/x", "b-1=/y=z"]) == {"a": "/x", "b-1": "/y=z"}
+    for value in ("a", "a=", "=x"):
+        with pytest.raises(ConfigError, match=rf"^--valid is '{value}'; give NAME=DIR"):
+            given_sets([value])
+    with pytest.raises(ConfigError, match="--valid has the name a twice"):
+        given_sets(["a=x", "a=y"])
+
+
+def test_settings_override_options_and_null_removes_a_set() -> None:
+    options = {"validation": {"sets": {"a": "/x", "b": "/y"}}}
+    settings = ["validation.sets.a=null", "validation.sets.b=/z", "validation.sets.c=d"]
+    config = load_config(settings=settings, options=options)
+    assert config.validation.sets == {"b": "/z", "c": "d"}
+    located = config.resolved().validation.sets
+    assert located["b"] == "/z" and located["c"].startswith("/") and located["c"].endswith("/d")
+    assert config.flat()["validation.sets.b"] == "/z"
+    assert problem_of(sets={"a": ""}) == "validation.sets has no data directory for a; give one"
+    assert problem_of(sets=["a"]) == "validation.sets is ['a']; give a section with keys"
+
+
+@pytest.mark.parametrize("best_by", ["other/bleu", "news/auto", "news/", "news"])
+def test_a_measure_that_no_set_has_is_refused(best_by: str) -> None:
+    problem = problem_of(sets={"news": "x"}, best_by=best_by)
+    assert f"validation.best_by is '{best_by}', which is none of auto, loss, bleu" in problem
+    assert "news/ followed by a measure, mean/ followed by a measure" in problem
+
+
+def test_measures_of_sets_are_among_the_metrics_and_need_sets() -> None:
+    assert "add it to validation.metrics" in problem_of(sets={"news": "x"}, metrics=["bleu"], best_by="news/ter")
+    assert "validation.best_by is 'mean/bleu'" in problem_of(best_by="mean/bleu")
+    assert problem_of(sets={"mean": "x"}, best_by="news/bleu").startswith("validation.sets"), "reported once"
+
+
+def test_each_set_has_the_metrics_that_its_text_allows_and_the_one_that_chooses() -> None:
+    assert chosen(TOKENISED, "news") == ["bleu_tokenised"] and chosen(RAW, "") == ["bleu"]
+    assert chosen(RAW, "news", best_by="news/chrf") == ["bleu", "chrf"]
+    assert chosen(RAW, "", best_by="news/chrf") == ["bleu"]
+    assert chosen(RAW, "", best_by="chrf") == ["bleu", "chrf"] and chosen(RAW, "news", best_by="chrf") == ["bleu"]
+    assert chosen(RAW, "", best_by="mean/ter") == chosen(RAW, "news", best_by="mean/ter") == ["bleu", "ter"]
+    best = ValidationConfig(sets={"news": "x"}, best_by="mean/ter").chosen(RAW)[1]
+    assert best is not None and best.name == "ter" and MEAN == "mean"
+    with pytest.raises(ConfigError) as caught:
+        chosen(TOKENISED, "news", best_by="mean/bleu")
+    assert "bleu needs plain text, but in validation.sets.news the text is tokenised" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"metric chrf needs plain text, but in validation\.sets\.news the text is"):
+        chosen(TOKENISED, "news", metrics=["chrf"])
+
+
+def test_hosts_whose_validation_sets_differ_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def directory(content: str) -> DataDirectory:
+        meta = Meta.model_construct(
+            files={"valid.source": FileRecord.of(content.encode())}, text=RAW, segmented=False
+        )
+        return DataDirectory(tmp_path / content, meta)
+
+    one = World(0, 1, 0, torch.device("cpu"))
+    of_main: dict[str, Any] = {}
+    monkeypatch.setattr(validation_sets, "from_main", lambda own, world: of_main.setdefault("own", own))
+    sets = {"": directory("x"), "news": directory("y")}
+    for same in (sets, {"": directory("x"), "news": directory("y")}):
+        check_sets_agree(same, one)
+    with pytest.raises(DataError, match=r"the validation set news in .*/z is not that of rank 0"):
+        check_sets_agree({**sets, "news": directory("z")}, one)
+    assert digest(sets) != digest({"": directory("y"), "news": directory("x")}) != digest({"news": directory("y")})

@@ -1,4 +1,4 @@
-"""Batches and their order."""
+"""The memory-mapped corpus, batches and their order, and batches of the validation set."""
 
 import itertools
 from collections.abc import Iterator
@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from deepspeed_nmt.core.batch import UpdateInfo
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
-from deepspeed_nmt.data.loader import Prefetcher, TrainLoader, collate
+from deepspeed_nmt.data.loader import Prefetcher, TrainLoader, ValidationSet, collate
 from deepspeed_nmt.data.update_order import Cursor
+from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.parallel.world import World
 from tests.support import parity_loader, random_corpus, write_mixture
 
@@ -105,3 +107,115 @@ def test_a_mixture_is_the_same_for_any_ranks_and_resumes_anywhere(tmp_path: Path
     ids = {row[0] for row in rows}
     assert any(i < 300 for i in ids) and any(300 <= i < 600 for i in ids), "both segmentations are trained on"
     assert len([row for row in rows if row[0] >= 600]) > 160, "the second corpus of 40 pairs is repeated"
+
+
+Pairs = list[tuple[list[int], list[int]]]
+
+
+def _write(directory: Path, pairs: Pairs, vocab_size: int, batch: int = 3) -> CorpusWriter:
+    with CorpusWriter(directory, "train", vocab_size) as writer:
+        for start in range(0, len(pairs), batch):
+            part = pairs[start : start + batch]
+            writer.append([source for source, _ in part], [target for _, target in part])
+    return writer
+
+
+@pytest.mark.parametrize(("vocab_size", "itemsize"), [(65_535, 2), (65_536, 4), (200_000, 4)])
+def test_round_trip(tmp_path: Path, vocab_size: int, itemsize: int) -> None:
+    rng = np.random.default_rng(1)
+    pairs: Pairs = [
+        (rng.integers(0, vocab_size, length).tolist(), rng.integers(0, vocab_size, 12 - length).tolist())
+        for length in rng.integers(0, 12, 20)
+    ]
+    pairs[3] = ([vocab_size - 1], [])
+    _write(tmp_path, pairs, vocab_size)
+    corpus = Corpus(tmp_path, "train")
+    assert len(corpus) == 20
+    assert [(corpus.source(i).tolist(), corpus.target(i).tolist()) for i in range(20)] == pairs
+    assert corpus.source(0).dtype.itemsize == itemsize
+    assert corpus.source_lengths.dtype == corpus.target_lengths.dtype == np.int32
+    assert corpus.source_lengths.tolist() == [len(source) + 1 for source, _ in pairs]
+    assert corpus.target_lengths.tolist() == [len(target) + 1 for _, target in pairs]
+
+
+def test_stats_count_tokens_unknown_and_longest(tmp_path: Path) -> None:
+    stats = _write(tmp_path, [([5, 3, 3], [4]), ([7], [3, 4, 4, 4, 4])], 10, batch=1).stats
+    assert stats.model_dump() == {
+        "pairs": 2,
+        "source": {"tokens": 4, "unknown": 2, "longest": 3},
+        "target": {"tokens": 6, "unknown": 1, "longest": 5},
+    }
+
+
+def test_empty_corpus_and_empty_sentences(tmp_path: Path) -> None:
+    _write(tmp_path, [], 10)
+    assert len(Corpus(tmp_path, "train")) == 0
+    _write(tmp_path, [([], []), ([], [])], 10)
+    corpus = Corpus(tmp_path, "train")
+    assert corpus.source_lengths.tolist() == [1, 1]
+    assert corpus.target(1).tolist() == []
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"train\.source\.offsets\.bin is missing"):
+        Corpus(tmp_path, "train")
+    _write(tmp_path, [([4, 5], [5]), ([6, 7], [8])], 10)
+    tokens = tmp_path / "train.source.uint16.bin"
+    tokens.write_bytes(tokens.read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"holds 3 tokens instead of the 4"):
+        Corpus(tmp_path, "train")
+    tokens.write_bytes(tokens.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"has 5 bytes, which are no whole number of 2-byte"):
+        Corpus(tmp_path, "train")
+    tokens.unlink()
+    with pytest.raises(DataError, match=r"train\.source\.uint16\.bin is missing"):
+        Corpus(tmp_path, "train")
+
+
+def test_sides_of_different_length(tmp_path: Path) -> None:
+    _write(tmp_path, [([4], [5]), ([6], [7])], 10)
+    (tmp_path / "train.target.offsets.bin").write_bytes(np.array([0, 2], dtype="<i8").tobytes())
+    with pytest.raises(DataError, match="2 sources and 1 targets"):
+        Corpus(tmp_path, "train")
+
+
+@pytest.fixture
+def validation_corpus(tmp_path: Path) -> Corpus:
+    return random_corpus(tmp_path, pairs=50, vocab=50, seed=3, split="valid")
+
+
+def of_rank(validation_corpus: Corpus, rank: int = 0, ranks: int = 1, micro: int = 200) -> ValidationSet:
+    return ValidationSet(validation_corpus, Vocabulary(50), BatchConfig(micro_tokens=micro), rank, ranks)
+
+
+def test_ranks_share_all_sentences_or_a_slice(validation_corpus: Corpus) -> None:
+    for sentences in (None, np.array([3, 8, 11, 30])):
+        shares = [list(of_rank(validation_corpus, rank, 3).batches(sentences)) for rank in range(3)]
+        assert len({len(share) for share in shares}) == 1
+        ids = sorted(int(i) for share in shares for batch in share for i in batch.sentence_ids_B if i >= 0)
+        chosen = range(50) if sentences is None else sentences.tolist()
+        assert ids == list(chosen)
+        tokens = int(validation_corpus.target_lengths[ids].sum())
+        assert {batch.update for share in shares for batch in share} == {
+            UpdateInfo(tokens=tokens, sentences=len(ids))
+        }
+        assert sum(batch.target_tokens for share in shares for batch in share) == tokens
+
+
+def test_sources_of_other_sentences_keep_the_targets(validation_corpus: Corpus) -> None:
+    sentences = np.arange(0, 50, 2)
+    other = {int(i): (int(i) + 2) % 50 for i in sentences}
+    valid = of_rank(validation_corpus)
+    pairs = list(zip(valid.batches(sentences), valid.batches(sentences, other), strict=True))
+    for own, swapped in pairs:
+        assert own.target_output_BT.equal(swapped.target_output_BT)
+        assert own.sentence_ids_B.equal(swapped.sentence_ids_B)
+        for row, sentence in enumerate(own.sentence_ids_B.tolist()):
+            source = validation_corpus.source(other[sentence]).tolist()
+            assert swapped.source_BS[row, : len(source) + 1].tolist() == [*source, 2]
+
+
+def test_a_sentence_longer_than_a_micro_batch_is_accepted(validation_corpus: Corpus) -> None:
+    longest = int(max(validation_corpus.source_lengths.max(), validation_corpus.target_lengths.max()))
+    batches = list(of_rank(validation_corpus, micro=5).batches())
+    assert max(batch.padded_tokens for batch in batches) == longest

@@ -1,24 +1,34 @@
-"""16-bit training of the plain engine: fp32 masters, fp32 gradients, tied and frozen weights."""
+"""16-bit training of the plain engine, norms by layer, and copies of micro-batches to a device."""
 
+import math
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.loader import TrainLoader, Update
 from deepspeed_nmt.data.update_order import Cursor
+from deepspeed_nmt.engine import norms, transfer
 from deepspeed_nmt.engine.contract import EngineScalars
+from deepspeed_nmt.engine.norms import Squares, squared_changes
 from deepspeed_nmt.engine.plain import PlainEngine
+from deepspeed_nmt.engine.transfer import on_device, tensors_of
 from deepspeed_nmt.kernels.precision import Precision
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.parity import Saved
-from deepspeed_nmt.train.optimizers.adam import AdamConfig
-from tests.support import random_corpus
+from deepspeed_nmt.train.log import norms_by_layer
+from deepspeed_nmt.train.optimizers.adam import AdamConfig, AdamWConfig
+from tests.support import batch_of, random_corpus
 
 WORLD = World(rank=0, ranks=1, local_rank=0, device=torch.device("cpu"))
 V = Vocabulary(50)
@@ -120,3 +130,92 @@ def test_collected_gradients_have_the_same_sums(update: Update, monkeypatch: pyt
     else:
         assert len(groups) > len(update.micro_batches) and max(groups) > 2 and sum(groups) < len(groups) * trained
     assert all(weight.grad is None for weight in other._named.values()) and not other._sums._collected
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "decay"),
+    [("fp32", AdamWConfig, 0.5), ("fp32", AdamConfig, 0.5), ("bf16", AdamWConfig, 0.0), ("fp16", AdamWConfig, 0.5)],
+)
+def test_the_change_is_that_of_the_weights_and_the_gradient_that_before_clipping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: Precision, optimizer: type[AdamConfig], decay: float
+) -> None:
+    monkeypatch.setattr(norms, "_AT_ONCE", 100)  # most parameters are cut
+    torch.manual_seed(1)
+    model = build_transformer(TransformerConfig(dim=16, ffn_dim=16, heads=2, encoder_layers=2, decoder_layers=1), V)
+    model.encoder.layers[0].requires_grad_(False)
+    module = TrainModule(model, Objective(LabelSmoothed(0.1, V.pad)))
+    engine = PlainEngine(module, optimizer(weight_decay=decay, clip_norm=0.01), precision, WORLD)
+    loader = TrainLoader.of_corpus(
+        random_corpus(tmp_path, 40, 50, 1), BatchConfig(update_tokens=300, micro_tokens=60), 1, 0, 1, V
+    )
+    measured = 0
+    for update in loader.updates(Cursor(), 1):
+        before = {state.name: state.weight.clone() for state in engine.parameters()}
+        result = engine.update(update.micro_batches, update.target_tokens, 2e-3, measure=update.number > 1)
+        assert (result.squares is None) == (update.number == 1 or result.skipped)
+        if result.squares is not None:
+            measured += 1
+            after = {state.name: state.weight for state in engine.parameters()}
+            trained = [name for name in before if not name.startswith("encoder.layers.0.")]
+            expected = {name: float((after[name] - before[name]).norm()) for name in trained}
+            found = {name: math.sqrt(value) for name, value in result.squares.change.items()}
+            assert found == pytest.approx(expected, rel=1e-3) and min(expected.values()) > 1e-4
+            assert list(result.squares.gradient) == trained
+            assert math.sqrt(sum(result.squares.gradient.values())) == pytest.approx(result.grad_norm, rel=1e-5)
+        if update.number == 4:
+            break
+    assert measured > 1
+
+
+def test_norms_are_summed_by_layer_under_tags_that_count_from_one() -> None:
+    names = ["source_embedding.weight", "encoder.layers.0.a.weight", "encoder.layers.0.b.bias"]
+    names += ["decoder.layers.11.a.weight", "decoder.final_norm.weight"]
+    squares = Squares(dict(zip(names, (4.0, 9.0, 16.0, 1.0, 0.0), strict=True)), dict.fromkeys(names, 1.0))
+    found = norms_by_layer(squares)
+    paths = ["source_embedding", "encoder/layer_01", "decoder/layer_12", "decoder/final_norm"]
+    assert list(found) == [f"norm/{kind}/{path}" for kind in ("gradient", "update") for path in paths]
+    assert [found[f"norm/gradient/{path}"] for path in paths] == [2.0, 5.0, 1.0, 0.0]
+    assert found["norm/update/encoder/layer_01"] == pytest.approx(math.sqrt(2.0))
+
+
+def test_a_rank_without_a_part_adds_nothing() -> None:
+    changes_P = squared_changes(AdamConfig(), [None, None], 1e-3, 1)
+    assert changes_P is not None and changes_P.tolist() == [0.0, 0.0]
+    assert norms.squares_of([None, torch.full((4,), 3.0), torch.empty(0)]).tolist() == pytest.approx([0.0, 36.0, 0.0])
+
+
+BATCHES = [
+    replace(batch_of(*torch.full((3, 2, 2), number)), update=UpdateInfo(micro_batch=number)) for number in range(3)
+]
+
+
+def test_on_a_cpu_batches_stay_where_they_are() -> None:
+    for ours, theirs in zip(on_device(BATCHES, torch.device("cpu")), BATCHES, strict=True):
+        assert ours.update == theirs.update
+        assert [t.data_ptr() for t in tensors_of(ours)] == [t.data_ptr() for t in tensors_of(theirs)]
+
+
+def test_on_a_gpu_the_next_batch_is_copied_before_this_one_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the calls of CUDA by notes of their order."""
+    done: list[str] = []
+
+    def to(batch: Batch, device: torch.device) -> Batch:
+        assert device.type == "cuda"
+        done.append(f"copy {batch.update.micro_batch}")
+        return batch
+
+    computing = SimpleNamespace(wait_stream=lambda stream: done.append("wait"))
+    monkeypatch.setattr(Batch, "to", to)
+    monkeypatch.setattr(transfer, "_copy_stream", lambda device: SimpleNamespace())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: done.append("held"))
+    for batch in on_device(BATCHES, torch.device("cuda")):
+        done.append(f"use {batch.update.micro_batch}")
+    assert done.count("held") == 3 * 4, "the caching allocator must know of the second stream"
+    assert [each for each in done if each != "held"] == [
+        *("copy 0", "wait", "copy 1", "use 0"),
+        *("wait", "copy 2", "use 1"),
+        *("wait", "use 2"),
+    ]

@@ -1,19 +1,23 @@
-"""The Python API: lines beside the source, details of translations, ensembles, and threads."""
+"""The Python API: settings of the search, details of translations, ensembles, and threads."""
 
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from deepspeed_nmt.api import Translator
+from deepspeed_nmt.config import RunConfig, load_config
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.run.opening import search_settings
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.search.models import Ensemble
@@ -210,3 +214,25 @@ def test_arguments_of_another_name_or_type_are_refused() -> None:
     for options in ({"suppress": "ab"}, {"exit": 3}, {"encoder_layers": "1"}):
         with pytest.raises(ConfigError, match=f"`{next(iter(options))}`"):
             Translator.open("no run", **options)
+
+
+@dataclass
+class StubRun:
+    """A run that has settings alone."""
+
+    config: RunConfig
+    path: Path = Path("run")
+
+
+def refusal(recipe: str, changes: dict[str, Any], *exits: str, settings: tuple[str, ...] = ()) -> str:
+    run: Any = StubRun(load_config(recipe, settings=settings))
+    with pytest.raises(ConfigError) as error:
+        search_settings([run], changes, exits)
+    return str(error.value)
+
+
+def test_an_option_of_another_search_is_refused_by_name() -> None:
+    end = "which decodes here, but of "
+    assert refusal("transformer_base", {"alpha": 0.5}).endswith(f"search.name=beam, {end}deep_shallow; leave it out")
+    assert "search.name=mask_predict, which decodes here" in refusal("abnet_serial", {"beam": 4})
+    assert refusal("depth_growing_big_8", {"alpha": 0.5}, "exit").endswith(f"{end}deep_shallow; leave it out")
