@@ -1,6 +1,6 @@
 """The operations for which NVIDIA apex has compiled kernels; used only where its extensions are installed.
 
-Shapes and arguments are those of the methods of :class:`deepspeed_nmt.kernels.choice.Kernels`. apex's fused
+Shapes and arguments are those of `torch_ops.py`. apex's fused
 cross-entropy is not used: it supports neither a slice of the vocabulary nor a second prediction.
 """
 

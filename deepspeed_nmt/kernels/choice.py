@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,8 @@ EXPECTED: Choices = {name: "torch" if name in ("linear", "layer_norm") else "tri
 reads and writes every element. Expectations, not findings."""
 
 Function = Callable[..., Any]
+P = ParamSpec("P")
+R = TypeVar("R")
 _APEX_EXTENSIONS = {
     "layer_norm": ("fused_layer_norm_cuda",),
     "softmax": ("scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda"),
@@ -72,14 +74,9 @@ _APEX_EXTENSIONS = {
 
 
 def parse_setting(setting: str, source: str) -> Choices:
-    """Parse "auto", a backend's name, or ``operation=backend`` separated by commas; "" names no operation.
+    """Return the backend, or "auto", of each operation that a setting names; ``source`` is its name for messages.
 
-    Args:
-        setting: to be parsed.
-        source: of the setting, for messages.
-
-    Returns:
-        The backend, or "auto", of each operation that the setting names.
+    It is "auto", a backend's name, or ``operation=backend`` separated by commas; "" names no operation.
 
     Raises:
         ConfigError: if it names an unknown operation, or a backend that an operation does not have.
@@ -166,19 +163,17 @@ def obstacle(operation: str, name: str, device: torch.device, dtype: torch.dtype
 def failure(operation: str, name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Run a backend's operation on a few numbers; return the reason for which it cannot be trusted here, or None."""
 
-    def try_out() -> float | Exception:
-        try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            return compare(operation, load(operation, name), load(operation, "torch"), device, dtype)
-        except Exception as problem:  # of a compiler, a driver or an extension; torch works without them
-            return problem
+    def error_of_trial() -> float:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return compare(operation, load(operation, name), load(operation, "torch"), device, dtype)
 
-    # Grad mode and recomputation's hooks for saved tensors are per thread: a new thread has none of them.
-    with ThreadPoolExecutor(1) as pool:
-        error = pool.submit(try_out).result()
-    if isinstance(error, Exception):
-        return f"{name} fails on {torch.cuda.get_device_name(device)} ({type(error).__name__}: {error})"
+    try:
+        # Grad mode and recomputation's hooks for saved tensors are per thread: a new thread has none of them.
+        with ThreadPoolExecutor(1) as pool:
+            error = pool.submit(error_of_trial).result()
+    except Exception as problem:  # of a compiler, a driver or an extension; torch works without them
+        return f"{name} fails on {torch.cuda.get_device_name(device)} ({type(problem).__name__}: {problem})"
     if error > (1e-3 if dtype == torch.float32 else 5e-2):
         return f"{name} is wrong by {error:.2g} on {torch.cuda.get_device_name(device)}"
     return None
@@ -199,22 +194,18 @@ def compare(operation: str, ours: Function, theirs: Function, device: torch.devi
     return worst
 
 
-_X, _V = (10, 72), (72,)
-"""Shapes of the comparison with torch: not multiples of the kernels' block sizes."""
-_TRIALS: dict[str, tuple[Any, ...]] = {
-    "linear": (_X, (72, 72), _V),
-    "layer_norm": (_X, _V, _V, 1e-5),
-    "branch_layer_norm": (_X, _V, _V, 1e-5),
-    "bias_dropout_add": (_X, _V, _X, 0.0, 1.7),
-    "bias_dropout_add_layer_norm": (_X, _V, _X, _V, _V, 0.0, 1.7, 1e-5),
-    "bias_relu_dropout": (_X, _V, 0.0),
-    "bias_gelu_dropout": (_X, _V, 0.0),
-}
-"""Arguments of the comparison: shapes of tensors, and numbers."""
-
-
 def _trial_arguments(operation: str, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(1)
+    x, v = (10, 72), (72,)  # shapes that are not multiples of the kernels' block sizes
+    shapes_and_numbers: dict[str, tuple[Any, ...]] = {
+        "linear": (x, (72, 72), v),
+        "layer_norm": (x, v, v, 1e-5),
+        "branch_layer_norm": (x, v, v, 1e-5),
+        "bias_dropout_add": (x, v, x, 0.0, 1.7),
+        "bias_dropout_add_layer_norm": (x, v, x, v, v, 0.0, 1.7, 1e-5),
+        "bias_relu_dropout": (x, v, 0.0),
+        "bias_gelu_dropout": (x, v, 0.0),
+    }
 
     def of(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
@@ -228,10 +219,10 @@ def _trial_arguments(operation: str, device: torch.device, dtype: torch.dtype) -
         index = torch.randint(0, 72, (10,), generator=generator).to(device)
         here = (torch.arange(10) != 3).to(device)
         rows = ChunkRows(index, here, here.float() * 1.3, 0.1, 72, 0.7, None)
-        yield [of(*_X)], rows
-        yield [of(*_X), of(*_X)], rows
+        yield [of(*x)], rows
+        yield [of(*x), of(*x)], rows
     else:
-        yield tuple(of(*value) if isinstance(value, tuple) else value for value in _TRIALS[operation])
+        yield tuple(of(*value) if isinstance(value, tuple) else value for value in shapes_and_numbers[operation])
 
 
 def _outcome(operation: str, function: Function, arguments: tuple[Any, ...], dtype: torch.dtype) -> list[Tensor]:
@@ -241,12 +232,11 @@ def _outcome(operation: str, function: Function, arguments: tuple[Any, ...], dty
         result = function([z.to(dtype, copy=True) for z in logits], rows, True)
         sums = [result.loss_N * rows.weights_N, result.nll_N * rows.here_N, *result.gradients]
         return sums if result.divergence_N is None else [*sums, result.divergence_N]
-    inputs = list(arguments)
-    leaves = []
-    for number, x in enumerate(arguments):
-        if isinstance(x, Tensor) and x.is_floating_point():
-            inputs[number] = x.to(dtype, copy=True).requires_grad_()
-            leaves.append(inputs[number])
+    inputs = [
+        x.to(dtype, copy=True).requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for x in arguments
+    ]
+    leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     result = function(*inputs)
     results = result if isinstance(result, tuple) else (result,)
     upstream = [torch.linspace(-1.0, 1.0, x.numel(), device=x.device).view_as(x).to(x.dtype) for x in results]
@@ -271,6 +261,17 @@ def _is_importable(module: str) -> bool:
         return False
 
 
+def _dispatched(reference: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Kernels, Tensor, P], R]:
+    """Return the method that carries out an operation, of which ``reference`` is torch's, by the chosen backend."""
+    operation = reference.__name__
+
+    def carry_out(kernels: Kernels, x: Tensor, /, *arguments: P.args, **options: P.kwargs) -> R:
+        result: R = kernels.implementation(operation, x)(x, *arguments, **options)
+        return result
+
+    return carry_out
+
+
 class Kernels:
     """The backends that carry out a model's fused operations, which are its methods.
 
@@ -285,8 +286,7 @@ class Kernels:
     4. on a CPU, the one that :func:`preferred_on_cpu` gives;
     5. torch.
 
-    An instance is immutable but for its record of the choices made, so models may share one. Give it to a model by
-    :func:`use_kernels`.
+    Models may share an instance. Give it to a model by :func:`use_kernels`.
 
     Args:
         setting: "auto", a backend for all operations that it has, or ``operation=backend`` separated by commas;
@@ -344,8 +344,6 @@ class Kernels:
         """Return itself: a copied model shares its kernels with the original."""
         return self
 
-    # Choosing
-
     def implementation(self, operation: str, x: Tensor, dtype: torch.dtype | None = None) -> Function:
         """Return the chosen backend's function for an operation where ``x`` is, in ``dtype`` or that of ``x``.
 
@@ -391,11 +389,10 @@ class Kernels:
         if torch.compiler.is_compiling():  # the compiler fuses torch's operations itself
             return "torch", getattr(torch_ops, operation)
         key = (operation, x.device.type, dtype or x.dtype)
-        choice = self._chosen.get(key)
-        if choice is None:
+        if key not in self._chosen:
             name = self._choose(operation, x.device, key[2])
-            choice = self._chosen[key] = name, load(operation, name)
-        return choice
+            self._chosen[key] = name, load(operation, name)
+        return self._chosen[key]
 
     def _choose(self, operation: str, device: torch.device, dtype: torch.dtype) -> str:
         if operation in self._fixed:
@@ -415,91 +412,25 @@ class Kernels:
         if device.type != "cuda":
             return preferred_on_cpu(operation, dtype) if device.type == "cpu" else "torch"
         name = preferred_on_gpu(operation, torch.cuda.get_device_capability(device), dtype)
-        if name == "torch":
-            return name
-        reason = obstacle(operation, name, device, dtype) or failure(operation, name, device, dtype)
-        if reason is None:
-            return name
-        logger.warning("%s: %s, so torch is used, which is slower", operation, reason)
-        return "torch"
+        if name != "torch" and (reason := failure(operation, name, device, dtype)):
+            logger.warning("%s: %s, so torch is used, which is slower", operation, reason)
+            return "torch"
+        return name
 
     def _named_backend(self, operation: str) -> str:
         """Return the backend that the environment or the setting names for an operation, or "auto"."""
         return {**self._named, **parse_setting(os.environ.get(ENVIRONMENT, ""), ENVIRONMENT)}.get(operation, "auto")
 
-    # The operations. Statistics and sums are in fp32 or wider for every dtype.
+    # The operations; their arguments, shapes and equations are those of the references in `torch_ops.py`.
 
-    def linear(self, x: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
-        """Compute x W^T + b. Shape: (..., D), (E,D), (E,) -> (..., E)."""
-        product: Tensor = self.implementation("linear", x)(x, weight_ED, bias_E)
-        return product
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """Normalise over the last dimension (Ba et al. 2016). Shape: (..., D), (D,), (D,) -> (..., D)."""
-        normed: Tensor = self.implementation("layer_norm", x)(x, weight, bias, eps)
-        return normed
-
-    def branch_layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return x and its LayerNorm; a fused kernel adds the gradients of both."""
-        both: tuple[Tensor, Tensor] = self.implementation("branch_layer_norm", x)(x, weight, bias, eps)
-        return both
-
-    def bias_dropout_add(
-        self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, training: bool, alpha: float = 1.0
-    ) -> Tensor:
-        """Compute alpha residual + dropout(x + bias), in the wider dtype of ``x`` and ``residual``.
-
-        Shape: (..., D), (D,), (..., D) -> (..., D)
-        """
-        function = self.implementation("bias_dropout_add", x)
-        total: Tensor = function(x, bias, residual, p if training else 0.0, alpha)
-        return total
-
-    def bias_dropout_add_layer_norm(
-        self,
-        x: Tensor,
-        bias: Tensor | None,
-        residual: Tensor,
-        weight: Tensor,
-        norm_bias: Tensor,
-        p: float,
-        training: bool,
-        alpha: float,
-        eps: float,
-    ) -> tuple[Tensor, Tensor]:
-        """Compute alpha residual + dropout(x + bias), and its LayerNorm.
-
-        Shape: (..., D), (D,), (..., D), (D,), (D,) -> (..., D), (..., D)
-        """
-        function = self.implementation("bias_dropout_add_layer_norm", x)
-        p = p if training else 0.0
-        both: tuple[Tensor, Tensor] = function(x, bias, residual, weight, norm_bias, p, alpha, eps)
-        return both
-
-    def bias_relu_dropout(self, x: Tensor, bias: Tensor | None, p: float, training: bool) -> Tensor:
-        """Compute dropout(max(0, x + bias)). Shape: (..., D), (D,) -> (..., D)."""
-        active: Tensor = self.implementation("bias_relu_dropout", x)(x, bias, p if training else 0.0)
-        return active
-
-    def bias_gelu_dropout(self, x: Tensor, bias: Tensor | None, p: float, training: bool) -> Tensor:
-        """Compute dropout(gelu(x + bias)), with the exact GELU (Hendrycks and Gimpel 2016)."""
-        active: Tensor = self.implementation("bias_gelu_dropout", x)(x, bias, p if training else 0.0)
-        return active
-
-    def softmax(
-        self, scores_BHTS: Tensor, mask: Tensor | None = None, causal: bool = False, scale: float = 1.0
-    ) -> Tensor:
-        """Turn scores, times ``scale``, into attention weights over the visible keys; zeros for a query without any.
-
-        Args:
-            scores_BHTS: attention scores.
-            mask: bool, broadcastable to (B, H, T, S), True where a query sees a key; None for all.
-            causal: query t sees the keys up to its own position; if S > T, the queries are at the last positions.
-                Excludes ``mask``.
-            scale: factor on the scores.
-        """
-        weights: Tensor = self.implementation("softmax", scores_BHTS)(scores_BHTS, mask, causal, scale)
-        return weights
+    linear = _dispatched(torch_ops.linear)
+    layer_norm = _dispatched(torch_ops.layer_norm)
+    branch_layer_norm = _dispatched(torch_ops.branch_layer_norm)
+    bias_dropout_add = _dispatched(torch_ops.bias_dropout_add)
+    bias_dropout_add_layer_norm = _dispatched(torch_ops.bias_dropout_add_layer_norm)
+    bias_relu_dropout = _dispatched(torch_ops.bias_relu_dropout)
+    bias_gelu_dropout = _dispatched(torch_ops.bias_gelu_dropout)
+    softmax = _dispatched(torch_ops.softmax)
 
     def attention(
         self,
@@ -513,9 +444,6 @@ class Kernels:
         """Compute softmax(q k^T / sqrt(K)) v (Vaswani et al. 2017, eq. 1).
 
         Args:
-            q_BHTK: queries.
-            k_BHSK: keys.
-            v_BHSK: values.
             mask: bool, broadcastable to (B, H, T, S), True where a query sees a key; a query that sees none gets
                 zeros. Or the sentences in which queries see keys.
             causal: query t sees keys 0..t only (T = S), of its sentence. Excludes a mask that is a tensor.

@@ -35,7 +35,7 @@ _WIDE = 4096
 _engine = Lock()
 
 
-def linear(x: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
     """Compute x W^T + b; torch does if ``x`` has another dtype than W."""
     if x.dtype != weight_ED.dtype:
         return F.linear(x, weight_ED, bias_E)

@@ -1,9 +1,10 @@
 """The operations in plain torch: the reference for all other backends, and the backend of a CPU.
 
-Shapes and arguments are those of the methods of :class:`deepspeed_nmt.kernels.choice.Kernels`; outside training ``p``
-is 0.
+Statistics and sums are in fp32 or wider for every dtype. Outside training ``p``, the probability of dropping an
+element, is 0. A bias or a mask may be None.
 
-Legend: N rows of a chunk, V tokens of the vocabulary that are held.
+Legend: D model width, E output width, B batch, H heads, T queries, S keys, N rows of a chunk, V tokens of the
+vocabulary that are held.
 """
 
 from __future__ import annotations
@@ -74,23 +75,26 @@ class ChunkResult(NamedTuple):
     gradients: list[Tensor]
 
 
-def linear(x: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-    """Compute x W^T + b."""
+def linear(x: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+    """Compute x W^T + b. Shape: (..., D), (E,D), (E,) -> (..., E)."""
     return F.linear(x, weight_ED, bias_E)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Normalise over the last dimension."""
+    """Normalise over the last dimension (Ba et al. 2016). Shape: (..., D), (D,), (D,) -> (..., D)."""
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def branch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return x and its LayerNorm."""
+    """Return x and its LayerNorm; a fused kernel adds the gradients of both."""
     return x, layer_norm(x, weight, bias, eps)
 
 
-def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, alpha: float) -> Tensor:
-    """Compute alpha residual + dropout(x + bias)."""
+def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, alpha: float = 1.0) -> Tensor:
+    """Compute alpha residual + dropout(x + bias), in the wider dtype of ``x`` and ``residual``.
+
+    Shape: (..., D), (D,), (..., D) -> (..., D)
+    """
     x = _plus(x, bias)
     if p > 0.0 and alpha == 1.0 and not _has_fast_dropout(x) and x.dtype == residual.dtype:
         return torch.addcmul(residual, x, _mask(x, p))
@@ -108,13 +112,16 @@ def bias_dropout_add_layer_norm(
     alpha: float,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute alpha residual + dropout(x + bias), and its LayerNorm."""
+    """Compute alpha residual + dropout(x + bias), and its LayerNorm.
+
+    Shape: (..., D), (D,), (..., D), (D,), (D,) -> (..., D), (..., D)
+    """
     total = bias_dropout_add(x, bias, residual, p, alpha)
     return total, layer_norm(total, weight, norm_bias, eps)
 
 
 def bias_relu_dropout(x: Tensor, bias: Tensor | None, p: float) -> Tensor:
-    """Compute dropout(max(0, x + bias))."""
+    """Compute dropout(max(0, x + bias)). Shape: (..., D), (D,) -> (..., D)."""
     x = _plus(x, bias)
     if p > 0.0:
         return _ReluDropout.apply(x, p)  # type: ignore[no-any-return,no-untyped-call]
@@ -122,7 +129,7 @@ def bias_relu_dropout(x: Tensor, bias: Tensor | None, p: float) -> Tensor:
 
 
 def bias_gelu_dropout(x: Tensor, bias: Tensor | None, p: float) -> Tensor:
-    """Compute dropout(gelu(x + bias))."""
+    """Compute dropout(gelu(x + bias)), with the exact GELU (Hendrycks and Gimpel 2016)."""
     return dropout(F.gelu(_plus(x, bias)), p)
 
 
@@ -131,7 +138,11 @@ def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def softmax(scores_BHTS: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """Turn scores into attention weights over the visible keys; zeros for a query that sees none."""
+    """Turn scores, times ``scale``, into attention weights over the visible keys; zeros for a query without any.
+
+    ``mask`` is bool, broadcastable to (B,H,T,S), True where a query sees a key. If ``causal``, which excludes it, a
+    query sees the keys up to its own position; if S > T, the queries are at the last positions.
+    """
     if causal:
         queries, keys = scores_BHTS.shape[-2:]
         mask = torch.ones(queries, keys, dtype=torch.bool, device=scores_BHTS.device).tril(keys - queries)

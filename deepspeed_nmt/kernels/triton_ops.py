@@ -1,8 +1,7 @@
 """The operations as Triton kernels: tensors kept for the backward pass, and launches.
 
-Shapes and arguments are those of the methods of :class:`deepspeed_nmt.kernels.choice.Kernels`; outside training ``p``
-is 0. On the meta device nothing is launched, but the same memory is allocated, so that a plan counts what a GPU will
-hold.
+Shapes and arguments are those of `torch_ops.py`. On the meta device nothing is launched, but the same memory is
+allocated, so that a plan counts what a GPU will hold.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def branch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tu
     return _Norm.apply(x, None, None, weight, bias, 0.0, 1.0, eps, True)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, alpha: float) -> Tensor:
+def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, alpha: float = 1.0) -> Tensor:
     """Compute alpha residual + dropout(x + bias)."""
     return _Pointwise.apply(x, bias, residual, p, alpha, IDENTITY)  # type: ignore[no-any-return,no-untyped-call]
 

@@ -75,7 +75,7 @@ class FeedForward(nn.Module, UsesKernels, Sliceable):
             operation = f"bias_{self.activation}_dropout"
             product, bias = self.up_proj.product(x, operation)
             activate: Callable[..., Tensor] = getattr(self.kernels, operation)
-            return activate(product, bias, self.dropout_p, self.training)
+            return activate(product, bias, p)
 
 
 Sublayer = Callable[[Tensor], Tensor | Product]
@@ -119,20 +119,20 @@ class Residual(nn.Module, UsesKernels):
 
         Shape: (..., D) -> (..., D)
         """
-        norm, dropping, branch = self.norm, (self.dropout_p, self.training), x if onto is None else onto
-        parameters = norm.weight, norm.bias
+        kernels, norm, p = self.kernels, self.norm, self.dropout_p if self.training else 0.0
+        branch = x if onto is None else onto
         if self.style == "pre" and onto is None:
-            branch, x = self.kernels.branch_layer_norm(x, *parameters, norm.eps)
+            branch, x = kernels.branch_layer_norm(x, norm.weight, norm.bias, norm.eps)
         elif self.style == "pre":
-            x = self.norm(x)
+            x = norm(x)
         output = sublayer(x)
         value, bias = output if isinstance(output, Product) else (output, None)
         if self.watch is not None:
             self.watch(value if bias is None else value + bias)
         if self.style == "pre":
-            return self.kernels.bias_dropout_add(value, bias, branch, *dropping)
-        return self.kernels.bias_dropout_add_layer_norm(
-            value, bias, branch, *parameters, *dropping, self.alpha, norm.eps
+            return kernels.bias_dropout_add(value, bias, branch, p)
+        return kernels.bias_dropout_add_layer_norm(
+            value, bias, branch, norm.weight, norm.bias, p, self.alpha, norm.eps
         )[1]
 
 
