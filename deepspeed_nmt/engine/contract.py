@@ -44,10 +44,8 @@ class UpdateResult:
         grad_norm: norm of the gradient before clipping; infinite or NaN if ``skipped``.
         skipped: True if the gradient was not finite and the weights were left unchanged.
         loss_scale: factor on the loss during this update; 1 unless the precision is fp16.
-        culprits: names of parameters whose gradients are not finite, if the update was skipped and they were
-            determined. Contains only parameters of which this rank holds a part.
-        squares: of gradient and change by parameter, equal on all ranks; None if they were not asked for, or the
-            update was skipped.
+        culprits: parameters, of which this rank holds a part, whose gradients are not finite; empty if unknown.
+        squares: of gradient and change by parameter, equal on all ranks; None if not measured, or if ``skipped``.
     """
 
     sums: dict[str, Tensor]
@@ -101,15 +99,10 @@ def ignore_micro_batch(index: int) -> None:
 
 
 class Engine(ABC):
-    """Carries out updates, and exposes the training state independent of its layout.
+    """Carries out updates of a module with loaded weights, and exposes the training state independent of its layout.
 
     :meth:`probe` and :meth:`restore` are called before the first update, in this order, or not at all. To return to
     an older state, build a new engine.
-
-    Args:
-        module: model and objective, with their weights loaded.
-        optimizer: settings of the optimizer and of clipping.
-        world: the ranks.
 
     Attributes:
         device: device of the model; micro-batches are moved to it.
@@ -141,7 +134,7 @@ class Engine(ABC):
             lr: learning rate.
             explain: determine the culprits of a skipped step even if that costs time. If False, they are determined
                 only where they cost nothing, and never when fp16's loss scale can be the cause.
-            on_micro_batch: called with the index of each micro-batch, from 0, before it runs.
+            on_micro_batch: called before each micro-batch.
             measure: measure the squares of gradient and change; equal on all ranks.
         """
 
@@ -182,14 +175,14 @@ class Engine(ABC):
             copy: True to yield copies on the CPU; False on ranks that only take part, which need no host memory.
             buffer: memory for the copies, which are complete after :meth:`HostBuffer.wait`; None for new memory.
         """
-
-        def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
-            return [tensor.to("cpu", copy=True) for tensor in tensors]
-
-        on_host = buffer or (copied if copy else list)
         for names in _names_by_layer(self.module.model):
             keys = [(name, which) for name in names for which in (WEIGHT, *self._states_of(name))]
-            tensors = dict(zip(keys, on_host(self._gather(keys)), strict=True))
+            gathered = self._gather(keys)
+            if buffer is not None:
+                gathered = buffer(gathered)
+            elif copy:
+                gathered = [tensor.to("cpu", copy=True) for tensor in gathered]
+            tensors = dict(zip(keys, gathered, strict=True))
             for name in names:
                 states = {which: tensors[name, which] for which in self._states_of(name)}
                 yield ParameterState(name, tensors[name, WEIGHT], states)
@@ -210,9 +203,8 @@ class Engine(ABC):
     def restore(self, saved: SavedState, scalars: EngineScalars) -> None:
         """Load the optimizer's state and the loss scale of a checkpoint, whose weights are in the model already."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # most engines have nothing to release
         """Release the resources of the engine."""
-        return None
 
 
 def _names_by_layer(model: TranslationModel) -> Iterator[list[str]]:
@@ -242,33 +234,6 @@ def add_sums(total: dict[str, Tensor], new: Mapping[str, Tensor]) -> None:
 def not_finite(gradients: Mapping[str, Tensor | None]) -> tuple[str, ...]:
     """Return the names of the gradients that contain an infinite value or NaN."""
     return tuple(name for name, x in gradients.items() if x is not None and not bool(torch.isfinite(x).all()))
-
-
-class LossScale:
-    """Dynamic loss scale of fp16: halved on overflow, doubled after ``window`` updates without any; 0: constant.
-
-    Attributes:
-        value: current factor on the loss.
-        good_updates: updates since the scale last changed.
-    """
-
-    def __init__(self, initial: float, window: int) -> None:
-        self.value = initial
-        self.good_updates = 0
-        self._window = window
-
-    def record(self, overflow: bool) -> None:
-        """Adapt the scale after an update, which overflowed or not."""
-        if self._window == 0:
-            return
-        self.good_updates += 1
-        if overflow:
-            self.value = max(1.0, self.value / 2.0)
-        elif self.good_updates >= self._window:
-            self.value *= 2.0
-        else:
-            return
-        self.good_updates = 0
 
 
 SHARD_BYTES = 512 * 1024**2

@@ -72,12 +72,7 @@ class DeepSpeedEngine(Engine):
     """
 
     def __init__(
-        self,
-        module: TrainModule,
-        optimizer: OptimizerConfig,
-        ds_config: dict[str, Any],
-        world: World,
-        dummy: Batch,
+        self, module: TrainModule, optimizer: OptimizerConfig, ds_config: dict[str, Any], world: World, dummy: Batch
     ) -> None:
         deepspeed_logger.setLevel(logging.WARNING)
         # DeepSpeed uses old names of torch's collectives, and torch warns at each call.
@@ -114,27 +109,11 @@ class DeepSpeedEngine(Engine):
             scaler.raise_error_at_min_scale = False  # the training loop limits the number of skipped updates
 
     @override
-    def update(
-        self,
-        micro_batches: Sequence[Batch],
-        target_tokens: int,
-        lr: float,
-        explain: bool = False,
-        on_micro_batch: OnMicroBatch = ignore_micro_batch,
-        measure: bool = False,
-    ) -> UpdateResult:
-        # DeepSpeed averages gradients over the ranks; the contract is the sum over the update's tokens.
-        factor = self._world.data_ranks / target_tokens
-        result = self._update(micro_batches, factor, lr, explain, on_micro_batch, measure)
-        self._stepped = self._stepped or not result.skipped
-        return result
-
-    @override
     def probe(self, batch: Batch) -> None:
         scaler = self._scaler()
         scaling = {} if scaler is None else dict(vars(scaler))
-        self._update([self._dummy], 0.0, 0.0)  # allocates the optimizer's states
-        self._update([batch, batch], 0.0, 0.0)  # the second one runs while the gradients of the first are held
+        self._update_nothing(self._dummy)  # allocates the optimizer's states
+        self._update_nothing(batch, batch)  # the second one runs while the gradients of the first are held
         for state in self._optimizer.state.values():
             for which in self._method.states:
                 state[which].zero_()
@@ -142,16 +121,23 @@ class DeepSpeedEngine(Engine):
         if scaler is not None:
             vars(scaler).update(scaling)
 
-    def _update(
+    def _update_nothing(self, *batches: Batch) -> None:
+        """Carry out an update with loss and learning rate 0, which changes no weight."""
+        self.update(batches, math.inf, 0.0)
+        self._stepped = False
+
+    @override
+    def update(
         self,
         micro_batches: Sequence[Batch],
-        factor: float,
+        target_tokens: float,
         lr: float,
         explain: bool = False,
         on_micro_batch: OnMicroBatch = ignore_micro_batch,
         measure: bool = False,
     ) -> UpdateResult:
-        """Carry out one update with the loss multiplied by ``factor``; see :meth:`Engine.update`."""
+        # DeepSpeed averages gradients over the ranks; the contract is the sum over the update's tokens.
+        factor = self._world.data_ranks / target_tokens
         self._engine.train()
         for group in self._zero.param_groups:
             group["lr"] = lr
@@ -194,6 +180,7 @@ class DeepSpeedEngine(Engine):
             norm, skipped = float(self._engine.get_global_grad_norm()), bool(self._zero.overflow)
         if self._order is not None:
             self._order.check()
+        self._stepped = self._stepped or not skipped
         squares = None
         if measure and not skipped:
             parts = [self._optimizer_part(p) for p in self._trained.values()]
@@ -211,8 +198,7 @@ class DeepSpeedEngine(Engine):
 
     @override
     def restore(self, saved: SavedState, scalars: EngineScalars) -> None:
-        # An update with loss and learning rate 0 creates the optimizer's state in its layout, and changes no weight.
-        self._update([self._dummy], 0.0, 0.0)
+        self._update_nothing(self._dummy)  # creates the optimizer's state in its layout
         for name, parameter in self._trained.items():
             if self._stage > 0:
                 # The optimizer copied its fp32 weights from the model's after they had been cast to 16 bit.
@@ -285,18 +271,8 @@ class DeepSpeedEngine(Engine):
             return value
         if self._stage < 3:
             return shard(parameter, which)
-        part = self._stage_3_part(parameter, which)
+        part = _stage_3_part(parameter, which)
         return part[: max(0, parameter.ds_numel - part.numel() * self._world.data_rank)]
-
-    def _stage_3_part(self, parameter: nn.Parameter, which: str) -> Tensor:
-        """Return this rank's part of a trained parameter, flat and with its padding."""
-        if which == GRADIENT:
-            part: Tensor = safe_get_local_grad(parameter)
-        elif which == WEIGHT:
-            part = safe_get_local_fp32_param(parameter)
-        else:
-            part = safe_get_local_optimizer_state(parameter, which)
-        return part.flatten()
 
     def _scaler(self) -> Any:
         """Return DeepSpeed's dynamic loss scaler; None if the precision is not fp16."""
@@ -327,10 +303,9 @@ class DeepSpeedEngine(Engine):
         if not keys:
             return []
         if self._stage == 3:
-            shards = [self._stage_3_part(p, which) for p, (_, which) in zip(parameters, keys, strict=True)]
-            columns = torch.split(
-                gather_over_data_ranks(torch.cat(shards), self._world), [part.numel() for part in shards], dim=1
-            )
+            shards = [_stage_3_part(p, which) for p, (_, which) in zip(parameters, keys, strict=True)]
+            everyones = gather_over_data_ranks(torch.cat(shards), self._world)
+            columns = torch.split(everyones, [part.numel() for part in shards], dim=1)
             return [
                 column.flatten()[: parameter.ds_numel].view(parameter.ds_shape)
                 for parameter, column in zip(parameters, columns, strict=True)
@@ -360,7 +335,7 @@ class GradientOrder:
         self._extremes: Tensor | None = None
         if world.ranks > 1:
             for number, parameter in enumerate(parameters.values()):
-                note = partial(_append, self._seen, number)
+                note = partial(lambda number, parameter: self._seen.append(number), number)
                 parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     def compare(self) -> None:
@@ -387,10 +362,6 @@ class GradientOrder:
             )
         self._extremes = None
         self._seen.clear()
-
-
-def _append(seen: list[int], number: int, parameter: Tensor) -> None:
-    seen.append(number)
 
 
 def _unit_of(world: World) -> ModelParallelUnit | None:
@@ -431,6 +402,17 @@ def _fetch_by_layer(model: TranslationModel) -> None:
 
 GRADIENT = "gradient"
 """Name of a parameter's gradient, beside WEIGHT and the names of its optimizer states."""
+
+
+def _stage_3_part(parameter: nn.Parameter, which: str) -> Tensor:
+    """Return this rank's part of a trained parameter, flat and with its padding."""
+    if which == GRADIENT:
+        part: Tensor = safe_get_local_grad(parameter)
+    elif which == WEIGHT:
+        part = safe_get_local_fp32_param(parameter)
+    else:
+        part = safe_get_local_optimizer_state(parameter, which)
+    return part.flatten()
 
 
 def shard(parameter: Any, which: str) -> Tensor | None:

@@ -69,44 +69,39 @@ def squares_of(tensors: Sequence[Tensor | None]) -> Tensor:
 
 @torch.no_grad()
 def squared_changes(optimizer: OptimizerConfig, parts: Sequence[Part | None], lr: float, step: int) -> Tensor | None:
-    """Return the sum of squares of the change of each part in step ``step``, 0 where there is none.
-
-    None if the optimizer cannot say. Shape: -> fp64 (P,)
-    """
-    numbers: list[int] = []
-    squares: list[Tensor] = []
-    for pieces in _at_once(parts):
-        group = pieces[0][1].group
-        weights = [piece.weight for _, piece in pieces]
-        states = [list(column) for column in zip(*(piece.states for _, piece in pieces), strict=True)]
-        changes = optimizer.squared_changes(weights, states, group, lr, step)
+    """Return the sums of squares of the parts' changes, fp64 (P,), 0 where there is none; None if unknown."""
+    total_P: Tensor | None = None
+    for numbers, pieces in _at_once(parts):
+        weights = [piece.weight for piece in pieces]
+        states = [list(column) for column in zip(*(piece.states for piece in pieces), strict=True)]
+        changes = optimizer.squared_changes(weights, states, pieces[0].group, lr, step)
         if changes is None:
             return None
-        numbers += [number for number, _ in pieces]
-        squares.append(changes)
-    if not squares:
-        return torch.zeros(len(parts), dtype=torch.float64)
-    return _spread(torch.cat(squares), numbers, len(parts))
+        spread_P = _spread(changes, numbers, len(parts))
+        total_P = spread_P if total_P is None else total_P + spread_P
+    return torch.zeros(len(parts), dtype=torch.float64) if total_P is None else total_P
 
 
-def _at_once(parts: Sequence[Part | None]) -> Iterator[list[tuple[int, Part]]]:
-    """Yield pieces of parts of one group, with the numbers of the parts, in lists that are computed at once."""
+def _at_once(parts: Sequence[Part | None]) -> Iterator[tuple[list[int], list[Part]]]:
+    """Yield pieces of parts of one group that are computed at once, with the numbers of their parts."""
     groups = {id(part.group): part.group for part in parts if part is not None}
     for group in groups.values():
-        pieces: list[tuple[int, Part]] = []
+        numbers: list[int] = []
+        pieces: list[Part] = []
         elements = 0
         for number, part in enumerate(parts):
             if part is None or part.group is not group:
                 continue
             columns = [torch.split(tensor.detach().flatten(), _AT_ONCE) for tensor in (part.weight, *part.states)]
             for weight, *states in zip(*columns, strict=True):
-                pieces.append((number, Part(weight, tuple(states), group)))
+                numbers.append(number)
+                pieces.append(Part(weight, tuple(states), group))
                 elements += weight.numel()
                 if elements >= _AT_ONCE:
-                    yield pieces
-                    pieces, elements = [], 0
+                    yield numbers, pieces
+                    numbers, pieces, elements = [], [], 0
         if pieces:
-            yield pieces
+            yield numbers, pieces
 
 
 def _spread(values_N: Tensor, numbers: Sequence[int], count: int) -> Tensor:

@@ -52,20 +52,20 @@ class OptimizerConfig(Config):
         """
         weight = nn.Parameter(torch.zeros(1))
         weight.grad = torch.zeros(1)
-        (probe := self.build([{"params": [weight], "weight_decay": 0.0}])).step()
+        probe = self.build([{"params": [weight], "weight_decay": 0.0}])
+        probe.step()
         if missing := [name for name in self.states if not isinstance(probe.state[weight].get(name), Tensor)]:
             raise ConfigError(
                 f"optimizer.name={self.name} keeps no {' and no '.join(missing)} with these settings, so no resumed "
                 "run could restore it; change the settings, or `states` of the optimizer's class"
             )
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        groups: Groups = [{"params": trained, "weight_decay": 0.0}]
-        if self.weight_decay > 0.0:
-            groups = [
-                {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.weight_decay},
-                {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-            ]
-        return self.build(groups)
+        if self.weight_decay == 0.0:
+            return self.build([{"params": trained, "weight_decay": 0.0}])
+        matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
+        return self.build(
+            [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        )
 
     def squared_changes(
         self,

@@ -15,7 +15,6 @@ from deepspeed_nmt.engine.contract import (
     WEIGHT,
     Engine,
     EngineScalars,
-    LossScale,
     OnMicroBatch,
     SavedState,
     TensorKey,
@@ -31,6 +30,9 @@ from deepspeed_nmt.kernels.precision import DTYPES, Precision
 from deepspeed_nmt.parallel.collectives import all_reduce_in_buckets
 from deepspeed_nmt.parallel.tensor import gather, scatter, total_norm
 from deepspeed_nmt.parallel.world import World
+
+_GOOD_UPDATES = 1000
+"""Updates without overflow after which the loss scale is doubled."""
 
 
 class PlainEngine(Engine):
@@ -51,7 +53,7 @@ class PlainEngine(Engine):
         self._frozen: dict[str, Tensor] = {}
         self._sums: GradientSums | None = None
         self._masters = self._named if precision == "fp32" else self._narrow(DTYPES[precision])
-        self._scale = LossScale(2.0**16, 1000) if precision == "fp16" else LossScale(1.0, 0)
+        self._scale, self._good_updates = 2.0**16 if precision == "fp16" else 1.0, 0
 
     @override
     def update(
@@ -63,7 +65,7 @@ class PlainEngine(Engine):
         on_micro_batch: OnMicroBatch = ignore_micro_batch,
         measure: bool = False,
     ) -> UpdateResult:
-        scale, clip_norm = self._scale.value, self._method.clip_norm
+        scale, clip_norm = self._scale, self._method.clip_norm
         factor = scale / target_tokens
         sums = self._run(micro_batches, lambda batch, is_last: self._backward(batch, factor), on_micro_batch)
         gradients = self._gradients()
@@ -71,9 +73,9 @@ class PlainEngine(Engine):
         norm = float(total_norm(list(self._named.values()), gradients, self._world)) / scale
         skipped = not math.isfinite(norm)
         culprits: tuple[str, ...] = ()
+        squares: Squares | None = None
         if skipped and (explain or scale == 1.0):
             culprits = not_finite(dict(zip(self._named, gradients, strict=True)))
-        squares: Squares | None = None
         if not skipped:
             measured_P = squares_of(gradients) / scale**2 if measure else None
             factor = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm > 0.0 else 1.0
@@ -85,8 +87,17 @@ class PlainEngine(Engine):
                 changes_P = squared_changes(self._method, parts, lr, steps_of(self._optimizer))
                 squares = whole_squares(self._named, measured_P, changes_P, sharded=False, world=self._world)
         self._optimizer.zero_grad(set_to_none=True)
-        self._scale.record(overflow=skipped)
+        if self._precision == "fp16":
+            self._adapt_scale(skipped)
         return UpdateResult(sums, norm, skipped, scale, culprits, squares)
+
+    def _adapt_scale(self, overflow: bool) -> None:
+        """Halve the loss scale on overflow, and double it after a number of updates without any."""
+        self._good_updates += 1
+        if overflow:
+            self._scale, self._good_updates = max(1.0, self._scale / 2.0), 0
+        elif self._good_updates >= _GOOD_UPDATES:
+            self._scale, self._good_updates = 2.0 * self._scale, 0
 
     @override
     def probe(self, batch: Batch) -> None:
@@ -97,7 +108,7 @@ class PlainEngine(Engine):
 
     @override
     def scalars(self) -> EngineScalars:
-        return EngineScalars(steps_of(self._optimizer), self._scale.value, self._scale.good_updates)
+        return EngineScalars(steps_of(self._optimizer), self._scale, self._good_updates)
 
     @override
     def restore(self, saved: SavedState, scalars: EngineScalars) -> None:
@@ -109,7 +120,7 @@ class PlainEngine(Engine):
                 state[which].copy_(scatter(saved.optimizer_state(name, which), parameter))
         set_steps(self._optimizer, scalars.optimizer_step)
         if self._precision == "fp16":
-            self._scale.value, self._scale.good_updates = scalars.loss_scale, scalars.good_updates
+            self._scale, self._good_updates = scalars.loss_scale, scalars.good_updates
 
     def _narrow(self, dtype: torch.dtype) -> dict[str, nn.Parameter]:
         """Round the model's weights to ``dtype``, give the optimizer their masters, and return those by name."""

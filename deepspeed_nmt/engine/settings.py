@@ -1,7 +1,7 @@
 """Settings of the engine: those that the user gives, DeepSpeed's configuration, and both resolved for a run.
 
-DeepSpeed's JSON file has the format that DeepSpeed documents. Keys that the run's settings determine (batch sizes,
-clipping, precision) are "auto" or absent in it. A different value there is an error; it is never overridden silently.
+Keys of DeepSpeed's JSON file that the run's settings determine (batch sizes, clipping, precision) are "auto" or
+absent in it. A different value there is an error; it is never overridden silently.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import BeforeValidator, Field
 
 from deepspeed_nmt.console import logger
@@ -21,7 +20,7 @@ from deepspeed_nmt.engine.optimizer import OptimizerConfig
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 from deepspeed_nmt.files import parse_json
 from deepspeed_nmt.kernels.choice import parse_setting
-from deepspeed_nmt.kernels.precision import DTYPES, Precision, native_precision
+from deepspeed_nmt.kernels.precision import Precision, native_precision
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.registry import Config
 
@@ -121,11 +120,7 @@ class EngineConfig(Config):
     )
 
     def chosen_by(self, given: Container[str]) -> EngineConfig:
-        """Return the settings with DeepSpeed as the engine, if ``given``, those of the user, have ``ds_config``.
-
-        Raises:
-            ConfigError: if the engine is plain torch, which would ignore the configuration of DeepSpeed.
-        """
+        """Return the settings with DeepSpeed as the engine, if ``given``, those of the user, have ``ds_config``."""
         if "ds_config" not in given or self.ds_config is None or self.name == "deepspeed":
             return self
         if self.name == "plain":
@@ -173,11 +168,7 @@ _FORBIDDEN_KEYS = {
 
 
 def load_ds_config(name: str) -> dict[str, Any]:
-    """Read the file that ``engine.ds_config`` names: a path, or the name of a file in ds_configs/ without .json.
-
-    Raises:
-        ConfigError: if the file is missing, or does not contain a JSON object.
-    """
+    """Read the file that ``engine.ds_config`` names: a path, or the name of a file in ds_configs/ without .json."""
     package = Path(__file__).resolve().parents[1]
     known = {path.stem: path for folder in (package.parent, package) for path in folder.glob("ds_configs/*.json")}
     path = Path(name) if Path(name).is_file() else known.get(name)
@@ -206,11 +197,7 @@ def zero_stage(content: dict[str, Any]) -> int:
 
 
 def reconcile_precision(content: dict[str, Any], setting: str) -> str:
-    """Return the precision that a DeepSpeed configuration and ``engine.precision`` allow, or "auto".
-
-    Raises:
-        ConfigError: if they contradict each other.
-    """
+    """Return the precision that a DeepSpeed configuration and ``engine.precision`` allow, or "auto"."""
     enabled = {kind: content.get(kind, {}).get("enabled", "auto") for kind in ("fp16", "bf16")}
     requested = [kind for kind, value in enabled.items() if value is True]
     if len(requested) == 2:
@@ -231,10 +218,10 @@ def reconcile_precision(content: dict[str, Any], setting: str) -> str:
 def complete_ds_config(
     content: dict[str, Any], *, ranks: int, clip_norm: float, precision: Precision
 ) -> dict[str, Any]:
-    """Return a copy of a DeepSpeed configuration that is completed with the settings of a run.
+    """Return a copy of a DeepSpeed configuration, completed with the settings of a run on data-parallel ranks.
 
     gradient_accumulation_steps is always 1: the number of micro-batches varies from update to update, so the engine
-    sets the gradient accumulation boundary itself. ``ranks`` are the data-parallel ones.
+    sets the gradient accumulation boundary itself.
 
     Raises:
         ConfigError: for every key that looks misspelt or contradicts the run's settings, and for 16-bit precision
@@ -299,11 +286,6 @@ class EngineSettings:
         return None if self.ds_config is None else zero_stage(dict(self.ds_config))
 
 
-def validation_dtype(precision: Precision, device: torch.device) -> torch.dtype:
-    """Return the dtype of validation: that of training on a GPU, fp32 on a CPU."""
-    return DTYPES[precision] if device.type == "cuda" else torch.float32
-
-
 def resolve_engine(config: EngineConfig, optimizer: OptimizerConfig, world: World) -> EngineSettings:
     """Resolve the settings of an engine on the ranks of this run; see :func:`resolve_engine_for`."""
     native = native_precision(world.device)
@@ -313,9 +295,7 @@ def resolve_engine(config: EngineConfig, optimizer: OptimizerConfig, world: Worl
 def resolve_engine_for(
     config: EngineConfig, optimizer: OptimizerConfig, *, ranks: int, data_ranks: int, native: Precision
 ) -> EngineSettings:
-    """Resolve the settings of an engine on a given number of ranks, which need not exist.
-
-    ``native`` is the precision of "auto" on the device; see :func:`deepspeed_nmt.kernels.precision.native_precision`.
+    """Resolve the settings of an engine on ranks that need not exist; ``native`` is the precision of "auto".
 
     Raises:
         ConfigError: if the device does not support the precision, or the DeepSpeed configuration is missing or

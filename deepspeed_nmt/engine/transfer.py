@@ -44,34 +44,28 @@ def on_device(batches: Sequence[Batch], device: torch.device) -> Iterator[Batch]
 def pinned(value: Any) -> Any:
     """Return a dataclass with its tensors in pinned memory, from which copies to a GPU are asynchronous."""
     moved = {}
-    for name, part in _values_of(value):
+    for field in fields(value):
+        part = getattr(value, field.name)
         if isinstance(part, Tensor):
-            moved[name] = part.pin_memory()
+            moved[field.name] = part.pin_memory()
         elif is_dataclass(part):
-            moved[name] = pinned(part)
+            moved[field.name] = pinned(part)
     return replace(value, **moved)
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of a dataclass, and of dataclasses inside it."""
-    for _, part in _values_of(value):
+    for field in fields(value):
+        part = getattr(value, field.name)
         if isinstance(part, Tensor):
             yield part
         elif is_dataclass(part):
             yield from tensors_of(part)
 
 
-def _values_of(value: Any) -> Iterator[tuple[str, Any]]:
-    yield from ((field.name, getattr(value, field.name)) for field in fields(value))
-
-
 @cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-_BYTES = 4
-"""Bytes of an element: weights and moments are copied as fp32."""
 
 
 def _cuda_runtime() -> Any:
@@ -104,7 +98,7 @@ class HostBuffer:
     @property
     def bytes(self) -> int:
         """Size of the buffer."""
-        return _BYTES * self._flat.numel()
+        return self._flat.nbytes
 
     def begin(self) -> None:
         """Begin a new copy, which overwrites the one before."""

@@ -26,10 +26,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def softmax(scores_BHTS: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """Turn scores into attention weights over the visible keys; zeros for a query that sees none.
-
-    Shapes that apex does not support fall back to torch.
-    """
+    """Turn scores into attention weights; shapes that apex does not support fall back to torch."""
     batch, heads, queries, keys = scores_BHTS.shape
     # Rows come in blocks that must be full: of queries, or for causal softmax of sentences and heads.
     in_blocks = batch * heads if causal else queries

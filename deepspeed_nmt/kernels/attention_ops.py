@@ -41,9 +41,8 @@ def sdpa(
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a bool mask as numbers to add to scores, 0 for a key that is seen and -inf for another.
 
-    torch's memory-efficient attention needs such a mask, in the dtype of the queries and with strides that are
-    multiples of 8; from any other one it makes it in each call. Here it is made once and kept as long as ``mask``,
-    whose values must not change.
+    torch's memory-efficient attention would make it in each call from any other mask. Here it is made once and kept
+    as long as ``mask``, whose values must not change.
     """
     made = _MADE.get(mask)
     if made is None or made.dtype != dtype:
@@ -78,10 +77,7 @@ def attention_with_weights(
     dropout_p: float,
     softmax: Callable[[Tensor, Tensor | None, bool, float], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention as :meth:`Kernels.attention` in three steps, by ``softmax`` of (scores, mask, causal, scale).
-
-    Returns:
-        The attended values, and the attention weights before dropout.
+    """Compute attention as :meth:`Kernels.attention` in three steps; return the weights before dropout, too.
 
     Shape: (B,H,T,K), (B,H,S,K), (B,H,S,K) -> (B,H,T,K), (B,H,T,S)
     """

@@ -52,15 +52,9 @@ def projected_cross_entropy(
     Args:
         states: one or two predictions' states.
         weight_VD: the output matrix.
-        targets_N: tokens to be predicted.
-        smoothing: e of the label smoothing.
-        ignore_index: target of the rows that do not count.
-        divergence_weight: factor on the divergence in the loss.
         row_weights_N: factors on each row's loss and divergence.
         vocabulary: the slice of the vocabulary whose rows ``weight_VD`` and ``bias`` are. Ranks then exchange a few
             numbers for each row, and the gradient of the states; results are those of the whole vocabulary.
-        bias: added to the logits.
-        kernels: carry out the loss of a chunk.
 
     Returns:
         The loss summed over rows, each row's negative log-likelihood (the mean of two predictions), and the
@@ -131,11 +125,9 @@ def _in_chunks(
             d_states[number][start : start + step] = kernels.linear(d_logits, weight_VD.t())
             if d_bias is not None:
                 d_bias += d_logits.sum(0, dtype=accumulate)
-            if d_weight is None:
-                continue
-            if d_weight.dtype == x.dtype:
+            if d_weight is not None and d_weight.dtype == x.dtype:
                 d_weight.addmm_(d_logits.t(), x)
-            else:
+            elif d_weight is not None:
                 d_weight += d_logits.t() @ x
     if vocabulary is not None:
         for gradient in d_states:

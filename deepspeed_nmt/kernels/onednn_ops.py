@@ -45,12 +45,9 @@ def linear(x: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor
 
 
 def _in_few_sizes(x: Tensor) -> Tensor:
-    """Return x as rows; in bf16 with rows of zeros up to one of few numbers of rows.
+    """Return x as rows (N,D); in bf16 with rows of zeros up to one of few numbers of rows.
 
-    oneDNN makes machine code for each size of a product, and micro-batches have hundreds of sizes. In bf16 the
-    products themselves take no longer than that.
-
-    Shape: (..., D) -> (N,D)
+    oneDNN makes machine code for each size of a product, which in bf16 takes longer than the products themselves.
     """
     rows = x.numel() // x.shape[-1]
     step = max(_LEAST_STEP, 1 << max(0, rows.bit_length() - _STEPS_BITS))
@@ -114,23 +111,21 @@ class PackedWeight:
     def __call__(self, x: Tensor, activation: Activation | None = None, residual: Tensor | None = None) -> Tensor:
         """Compute activation(x W^T + b), or x W^T + b + residual. Shape: (..., D), (..., E) -> (..., E)."""
         assert activation is None or residual is None
+        product: Tensor
         if self._int8 is not None:
-            return self._multiply_int8(x, activation, residual)
+            operations = torch.ops.quantized
+            int8 = operations.linear_relu_dynamic if activation == "relu" else operations.linear_dynamic
+            product = int8(x, self._int8, self._seven_bits)
+            if activation in ("gelu", "swish"):
+                return F.gelu(product) if activation == "gelu" else F.silu(product)
+            return product if residual is None else product.add_(residual)
         multiply = torch.ops.mkldnn._linear_pointwise
         if residual is not None:
             return multiply.binary(x, residual.contiguous(), self._weight, self._bias, "add")  # type: ignore[no-any-return]
         # oneDNN's own ReLU turns NaN into 0, which would hide damaged weights, and is no faster.
         fused = "none" if activation in (None, "relu") else activation
-        product: Tensor = multiply(x, self._weight, self._bias, fused, [], "none" if fused == "gelu" else "")
+        product = multiply(x, self._weight, self._bias, fused, [], "none" if fused == "gelu" else "")
         return torch.relu(product) if activation == "relu" else product
-
-    def _multiply_int8(self, x: Tensor, activation: Activation | None, residual: Tensor | None) -> Tensor:
-        operations = torch.ops.quantized
-        multiply = operations.linear_relu_dynamic if activation == "relu" else operations.linear_dynamic
-        product: Tensor = multiply(x, self._int8, self._seven_bits)
-        if activation in ("gelu", "swish"):
-            return F.gelu(product) if activation == "gelu" else F.silu(product)
-        return product if residual is None else product.add_(residual)
 
 
 def _quantised(weight_ED: Tensor, bias_E: Tensor | None) -> Any:

@@ -1,16 +1,11 @@
 """Sentences end to end in one row of tokens, and attention within each of them.
 
-The packed layout has no padding between sentences. Everything but attention works on tokens, whatever sentence they
-belong to. The rest of a row, its *tail*, fills it to a constant size: it counts for nothing, and no gradient comes
-from it. A row that its sentences fill has an empty tail.
+Everything but attention works on tokens, whatever sentence they belong to. The rest of a row, its *tail*, which may
+be empty, fills it to a constant size: it counts for nothing, and no gradient comes from it.
 
-Attention within sentences is computed in one of two ways:
-
-- By ``torch.nn.attention.varlen`` (FlashAttention with cumulative lengths), on GPUs from sm_80 up in 16 bit, for head
-  widths up to 256 that are multiples of 8, and without dropout of attention weights. FlexAttention lacks that, too,
-  and needs a compiler and a block mask for each micro-batch.
-- By rows: queries and keys are copied into a padded row for each sentence, and the results copied back. This works
-  on every device, with dropout, and is the reference for tests.
+Attention within sentences is computed by ``torch.nn.attention.varlen`` (FlashAttention with cumulative lengths) where
+:func:`has_varlen` says so, else by rows: queries and keys are copied into a padded row for each sentence, and the
+results copied back. That works on every device, with dropout, and is the reference for tests.
 
 Legend: P rows, B sentences, N positions of a row, L positions of the longest sentence, H heads, K head width,
 M positions of the keys' row.
@@ -69,7 +64,7 @@ class Segments:
         return self.starts.shape[0] - 2
 
     def to(self, move: Callable[[Tensor], Tensor]) -> Segments:
-        """Return the segments with tensors that ``move`` has copied, for example to another device."""
+        """Return the segments with tensors that ``move`` has copied."""
         return Segments(move(self.starts), move(self.positions), self.longest, self.widest)
 
     @cached_property
@@ -108,16 +103,14 @@ class Segments:
         """
         if rows == 1:
             return self.starts
-        if torch.compiler.is_compiling():  # compiled code cannot keep them, and computes them in one kernel
-            return self._bounds_of(rows)
-        if rows not in self._bounds:
-            self._bounds[rows] = self._bounds_of(rows)
-        return self._bounds[rows]
-
-    def _bounds_of(self, rows: int) -> Tensor:
+        if rows in self._bounds:
+            return self._bounds[rows]
         size = self.positions.shape[0]
         first_P1 = torch.arange(rows, dtype=torch.int32, device=self.starts.device).unsqueeze(1) * size
-        return torch.cat([(first_P1 + self.starts[:-1]).flatten(), self.starts[-1:] * rows])
+        bounds = torch.cat([(first_P1 + self.starts[:-1]).flatten(), self.starts[-1:] * rows])
+        if not torch.compiler.is_compiling():  # compiled code cannot keep them, and computes them in one kernel
+            self._bounds[rows] = bounds
+        return bounds
 
     @cached_property
     def _token_of_place(self) -> Tensor:
@@ -154,10 +147,7 @@ Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float], Tenso
 
 
 def mask_between(queries: Segments | None, keys: Tensor | Segments | None) -> Mask:
-    """Return the mask for attention from targets to sources, or within either.
-
-    ``queries`` are None in the padded layout, where ``keys`` are a bool mask, or None.
-    """
+    """Return the mask for attention; in the padded layout ``queries`` are None, and ``keys`` a bool mask or None."""
     if not isinstance(keys, Segments):
         return keys
     assert queries is not None, "queries and keys must have the same layout"
@@ -173,9 +163,7 @@ def attention_by_rows(
     dropout_p: float,
     attention: Attention,
 ) -> Tensor:
-    """Compute attention within sentences, each in a padded row, by ``attention``.
-
-    If ``causal``, queries and keys must have the same sentences.
+    """Compute attention within sentences, each in a padded row; if ``causal``, both have the same sentences.
 
     Shape: (P,H,N,K), (P,H,M,K), (P,H,M,K) -> (P,H,N,K)
     """
@@ -220,8 +208,7 @@ def _is_supported(device: torch.device) -> bool:
 
 
 def _takes_is_causal() -> bool:
-    """Return True if torch's function has an argument for causal attention, as its first version had."""
-    return "is_causal" in _parameters()
+    return "is_causal" in _parameters()  # as the first version
 
 
 CONSTANTS = (_is_supported, _takes_is_causal)

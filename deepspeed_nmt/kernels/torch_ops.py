@@ -225,17 +225,13 @@ def cross_entropy(logits: list[Tensor], rows: ChunkRows, with_gradient: bool) ->
         log_p, nll_N, total_N = _log_softmax(z.to(accumulate), rows)
         log_ps.append(log_p)
         nlls.append(nll_N)
-        loss_N = (1.0 - rows.smoothing) * nll_N
-        losses.append(loss_N - rows.smoothing / rows.size * total_N if rows.smoothing > 0.0 else loss_N)
-    loss_N, nll_N = (torch.stack(rows_N).mean(0) if len(rows_N) > 1 else rows_N[0] for rows_N in (losses, nlls))
+        losses.append(smoothed_loss(nll_N, total_N, rows))
     divergence_N: Tensor | None = None
     pulls: list[Tensor] = []
     if len(logits) == 2:
         divergence_N, pulls = _divergence(log_ps[0], log_ps[1], rows, with_gradient)
     gradients = []
-    for number, (z, log_p) in enumerate(zip(logits, log_ps, strict=True)):
-        if not with_gradient:
-            continue
+    for number, (z, log_p) in enumerate(zip(logits, log_ps, strict=True) if with_gradient else ()):
         # d loss / d logits = p - (1 - e) onehot - e/V, and zero for rows that do not count.
         gradient = log_p.exp_()
         if rows.smoothing > 0.0:
@@ -248,7 +244,18 @@ def cross_entropy(logits: list[Tensor], rows: ChunkRows, with_gradient: bool) ->
             gradient.add_(pulls[number], alpha=rows.divergence_weight)
         gradient *= rows.weights_N.unsqueeze(1)
         gradients.append(gradient.to(z.dtype))
-    return ChunkResult(loss_N, nll_N, divergence_N, gradients)
+    return ChunkResult(mean_of(losses), mean_of(nlls), divergence_N, gradients)
+
+
+def smoothed_loss(nll_N: Tensor, total_N: Tensor, rows: ChunkRows) -> Tensor:
+    """Compute (1 - e) (-log p_target) + e/V sum_v (-log p_v), where ``total_N`` is sum_v log p_v."""
+    loss_N = (1.0 - rows.smoothing) * nll_N
+    return loss_N - rows.smoothing / rows.size * total_N if rows.smoothing > 0.0 else loss_N
+
+
+def mean_of(rows_N: list[Tensor]) -> Tensor:
+    """Return the mean of the values of one or two predictions."""
+    return torch.stack(rows_N).mean(0) if len(rows_N) > 1 else rows_N[0]
 
 
 def _log_softmax(logits_NV: Tensor, rows: ChunkRows) -> tuple[Tensor, Tensor, Tensor]:

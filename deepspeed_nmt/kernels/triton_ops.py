@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deepspeed_nmt.kernels import triton_kernels as kernels
 from deepspeed_nmt.kernels.choice import interpreting
-from deepspeed_nmt.kernels.torch_ops import ChunkResult, ChunkRows
+from deepspeed_nmt.kernels.torch_ops import ChunkResult, ChunkRows, mean_of, smoothed_loss
 
 IDENTITY, RELU, GELU = (constant.value for constant in (kernels.IDENTITY, kernels.RELU, kernels.GELU))
 _WIDEST = 16384
@@ -88,14 +88,10 @@ def cross_entropy(logits: list[Tensor], rows: ChunkRows, with_gradient: bool) ->
             rows.vocabulary.sum(sums_4N[1:])
             greatest_N = top_N
         log_total_N = power_N.log() + greatest_N
-        nll_N = log_total_N - sums_4N[2]
-        loss_N = (1.0 - rows.smoothing) * nll_N
-        if rows.smoothing > 0.0:
-            loss_N = loss_N - rows.smoothing / rows.size * (sums_4N[3] - rows.size * log_total_N)
         log_totals.append(log_total_N)
-        nlls.append(nll_N)
-        losses.append(loss_N)
-    loss_N, nll_N = (torch.stack(rows_N).mean(0) if len(rows_N) > 1 else rows_N[0] for rows_N in (losses, nlls))
+        nlls.append(log_total_N - sums_4N[2])
+        losses.append(smoothed_loss(nlls[-1], sums_4N[3] - rows.size * log_total_N, rows))
+    loss_N, nll_N = mean_of(losses), mean_of(nlls)
     divergence_N = divergences_2N = None
     if len(logits) == 2:
         divergences_2N = torch.empty(2, count, dtype=torch.float32, device=logits[0].device)

@@ -24,7 +24,7 @@ from deepspeed_nmt.data.corpus import Corpora
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.training import TrainingData
 from deepspeed_nmt.engine.contract import checkpoint_bytes
-from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine, validation_dtype
+from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine
 from deepspeed_nmt.errors import ConfigError, DataError, counted, shown_bytes
 from deepspeed_nmt.evaluate.metrics import Scorer
 from deepspeed_nmt.files import atomic_write_text, parse_json, read_regular
@@ -87,8 +87,8 @@ class Resolved:
         return "; ".join(parts)
 
     def validation_dtype(self, device: torch.device) -> torch.dtype:
-        """Return the dtype of weights that are validated on a device."""
-        return validation_dtype(self.engine.precision, device)
+        """Return the dtype of weights that are validated on a device: that of training on a GPU, fp32 on a CPU."""
+        return DTYPES[self.engine.precision] if device.type == "cuda" else torch.float32
 
     def save(self, run: Path) -> None:
         """Write RESOLVED_FILE."""
