@@ -14,7 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 
 HELP = "export a run for CTranslate2 or Hugging Face, with a certificate"
-_FORMATS = ("ctranslate2", "huggingface", "safetensors")
+_FORMATS = ("ctranslate2", "huggingface")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,8 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="run directory, made by `train`")
     parser.add_argument(
         "--format", choices=_FORMATS, required=True,
-        help="ctranslate2; huggingface: MarianMT (post-norm) or Pegasus (pre-norm); safetensors: weights by the "
-        "names of this program",
+        help="ctranslate2; huggingface: MarianMT (post-norm) or Pegasus (pre-norm)",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the export")
     parser.add_argument(

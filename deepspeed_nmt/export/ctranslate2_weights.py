@@ -22,7 +22,7 @@ from deepspeed_nmt.export.ctranslate2_search import (
     ExportBeamSettings,
     import_ctranslate2,
 )
-from deepspeed_nmt.export.formats import MAX_TOKENS, Advance, Format, Sentences, Subject, no_progress, standardise
+from deepspeed_nmt.export.formats import MAX_TOKENS, Format, Sentences, Subject, standardise
 from deepspeed_nmt.search.base import Hypothesis
 
 _TYPES = {"fp32": "float32", "int8": "int8"}
@@ -52,13 +52,8 @@ class CTranslate2Format(Format):
         write_ctranslate2(directory, model, subject.vocabulary, subject.pieces, subject.longest, subject.precision)
 
     @override
-    def translate(
-        self, sources: Sentences, settings: ExportBeamSettings, advance: Advance = no_progress
-    ) -> list[Hypothesis]:
-        best = {}
-        for number, hypotheses in self._search.search(sources, settings, MAX_TOKENS):
-            best[number] = hypotheses[0]
-            advance(1)
+    def translate(self, sources: Sentences, settings: ExportBeamSettings) -> list[Hypothesis]:
+        best = {number: hypotheses[0] for number, hypotheses in self._search.search(sources, settings, MAX_TOKENS)}
         return [best[number] for number in range(len(sources))]
 
     @override

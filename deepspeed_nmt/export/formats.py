@@ -5,17 +5,16 @@ Legend: B sentences, S source length, D model width, E output width.
 
 from __future__ import annotations
 
-import copy
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from typing_extensions import override
 
@@ -40,12 +39,6 @@ _READS_STATE = re.compile(r"self_attention\.[qkv]_proj\.weight|cross_attention\.
 """Matrices that are applied to the state of a stack."""
 Sentences = Sequence[Sequence[int]]
 """Tokens of sentences, without EOS."""
-Advance = Callable[[int], object]
-"""Function that is called with the number of further sentences that are done."""
-
-
-def no_progress(more: int) -> None:
-    """Report no progress."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +50,6 @@ class Subject:
     longest: int
     precision: str
     tags: Tags = NO_TAGS
-
-    def decode(self, tokens: list[int]) -> str:
-        """Return the text of a translation, without its tag."""
-        return self.tags.untagged(self.tokenizer.decode(tokens))
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -77,9 +66,7 @@ class Program(ABC):
     """A program that translates."""
 
     @abstractmethod
-    def translate(
-        self, sources: Sentences, settings: ExportBeamSettings, advance: Advance = no_progress
-    ) -> list[Hypothesis]:
+    def translate(self, sources: Sentences, settings: ExportBeamSettings) -> list[Hypothesis]:
         """Return the best translation of each sentence. A score may be NaN."""
 
     @abstractmethod
@@ -137,9 +124,7 @@ class OwnProgram(Program):
         self._model, self._vocabulary = model, vocabulary
 
     @override
-    def translate(
-        self, sources: Sentences, settings: ExportBeamSettings, advance: Advance = no_progress
-    ) -> list[Hypothesis]:
+    def translate(self, sources: Sentences, settings: ExportBeamSettings) -> list[Hypothesis]:
         search = BeamSearch(BeamConfig(**settings.model_dump()), self._model, self._vocabulary)
         translations: dict[int, Hypothesis] = {}
         for numbers in length_buckets([len(source) + 1 for source in sources], MAX_TOKENS):
@@ -147,7 +132,6 @@ class OwnProgram(Program):
             source_BS, padded = pad_sources(rows, self._vocabulary.pad, "cpu")
             for number, best in zip(numbers, search.search(source_BS, padded), strict=True):
                 translations[number] = best[0]
-            advance(len(numbers))
         return [translations[number] for number in range(len(sources))]
 
     @override
@@ -157,33 +141,6 @@ class OwnProgram(Program):
             return token_log_probs([self._model], self._vocabulary, source_BS, False, [[list(target)]])[0][0]
 
         return [score(source, target) for source, target in zip(sources, targets, strict=True)]
-
-
-class SafetensorsFormat(OwnProgram, Format):
-    """Weights by the names of this program, which reads them again."""
-
-    name = "safetensors"
-    package = "safetensors"
-    install = "pip install safetensors"
-
-    def __init__(self, directory: Path, subject: Subject) -> None:
-        model = copy.deepcopy(subject.model)
-        weights = load_file(directory / WEIGHTS_FILE)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(weights[name])
-        super().__init__(model, subject.vocabulary)
-
-    @override
-    @staticmethod
-    def check(model: TranslationModel) -> None:
-        """Accept any model."""
-
-    @override
-    @staticmethod
-    def write(directory: Path, subject: Subject) -> None:
-        parameters = subject.model.named_parameters()
-        save_weights(directory, {name: tensor.detach().clone().contiguous() for name, tensor in parameters})
 
 
 def save_weights(directory: Path, state: dict[str, Tensor]) -> None:

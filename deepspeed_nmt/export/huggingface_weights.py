@@ -26,11 +26,9 @@ from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.export.ctranslate2_search import ExportBeamSettings
 from deepspeed_nmt.export.formats import (
     MAX_TOKENS,
-    Advance,
     Format,
     Sentences,
     Subject,
-    no_progress,
     save_weights,
     standardise,
 )
@@ -83,9 +81,7 @@ class HuggingFaceFormat(Format):
         write_marian_tokenizer(directory, subject.tokenizer, subject.longest)
 
     @override
-    def translate(
-        self, sources: Sentences, settings: ExportBeamSettings, advance: Advance = no_progress
-    ) -> list[Hypothesis]:
+    def translate(self, sources: Sentences, settings: ExportBeamSettings) -> list[Hypothesis]:
         penalty = LengthPenalty.parse(settings.length_penalty)
         numbers_of: dict[int, list[int]] = {}
         for number, source in enumerate(sources):
@@ -109,7 +105,6 @@ class HuggingFaceFormat(Format):
                 scores = done.sequences_scores.tolist() if settings.beam > 1 else [math.nan] * len(batch)
                 for number, sequence, score in zip(batch, done.sequences.tolist(), scores, strict=True):
                     best[number] = Hypothesis(self._tokens(sequence), score, math.nan)
-                advance(len(batch))
         return [best[number] for number in range(len(sources))]
 
     def _tokens(self, sequence: list[int]) -> list[int]:

@@ -23,10 +23,9 @@ from typing_extensions import override
 
 import deepspeed_nmt
 from deepspeed_nmt.build import build_meta_model
-from deepspeed_nmt.console import counting, logger
+from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.description import NotStandardError
 from deepspeed_nmt.core.model import TOP, TranslationModel
-from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError, DataError, check_installed
 from deepspeed_nmt.evaluate.metrics import Scorer
 from deepspeed_nmt.evaluate.scoring import read_sentences
@@ -42,7 +41,7 @@ from deepspeed_nmt.export.certificate import (
 )
 from deepspeed_nmt.export.ctranslate2_search import RULES, ExportBeamSettings
 from deepspeed_nmt.export.ctranslate2_weights import CTranslate2Format
-from deepspeed_nmt.export.formats import Format, OwnProgram, Program, SafetensorsFormat, Sentences, Subject
+from deepspeed_nmt.export.formats import Format, OwnProgram, Program, Sentences, Subject
 from deepspeed_nmt.export.huggingface_weights import HuggingFaceFormat
 from deepspeed_nmt.files import check_utf8_name, replacing, staged
 from deepspeed_nmt.manifest import FileRecord
@@ -54,9 +53,7 @@ from deepspeed_nmt.search.beam import BeamConfig, BeamSearch, BeamSentence
 from deepspeed_nmt.search.forced import token_log_probs
 from deepspeed_nmt.search.left_to_right import Live, largest
 
-FORMATS: Mapping[str, type[Format]] = {
-    format.name: format for format in (CTranslate2Format, HuggingFaceFormat, SafetensorsFormat)
-}
+FORMATS: Mapping[str, type[Format]] = {format.name: format for format in (CTranslate2Format, HuggingFaceFormat)}
 """All formats by name."""
 BEAMS = (1, 5)
 """Beam sizes of a certificate."""
@@ -187,58 +184,61 @@ def export_text(run: Run, request: ExportRequest, longest: int, most: int) -> Ex
         ConfigError: if there is a reference without a source, or int8 without references.
         DataError: if there is no text.
     """
+    has_references = request.source is None or request.reference is not None
     if request.reference is not None and request.source is None:
         raise ConfigError("--reference is given without --source; give both")
-    pairs: list[tuple[str, str]]
-    parts: list[tuple[int, str]] = []  # of the data: number of the first pair, and name
-    if request.source is not None:
-        sources = read_sentences(str(request.source))
-        references = read_sentences(str(request.reference)) if request.reference is not None else None
-        if references is not None and len(references) != len(sources):
+    if not has_references and request.precision != "fp32":
+        raise ConfigError(f"no --reference, by which --precision {request.precision} is judged; add it to --source")
+    if request.source is None:
+        pairs, origin = _own_pairs(run, most)
+    else:
+        origin = str(request.source)
+        sources = read_sentences(origin)
+        references = [""] * len(sources) if request.reference is None else read_sentences(str(request.reference))
+        if len(references) != len(sources):
             raise DataError(
                 f"--reference has {len(references):,} lines and --source {len(sources):,}; give texts of the same "
                 "sentences"
             )
-        pairs = list(zip(sources, references or [""] * len(sources), strict=True))
-        origin = str(request.source)
-    else:
-        try:
-            data = recorded_data(run.path).main
-        except DataError as error:
-            raise DataError(
-                f"no data of {run.path}, by which translations are compared; export with another text (`export "
-                "--source F`), and give that export by `translate --export DIR`"
-            ) from error
-        pairs = []
-        for split in ("test", "valid"):
-            with suppress(DataError):
-                files = [data.text(split, side) for side in ("source", "target")]
-                more = list(zip(*(read_sentences(str(file)) for file in files), strict=True))
-                parts.append((len(pairs), split))
-                pairs += more
-        if len(pairs) < most:
-            corpus, tokenizer = data.corpus("train"), run.tokenizer
-            parts.append((len(pairs), "train"))
-            for index in range(min(len(corpus), most - len(pairs))):
-                source, target = corpus.source(index).tolist(), corpus.target(index).tolist()
-                texts = tokenizer.decode(source, "source"), tokenizer.decode(target, "target")
-                pairs.append((run.tags.untagged(texts[0], "source"), run.tags.untagged(texts[1])))
-        references, origin = [""], str(data.path)
-    if references is None and request.precision != "fp32":
-        raise ConfigError(f"no --reference, by which --precision {request.precision} is judged; add it to --source")
+        pairs = [(source, reference, "") for source, reference in zip(sources, references, strict=True)]
+    tagged = run.tags.tagged([source for source, _, _ in pairs])
     encode = run.tokenizer.encode
-    pairs = list(zip(run.tags.tagged([pair[0] for pair in pairs]), [pair[1] for pair in pairs], strict=True))
-    fits = [n for n, (source, _) in enumerate(pairs) if source.strip() and 0 < len(encode(source)) < longest][:most]
-    if not fits:
+    kept = [
+        (line, reference, part)
+        for line, (_, reference, part) in zip(tagged, pairs, strict=True)
+        if line.strip() and 0 < len(encode(line)) < longest
+    ][:most]
+    if not kept:
         raise DataError(f"{origin} has no sentences to compare translations of")
-    kept = [pairs[n] for n in fits]
-    if parts:
-        origin = f"{'+'.join(name for first, name in parts if first <= fits[-1])} of {origin}"
+    parts = "+".join(part for part in dict.fromkeys(part for _, _, part in kept) if part)
     return ExportText(
-        [source for source, _ in kept],
-        None if references is None else [run.tokenizer.reference(reference) for _, reference in kept],
-        f"{len(kept):,} sentences: {origin}",
+        [line for line, _, _ in kept],
+        [run.tokenizer.reference(reference) for _, reference, _ in kept] if has_references else None,
+        f"{len(kept):,} sentences: {f'{parts} of ' if parts else ''}{origin}",
     )
+
+
+def _own_pairs(run: Run, most: int) -> tuple[list[tuple[str, str, str]], str]:
+    """Return sources, targets and splits of a run's data, and its path."""
+    try:
+        data = recorded_data(run.path).main
+    except DataError as error:
+        raise DataError(
+            f"no data of {run.path}, by which translations are compared; export with another text (`export "
+            "--source F`), and give that export by `translate --export DIR`"
+        ) from error
+    pairs: list[tuple[str, str, str]] = []
+    for split in ("test", "valid"):
+        with suppress(DataError):
+            sources, targets = (read_sentences(str(data.text(split, side))) for side in ("source", "target"))
+            pairs += [(source, target, split) for source, target in zip(sources, targets, strict=True)]
+    if len(pairs) < most:
+        corpus, tokenizer = data.corpus("train"), run.tokenizer
+        for index in range(min(len(corpus), most - len(pairs))):
+            source = tokenizer.decode(corpus.source(index).tolist(), "source")
+            target = tokenizer.decode(corpus.target(index).tolist())
+            pairs.append((run.tags.untagged(source, "source"), run.tags.untagged(target), "train"))
+    return pairs, str(data.path)
 
 
 def _warn_of_search(run: Run, info: ExportInfo) -> None:
@@ -311,24 +311,54 @@ def _compare(
         A comparison for each beam size, and the largest difference of a token's log-probability.
     """
     sources = [subject.tokenizer.encode(line) for line in text.lines]
-    here = OwnProgram(subject.model, subject.vocabulary)
+    programs = OwnProgram(subject.model, subject.vocabulary), program
     comparisons: list[Comparison] = []
-    difference = 0.0
+    logit_difference = 0.0
     for beam in BEAMS:
         changes = {"beam": beam, "length_penalty": program.length_penalty or settings.length_penalty}
         chosen = settings.model_copy(update=changes)
-        for one in (here, program):  # the first batch has start-up costs
-            one.translate(sources[:2], chosen)
-        with counting(f"certificate, beam {beam}, both programs", "sentences", 2 * len(sources)) as advance:
+        logger.info("certificate, beam %d: %d sentences are translated by both programs", beam, len(sources))
+        both, seconds = [], []
+        for one in programs:
+            one.translate(sources[:2], chosen)  # the first batch has start-up costs
             start = time.perf_counter()
-            own = here.translate(sources, chosen, advance)
-            middle = time.perf_counter()
-            other = program.translate(sources, chosen, advance)
-            seconds = (middle - start, time.perf_counter() - middle)
+            both.append(one.translate(sources, chosen))
+            seconds.append(time.perf_counter() - start)
         if beam == BEAMS[0]:
-            difference = _logit_difference(here, program, sources, own)
-        comparisons.append(_comparison(subject, sources, chosen, own, other, seconds, scorer, difference))
-    return tuple(comparisons), difference
+            logit_difference = _logit_difference(*programs, sources, both[0])
+        pairs = list(zip(*both, strict=True))
+        identical = [(own, other) for own, other in pairs if own.tokens == other.tokens]
+        # A score is NaN if the other program gives none.
+        score_gaps = [gap for own, other in identical if not math.isnan(gap := abs(own.score - other.score))]
+        gaps = [gap for own, other in identical if not math.isnan(gap := abs(own.log_prob - other.log_prob))]
+        tolerance = max(_LEAST_TOLERANCE, 2.0 * logit_difference, 2.0 * max([*score_gaps, *gaps], default=0.0))
+        if subject.precision == "fp32":  # a wrong export must not excuse its differences
+            tolerance = min(tolerance, _LARGEST_TOLERANCE)
+        texts = [[subject.tags.untagged(subject.tokenizer.decode(best.tokens)) for best in bests] for bests in both]
+        differences = []
+        for number, (source, (own, other), here, there) in enumerate(zip(sources, pairs, *texts, strict=True), 1):
+            if own.tokens != other.tokens:
+                margin, kind = _reason(subject, source, own, other, chosen)
+                explained = margin is None or margin <= tolerance
+                differences.append(
+                    Difference(line=number, here=here, there=there, margin=margin, kind=kind, explained=explained)
+                )
+        bleu = [None if scorer is None else scorer.first(translations) for translations in texts]
+        comparisons.append(
+            Comparison(
+                beam=beam,
+                sentences=len(sources),
+                identical=len(identical),
+                score_difference=max(score_gaps, default=None),
+                tolerance=tolerance,
+                differences=tuple(differences),
+                bleu_here=bleu[0],
+                bleu_there=bleu[1],
+                seconds_here=seconds[0],
+                seconds_there=seconds[1],
+            )
+        )
+    return tuple(comparisons), logit_difference
 
 
 def _logit_difference(here: OwnProgram, program: Program, sources: Sentences, own: Sequence[Hypothesis]) -> float:
@@ -336,78 +366,6 @@ def _logit_difference(here: OwnProgram, program: Program, sources: Sentences, ow
     pairs = [sources[number] for number in some], [own[number].tokens for number in some]
     both = zip(here.token_log_probs(*pairs), program.token_log_probs(*pairs), strict=True)
     return max(abs(one - other) for ours, theirs in both for one, other in zip(ours, theirs, strict=True))
-
-
-def _comparison(
-    subject: Subject,
-    sources: Sentences,
-    settings: ExportBeamSettings,
-    own: Sequence[Hypothesis],
-    other: Sequence[Hypothesis],
-    seconds: tuple[float, float],
-    scorer: Scorer | None,
-    logit_difference: float,
-) -> Comparison:
-    texts = [[subject.decode(best.tokens) for best in hypotheses] for hypotheses in (own, other)]
-    same = [one.tokens == two.tokens for one, two in zip(own, other, strict=True)]
-    scores, log_probs = (
-        _gaps([(getattr(one, name), getattr(two, name)) for one, two in zip(own, other, strict=True)], same)
-        for name in ("score", "log_prob")
-    )
-    tolerance = max(_LEAST_TOLERANCE, 2.0 * logit_difference, 2.0 * max([*scores, *log_probs], default=0.0))
-    if subject.precision == "fp32":  # a wrong export must not excuse its differences
-        tolerance = min(tolerance, _LARGEST_TOLERANCE)
-    config = BeamConfig(**settings.model_dump())
-    differences = []
-    for number, is_same in enumerate(same):
-        if is_same:
-            continue
-        pair = own[number].tokens, other[number].tokens
-        limit = settings.limit(len(sources[number]) + 1, subject.longest)
-        margin: float | None
-        margin, kind = _smallest_margin(subject.model, subject.vocabulary, sources[number], *pair, config)
-        if any(len(tokens) + 1 >= limit for tokens in pair):
-            margin, kind = None, AT_LIMIT
-        elif settings.beam > 1 and _left_out(own[number], other[number], settings):
-            margin, kind = None, LEFT_OUT
-        differences.append(
-            Difference(
-                line=number + 1,
-                here=texts[0][number],
-                there=texts[1][number],
-                margin=margin,
-                kind=kind,
-                explained=margin is None or margin <= tolerance,
-            )
-        )
-    return Comparison(
-        beam=settings.beam,
-        sentences=len(sources),
-        identical=sum(same),
-        score_difference=max(scores, default=None),
-        tolerance=tolerance,
-        differences=tuple(differences),
-        bleu_here=None if scorer is None else scorer.first(texts[0]),
-        bleu_there=None if scorer is None else scorer.first(texts[1]),
-        seconds_here=seconds[0],
-        seconds_there=seconds[1],
-    )
-
-
-def _left_out(own: Hypothesis, other: Hypothesis, settings: ExportBeamSettings) -> bool:
-    """Return True if a program that ranks its K finished hypotheses by the power of the length prefers the other one.
-
-    CTranslate2 knows no other penalty. It keeps the best K by its own, of which the best by the run's is taken.
-    """
-    penalty = LengthPenalty.parse(settings.length_penalty)
-    scores = [best.log_prob / (len(best.tokens) + 1) ** penalty.exponent for best in (own, other)]
-    return penalty.family != "power" and scores[0] < scores[1]
-
-
-def _gaps(pairs: Sequence[tuple[float, float]], same: Sequence[bool]) -> list[float]:
-    """Return the differences between numbers of both programs for identical translations; one may give none."""
-    gaps = [abs(one - two) for (one, two), is_same in zip(pairs, same, strict=True) if is_same]
-    return [gap for gap in gaps if not math.isnan(gap)]
 
 
 def is_current(certificate: Certificate, path: Path, checkpoint: str) -> bool:
@@ -442,25 +400,31 @@ class _TracedSearch(BeamSearch):
 
 
 @torch.inference_mode()
-def _smallest_margin(
-    model: TranslationModel,
-    vocabulary: Vocabulary,
-    source: Sequence[int],
-    here: Sequence[int],
-    there: Sequence[int],
-    config: BeamConfig,
-) -> tuple[float, str]:
-    """Return the smallest margin (nats) by which the search preferred `here` to `there`, and its kind."""
+def _reason(
+    subject: Subject, source: Sequence[int], own: Hypothesis, other: Hypothesis, settings: ExportBeamSettings
+) -> tuple[float | None, str]:
+    """Return the smallest margin (nats) by which the search preferred `own` to `other`, and its kind.
+
+    There is no margin if another rule explains the difference: the length limit, or the length penalty of a program
+    that keeps the K finished hypotheses that are best by the power of the length, as CTranslate2 does.
+    """
+    limit = settings.limit(len(source) + 1, subject.longest)
+    if any(len(best.tokens) + 1 >= limit for best in (own, other)):
+        return None, AT_LIMIT
+    penalty = LengthPenalty.parse(settings.length_penalty)
+    powers = [best.log_prob / (len(best.tokens) + 1) ** penalty.exponent for best in (own, other)]
+    if settings.beam > 1 and penalty.family != "power" and powers[0] < powers[1]:
+        return None, LEFT_OUT
+    model, vocabulary = subject.model, subject.vocabulary
     source_BS: Tensor = torch.tensor([[*source, vocabulary.source.eos]])
-    scored = token_log_probs([model], vocabulary, source_BS, False, [[list(here), list(there)]])[0]
-    penalty = LengthPenalty.parse(config.length_penalty)
+    scored = token_log_probs([model], vocabulary, source_BS, False, [[own.tokens, other.tokens]])[0]
     scores = [math.fsum(log_probs) / penalty(len(log_probs)) for log_probs in scored]
     margins = {"the two translations": abs(scores[0] - scores[1])}
-    ended = ([*here, vocabulary.eos], [*there, vocabulary.eos])
-    at = next(place for place, (one, other) in enumerate(zip(*ended, strict=False)) if one != other)
+    ended = ([*own.tokens, vocabulary.eos], [*other.tokens, vocabulary.eos])
+    at = next(place for place, (one, two) in enumerate(zip(*ended, strict=False)) if one != two)
     margins["their first different tokens"] = abs(scored[0][at] - scored[1][at])
-    if config.beam > 1:
-        search = _TracedSearch(config, model, vocabulary)
+    if settings.beam > 1:
+        search = _TracedSearch(BeamConfig(**settings.model_dump()), model, vocabulary)
         search.search(source_BS, False)
         margins["hypotheses of the beam"] = search.smallest
     kind = min(margins, key=lambda name: margins[name])
