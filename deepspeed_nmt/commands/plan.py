@@ -31,11 +31,27 @@ if TYPE_CHECKING:
 
 HELP = "plan memory and speed of a recipe, or list a sweep"
 _MAX_GPUS = 1_000_000
-_TIMES = dict.fromkeys(("mtbf", "run", "saving_time", "restart_time"))
-_DEFAULTS = {"vocab_size": None, "data": None, "gpu": None, "num_gpus": 1, "mfu": 0.3, "write_speed": 300.0}
-_DEFAULTS |= {"json": False, **_TIMES}
 _RESTART_S = 120.0
 """Seconds from a failure to the next update, if nothing is known: a rank is missed, and the job starts again."""
+_OPTIONS: tuple[tuple[str, str, type, object, str], ...] = (
+    ("config", "F", str, None, "YAML file of settings, which override the recipe"),
+    ("point", "I", int, None, "print this point of the sweep, counted from 1, for `train`"),
+    ("vocab-size", "V", str, None,
+     "size of the vocabulary, or SOURCE,TARGET (default: those of --data, of the recipe's BERTs, or 32000)"),
+    ("gpu", "G", str, None, "GPU to plan memory and speed for (default: none)"),
+    ("num-gpus", "N", int, 1, "number of GPUs (default: %(default)s)"),
+    ("mfu", "U", float, 0.3, "expected share of the GPU's peak (default: %(default)s)"),
+    ("write-speed", "MB/S", float, 300.0,
+     "assumed speed of writing checkpoints, their hashes included (default: %(default)g)"),
+    ("mtbf", "T", str, None,
+     "mean time between failures of the job, such as 45m or 3h: propose how often to save"),
+    ("run", "DIR", Path, None, "run whose times of a checkpoint, restart and update --mtbf takes"),
+    ("saving-time", "T", str, None,
+     "time for which a checkpoint stops training (default: that of --run, or of writing it by --write-speed)"),
+    ("restart-time", "T", str, None,
+     f"time from a failure to the next update (default: that of --run, or {_RESTART_S:g} s)"),
+)  # fmt: skip
+"""Options with name, metavar, type, default and help."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,55 +59,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     subject = parser.add_mutually_exclusive_group()
     subject.add_argument("--recipe", metavar="NAME", help="named experiment to plan")
     subject.add_argument("--sweep", metavar="NAME", help="named grid of settings to list or plan")
-    parser.add_argument("--config", metavar="F", help="YAML file of settings, which override the recipe")
     parser.add_argument(
-        "--point", type=int, metavar="I", help="print this point of the sweep, counted from 1, for `train`"
-    )
-    parser.add_argument(
-        "--vocab-size",
-        metavar="V",
-        help="size of the vocabulary, or SOURCE,TARGET (default: those of --data, of the recipe's BERTs, or 32000)",
-    )
-    parser.add_argument(
-        "--data",
-        action="append",
-        metavar="DIR[=WEIGHT][@TAG]",
+        "--data", action="append", default=[], metavar="DIR[=WEIGHT][@TAG]",
         help="data to plan for, as `train` takes it; prints what each layout makes of it",
-    )
-    parser.add_argument("--gpu", metavar="G", help="GPU to plan memory and speed for (default: none)")
-    parser.add_argument("--num-gpus", type=int, metavar="N", help="number of GPUs (default: %(default)s)")
-    parser.add_argument(
-        "--mfu", type=float, metavar="U", help="expected share of the GPU's peak (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--write-speed",
-        type=float,
-        metavar="MB/S",
-        help="assumed speed of writing checkpoints, their hashes included (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--mtbf",
-        metavar="T",
-        help="mean time between failures of the job, such as 45m or 3h: propose how often to save",
-    )
-    parser.add_argument(
-        "--run", type=Path, metavar="DIR", help="run whose times of a checkpoint, restart and update --mtbf takes"
-    )
-    parser.add_argument(
-        "--saving-time",
-        metavar="T",
-        help="time for which a checkpoint stops training (default: that of --run, or of writing it by --write-speed)",
-    )
-    parser.add_argument(
-        "--restart-time",
-        metavar="T",
-        help=f"time from a failure to the next update (default: that of --run, or {_RESTART_S:g} s)",
-    )
+    )  # fmt: skip
+    for name, metavar, kind, default, text in _OPTIONS:
+        parser.add_argument(f"--{name}", metavar=metavar, type=kind, default=default, help=text)
     parser.add_argument(
         "--json", action="store_true", help="print a JSON object for each recipe or point, one a line"
     )
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, which override the recipe")
-    parser.set_defaults(**_DEFAULTS)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -103,40 +80,28 @@ def _check(arguments: argparse.Namespace) -> None:
     from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY
     from deepspeed_nmt.errors import ConfigError, shown
 
-    def given(*names: str) -> str:
-        return " and ".join(
-            f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) != _DEFAULTS[name]
-        )
-
-    problems = []
-    if arguments.recipe is None and arguments.sweep is None and arguments.config is None:
-        problems.append("nothing to plan is named; give --recipe, --config or --sweep")
-    if arguments.sweep is not None and arguments.config is not None:
-        problems.append("--sweep plans recipes, but --config is given; leave out one of them")
-    sizes = ("4" if arguments.vocab_size is None else arguments.vocab_size).split(",")
-    if len(sizes) > 2 or not all(
-        size.isascii() and size.isdecimal() and len(size) < 20 and 4 <= int(size) <= MAX_VOCABULARY for size in sizes
-    ):
-        problems.append(
-            f"--vocab-size is {shown(arguments.vocab_size)}; give a number from 4 to {MAX_VOCABULARY:,}, or two"
-        )
-    if not 1 <= arguments.num_gpus <= _MAX_GPUS:
-        problems.append(f"--num-gpus is {shown(arguments.num_gpus)}; give 1 to {_MAX_GPUS:,}")
-    if not 0.0 < arguments.mfu <= 1.0:
-        problems.append(f"--mfu is {arguments.mfu}; give a share above 0, at most 1")
-    if not 0.0 < arguments.write_speed < math.inf:
-        problems.append(f"--write-speed is {arguments.write_speed}; give a positive number of MB/s")
-    if arguments.mtbf is None and (unused := given("run", "saving_time", "restart_time")):
-        problems.append(f"{unused} without --mtbf; give it too")
-    if arguments.point is not None and arguments.sweep is None:
-        problems.append("--point is the number of a point of --sweep, which is missing; give both")
-    elif arguments.point is not None and (unused := given(*_DEFAULTS)):
-        problems.append(f"--point prints the arguments of a point and plans nothing; leave out {unused}")
-    # The layouts of data depend on the number of GPUs.
-    elif arguments.gpu is None and (unused := given(*["num_gpus"] * (arguments.data is None), "mfu")):
-        problems.append(f"{unused} without --gpu; give it too")
-    if problems:
-        raise ConfigError(problems)
+    sizes = (arguments.vocab_size or "4").split(",")
+    is_size = [text.isascii() and text.isdecimal() and 4 <= int(text[:20]) <= MAX_VOCABULARY for text in sizes]
+    times = ("run", "saving_time", "restart_time")
+    unused = [f"--{name.replace('_', '-')}" for name in times if getattr(arguments, name) is not None]
+    problems = {
+        "nothing to plan is named; give --recipe, --config or --sweep":
+            arguments.recipe is arguments.sweep is arguments.config is None,
+        "--sweep plans recipes, but --config is given; leave out one of them":
+            arguments.sweep is not None and arguments.config is not None,
+        f"--vocab-size is {shown(arguments.vocab_size)}; give a number from 4 to {MAX_VOCABULARY:,}, or two":
+            len(sizes) > 2 or not all(is_size) or arguments.vocab_size == "",
+        f"--num-gpus is {shown(arguments.num_gpus)}; give 1 to {_MAX_GPUS:,}":
+            not 1 <= arguments.num_gpus <= _MAX_GPUS,
+        f"--mfu is {arguments.mfu}; give a share above 0, at most 1": not 0.0 < arguments.mfu <= 1.0,
+        f"--write-speed is {arguments.write_speed}; give a positive number of MB/s":
+            not 0.0 < arguments.write_speed < math.inf,
+        f"{' and '.join(unused)} without --mtbf; give it too": unused and arguments.mtbf is None,
+        "--point is the number of a point of --sweep, which is missing; give both":
+            arguments.point is not None and arguments.sweep is None,
+    }  # fmt: skip
+    if wrong := [text for text, is_wrong in problems.items() if is_wrong]:
+        raise ConfigError(wrong)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -168,34 +133,30 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.run.plans import Plans, layout_estimates, layout_notes, planned_vocabulary, tokens_of
 
     plans, file = Plans(), None if arguments.config is None else Path(arguments.config)
-    options = [DataOption.parse(text) for text in arguments.data or ()]
-    data = TrainingData(options) if options else None
+    data = TrainingData([DataOption.parse(text) for text in arguments.data]) if arguments.data else None
     for number, (recipe, settings) in enumerate(points, 1):
         config = load_config(recipe, file, [*settings, *arguments.settings]).resolved()
-        recipe, precision = recipe or str(file), None
+        recipe, precision, update_s = recipe or str(file), None, None
         vocabulary = planned_vocabulary(arguments.vocab_size, config, None if data is None else data.main)
         trained, count = plans.parameters(config, vocabulary)
         kept, states = config.training, len(config.optimizer.states)
         size = checkpoint_bytes(trained, count - trained, states)
         checkpoints = CheckpointPlan(size, kept.keep_last, kept.keep_best, arguments.write_speed)
-        point = {} if arguments.sweep is None else {"point": number}
-        result = {**point, "recipe": recipe, "vocab_size": vocabulary.size, "parameters": count}
+        result: dict[str, Any] = {"point": number} if arguments.sweep is not None else {}
+        result |= {"recipe": recipe, "vocab_size": vocabulary.size, "parameters": count}
         result |= {"trained": trained} if trained != count else {}
-        result |= {**({"settings": settings} if point else {}), **checkpoints.as_json()}
-        update_s: float | None = None
-        lines = [
-            f"{recipe} with a vocabulary of {tokens_of(vocabulary)}: {count:,} parameters"
-            + (f", {trained:,} of them trained" if trained != count else "")
-        ]
+        result |= {**({"settings": settings} if arguments.sweep is not None else {}), **checkpoints.as_json()}
+        some = f", {trained:,} of them trained" if trained != count else ""
+        lines = [f"{recipe} with a vocabulary of {tokens_of(vocabulary)}: {count:,} parameters{some}"]
         if gpu is not None:
-            on_gpu = plans.on(gpu, arguments.num_gpus, config, vocabulary)
-            precision = on_gpu.engine.precision
-            planned, table = _plan(on_gpu, config, arguments, gpu)
-            if speed := planned["tokens_per_s"]:
-                update_s = config.batch.update_tokens / speed
-            result |= planned
+            planned = plans.on(gpu, arguments.num_gpus, config, vocabulary)
+            precision = planned.engine.precision
+            plan, table = _plan(planned, config, arguments, gpu)
+            if plan["tokens_per_s"]:
+                update_s = config.batch.update_tokens / plan["tokens_per_s"]
+            result |= plan
             lines += [table, str(checkpoints)]
-        elif point:
+        elif arguments.sweep is not None:
             lines = [f"{number:>3}  {count:>13,} parameters  --recipe {recipe} {' '.join(settings)}"]
         else:
             lines.append(str(checkpoints))

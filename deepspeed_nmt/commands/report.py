@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import textwrap
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deepspeed_nmt.reports.text_scores import ParallelText
@@ -21,24 +21,16 @@ _PAGES = (".html", ".htm")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of each kind."""
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
-    for name, kind in KINDS.items():
-        kind.add_arguments(
-            kinds.add_parser(
-                name,
-                help=kind.help,
-                description=textwrap.dedent(kind.description),
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-            )
+    for name, (help, add_options, report) in _KINDS.items():
+        kind = kinds.add_parser(
+            name, help=help, description=inspect.getdoc(report), formatter_class=argparse.RawDescriptionHelpFormatter
         )
+        add_options(kind)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the report, and return the exit status."""
-    return KINDS[arguments.kind].run(arguments)
-
-
-def _add_runs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
+    return _KINDS[arguments.kind][2](arguments)
 
 
 def _add_output(parser: argparse.ArgumentParser, default: str, *, of: str, markdown: bool = False) -> None:
@@ -66,15 +58,17 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _read_text(arguments: argparse.Namespace) -> ParallelText | None:
-    """Check the options of decoding, and read the text to translate; return None if no option names one."""
+def _read_text(arguments: argparse.Namespace, runs: Iterable[Path]) -> ParallelText | None:
+    """Check --out and the options of decoding, and read the text to translate; None if no option names one."""
     from deepspeed_nmt.data.data_directory import DataDirectory
     from deepspeed_nmt.errors import ConfigError
+    from deepspeed_nmt.reports.pictures import check_out
     from deepspeed_nmt.reports.text_scores import ParallelText
     from deepspeed_nmt.search.decode_options import DecodeOptions
 
-    DecodeOptions.of({"max_tokens": arguments.max_tokens})
     files = (arguments.input, arguments.reference)
+    check_out(arguments.out, [*runs, arguments.data, *files])
+    DecodeOptions.of({"max_tokens": arguments.max_tokens})
     if (None in files and files != (None, None)) or (arguments.data is not None and files != (None, None)):
         raise ConfigError(
             "the test set is named by --data, or by --input and --reference together; give one of the two"
@@ -93,28 +87,35 @@ def _print(arguments: argparse.Namespace, rows: Iterable[Mapping[str, Any]], tex
     return 0
 
 
+def _add_collapse(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
+    _add_output(parser, "collapse.png", of="run")
+
+
 def _collapse(arguments: argparse.Namespace) -> int:
+    """Compare the training curves of runs, in a picture and a table.
+
+        deepspeed-nmt report collapse runs/plain runs/with_cad --out collapse.png
+
+    The picture shows if decoders use their source: source reliance, training perplexity, validation loss and
+    score over target tokens, and for each run the share of cross-attention in the update of each decoder layer
+    over updates. Source reliance is the rise of the loss, in nats per target token, when the sources are
+    shuffled among the sentences.
+    """
     from deepspeed_nmt.console import cell, table
     from deepspeed_nmt.evaluate.metrics import validation_tag
+    from deepspeed_nmt.reports import run_log
     from deepspeed_nmt.reports.outcome import collapse_row
     from deepspeed_nmt.reports.pictures import check_out, draw_curves
-    from deepspeed_nmt.reports.run_log import (
-        SOURCE_RELIANCE,
-        TRAIN_PERPLEXITY,
-        VALID_LOSS,
-        RunLog,
-        run_names,
-        validation_metric,
-    )
 
     check_out(arguments.out, arguments.runs)
     paths = list(dict.fromkeys(arguments.runs))
-    logs = dict(zip(run_names(paths), map(RunLog.read_begun, paths), strict=True))
-    metric = validation_metric(logs.values()).name
+    logs = dict(zip(run_log.run_names(paths), map(run_log.RunLog.read_begun, paths), strict=True))
+    metric = run_log.validation_metric(logs.values()).name
     panels = {
-        SOURCE_RELIANCE: "source reliance (nats per token)",
-        TRAIN_PERPLEXITY: "training perplexity",
-        VALID_LOSS: "validation loss",
+        run_log.SOURCE_RELIANCE: "source reliance (nats per token)",
+        run_log.TRAIN_PERPLEXITY: "training perplexity",
+        run_log.VALID_LOSS: "validation loss",
         validation_tag(metric): f"validation {metric}",
     }
     draw_curves(logs, panels, arguments.out, shares=True)
@@ -143,10 +144,21 @@ def _add_depths(parser: argparse.ArgumentParser) -> None:
 
 
 def _depths(arguments: argparse.Namespace) -> int:
+    """Compare BLEU and time at every pair of encoder and decoder stages.
+
+        deepspeed-nmt report depths --run RUN --input test.en --reference test.de --oracle --repeat 3
+        deepspeed-nmt report depths --run runs/nxm runs/vanilla/* --data DATA --oracle --repeat 3
+
+    A stage is a layer, or a loop of a recurrent model. A run alone translates at all its depths. Beside other
+    runs, one that was trained with objective.multi_softmax does so, and all others together are one system, with
+    the full depth of each. The report names the fastest pair whose BLEU is at most --max-loss below that of the
+    full depth, or if no model has it, below the best BLEU. With --oracle it also counts the sentences that each
+    pair translates best, by sentence BLEU (ties go to the pair of the least measured time), and has the BLEU of
+    the best pair for each sentence.
+    """
     from deepspeed_nmt.console import logger
     from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.reports.depths import draw_depths, measure, systems_of
-    from deepspeed_nmt.reports.pictures import check_out
     from deepspeed_nmt.reports.text_scores import common_scorer
     from deepspeed_nmt.run.directory import Run
 
@@ -154,8 +166,7 @@ def _depths(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--max-loss is {arguments.max_loss}; give a finite number of at least 0")
     if arguments.repeat < 1:
         raise ConfigError(f"--repeat is {arguments.repeat}; give a number of at least 1")
-    check_out(arguments.out, [*arguments.runs, arguments.data, arguments.input, arguments.reference])
-    text = _read_text(arguments)
+    text = _read_text(arguments, arguments.runs)
     if text is None:
         raise ConfigError("no text to translate; give --data, or --input and --reference")
     runs = [Run.open(path) for path in dict.fromkeys(arguments.runs)]
@@ -189,6 +200,15 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    """Make a page of one run: one HTML file that needs no network and no other file.
+
+        deepspeed-nmt report run runs/deep --out deep.html
+
+    It has the state of the run, its curves with skipped updates, spikes, rollbacks and restarts where they were,
+    cross-attention by decoder layer, sample translations over time beside their references, the worst sentences,
+    and its settings, data and environment. What a run does not record is left out, so the page of a run that is
+    still trained, or that failed, can be made at any time. Figures are drawn by plotly, which the page contains.
+    """
     from deepspeed_nmt.console import logger, output
     from deepspeed_nmt.errors import ConfigError, check_installed
     from deepspeed_nmt.files import atomic_write_bytes
@@ -213,40 +233,43 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _add_comparison(parser: argparse.ArgumentParser) -> None:
-    _add_runs(parser)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
     _add_decoding(parser)
     _add_output(parser, "runs.png", of="run", markdown=True)
 
 
 def _runs(arguments: argparse.Namespace) -> int:
+    """Compare runs: the settings in which they differ, and what came of it.
+
+        deepspeed-nmt report runs runs/plain runs/with_cad --out runs.png
+        deepspeed-nmt report runs runs/plain runs/with_cad --data DATA --checkpoint average
+
+    The table has a column for each run, with the settings that differ, then length, cost and results. What a run
+    does not record is shown as `-`. With --data, or --input and --reference, each run translates the test set by
+    its own search, and its scores are recorded in the run, so that it is translated once; scores recorded before
+    are shown, too. The picture shows perplexity and BLEU over target tokens.
+    """
     from deepspeed_nmt.console import table
     from deepspeed_nmt.evaluate.metrics import validation_tag
+    from deepspeed_nmt.reports import run_log
     from deepspeed_nmt.reports.outcome import Outcome, comparison_table, differing
-    from deepspeed_nmt.reports.pictures import check_out, draw_curves
-    from deepspeed_nmt.reports.run_log import (
-        TRAIN_PERPLEXITY,
-        VALID_PERPLEXITY,
-        run_names,
-        validation_measures,
-        validation_metric,
-    )
+    from deepspeed_nmt.reports.pictures import draw_curves
     from deepspeed_nmt.reports.text_scores import all_scores
     from deepspeed_nmt.run.plans import Plans
 
-    check_out(arguments.out, [*arguments.runs, arguments.data, arguments.input, arguments.reference])
-    text = _read_text(arguments)
+    text = _read_text(arguments, arguments.runs)
     paths = list(dict.fromkeys(arguments.runs))
-    runs = dict(zip(run_names(paths), map(Outcome.read, paths), strict=True))
+    runs = dict(zip(run_log.run_names(paths), map(Outcome.read, paths), strict=True))
     settings = differing([outcome.config.flat() for outcome in runs.values()])
     logs = {name: outcome.log for name, outcome in runs.items() if outcome.log.tokens is not None}
-    measures = validation_measures(logs.values())
+    measures = run_log.validation_measures(logs.values())
     scores = all_scores(paths, arguments.checkpoint, text, arguments.max_tokens)
     plans = Plans()
     rows = {name: outcome.row(settings, measures, plans, scores[outcome.path]) for name, outcome in runs.items()}
-    metric = validation_metric(logs.values()).name
+    metric = run_log.validation_metric(logs.values()).name
     panels = {
-        TRAIN_PERPLEXITY: "training perplexity",
-        VALID_PERPLEXITY: "validation perplexity",
+        run_log.TRAIN_PERPLEXITY: "training perplexity",
+        run_log.VALID_PERPLEXITY: "validation perplexity",
         validation_tag(metric): f"validation {metric}",
     }
     draw_curves(logs, panels, arguments.out)
@@ -267,140 +290,50 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
+    """Compare the runs of a sweep: final training perplexity, score, source reliance and hours of each point.
+
+        deepspeed-nmt report sweep deep_decoder_fig1 --runs runs/fig1 --data DATA
+
+    The runs are the directories in --runs; launch/sweep.sbatch trains point I of a sweep in the directory I. A
+    run belongs to a point if it has the settings that the sweep varies, whatever its name. With --data, or
+    --input and --reference, each run translates the test set by its own search, and its scores are recorded in
+    the run, so that it is translated once; otherwise the score is the best of validation, by --metric or the
+    first metric that any run has logged. Runs without it and unfinished runs are named, and points without a run
+    are counted.
+    """
     from deepspeed_nmt.console import table
     from deepspeed_nmt.errors import ConfigError
-    from deepspeed_nmt.reports.pictures import check_out
-    from deepspeed_nmt.reports.sweep import (
-        Scores,
-        Sweep,
-        choose_runs,
-        draw_sweep,
-        sweep_rows,
-        sweep_table,
-        validation_scores,
-        warn_of_differences,
-    )
+    from deepspeed_nmt.reports import sweep as sweeps
     from deepspeed_nmt.reports.text_scores import score_runs
     from deepspeed_nmt.run.directory import CONFIG_FILE
 
-    sweep = Sweep(arguments.sweep)
+    sweep = sweeps.Sweep(arguments.sweep)
     inputs = [path.parent for path in arguments.runs.glob(f"*/{CONFIG_FILE}")]
-    check_out(arguments.out, [*inputs, arguments.data, arguments.input, arguments.reference])
-    text = _read_text(arguments)
+    text = _read_text(arguments, inputs)
     if text is not None and arguments.metric is not None:
         raise ConfigError("--metric names a measure of validation, and a test set is given; leave out one of them")
-    runs = choose_runs(sweep, arguments.runs)
+    runs = sweeps.choose_runs(sweep, arguments.runs)
     trained = [outcome for outcome in runs if outcome is not None]
-    scores: Scores
+    scores: sweeps.Scores
     if text is None:
-        metric, scores = validation_scores(trained, arguments.metric)
+        metric, scores = sweeps.validation_scores(trained, arguments.metric)
         metrics = [metric]
     else:
         paths = [outcome.path for outcome in trained]
         metrics, recorded = score_runs(paths, arguments.checkpoint, text, arguments.max_tokens)
         scores = {path: {score.metric: score.value for score in of_run} for path, of_run in recorded.items()}
-    warn_of_differences(sweep, runs)
-    rows = sweep_rows(sweep, runs, metrics, scores)
+    sweeps.warn_of_differences(sweep, runs)
+    rows = sweeps.sweep_rows(sweep, runs, metrics, scores)
     titles = {metric: f"{'validation' if text is None else 'test'} {metric}" for metric in metrics}
-    draw_sweep(sweep, rows, titles[metrics[0]], arguments.out)
-    return _print(arguments, rows, lambda: table(sweep_table(sweep, rows, titles)))
+    sweeps.draw_sweep(sweep, rows, titles[metrics[0]], arguments.out)
+    return _print(arguments, rows, lambda: table(sweeps.sweep_table(sweep, rows, titles)))
 
 
-def _add_collapse(parser: argparse.ArgumentParser) -> None:
-    _add_runs(parser)
-    _add_output(parser, "collapse.png", of="run")
-
-
-class Kind(NamedTuple):
-    """A kind of report: a line on it, the text of its help, and functions that declare its options and make it."""
-
-    help: str
-    description: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-
-
-KINDS = {
-    "collapse": Kind(
-        "curves of runs: source reliance, loss, BLEU, cross-attention by layer",
-        """\
-        Compare the training curves of runs, in a picture and a table.
-
-            deepspeed-nmt report collapse runs/plain runs/with_cad --out collapse.png
-
-        The picture shows if decoders use their source: source reliance, training perplexity, validation loss and
-        score over target tokens, and for each run the share of cross-attention in the update of each decoder layer
-        over updates. Source reliance is the rise of the loss, in nats per target token, when the sources are
-        shuffled among the sentences.
-        """,
-        _add_collapse,
-        _collapse,
-    ),
-    "depths": Kind(
-        "BLEU and time at every depth of one or more runs",
-        """\
-        Compare BLEU and time at every pair of encoder and decoder stages.
-
-            deepspeed-nmt report depths --run RUN --input test.en --reference test.de --oracle --repeat 3
-            deepspeed-nmt report depths --run runs/nxm runs/vanilla/* --data DATA --oracle --repeat 3
-
-        A stage is a layer, or a loop of a recurrent model. A run alone translates at all its depths. Beside other
-        runs, one that was trained with objective.multi_softmax does so, and all others together are one system, with
-        the full depth of each. The report names the fastest pair whose BLEU is at most --max-loss below that of the
-        full depth, or if no model has it, below the best BLEU. With --oracle it also counts the sentences that each
-        pair translates best, by sentence BLEU (ties go to the pair of the least measured time), and has the BLEU of
-        the best pair for each sentence.
-        """,
-        _add_depths,
-        _depths,
-    ),
-    "run": Kind(
-        "page of one run: curves, layers, translations, events, settings",
-        """\
-        Make a page of one run: one HTML file that needs no network and no other file.
-
-            deepspeed-nmt report run runs/deep --out deep.html
-
-        It has the state of the run, its curves with skipped updates, spikes, rollbacks and restarts where they were,
-        cross-attention by decoder layer, sample translations over time beside their references, the worst sentences,
-        and its settings, data and environment. What a run does not record is left out, so the page of a run that is
-        still trained, or that failed, can be made at any time. Figures are drawn by plotly, which the page contains.
-        """,
-        _add_run,
-        _run,
-    ),
-    "runs": Kind(
-        "settings in which runs differ, and what came of it",
-        """\
-        Compare runs: the settings in which they differ, and what came of it.
-
-            deepspeed-nmt report runs runs/plain runs/with_cad --out runs.png
-            deepspeed-nmt report runs runs/plain runs/with_cad --data DATA --checkpoint average
-
-        The table has a column for each run, with the settings that differ, then length, cost and results. What a run
-        does not record is shown as `-`. With --data, or --input and --reference, each run translates the test set by
-        its own search, and its scores are recorded in the run, so that it is translated once; scores recorded before
-        are shown, too. The picture shows perplexity and BLEU over target tokens.
-        """,
-        _add_comparison,
-        _runs,
-    ),
-    "sweep": Kind(
-        "results of a sweep's runs against the setting swept",
-        """\
-        Compare the runs of a sweep: final training perplexity, score, source reliance and hours of each point.
-
-            deepspeed-nmt report sweep deep_decoder_fig1 --runs runs/fig1 --data DATA
-
-        The runs are the directories in --runs; launch/sweep.sbatch trains point I of a sweep in the directory I. A
-        run belongs to a point if it has the settings that the sweep varies, whatever its name. With --data, or
-        --input and --reference, each run translates the test set by its own search, and its scores are recorded in
-        the run, so that it is translated once; otherwise the score is the best of validation, by --metric or the
-        first metric that any run has logged. Runs without it and unfinished runs are named, and points without a run
-        are counted.
-        """,
-        _add_sweep,
-        _sweep,
-    ),
+_KINDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
+    "collapse": ("curves of runs: source reliance, loss, BLEU, cross-attention by layer", _add_collapse, _collapse),
+    "depths": ("BLEU and time at every depth of one or more runs", _add_depths, _depths),
+    "run": ("page of one run: curves, layers, translations, events, settings", _add_run, _run),
+    "runs": ("settings in which runs differ, and what came of it", _add_comparison, _runs),
+    "sweep": ("results of a sweep's runs against the setting swept", _add_sweep, _sweep),
 }
-"""Kinds of reports."""
+"""Kinds of reports: a line of help, and functions that declare the options and make the report."""

@@ -14,11 +14,13 @@ Future Generation Computer Systems, 2006.
 from __future__ import annotations
 
 import math
+import re
+from contextlib import suppress
 from dataclasses import dataclass
 
 from deepspeed_nmt.errors import ConfigError, shown, shown_bytes
 
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _MAX_S = 1e9
 """Bound on a time, thirty years."""
 
@@ -29,11 +31,10 @@ def seconds_of(text: str, option: str) -> float:
     Raises:
         ConfigError: if it is no positive time, or above thirty years.
     """
-    number, unit = (text[:-1], text[-1:]) if text[-1:] in _UNITS else (text, "s")
-    try:
-        seconds = float(number) * _UNITS[unit] if number.isascii() and "_" not in number else math.nan
-    except ValueError:
-        seconds = math.nan
+    match = re.fullmatch(r"([0-9.e+-]+)([smhd]?)", text)
+    seconds = math.nan
+    with suppress(ValueError):
+        seconds = float(match[1]) * _UNITS[match[2]] if match else math.nan
     if not 0.0 < seconds <= _MAX_S:
         raise ConfigError(f"{option} is {shown(text)}; give a positive time such as 90s, 45m, 3h or 2d")
     return seconds
@@ -62,13 +63,10 @@ def expected_seconds(interval_s: float, saving_s: float, restart_s: float, mtbf_
 
 @dataclass(frozen=True)
 class IntervalPlan:
-    """Checkpoints at the interval at which failures cost least.
+    """Checkpoints at the interval at which failures cost least, by times in seconds.
 
-    Attributes:
-        mtbf_s: mean seconds between two failures of the job.
-        saving_s: seconds for which a checkpoint stops training.
-        restart_s: seconds from a failure to the next update.
-        update_s: seconds of an update; None if unknown.
+    Failures are ``mtbf_s`` apart on average, a checkpoint stops training for ``saving_s``, ``restart_s`` pass from a
+    failure to the next update, and an update takes ``update_s``; None if unknown.
     """
 
     mtbf_s: float
@@ -131,15 +129,20 @@ class CheckpointPlan:
     mb_per_s: float
 
     @property
+    def disk_bytes(self) -> int:
+        """Room for all of them, and for the one being written."""
+        return self.size * (self.keep_last + int(self.keep_best) + 1)
+
+    @property
     def seconds(self) -> float:
         """Time to write one checkpoint."""
         return self.size / (self.mb_per_s * 1e6)
 
     def as_json(self) -> dict[str, object]:
-        """Return the plan as values for JSON; the disk also has room for the checkpoint being written."""
+        """Return the plan as values for JSON."""
         return {
             "checkpoint_bytes": self.size,
-            "disk_bytes": self.size * (self.keep_last + int(self.keep_best) + 1),
+            "disk_bytes": self.disk_bytes,
             "write_mb_per_s": self.mb_per_s,
             "save_seconds": self.seconds,
         }
@@ -149,5 +152,5 @@ class CheckpointPlan:
         return (
             f"a checkpoint has {shown_bytes(self.size)} and is written in {self.seconds:,.0f} s at "
             f"{self.mb_per_s:g} MB/s (--write-speed); training.keep_last={self.keep_last}{best} and the one being "
-            f"written need {shown_bytes(self.size * (self.keep_last + int(self.keep_best) + 1))} of disk"
+            f"written need {shown_bytes(self.disk_bytes)} of disk"
         )

@@ -97,10 +97,9 @@ _FACTORS = {
 
 @dataclass(frozen=True)
 class Work:
-    """Memory and work of one micro-batch.
+    """Memory and work of one micro-batch of ``tokens`` target tokens, and as many source tokens.
 
     Attributes:
-        tokens: target tokens, and as many source tokens.
         activations: bytes that the forward pass keeps for the backward pass.
         logits: bytes on top of those, for the projection, the loss, and temporary tensors of the backward pass.
         flops: of the model's matrix products, forward and backward.
@@ -119,10 +118,7 @@ def count_update(
     tokens: int,
     recompute: RecomputedLayers,
 ) -> Work:
-    """Run a micro-batch of a model on the meta device, in the dtype it is trained in, and count.
-
-    ``tokens`` is its number of padded target tokens, and of source tokens.
-    """
+    """Run a micro-batch of so many padded target and source tokens on the meta device, in the dtype of training."""
     model.recompute(*recompute)
     module = TrainModule(model, objective).train()
     for parameter in model.parameters():
@@ -142,12 +138,7 @@ def count_update(
 
 @dataclass(frozen=True)
 class Rates:
-    """Work of training in operations, forward and backward, without recomputation.
-
-    Attributes:
-        source: for each source token.
-        target: for each target token.
-    """
+    """Work of training in operations for each token, forward and backward, without recomputation."""
 
     source: float
     target: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,15 +22,7 @@ def usable_gib(gib: float) -> float:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU.
-
-    Attributes:
-        name: as given.
-        gib: memory.
-        tflops: peak in 10^12 dense 16-bit operations a second, from its data sheet; 0 if unknown.
-        precision: the format to train in.
-        capability: CUDA's compute capability.
-    """
+    """A kind of GPU: memory, and dense 16-bit operations in 10^12 a second by its data sheet, 0 if unknown."""
 
     name: str
     gib: float
@@ -39,7 +32,7 @@ class Gpu:
 
     @property
     def usable_gib(self) -> float:
-        """Memory (GiB) that a program can use; see :func:`usable_gib`."""
+        """Memory (GiB) that a program can use."""
         return usable_gib(self.gib)
 
 
@@ -65,12 +58,11 @@ def gpu_named(name: str) -> Gpu:
     """
     if name in GPUS:
         return GPUS[name]
-    label, colon, size = name.rpartition(":")
-    try:
-        gib = float(size) if colon and label else 0.0
-    except ValueError:
-        gib = 0.0
-    if not 0.0 < gib < math.inf:
+    label, _, size = name.rpartition(":")
+    gib = 0.0
+    with suppress(ValueError):
+        gib = float(size)
+    if not label or not 0.0 < gib < math.inf:
         raise ConfigError(
             f"--gpu is {shown(name)}, which is neither a known GPU nor NAME:GiB such as rtx4090:24"
             f"{did_you_mean(name, GPUS)}"

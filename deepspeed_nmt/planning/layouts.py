@@ -20,7 +20,6 @@ class LayoutEstimate:
     """Micro-batches of a layout.
 
     Attributes:
-        layout: padded or packed.
         micro_batches: of a rank in an update, on average.
         tokens: of both sides of a micro-batch, on average.
         padding: share of positions that hold padding or the tail of a row (padding fraction).

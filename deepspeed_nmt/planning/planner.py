@@ -30,8 +30,6 @@ class Plan:
     """A way to train a model on some GPUs, and its cost.
 
     Attributes:
-        layout: of the model.
-        micro_tokens: padded tokens in a micro-batch.
         recompute: every k-th layer of encoder and decoder is recomputed; 0 none.
         parts: bytes on one GPU, by the names in PARTS.
         host: bytes of host memory that the tensors of one rank take at most.
@@ -115,14 +113,10 @@ def plan_for(counts: Counts, layout: Layout, micro_tokens: int, recompute: Recom
 def advise(
     counts: Counts, gpu: Gpu, layout: Layout, update_tokens: int, zero: Mapping[int, Mapping[str, Any]]
 ) -> Plan:
-    """Return the fastest plan that fits, or the smallest if none fits.
+    """Return the fastest plan that fits, or the smallest if none fits; the stage of the layout is chosen here.
 
-    Args:
-        counts: of the model.
-        gpu: to plan for.
-        layout: ranks and precision to plan for; its stage is chosen here.
-        update_tokens: target tokens of an update over all ranks, whose share on a GPU bounds a micro-batch.
-        zero: section ``zero_optimization`` of the DeepSpeed configuration for each stage.
+    ``update_tokens`` are target tokens of an update over all ranks, whose share on a GPU bounds a micro-batch, and
+    ``zero`` has the section ``zero_optimization`` of DeepSpeed's configuration for each stage.
     """
     stages: tuple[int | None, ...] = (None,) if layout.ranks == 1 else (1, 2, 3)
     share = update_tokens * layout.tensor_ranks // layout.ranks
@@ -150,23 +144,15 @@ class Planner:
     """Planner of a model: memory and speed of any layout, recomputation and micro-batch size.
 
     Args:
-        counts: of the model.
         engine: settings of the user; ``tensor_parallel``, which divides ``ranks``, is respected by all plans.
         settings: the same settings, resolved.
-        batch: sizes of updates and micro-batches.
-        ranks: number of GPUs.
         copies: True if checkpoints are written from a copy of the training state in host memory.
     """
 
     def __init__(
-        self,
-        counts: Counts,
-        engine: EngineConfig,
-        settings: EngineSettings,
-        batch: BatchConfig,
-        ranks: int,
+        self, counts: Counts, engine: EngineConfig, settings: EngineSettings, batch: BatchConfig, ranks: int,
         copies: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.counts, self._engine, self._batch = counts, engine, batch
         self._layout = layout_of(settings, ranks, engine.tensor_parallel, copies)
 
@@ -202,14 +188,9 @@ class Planner:
 
 
 def as_text(columns: Mapping[str, Plan], advice: list[str], update_tokens: int, gpu: Gpu, speed: str) -> str:
-    """Return a table of plans, the memory of one GPU by part, and the settings to use.
+    """Return a table of plans by title, the memory of one GPU by part, and the settings to use for "advised".
 
-    Args:
-        columns: plans by title; "advised" is the one with the settings in ``advice``.
-        advice: settings to use.
-        update_tokens: target tokens of an update.
-        gpu: GPU that the plans are for.
-        speed: phrase that ends the last line; "" if the speed is unknown.
+    ``speed`` is a phrase that ends the last line; "" if the speed is unknown.
     """
     plans, plan = columns.values(), columns["advised"]
 

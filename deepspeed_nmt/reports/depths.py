@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -37,15 +37,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Depth:
-    """Result of one depth.
-
-    Attributes:
-        encoder: n, stages of the encoder.
-        decoder: m, stages of the decoder.
-        bleu: of the whole file.
-        seconds: time to translate it.
-        loading_seconds: time to make and load the model.
-    """
+    """Stages of encoder and decoder at one depth, BLEU of the whole file, times to translate it and to load."""
 
     encoder: int
     decoder: int
@@ -56,18 +48,12 @@ class Depth:
     @property
     def name(self) -> str:
         """Name of the exit, n-m."""
-        return f"{self.encoder}-{self.decoder}"
+        return exit_name(self.encoder, self.decoder)
 
 
 @dataclass(frozen=True)
 class Oracle:
-    """Choice of the best depth for each sentence.
-
-    Attributes:
-        sentences: number of sentences that each depth translates best, by its name, in the order of
-            :func:`by_size`.
-        bleu: BLEU of the chosen translations.
-    """
+    """Choice of the best depth for each sentence: their number by depth, sorted :func:`by_size`, and their BLEU."""
 
     sentences: dict[str, int]
     bleu: float
@@ -75,11 +61,8 @@ class Oracle:
     @property
     def cumulative(self) -> dict[str, float]:
         """Share of sentences that a depth or one before it translates best, by name."""
-        total = sum(self.sentences.values())
-        return {
-            name: count / total
-            for name, count in zip(self.sentences, accumulate(self.sentences.values()), strict=True)
-        }
+        sums = list(accumulate(self.sentences.values()))
+        return {name: count / sums[-1] for name, count in zip(self.sentences, sums, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -128,9 +111,10 @@ class System:
 
     def _baseline(self) -> str:
         """Return words for the depth that the cheapest one is compared with."""
-        if full_depth(self.depths) is not None:
-            return "the full depth"
-        return f"the best depth, {baseline(self.depths).name} (none has the full depth {_full_name(self.depths)})"
+        compared, full = baseline(self.depths).name, _full_name(self.depths)
+        return (
+            "the full depth" if compared == full else f"the best depth, {compared} (none has the full depth {full})"
+        )
 
 
 def pareto_front(depths: Sequence[Depth]) -> list[Depth]:
@@ -149,17 +133,13 @@ def cheapest(depths: Sequence[Depth], max_loss: float) -> Depth:
 
 
 def baseline(depths: Sequence[Depth]) -> Depth:
-    """Return the full depth; if it was not measured, the depth of the best BLEU."""
-    return full_depth(depths) or max(depths, key=lambda depth: depth.bleu)
-
-
-def full_depth(depths: Sequence[Depth]) -> Depth | None:
-    """Return the depth of the largest n and the largest m; None if no model has both."""
-    return next((depth for depth in depths if depth.name == _full_name(depths)), None)
+    """Return the depth of the largest n and the largest m; if it was not measured, that of the best BLEU."""
+    full = _full_name(depths)
+    return next((depth for depth in depths if depth.name == full), max(depths, key=lambda depth: depth.bleu))
 
 
 def _full_name(depths: Sequence[Depth]) -> str:
-    return f"{max(depth.encoder for depth in depths)}-{max(depth.decoder for depth in depths)}"
+    return exit_name(max(depth.encoder for depth in depths), max(depth.decoder for depth in depths))
 
 
 def by_size(depth: Depth) -> tuple[int, int, int]:
@@ -175,11 +155,6 @@ def oracle(
     depths: Sequence[Depth], translations: Sequence[Sequence[str]], bleus: Sequence[Sequence[float]]
 ) -> tuple[dict[str, int], list[str]]:
     """Choose the translation of each sentence that has the best sentence BLEU, and of equal ones the fastest depth's.
-
-    Args:
-        depths: all depths.
-        translations: translations of all sentences by each depth.
-        bleus: sentence BLEU of each translation.
 
     Returns:
         Number of sentences chosen from each depth, by its name and sorted :func:`by_size`; and the translations.
@@ -223,15 +198,15 @@ def systems_of(runs: Sequence[Run]) -> list[Members]:
         if len(trained) < len(pairs):
             logger.warning(
                 "%s was trained at only %d of its %d depths (%s); expect bad translations at the others",
-                run.path,
-                len(trained),
-                len(pairs),
-                ", ".join(exit_name(*pair) for pair in trained),
-            )
+                run.path, len(trained), len(pairs), ", ".join(exit_name(*pair) for pair in trained),
+            )  # fmt: skip
         systems.append(Members(name, [(run, pairs)]))
     if single:
         ordered = sorted(single.values(), key=lambda member: member[1][-1])
-        _check_depths(ordered)
+        for (first, pair), (second, other) in pairwise(ordered):
+            if pair == other:
+                depth = exit_name(*pair[0])
+                raise ConfigError(f"{first.path} and {second.path} both have the depth {depth}; give one of them")
         systems.insert(0, Members(f"{len(single)} models" if len(single) > 1 else next(iter(single)), ordered))
     return systems
 
@@ -244,16 +219,6 @@ def _stages(run: Run, *, alone: bool) -> Pair:
         what = f"has the exits {' and '.join(named)}; `translate --exit` chooses one" if named else "has one exit"
         raise ConfigError(f"{run.path} {what}, and not several stages (layers, or loops over shared layers)")
     return totals
-
-
-def _check_depths(members: Sequence[tuple[Run, Sequence[Pair]]]) -> None:
-    known: dict[Pair, Run] = {}
-    for run, (pair,) in members:
-        if pair in known:
-            raise ConfigError(
-                f"{known[pair].path} and {run.path} both have the depth {exit_name(*pair)}; give one of them"
-            )
-        known[pair] = run
 
 
 def measure(
@@ -321,8 +286,7 @@ def draw_depths(systems: Sequence[System], out: Path) -> None:
         parts[0].colorbar(ScalarMappable(scale), ax=maps)
         for system in systems:
             _draw_times(plane, system)
-        plane.set_xlabel("seconds, without loading")
-        plane.set_ylabel("BLEU")
+        plane.set(xlabel="seconds, without loading", ylabel="BLEU")
         plane.legend(fontsize="small")
         plane.grid(alpha=0.3)
         if rows > 1:
@@ -337,11 +301,8 @@ def _draw_bleu(axis: Axes, system: System, scale: Normalize) -> None:
         axis.text(depth.decoder, depth.encoder, f"{depth.bleu:.1f}", ha="center", va="center", color="white")
     borders = (0.5, columns + 0.5, 0.5, rows + 0.5)
     axis.imshow(values, origin="lower", extent=borders, aspect="auto", norm=scale)
-    axis.set_xticks(range(1, columns + 1))
-    axis.set_yticks(range(1, rows + 1))
-    axis.set_xlabel("decoder stages m")
-    axis.set_ylabel("encoder stages n")
-    axis.set_title(f"BLEU: {system.name}")
+    axis.set(xticks=range(1, columns + 1), yticks=range(1, rows + 1), title=f"BLEU: {system.name}")
+    axis.set(xlabel="decoder stages m", ylabel="encoder stages n")
 
 
 def _draw_times(axis: Axes, system: System) -> None:
@@ -368,9 +329,6 @@ def _draw_choices(axis: Axes, systems: Sequence[System]) -> None:
         bars = axis.bar([place + shift for place in range(len(names))], shares, width, label=system)
         sums.plot(range(len(names)), list(accumulate(shares)), color=bars[0].get_facecolor(), linewidth=1.5)
     axis.set_xticks(range(len(names)), names, rotation=90 if len(names) > 20 else 0)
-    axis.set_xlabel("n-m")
-    axis.set_ylabel("sentences translated best (%): bars")
-    sums.set_ylabel("cumulative (%): lines")
-    sums.set_ylim(0.0, 105.0)
-    axis.set_title("oracle over depths")
+    axis.set(xlabel="n-m", ylabel="sentences translated best (%): bars", title="oracle over depths")
+    sums.set(ylabel="cumulative (%): lines", ylim=(0.0, 105.0))
     axis.legend(fontsize="small", loc="center right")

@@ -96,8 +96,7 @@ def draw_curves(logs: Mapping[str, RunLog], panels: Mapping[str, str], out: Path
                 axis.plot([count / 1e6 for count in tokens], values, label=name, linewidth=1.5)
             if tag.endswith("/ppl"):
                 use_log_scale(axis)
-            axis.set_title(title)
-            axis.set_xlabel("million target tokens")
+            axis.set(title=title, xlabel="million target tokens")
             axis.grid(alpha=0.3)
         if logs:
             axes[0].legend(fontsize="small")
@@ -136,8 +135,7 @@ def _draw_map(axis: Axes, layers: Mapping[int, Series], scale: Normalize) -> Non
     heights = [layer - 0.5 for layer in (*rows, max(layers) + 1)]
     axis.pcolormesh(_edges(updates), heights, grid, norm=scale, shading="flat")
     axis.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.set_xlabel("updates")
-    axis.set_ylabel("decoder layer")
+    axis.set(xlabel="updates", ylabel="decoder layer")
 
 
 def _edges(centres: Sequence[float]) -> list[float]:

@@ -146,7 +146,7 @@ class Series:
 
 
 class RunLog:
-    """The log of a run: values by tag for each update, and the number of lines that could not be read."""
+    """The log of a run: values by tag for each update, and the number of damaged lines."""
 
     def __init__(self, entries: Mapping[int, Mapping[str, float]], damaged: int = 0) -> None:
         self.damaged = damaged

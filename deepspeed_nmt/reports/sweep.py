@@ -42,14 +42,7 @@ Scores = Mapping[Path, Mapping[str, float | None]]
 
 @dataclass(frozen=True)
 class Point:
-    """A point of a sweep.
-
-    Attributes:
-        number: from 1.
-        recipe: recipe that the point sets out from.
-        values: settings of the point as the sweep lists them.
-        settings: all settings.
-    """
+    """A point of a sweep, numbered from 1: the settings that the sweep lists, and all of its run's."""
 
     number: int
     recipe: str
@@ -69,11 +62,7 @@ class Point:
 class Sweep:
     """A sweep.
 
-    Args:
-        name: of the sweep.
-
     Attributes:
-        points: its points.
         axes: settings that are swept independently of each other, at least one. The first has the most values.
 
     Raises:
@@ -173,14 +162,9 @@ def choose_runs(sweep: Sweep, directory: Path) -> list[Outcome | None]:
             f"`plan --sweep {sweep.name}` lists them"
         )
     if missing := [point for point, of_point in zip(sweep.points, members, strict=True) if not of_point]:
-        logger.warning(
-            "%d of %d points have no run in %s; the first is %s: `%s`",
-            len(missing),
-            len(members),
-            directory,
-            missing[0].name,
-            f"train $(deepspeed-nmt plan --sweep {sweep.name} --point {missing[0].number})",
-        )
+        command = f"train $(deepspeed-nmt plan --sweep {sweep.name} --point {missing[0].number})"
+        text = f"{len(missing)} of {len(members)} points have no run in {directory}; the first is {missing[0].name}"
+        logger.warning("%s: `%s`", text, command)
     for point, of_point in zip(sweep.points, members, strict=True):
         if of_point and not of_point[0].is_finished:
             logger.warning("%s: %s is not finished: %s", point.name, of_point[0].path, of_point[0].status)
@@ -204,11 +188,8 @@ def warn_of_differences(sweep: Sweep, chosen: Sequence[Outcome | None]) -> None:
     if len({run.data_record.fingerprint for _, run in trained if run.data_record is not None}) > 1:
         others.append("the data")
     if others:
-        logger.warning(
-            "the runs of %s also differ in %s, and not only in the settings swept; compare them with `report runs`",
-            sweep.name,
-            ", ".join(others),
-        )
+        remedy = "and not only in the settings swept; compare them with `report runs`"
+        logger.warning("the runs of %s also differ in %s, %s", sweep.name, ", ".join(others), remedy)
 
 
 def validation_scores(runs: Sequence[Outcome], metric: str | None) -> tuple[str, Scores]:
@@ -275,8 +256,7 @@ def draw_sweep(sweep: Sweep, rows: Sequence[Mapping[str, Any]], score: str, out:
         axes = figure.subplots(1, len(panels), squeeze=False)[0]
         for axis, (result, title) in zip(axes, panels.items(), strict=True):
             _draw_panel(axis, lines, result)
-            axis.set_title(title)
-            axis.set_xlabel(first)
+            axis.set(title=title, xlabel=first)
             axis.grid(alpha=0.3)
         if others:
             axes[0].legend(fontsize="small")

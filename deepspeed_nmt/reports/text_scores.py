@@ -27,14 +27,7 @@ from deepspeed_nmt.run.directory import SCORES_FILE, Run
 
 @dataclass(frozen=True)
 class ParallelText:
-    """A test set.
-
-    Attributes:
-        name: of the source text, for people.
-        sources: source sentences.
-        references: reference translations as they stand in the file.
-        data: data directory that the test set is from; None if it is from files.
-    """
+    """A test set: sources, and references as they stand in the file; ``data`` if it is that of a data directory."""
 
     name: str
     sources: list[str]
@@ -76,12 +69,9 @@ class ParallelText:
 
 
 def common_scorer(runs: Sequence[Run], text: ParallelText) -> Scorer:
-    """Return the scorer of all runs on a test set.
+    """Return the scorer of all runs (at least one) on a test set.
 
-    Args:
-        runs: at least one.
-        text: the test set. That of a data directory is compared with the form of each run's text; another vocabulary
-            causes a warning.
+    That of a data directory is compared with the form of each run's text; another vocabulary causes a warning.
 
     Raises:
         ConfigError: if the runs translate into different forms of text, or the test set has another one.
@@ -118,13 +108,10 @@ def _check_data(runs: Sequence[Run], data: DataDirectory) -> None:
 
 
 class ScoreKey(Config):
-    """Inputs of a score: equal keys give equal scores.
+    """Inputs of a score, of which equal ones give equal scores.
 
-    Attributes:
-        text: digest of the sentences and their references.
-        signature: of the metric.
-        weights: digest of the checkpoint's weights.
-        search: settings of the search.
+    They are digests of the sentences with references and of the checkpoint's weights, the metric's signature, and the
+    settings of the search.
     """
 
     text: str
@@ -134,17 +121,7 @@ class ScoreKey(Config):
 
 
 class RecordedScore(Config):
-    """A score of a test set, translated by the search of a run.
-
-    Attributes:
-        key: what the score depends on.
-        text: name of the source text.
-        lines: number of its sentences.
-        checkpoint: name of the checkpoint.
-        metric: name of the metric.
-        value: the score, 0 to 100.
-        signature: of the score, to be published with it.
-    """
+    """A score (0 to 100) of a test set, translated by the search of a run, with the signature to be published."""
 
     key: ScoreKey
     text: str
@@ -198,16 +175,9 @@ def score_text(
         translated = translator.stream(text.sources, max_tokens=max_tokens, advance=advance)
         hypotheses = [best[0].text for best in translated]
     values = scorer(hypotheses)
+    common: dict[str, Any] = {"text": text.name, "lines": len(text.sources), "checkpoint": checkpoint.path.name}
     measured = tuple(
-        RecordedScore(
-            key=key,
-            text=text.name,
-            lines=len(text.sources),
-            checkpoint=checkpoint.path.name,
-            metric=name,
-            value=values[name],
-            signature=key.signature,
-        )
+        RecordedScore(key=key, metric=name, value=values[name], signature=key.signature, **common)
         for name, key in keys.items()
     )
     scores = (*recorded, *(score for score in measured if score.metric not in known))
