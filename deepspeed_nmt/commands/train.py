@@ -101,7 +101,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     from deepspeed_nmt.parallel.world import restart as restarts
     from deepspeed_nmt.run.directory import LOGS
     from deepspeed_nmt.run.resolve import check_ranks_agree, check_room
-    from deepspeed_nmt.run.start import begin, check_trusted, environment, run_lock, summary
+    from deepspeed_nmt.run.start import begin, check_trusted, run_lock
     from deepspeed_nmt.run.trainer import Trainer
     from deepspeed_nmt.run.validation_sets import SPLIT, check_commands, check_sets_agree, open_sets
     from deepspeed_nmt.train.events import Events, Notifier, check_notify
@@ -129,33 +129,33 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     with ExitStack() as stack:
         stack.callback(leave_world)
         check_ranks_agree(config, data, world)
-        check_commands(config, world)
-        with fail_together(world):
+        check_sets_agree(sets, world)
+        with fail_together(world):  # before anything is written
+            check_commands(config, world)
             if world.is_main:
                 if recorded is not None and not arguments.trust_run:
                     check_trusted(arguments.run, config, recorded)
                 check_notify(config.training.notify)
                 if engine.ds_config is not None:
                     load_ds_config(engine.ds_config)
-        check_sets_agree(sets, world)
-        if engine.compile == "layers":
-            with fail_together(world):  # before anything is written
+            if engine.compile == "layers":
                 check_compiler(world.device)
+        environment = None
         with fail_together(world):
             if world.is_main:
                 stack.enter_context(run_lock(arguments.run, _LOST_LOCK_S if requeued() else 0.0))
             if world.local_rank == 0:  # a host may have a copy of its own
                 data.verify_hashes()
-                for each in sets.values():
-                    if each is not data.main:
-                        each.verify_hashes(SPLIT)
+                for directory in sets.values():
+                    if directory is not data.main:
+                        directory.verify_hashes(SPLIT)
             if world.is_main:
                 check_room(arguments.run, config, data)
-                begin(arguments.run, config, data, restart=restart)
+                environment = begin(arguments.run, config, data, restart=restart)
         with fail_together(world):
             log_to(arguments.run / LOGS / f"rank-{world.rank}.log")
-        if world.is_main:
-            logger.info("%s", summary(environment()))
+        if environment is not None:
+            logger.info("%s", environment)
         notifier = Notifier(config.training.notify, config.training.notify_on)
         with Events(arguments.run, world.is_main, notifier) as events:
             # It names the rank at fault before the others leave a collective, which has the same time limit.
@@ -181,8 +181,7 @@ def _read(
 ) -> tuple[RunConfig, TrainingData, Origin | None, Sequence[Mapping[str, Any]] | None]:
     """Read configuration, data and origin of a run. Nothing is written.
 
-    Returns:
-        These, and the settings that override those of a resumed run, by section; None if its own do not count.
+    The last value has the settings that override those of a resumed run, by section; None if its own do not count.
     """
     from deepspeed_nmt.config import given_settings, load_config, load_recorded
     from deepspeed_nmt.data.training import DataOption, TrainingData

@@ -97,7 +97,7 @@ class LateScores:
         self._warn_of_failures()
         started = []
         for tag, (metric, texts) in self._metrics.items():
-            result, log = texts.result(update, metric.name), texts.path(update, f"{metric.name}.log")
+            result, log = texts.path(update, f"{metric.name}.result"), texts.path(update, f"{metric.name}.log")
             result.unlink(missing_ok=True)  # of the same update before a rollback
             try:
                 process = metric.start(texts.scored(update, metric.name), result, log)
@@ -137,7 +137,7 @@ class LateScores:
             metric, texts = self._metrics[tag]
             value = None
             try:
-                value = metric.read(texts.result(record.update, metric.name))
+                value = metric.read(texts.path(record.update, f"{metric.name}.result"))
             except (MetricError, OSError) as error:
                 logger.warning("update %d: %s; correct it, and choose again", record.update, error)
             if value is None:

@@ -75,19 +75,20 @@ def has_begun(path: Path) -> bool:
 
 def record_of(config: RunConfig, data: TrainingData) -> RunRecord:
     """Return the record of a run, for its checkpoints."""
-    of_data = {name: value for name, value in DataRecord.of(data) if name != "path"}
+    of_data = dict(DataRecord.of(data))
+    directory = of_data.pop("path")
     return RunRecord(
-        config=config.model_dump(mode="json"),
-        data=str(data.main.path.resolve()),
-        vocabulary=data.main.vocabulary,
-        **of_data,
+        config=config.model_dump(mode="json"), data=directory, vocabulary=data.main.vocabulary, **of_data
     )
 
 
-def begin(path: Path, config: RunConfig, data: TrainingData, *, restart: bool = False) -> None:
+def begin(path: Path, config: RunConfig, data: TrainingData, *, restart: bool = False) -> str:
     """Write the files of a new run, or check that a resumed one has the same fixed settings and the same data.
 
     With ``restart`` a run begins anew; what is in the directory is moved into a new one beside it.
+
+    Returns:
+        A line about the environment, for the log.
 
     Raises:
         ConfigError: if a fixed setting has changed, or there are files that `train` did not write.
@@ -117,7 +118,11 @@ def begin(path: Path, config: RunConfig, data: TrainingData, *, restart: bool = 
     for directory in (path, path / CHECKPOINTS, *(path / CHECKPOINTS).glob("update-*/")):
         remove_orphans(directory)
     replace_files(path, files, seal_of(commands_of(config)), keep=has_begun(path))
-    atomic_write_text(path / ENVIRONMENT_FILE, json.dumps(environment(), indent=1))
+    values = environment()
+    atomic_write_text(path / ENVIRONMENT_FILE, json.dumps(values, indent=1))
+    ours = f"deepspeed_nmt {__version__} (git {values['git'] or 'unknown'})"
+    job = f", job {values['slurm']['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in values["slurm"] else ""
+    return f"{ours}, torch {values['packages']['torch']} on {platform.node()}{job}"
 
 
 def recorded_data(path: Path) -> TrainingData:
@@ -151,12 +156,11 @@ def _check_same(path: Path, config: RunConfig, data: TrainingData) -> None:
             )
     before = load_recorded(path / CONFIG_FILE).flat()
     now = config.flat()
-    problems = [
+    if problems := [
         f"{key} is {now.get(key, 'unset')}, but {path} has a checkpoint and stays at {before.get(key, 'unset')}; "
         "leave out --recipe, --config and this setting to keep the run's own, or start a new run"
         for key in changed_fixed_settings(before, now)
-    ]
-    if problems:
+    ]:
         raise ConfigError(problems)
     if changes := [
         f"{key} was {before.get(key, 'unset')} and is {now[key]}"
@@ -258,9 +262,6 @@ def check_trusted(path: Path, config: RunConfig, given: Sequence[Mapping[str, An
 
     Args:
         given: settings that the user gives now, each by its section.
-
-    Raises:
-        ConfigError: if a command was recorded by somebody else.
     """
     recorded = commands_of(load_recorded(path / CONFIG_FILE))
     own = {f"{section}.{key}" for content in given for section, keys in content.items() for key in keys or ()}
@@ -281,9 +282,7 @@ def check_trusted(path: Path, config: RunConfig, given: Sequence[Mapping[str, An
 def run_lock(path: Path, patience_s: float = 0.0) -> Iterator[None]:
     """Lock a run directory against a second training during the block.
 
-    Args:
-        patience_s: time limit in seconds of waiting for another holder. A network file system may release the lock of
-            a lost host late.
+    It waits ``patience_s`` seconds for another holder: a network file system may release a lost host's lock late.
     """
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{path} is a file; give --run another name")
@@ -298,14 +297,16 @@ def run_lock(path: Path, patience_s: float = 0.0) -> Iterator[None]:
 
 
 _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NTASKS", "SLURM_RESTART_COUNT")
+_PACKAGES = (
+    *("torch", "deepspeed", "numpy", "sentencepiece", "sacrebleu", "safetensors", "pydantic"),
+    *("sacremoses", "transformers", "tokenizers"),
+)
 
 
 def environment() -> dict[str, Any]:
     """Return the environment of this process, as values for JSON."""
-    packages = ["torch", "deepspeed", "numpy", "sentencepiece", "sacrebleu", "safetensors", "pydantic"]
-    packages += ["sacremoses", "transformers", "tokenizers"]
-    versions: dict[str, str | None] = dict.fromkeys(packages)
-    for name in packages:
+    versions: dict[str, str | None] = dict.fromkeys(_PACKAGES)
+    for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return {
@@ -322,26 +323,12 @@ def environment() -> dict[str, Any]:
     }
 
 
-def summary(values: Mapping[str, Any]) -> str:
-    """Return a line about an environment, for the log of each start."""
-    ours = f"deepspeed_nmt {values['deepspeed_nmt']} (git {values['git'] or 'unknown'})"
-    job = f", job {values['slurm']['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in values["slurm"] else ""
-    return f"{ours}, torch {values['packages']['torch']} on {platform.node()}{job}"
-
-
 def _git() -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
+    words, here = ["git", "describe", "--always", "--dirty"], Path(__file__).parent
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(words, cwd=here, capture_output=True, text=True, timeout=5, check=True)
+        return done.stdout.strip()
+    return None
 
 
 _LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.")
@@ -368,13 +355,9 @@ class Origin:
 
 
 class OriginRecord(Config):
-    """The content of ORIGIN_FILE.
+    """The content of ORIGIN_FILE: a checkpoint, ``which`` as the user named it, of another run.
 
     Attributes:
-        run: path of the other run.
-        which: checkpoint as the user named it.
-        checkpoint: its path.
-        update: its update.
         frozen: True if its model became the frozen bottom of this one.
         differences: phrases for what computes differently with the weights here.
     """

@@ -31,6 +31,7 @@ from deepspeed_nmt.evaluate.metrics import Metric
 from deepspeed_nmt.files import atomic_write_text, check_utf8_name, read_regular
 from deepspeed_nmt.parallel.collectives import fail_together, from_main
 from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.run.directory import VALIDATION
 from deepspeed_nmt.text import Kind, TextForm, detokenise
 from deepspeed_nmt.train.configuration import MAIN, MAIN_DIRECTORY, ValidationConfig, check_set_name
 
@@ -108,25 +109,23 @@ def check_sets_agree(sets: Mapping[str, DataDirectory], world: World) -> None:
 def check_commands(config: RunConfig, world: World) -> None:
     """Check that programs can be called, that other ranks wait for them, and that early stopping has a score."""
     commands, timeout_s = config.validation.commands, config.engine.timeout_s
-    with fail_together(world):
-        if world.is_main:
-            check_programs(list(commands.values()))
-        direct = any(not metric.late for metric in commands.values())
-        if direct and world.ranks > 1 and config.validation.command_s >= timeout_s:
-            raise ConfigError(
-                f"validation.command_s is {config.validation.command_s:g}, but other ranks wait for "
-                f"engine.timeout_s={timeout_s:g} only; lower the one, or raise the other"
-            )
-        best = commands.get(config.validation.best_measure)
-        if best is not None and best.late and config.training.patience:
-            raise ConfigError(
-                f"training.patience is {config.training.patience}, but {best.name} chooses the best checkpoint, "
-                "whose scores come late and are never read by training; use training.patience=0, or another "
-                "validation.best_by"
-            )
+    if world.is_main:
+        check_programs(list(commands.values()))
+    direct = any(not metric.late for metric in commands.values())
+    if direct and world.ranks > 1 and config.validation.command_s >= timeout_s:
+        raise ConfigError(
+            f"validation.command_s is {config.validation.command_s:g}, but other ranks wait for "
+            f"engine.timeout_s={timeout_s:g} only; lower the one, or raise the other"
+        )
+    best = commands.get(config.validation.best_measure)
+    if best is not None and best.late and config.training.patience:
+        raise ConfigError(
+            f"training.patience is {config.training.patience}, but {best.name} chooses the best checkpoint, "
+            "whose scores come late and are never read by training; use training.patience=0, or another "
+            "validation.best_by"
+        )
 
 
-VALIDATION = "validation"
 SAMPLES = 5
 """Sentences of each set whose translations TensorBoard shows."""
 _SAMPLE_WORDS = range(6, 26)
@@ -201,18 +200,10 @@ class ValidationTexts:
         """Return the path of a file of an update."""
         return self.directory / f"update-{update:07d}.{suffix}"
 
-    def sentences(self, update: int, metric: str) -> Path:
-        """Return the path of the scores of sentences by a program."""
-        return self.path(update, f"{metric}.sentences")
-
-    def result(self, update: int, metric: str) -> Path:
-        """Return the path of the number of a late program."""
-        return self.path(update, f"{metric}.result")
-
     def scored(self, update: int, metric: str) -> ScoredFiles:
         """Return the files for a program."""
         source, reference = self.directory / "source.txt", self.directory / "reference.txt"
-        return ScoredFiles(self.path(update), reference, source, self.sentences(update, metric))
+        return ScoredFiles(self.path(update), reference, source, self.path(update, f"{metric}.sentences"))
 
     def table(self, translations: Sequence[str]) -> str:
         """Return a table, in Markdown, of a few sentences: always the same ones, the first of common length."""

@@ -359,7 +359,7 @@ def _p_value(metric: Metric, sets: Sequence[Compared], update: int, over: int) -
     for each in sets:
         for number, side in enumerate((update, over)):
             if isinstance(metric, CommandMetric):
-                path = each.texts.sentences(side, metric.name)
+                path = each.texts.path(side, f"{metric.name}.sentences")
                 scores = read_sentence_scores(path, len(each.texts.references))
                 if scores is None:
                     return None

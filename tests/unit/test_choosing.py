@@ -108,7 +108,7 @@ def late_run(tmp_path: Path) -> Any:
 
 def result(run: Any, update: int, text: str, of: str = "") -> None:
     """Write the number of the late program."""
-    ValidationTexts(run.path, of).result(update, "a").write_text(text)
+    ValidationTexts(run.path, of).path(update, "a.result").write_text(text)
 
 
 def test_checkpoints_are_kept_while_their_scores_are_to_come_and_choose_best_chooses_among_them(
@@ -178,7 +178,7 @@ def test_translations_are_dropped_after_the_checkpoint_of_other_sentences_and_be
     assert texts.directory == tmp_path / "validation" / "main"
     for update in (1, 2, 3, 4):
         texts.write(update, [f"a\r\n{update}", ""], besides={1})
-        texts.result(update, "x").touch()
+        texts.path(update, "x.result").touch()
     assert sorted(path.name for path in texts.directory.glob("update-*")) == [
         *("update-0000001.txt", "update-0000001.x.result", "update-0000003.txt", "update-0000003.x.result"),
         *("update-0000004.txt", "update-0000004.x.result"),
@@ -186,7 +186,7 @@ def test_translations_are_dropped_after_the_checkpoint_of_other_sentences_and_be
     assert texts.read(4) == ["a  4", ""] and texts.read(2) is None
     assert (texts.directory / "source.txt").read_bytes() == "s\u2028\nt\n".encode()
     texts.begin(["s\u2028", "t"], ["r", "q"], [], 3)
-    assert texts.read(4) is None and texts.read(3) == ["a  3", ""] and not texts.result(4, "x").exists()
+    assert texts.read(4) is None and texts.read(3) == ["a  3", ""] and not texts.path(4, "x.result").exists()
     assert not caplog.messages
     texts.begin(["s\u2028"], ["r"], [], 3)
     assert texts.read(3) is None and "2 translations of other sentences than now are removed" in caplog.text
@@ -232,7 +232,7 @@ def test_a_gain_is_tested_on_the_translations_of_the_run(tmp_path: Path, caplog:
     assert is_significant(command, compared, 2, 1, 0.0005)
     for update, score in ((1, 0.5), (2, 0.6)):
         lines = (f"{score + 0.01 * (number % 2)}\n" for number in range(40))
-        texts.sentences(update, "a").write_text("".join(lines))
+        texts.path(update, "a.sentences").write_text("".join(lines))
     assert is_significant(command, compared, 2, 1, 0.05) and not is_significant(command, compared, 1, 1, 0.05)
 
 
