@@ -69,11 +69,7 @@ def by_length(source: Lengths, target: Lengths) -> Indices:
 
 
 def lengths_of(indices: Indices, source: Lengths, target: Lengths, config: BatchConfig) -> Indices:
-    """Return source and target lengths of sentences that all fit into a micro-batch. Shape: -> (sentences, 2).
-
-    Raises:
-        ConfigError: if one does not fit.
-    """
+    """Return source and target lengths of sentences that all fit into a micro-batch. Shape: -> (sentences, 2)."""
     lengths: Indices = np.stack([source[indices], target[indices]], axis=1).astype(np.int64)
     if (longest := int(lengths.max())) > config.micro_tokens:
         raise ConfigError(
@@ -90,8 +86,7 @@ def divide_update(
 
     Args:
         indices: sentences of the update. Shape: (sentences,)
-        source: source lengths of the corpus, EOS included. Shape: (corpus,)
-        target: target lengths of the corpus, EOS included. Shape: (corpus,)
+        source: source lengths of the corpus, EOS included, and ``target`` those of the target. Shape: (corpus,)
         ranks: number of data-parallel ranks.
         config: bounds of a micro-batch.
 

@@ -68,8 +68,8 @@ class Corpus:
                 "`prepare` again"
             )
         path = directory / weights_file(split)
+        # Factors of the pairs' losses, a read-only view of the file; None if the split has none. Shape: (N,)
         self.weights: npt.NDArray[Any] | None = _map(path, _WEIGHT) if path.is_file() else None
-        """Factors of the pairs' losses, a read-only view of the file; None if the split has none. Shape: (N,)."""
         if self.weights is not None and len(self.weights) != len(self):
             raise DataError(
                 f"{path} holds {len(self.weights)} weights of {len(self)} pairs; it was damaged: run `prepare` again"
@@ -117,16 +117,10 @@ class Corpus:
         for start in range(0, len(self), _CHUNK):
             yield self.lengths(np.arange(start, min(start + _CHUNK, len(self))))
 
-    @cached_property
-    def longest(self) -> tuple[int, int]:
-        """Tokens of the longest source and of the longest target, EOS included; 0 in an empty corpus."""
-        chunks = [(int(source.max()), int(target.max())) for source, target in self.all_lengths()]
-        return max((source for source, _ in chunks), default=0), max((target for _, target in chunks), default=0)
-
     @property
     def target_tokens(self) -> int:
         """Target tokens of all pairs, EOS included."""
-        return self._target.tokens + len(self)
+        return len(self._target.tokens) + len(self)
 
 
 def weights_file(split: str) -> str:
@@ -147,11 +141,11 @@ class _Side:
             if not path.is_file():
                 raise DataError(f"{path} is missing; run `prepare` again")
         self._offsets = _map(offsets_path, _OFFSET)
-        self._tokens = _map(tokens_path, _DTYPES[tokens_path.name.split(".")[-2]])
+        self.tokens = _map(tokens_path, _DTYPES[tokens_path.name.split(".")[-2]])
         expected = int(self._offsets[-1]) if len(self._offsets) else -1
-        if len(self._tokens) != expected:
+        if len(self.tokens) != expected:
             raise DataError(
-                f"{tokens_path} holds {len(self._tokens)} tokens instead of the {max(expected, 0)} of "
+                f"{tokens_path} holds {len(self.tokens)} tokens instead of the {max(expected, 0)} of "
                 f"{offsets_path.name}; it was damaged: run `prepare` again"
             )
 
@@ -161,18 +155,14 @@ class _Side:
     def __getitem__(self, index: int) -> npt.NDArray[np.integer]:
         if not 0 <= index < len(self):  # a negative index would silently give an empty sentence
             raise IndexError(f"sentence {index} of {len(self)}")
-        return self._tokens[self._offsets[index] : self._offsets[index + 1]]
+        return self.tokens[self._offsets[index] : self._offsets[index + 1]]
 
     def copy_of(self, indices: npt.NDArray[np.int64]) -> Tokens:
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"sentences {indices.min()} to {indices.max()} of {len(self)}")
         starts = self._offsets[indices]
         lengths = self._offsets[indices + 1] - starts
-        return Tokens(self._tokens[places(starts, lengths)], lengths)
-
-    @property
-    def tokens(self) -> int:
-        return int(self._offsets[-1])
+        return Tokens(self.tokens[places(starts, lengths)], lengths)
 
     def lengths_of(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         lengths: npt.NDArray[np.int64] = self._offsets[indices + 1] - self._offsets[indices] + 1
@@ -228,12 +218,8 @@ def token_dtype(vocab_size: int) -> str:
 class CorpusWriter:
     """Writer of a new split, for use in a ``with`` statement.
 
-    Args:
-        directory: of the files.
-        split: ``train`` or ``valid``.
-        vocab_size: tokens of the larger vocabulary.
-        unknown: unknown tokens of source and target, which are counted.
-        weighted: True if pairs have weights.
+    ``vocab_size`` is that of the larger vocabulary; ``unknown`` are the unknown tokens of source and target, which
+    are counted.
     """
 
     def __init__(
@@ -255,7 +241,7 @@ class CorpusWriter:
         targets: Sequence[Sequence[int]],
         weights: npt.NDArray[np.floating] | None = None,
     ) -> None:
-        """Append pairs of token numbers, without BOS and EOS; weights if the writer is ``weighted``. Shape: (N,)."""
+        """Append pairs of token numbers, without BOS and EOS. Shape of weights: (N,)."""
         self.append_tokens(Tokens.of(sources, self._vocab_size), Tokens.of(targets, self._vocab_size), weights)
 
     def append_tokens(self, source: Tokens, target: Tokens, weights: npt.NDArray[np.floating] | None = None) -> None:
@@ -311,8 +297,8 @@ class _SideWriter:
         return SideStats(tokens=self._end, unknown=self._unknown, longest=self._longest)
 
     def close(self) -> None:
-        for file in (self._tokens, self._offsets):
-            _close(file)
+        _close(self._tokens)
+        _close(self._offsets)
 
 
 def _close(file: BinaryIO) -> None:
@@ -324,14 +310,9 @@ def _close(file: BinaryIO) -> None:
 
 @dataclass(frozen=True)
 class CorpusPart:
-    """A corpus of the training text.
+    """A corpus of the training text, segmented in one or more ways, each of the same pairs.
 
-    Attributes:
-        name: of the corpus, for the log.
-        segmentations: the corpus, segmented in one or more ways; each has the same pairs.
-        source_tag: token in front of each source, or None.
-        target_tag: token in front of each target, or None.
-        key: part of the key of its shuffle.
+    A tag is a token in front of each sentence. The key is part of the key of the shuffle.
     """
 
     name: str
@@ -392,11 +373,11 @@ class Corpora:
         return rows
 
     def sources(self, rows: Indices) -> Tokens:
-        """Return a copy of the source tokens of some rows, tags included, without EOS. Shape: rows (B,)."""
+        """Copy the source tokens of some rows, tags included, without EOS. Shape: rows (B,)."""
         return self._copy_of(rows, Corpus.sources, [part.source_tag for part in self.parts])
 
     def targets(self, rows: Indices) -> Tokens:
-        """Return a copy of the target tokens of some rows, tags included, without EOS. Shape: rows (B,)."""
+        """Copy the target tokens of some rows, tags included, without EOS. Shape: rows (B,)."""
         return self._copy_of(rows, Corpus.targets, [part.target_tag for part in self.parts])
 
     def lengths(self, rows: Indices) -> tuple[Lengths, Lengths]:

@@ -65,17 +65,11 @@ class Meta(Config):
 
     Attributes:
         format: version of the format; it changes when other directories can no longer be read.
-        version: version of the program that made the directory.
         options: options that decide the content; equal options and inputs give equal data.
         inputs: input files by ``<split>.<side>``, in order.
-        segmented: True if the text is already segmented in the ``@@ `` style.
-        text: form of the text.
         tags: symbols in front of all sentences; the raw text does not have them.
         vocabulary_size: tokens of the target's side, including special ones.
-        source_vocabulary_size: tokens of the source's side.
-        pairs_read: training pairs before cleaning.
-        removed: removed training pairs by reason and by filter, zeros included.
-        removed_examples: some of them, as (source, target), shortened.
+        removed: removed training pairs by reason and by filter, zeros included; some are ``removed_examples``.
         repaired: lines of the training text that a Unicode rule changed, by rule and side.
         splits: statistics of ``train`` and ``valid``, which is not cleaned; ``train.1``, ``train.2`` and so on are
             further segmentations of the training text.
@@ -102,12 +96,7 @@ class Meta(Config):
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """Open the vocabulary of a data or run directory, after comparing it with the directory's record of its files.
-
-    Raises:
-        DataError: if it is missing, damaged, or cannot be read.
-        ConfigError: if it needs a package that is not installed.
-    """
+    """Open the vocabulary of a data or run directory, after comparing it with the directory's record of its files."""
     record = path / (META_FILE if (path / META_FILE).exists() else MANIFEST_FILE)
     try:
         records = read_files(record) if record.exists() else {}
@@ -151,11 +140,7 @@ class DataDirectory:
 
     @classmethod
     def open(cls, path: Path) -> DataDirectory:
-        """Open a directory: read ``meta.json`` and check the sizes of all files, without reading them.
-
-        Raises:
-            DataError: if the directory is missing, incomplete, or was changed.
-        """
+        """Open a directory: read ``meta.json`` and check the sizes of all files, without reading them."""
         meta_path = path / META_FILE
         check_utf8_name(path.absolute(), "a data directory")
         if not meta_path.is_file():
@@ -233,9 +218,6 @@ class DataDirectory:
         """Compare the SHA-256 of files with ``meta.json``, which takes seconds per gigabyte.
 
         ``split`` limits it to the files of ``train``, ``valid`` or ``test``, and the vocabulary.
-
-        Raises:
-            DataError: if files are missing or were changed, all of them at once.
         """
         self._check(verify=True, names=(f"{split}.", "vocabulary.") if split else ("",))
 

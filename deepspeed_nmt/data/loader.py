@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -21,7 +21,7 @@ from deepspeed_nmt.core.batch import Batch, UpdateInfo, packed_segments
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig, divide_update
 from deepspeed_nmt.data.corpus import Corpora, Corpus, Indices, Lengths, Tokens, places
-from deepspeed_nmt.data.packing import Ladder, PackedPart, RowSizes, largest_packed, pack_update, row_sizes
+from deepspeed_nmt.data.packing import Ladder, PackedPart, largest_packed, pack_update, row_sizes
 from deepspeed_nmt.data.update_order import Cursor, EpochOrder, UpdateOrder, UpdatePlace, Window
 from deepspeed_nmt.errors import ConfigError
 
@@ -30,11 +30,7 @@ _SAMPLED_UPDATES, _SAMPLE_MARGIN = 32, 1.1
 
 
 def check_lengths(corpora: Corpora, config: BatchConfig) -> int:
-    """Return the tokens of the longest sentence; refuse one larger than a micro-batch, before training.
-
-    Raises:
-        ConfigError: if there is one; the message names the longest sentence.
-    """
+    """Return the tokens of the longest sentence; raise a ConfigError if it is larger than a micro-batch."""
     longest_of_all = 0
     for part in corpora.parts:
         worst = length = row = 0
@@ -111,11 +107,9 @@ class Update:
     Attributes:
         number: number of the update in the run, from 1.
         micro_batches: micro-batches of this rank; every rank has equally many.
-        target_tokens: target tokens of the whole update, over all ranks.
-        padded_positions: source and target positions of this rank's micro-batches, padding included.
-        real_positions: the same without padding.
+        target_tokens: target tokens of the whole update, over all ranks; ``corpus_tokens`` of each corpus.
+        padded_positions: source and target positions of this rank's micro-batches, ``real_positions`` not padded.
         after: position of the next update in the data.
-        corpus_tokens: target tokens of each corpus in the whole update.
     """
 
     number: int
@@ -244,14 +238,7 @@ def _per_pair(corpus: Corpus | Corpora, indices: Indices) -> dict[str, Any]:
 
 
 class TrainLoader:
-    """All updates of a run from a given position on, without end.
-
-    Args:
-        order: which sentences make which update.
-        config: batch sizes.
-        rank: this process's number among the data-parallel ranks.
-        ranks: number of data-parallel ranks.
-        vocabulary: special tokens of both sides.
+    """All updates of a run from a given position on, without end, for one of some data-parallel ranks.
 
     Raises:
         ConfigError: if a sentence does not fit into a micro-batch.
@@ -267,13 +254,12 @@ class TrainLoader:
         self.rank = rank
         self.ranks = ranks
         self.vocabulary = vocabulary
-        self._sizes: RowSizes | Ladder | None = None
 
     @classmethod
     def of_corpus(
         cls, corpus: Corpus, config: BatchConfig, seed: int, rank: int, ranks: int, vocabulary: Vocabulary
     ) -> TrainLoader:
-        """Return a loader of the epochs of one corpus; arguments as of the class."""
+        """Return a loader of the epochs of one corpus."""
         return cls(EpochOrder(Corpora.of(corpus), seed, config.update_tokens), config, rank, ranks, vocabulary)
 
     def of_rank(self, rank: int) -> TrainLoader:
@@ -310,12 +296,10 @@ class TrainLoader:
         rows = largest_micro_batch(updates, self.corpora, self.ranks, self.config)
         return collate(self.corpora, rows, self.vocabulary, self._info(rows, 0))
 
-    @property
-    def row_sizes(self) -> RowSizes | Ladder:
+    @cached_property
+    def row_sizes(self) -> Ladder:
         """Sizes of the rows of micro-batches in the packed layout."""
-        if self._sizes is None:
-            self._sizes = row_sizes(self.order.sample(), self.longest, self.ranks, self.config)
-        return self._sizes
+        return row_sizes(self.order.sample(), self.longest, self.ranks, self.config)
 
     def _info(self, rows: Indices, number: int) -> UpdateInfo:
         tokens = int(self.corpora.lengths(rows)[1].sum())
@@ -419,15 +403,10 @@ class ValidationSet:
     def batches(
         self, sentences: Indices | None = None, source_of: Mapping[int, int] | None = None
     ) -> Iterator[Batch]:
-        """Yield this rank's batches, as many as on any other rank.
+        """Yield this rank's batches, as many as on any other rank, of all ``sentences`` or those given. Shape: (N,).
 
         All batches belong to one update, so that means over its tokens or sentences do not depend on how it is
-        divided.
-
-        Args:
-            sentences: pairs to take; default all. Shape: (N,)
-            source_of: for each pair, the pair whose source replaces its own; default none. Batches hold the same
-                targets with and without it.
+        divided. ``source_of`` has for each pair the one whose source replaces its own; targets stay the same.
         """
         if sentences is None:
             sentences = np.arange(len(self.corpus), dtype=np.int64)

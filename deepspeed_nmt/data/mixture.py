@@ -46,14 +46,10 @@ class Weight(Config):
 
 
 class Stream(Config):
-    """A corpus in a phase.
+    """A corpus in a phase, identified with its tag by ``corpus``.
 
-    Attributes:
-        corpus: what identifies the corpus and its tag.
-        pairs: number of its sentence pairs.
-        tokens: their target tokens; the mean of its segmentations.
-        weights: its weights, in order of updates; none in a phase without the corpus.
-        start: sentences of its stream before the phase.
+    ``tokens`` are the target tokens of its sentence pairs, the mean of its segmentations. ``weights`` are in order of
+    updates; none in a phase without the corpus. ``start`` counts the sentences of its stream before the phase.
     """
 
     corpus: str
@@ -69,14 +65,7 @@ class Stream(Config):
 
 
 class Phase(Config):
-    """Updates with one mixture.
-
-    Attributes:
-        first: first update.
-        temperature: of the shares; 0 for the weights alone.
-        streams: the corpora.
-        absent: corpora that the run had before, but not in this phase.
-    """
+    """Updates with one mixture, from ``first`` on; ``absent`` are the corpora that the run had before it."""
 
     first: int
     temperature: float
@@ -111,13 +100,9 @@ class MixtureConfig(Config):
 
 @dataclass(frozen=True)
 class Segment:
-    """Updates of a phase with constant shares.
+    """Updates of a phase with constant shares of the target tokens, from ``first`` to before ``end``, if it ends.
 
-    Attributes:
-        first: first update.
-        end: first update after them; None if there is none.
-        shares: share of the target tokens of each corpus. Shape: (corpora,)
-        starts: sentences of each stream before ``first``. Shape: (corpora,)
+    ``starts`` counts the sentences of each stream before ``first``. Shape of shares and starts: (corpora,).
     """
 
     first: int

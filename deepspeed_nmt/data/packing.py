@@ -8,7 +8,7 @@ determined once for a run, so that kernels are chosen, and layers compiled, for 
 - Two shapes, if lengths are even. Updates have equally many target tokens, but not source tokens: with the grains of
   :mod:`deepspeed_nmt.data.batching` these vary by 15%, if lengths are those of news text. So a target's row has one
   size, and a source's row is short or long. Each update takes as many micro-batches with long rows as its sources
-  need (:class:`RowSizes`).
+  need (``two_shapes``).
 - More, if the updates of a sample show that two leave more empty than a few percent: where the ratio of the lengths
   varies, or sentences are nearly as long as a row. Then sentences are divided evenly, and each row has the smallest
   of several sizes that holds them (:class:`Ladder`).
@@ -38,11 +38,9 @@ _EXCHANGES = 100
 
 
 def divide(lengths: Sizes, room: Sizes) -> Indices | None:
-    """Divide sentences among rows, or return None if no division was found. Shape: -> (sentences,).
+    """Divide sentences among rows with room for source and target, or return None if no division was found.
 
-    Args:
-        lengths: source and target length of each sentence. Shape: (sentences, 2)
-        room: size of each row of the source and of the target. Shape: (rows, 2)
+    Shape: (sentences, 2), (rows, 2) -> (sentences,).
     """
     left = room.copy()
     # Sides count by the share of their room that is needed.
@@ -72,13 +70,8 @@ def divide(lengths: Sizes, room: Sizes) -> Indices | None:
 def _exchange(lengths: Sizes, row_of: Indices, left: Sizes, giver: int) -> bool:
     """Exchange a sentence of the fullest row, which is too full, for a sentence of the one with most room.
 
-    That exchange is made after which least is missing. Return False if none helps.
-
-    Args:
-        lengths: of all sentences. Shape: (sentences, 2)
-        row_of: row of each sentence; changed in place. Shape: (sentences,)
-        left: tokens left in each row; changed in place. Shape: (rows, 2)
-        giver: the fullest row.
+    That exchange is made after which least is missing: ``row_of`` (sentences,) and ``left`` (rows, 2) change in
+    place. Return False if none helps.
     """
     side = int(left[giver].argmin())
     taker = int(left[:, side].argmax())
@@ -120,15 +113,14 @@ _STEPS = 16
 
 @dataclass(frozen=True)
 class Ladder:
-    """Sizes of rows, ascending, among which each row takes the smallest that holds its sentences."""
+    """Sizes of rows, ascending, among which each row takes the smallest that holds its sentences.
+
+    With ``two_shapes``, these are tried first: two sizes of the source's rows, and one of the target's.
+    """
 
     source: tuple[int, ...]
     target: tuple[int, ...]
-
-    @property
-    def largest(self) -> tuple[int, int]:
-        """Sizes of the largest rows that are expected, of source and target."""
-        return self.source[-1], self.target[-1]
+    two_shapes: bool = False
 
     def shapes(self, loads: Sizes, bound: int) -> Sizes:
         """Return the sizes of rows that hold some tokens, of at most ``bound``. Shape: (micro_batches, 2) -> same.
@@ -144,34 +136,8 @@ class Ladder:
         return np.stack(shapes, axis=1)
 
 
-@dataclass(frozen=True)
-class RowSizes:
-    """Sizes in tokens of the rows of a run's micro-batches: of every target's row, and two of the source's rows."""
-
-    target: int
-    short: int
-    long: int
-
-    @property
-    def largest(self) -> tuple[int, int]:
-        """Sizes of the largest rows, of source and target."""
-        return self.long, self.target
-
-    def shapes(self, micro_batches: int, long: int) -> Sizes:
-        """Return the sizes of rows, ``long`` of which have long source rows. Shape: -> (micro_batches, 2)."""
-        sources = np.repeat([self.long, self.short], [long, micro_batches - long])
-        return np.stack([sources, np.full(micro_batches, self.target)], axis=1)
-
-
-def row_sizes(updates: Window, longest: int, ranks: int, config: BatchConfig) -> RowSizes | Ladder:
-    """Determine the sizes of the rows of a run, a function of the arguments alone.
-
-    Args:
-        updates: updates that stand for those of the run.
-        longest: tokens of the longest sentence of the training text.
-        ranks: number of data-parallel ranks.
-        config: bounds of a micro-batch.
-    """
+def row_sizes(updates: Window, longest: int, ranks: int, config: BatchConfig) -> Ladder:
+    """Determine the sizes of a run's rows from a sample of its updates and the length of its longest sentence."""
     starts = updates.bounds[:-1]
     totals = np.stack([np.add.reduceat(side, starts, dtype=np.int64) for side in (updates.source, updates.target)])
     full = np.flatnonzero(totals[1] > 0.9 * np.median(totals[1]))  # without the rest at the end of the epoch
@@ -193,15 +159,11 @@ def row_sizes(updates: Window, longest: int, ranks: int, config: BatchConfig) ->
     return ladder if needed * (len(sample) - failed) < (1.0 - _GAIN) * taken * len(sample) else two
 
 
-def _two_shapes(full: Indices, totals: Sizes, longest: int, ranks: int, config: BatchConfig) -> RowSizes:
+def _two_shapes(full: Indices, totals: Sizes, longest: int, ranks: int, config: BatchConfig) -> Ladder:
     """Choose the sizes for two shapes, which need the fewest positions if sentences can be divided at will.
 
-    Args:
-        full: source tokens of all updates but the rest of the epoch. Shape: (updates,)
-        totals: source and target tokens of all updates. Shape: (2, updates)
-        longest: tokens of the longest sentence.
-        ranks: number of data-parallel ranks.
-        config: bounds of a micro-batch.
+    ``full`` has the source tokens of all updates but the rest of the epoch, ``totals`` the source and target tokens
+    of all updates. Shape: (updates,), (2, updates).
     """
     bound = config.micro_tokens
     count = ranks * max(1, -(-int(_SPARE * totals.max()) // (ranks * max(1, bound - _MULTIPLE))))
@@ -220,7 +182,8 @@ def _two_shapes(full: Indices, totals: Sizes, longest: int, ranks: int, config: 
         longs = np.ceil((_SPARE * full - counts * short) / max(1, long - short)).clip(0, counts)
         return float((counts * (short + rows) + longs * (long - short)).mean())
 
-    return RowSizes(rows, *min(pairs, key=positions))
+    best: tuple[int, int] = min(pairs, key=positions)
+    return Ladder(best, (rows,), two_shapes=True)
 
 
 def _even_divisions(updates: Window, sample: list[int], ranks: int, config: BatchConfig) -> Sizes:
@@ -237,7 +200,8 @@ def _ladder(loads: Sizes, bound: int) -> tuple[Ladder, int]:
 
     Shape: (micro_batches, 2). ``bound`` is the largest size.
     """
-    ladders = [Ladder(*(_rungs(side, number, bound) for side in loads.T)) for number in _RUNGS]
+    source, target = loads.T
+    ladders = [Ladder(_rungs(source, number, bound), _rungs(target, number, bound)) for number in _RUNGS]
     needed = [int(ladder.shapes(loads, bound).sum()) for ladder in ladders]
     return next(pair for pair in zip(ladders, needed, strict=True) if (1.0 - _RUNGS_GAIN) * pair[1] <= needed[-1])
 
@@ -279,31 +243,20 @@ class PackedPart:
 
 
 def pack_update(
-    indices: Indices, source: Lengths, target: Lengths, ranks: int, config: BatchConfig, sizes: RowSizes | Ladder
+    indices: Indices, source: Lengths, target: Lengths, ranks: int, config: BatchConfig, sizes: Ladder
 ) -> list[list[PackedPart]]:
     """Divide an update's sentences into micro-batches of packed rows, equally many for every rank.
 
-    Args:
-        indices: sentences of the update. Shape: (sentences,)
-        source: source lengths of the corpus, EOS included. Shape: (corpus,)
-        target: target lengths of the corpus, EOS included. Shape: (corpus,)
-        ranks: number of data-parallel ranks.
-        config: bounds of a micro-batch.
-        sizes: sizes of the rows of the run.
-
-    Raises:
-        ConfigError: if a single sentence does not fit.
+    Arguments and errors are as of :func:`~deepspeed_nmt.data.batching.divide_update`; ``sizes`` are those of the run.
     """
     indices = indices[by_length(source[indices], target[indices])]
     lengths = lengths_of(indices, source, target, config)
     division = None
-    if isinstance(sizes, RowSizes):
+    if sizes.two_shapes:
         division = _divide_into_two_shapes(lengths, ranks, config.micro_tokens, sizes)
     if division is None:
         row_of, count = _divide_evenly(lengths, ranks, config.micro_tokens)
-        loads = _loads(lengths, row_of, count)
-        ladder = sizes if isinstance(sizes, Ladder) else Ladder((sizes.short, sizes.long), (sizes.target,))
-        shapes = ladder.shapes(loads, config.micro_tokens)
+        shapes = sizes.shapes(_loads(lengths, row_of, count), config.micro_tokens)
     else:
         row_of, shapes = division
     parts = [PackedPart(indices[row_of == row], *map(int, shape)) for row, shape in enumerate(shapes)]
@@ -313,22 +266,23 @@ def pack_update(
 
 
 def largest_packed(
-    indices: Indices, source: Lengths, target: Lengths, ranks: int, config: BatchConfig, sizes: RowSizes | Ladder
+    indices: Indices, source: Lengths, target: Lengths, ranks: int, config: BatchConfig, sizes: Ladder
 ) -> PackedPart:
     """Return a micro-batch of an update in rows of the largest sizes."""
     first = pack_update(indices, source, target, ranks, config, sizes)[0][0]
-    source_size, target_size = sizes.largest
-    return replace(first, source=max(first.source, source_size), target=max(first.target, target_size))
+    return replace(first, source=max(first.source, sizes.source[-1]), target=max(first.target, sizes.target[-1]))
 
 
-def _divide_into_two_shapes(lengths: Sizes, ranks: int, bound: int, sizes: RowSizes) -> tuple[Indices, Sizes] | None:
+def _divide_into_two_shapes(lengths: Sizes, ranks: int, bound: int, sizes: Ladder) -> tuple[Indices, Sizes] | None:
     """Divide sentences among the fewest rows of two shapes: their rows, and the sizes; None if they do not fit."""
+    (short, long), (target,) = sizes.source, sizes.target
     sources, targets = (int(_SPARE * total) for total in lengths.sum(axis=0))
-    count = ranks * max(1, -(-max(-(-targets // sizes.target), -(-sources // sizes.long)) // ranks))
-    least = min(count, max(0, -(-(sources - count * sizes.short) // max(1, sizes.long - sizes.short))))
+    count = ranks * max(1, -(-max(-(-targets // target), -(-sources // long)) // ranks))
+    least = min(count, max(0, -(-(sources - count * short) // max(1, long - short))))
     more = 0
     while True:
-        shapes = sizes.shapes(count, min(count, least + more))
+        longs = min(count, least + more)
+        shapes = np.stack([np.repeat([long, short], [longs, count - longs]), np.full(count, target)], axis=1)
         if (row_of := divide(lengths, np.where(shapes < bound, shapes - 1, bound))) is not None:
             return row_of, shapes
         if least + more >= count:

@@ -37,9 +37,6 @@ class DataOption(NamedTuple):
         """Read a value of the form ``DIR[=WEIGHT[:FIRST-LAST],...][@TAG]``.
 
         A directory whose name contains ``=`` or ``@`` is taken as it is, if it exists.
-
-        Raises:
-            ConfigError: if it has another form, or a weight is not above 0.
         """
         if Path(text).is_dir():
             return cls(Path(text))
@@ -51,8 +48,7 @@ class DataOption(NamedTuple):
             path, equals, weights = head, "", ""
         if not path or (at and not tag):
             raise ConfigError(f"--data is {shown(text)}, which is none of {_FORM}")
-        found = _weights(weights, text) if equals else (Weight(value=1.0),)
-        return cls(Path(path), found, tag or None)
+        return cls(Path(path), _weights(weights, text) if equals else (Weight(value=1.0),), tag or None)
 
     def __str__(self) -> str:
         weights = ",".join(map(str, self.weights))
@@ -100,9 +96,6 @@ class CorpusRecord(Config):
 
 class TrainingData:
     """Data directories of a run. The first one gives the vocabulary and the validation set.
-
-    Args:
-        options: data directories with their weights and tags; at least one.
 
     Raises:
         DataError: if one is missing or damaged, or their vocabularies or forms of text differ.

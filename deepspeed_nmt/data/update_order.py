@@ -29,11 +29,8 @@ from deepspeed_nmt.data.corpus import Corpora, Indices, Lengths
 class Window:
     """Sentences of some updates, in the order of the updates.
 
-    Attributes:
-        rows: numbers of the sentences in the training text. Shape: (sentences,)
-        source: their source lengths. Shape: (sentences,)
-        target: their target lengths. Shape: (sentences,)
-        bounds: update u has the sentences ``bounds[u] : bounds[u + 1]``. Shape: (updates + 1,)
+    ``rows`` are numbers of sentences in the training text; update u has those of ``bounds[u] : bounds[u + 1]``.
+    Shape: rows, source and target lengths (sentences,), bounds (updates + 1,).
     """
 
     rows: Indices
@@ -54,17 +51,10 @@ class Window:
     def divided(
         cls, rows: Indices, lengths: tuple[Lengths, Lengths], updates: int, update_tokens: int, *key: int
     ) -> Window:
-        """Divide sentences into updates.
+        """Divide sentences, at least as many as there are updates, into updates. Shape of rows: (sentences,).
 
-        They are sorted by length and divided into grains of about equal target tokens. The grains are shuffled, and
-        each update takes the next few.
-
-        Args:
-            rows: numbers of the sentences; at least as many as there are updates. Shape: (sentences,)
-            lengths: source and target length of each.
-            updates: number of updates.
-            update_tokens: target tokens of an update, which decide the size of grains.
-            key: of the shuffle.
+        They are sorted by length and divided into grains of about equal target tokens. The grains are shuffled by the
+        key, and each update takes the next few.
         """
         source, target = lengths
         order = by_length(source, target)
