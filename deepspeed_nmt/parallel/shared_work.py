@@ -58,12 +58,7 @@ class SharedWork:
 
     @classmethod
     def join(cls, place: RankPlace) -> SharedWork:
-        """Connect this process to the other ranks at MASTER_ADDR and MASTER_PORT.
-
-        Raises:
-            ConfigError: if one of them is missing or wrong.
-            TrainingError: if a rank is missing for too long.
-        """
+        """Connect this process to the other ranks at MASTER_ADDR and MASTER_PORT."""
         if place.ranks == 1:
             return cls(place)
         from deepspeed_nmt.parallel.world import check_launcher, meet  # torch, which a single rank need not have
@@ -72,24 +67,19 @@ class SharedWork:
         with pointing_to_doctor():
             return cls(place, meet(place, _CONNECT_S, lambda: False))
 
-    @property
-    def is_main(self) -> bool:
-        """True on rank 0, which prepares the work and completes it."""
-        return self.place.rank == 0
-
     def __enter__(self) -> SharedWork:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         with suppress(ReportedError, KeyboardInterrupt):
-            if error is not None:
-                if isinstance(error, Interrupted):
-                    self.stopped_by = error.signal.name
-                self._end(_status(error))
+            if isinstance(error, Interrupted):
+                self.stopped_by = error.signal.name
+            if error is not None and self.claim("ends") == 0:
+                self._ask(lambda: self._store.set("ended", json.dumps([_status(error), self.stopped_by])))
             self._leave()
 
     def announce(self, value: Any) -> None:
-        """Tell the other ranks what rank 0 has prepared, as JSON; they wait for it in :meth:`announced`."""
+        """Tell the other ranks what rank 0 has prepared; they wait for it in :meth:`announced`."""
         self._ask(lambda: self._store.set("announced", json.dumps(value)))
 
     def announced(self) -> Any:
@@ -125,20 +115,12 @@ class SharedWork:
         time.sleep(_POLL_S)
 
     def check(self) -> None:
-        """Check that no rank has ended the work.
-
-        Raises:
-            ReportedError: if one has, or the launcher was killed.
-        """
+        """End this rank by a ReportedError if another has ended the work, or the launcher was killed."""
         if self._launcher and os.getppid() != self._launcher:
             raise ReportedError(EXIT_STOPPED)
         if self.place.ranks > 1 and self._ask(lambda: self._store.check(["ended"])):
             status, self.stopped_by = json.loads(self._ask(lambda: self._store.get("ended")))
             raise ReportedError(status)
-
-    def _end(self, status: int) -> None:
-        if self.claim("ends") == 0:
-            self._ask(lambda: self._store.set("ended", json.dumps([status, self.stopped_by])))
 
     def _leave(self) -> None:
         """Wait until all ranks are about to leave, but not for long: one may be lost. Rank 0 leaves last."""
@@ -149,7 +131,7 @@ class SharedWork:
                 time.sleep(_POLL_S / 4)
                 left = self._store.add("leaving", 0)
             self.ended_together = left >= self.place.ranks
-            if self.is_main and self.place.ranks > 1:
+            if self.place.rank == 0 and self.place.ranks > 1:
                 time.sleep(_POLL_S)
 
     def _ask(self, request: Callable[[], T]) -> T:
@@ -244,21 +226,18 @@ def _work(environment: dict[str, str], target: Callable[[T], int], argument: T) 
 
 def _supervise(processes: Sequence[Any]) -> int:
     while True:
-        codes = [process.exitcode for process in processes]  # once: a worker can end at any moment
-        for process, code in zip(processes, codes, strict=True):
+        codes = {process: process.exitcode for process in processes}  # once: a worker can end at any moment
+        for process, code in codes.items():
             if code is not None and code < 0:
-                logger.error(
-                    "stopped: %s of %d was killed by %s; start again to resume, with fewer if memory has run out",
-                    process.name,
-                    len(processes),
-                    signal.Signals(-code).name,
-                )
+                name, by = process.name, signal.Signals(-code).name
+                how = "start again to resume, with fewer if memory has run out"
+                logger.error("stopped: %s of %d was killed by %s; %s", name, len(codes), by, how)
                 return EXIT_RANK_LOST
-        if any(codes):
+        if any(codes.values()):
             _stop(processes, ask=False)
             # The first to fail has a reason, and those that it ended have its status.
-            return int(next(filter(None, codes)))
-        running = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
+            return int(next(filter(None, codes.values())))
+        running = [process.sentinel for process, code in codes.items() if code is None]
         if not running:
             return 0
         wait(running)

@@ -28,7 +28,7 @@ from io import BufferedReader
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, Protocol
 
 from pydantic import BaseModel, Field
 
@@ -103,17 +103,15 @@ class LineTranslator(Protocol):
 
 @dataclass(frozen=True)
 class Texts:
-    """The source, and texts that have a line for each line of it, each at its beginning.
-
-    Attributes:
-        options: of the translation.
-        streams: the texts by option: input, prefix, constraints.
-        lines: number of lines; None if it is not known.
-    """
+    """The source, and texts that have a line for each line of it, each at its beginning."""
 
     options: DecodeOptions
     streams: Mapping[str, BufferedReader[Any]]
+    """By option: input, prefix, constraints."""
+    outputs: Sequence[Path | None]
+    """Files for the translations and, if they are aligned, the alignment; None for standard output."""
     lines: int | None
+    """Number of lines; None if it is not known."""
 
     def read(self, from_start: bool = False) -> dict[str, Iterator[Any]]:
         """Read the lines of all texts from where they stand, or from their beginnings; constraints as phrases."""
@@ -121,7 +119,7 @@ class Texts:
         for option, stream in self.streams.items():
             if from_start:
                 stream.seek(0)
-            lines = text_lines(stream, str(getattr(self.options, option)))
+            lines = text_lines(stream, self.name(option))
             readers[option] = map(phrases_of, lines) if option == "constraints" else lines
         return readers
 
@@ -143,27 +141,23 @@ class Texts:
         return MAX_LINES if self.lines is None else lines_of_a_piece(self.lines, self.options.max_tokens)
 
     def in_pieces(self) -> bool:
-        """Return True if the text is translated in pieces, which can be resumed; False if as a stream.
-
-        Raises:
-            ConfigError: if several processes are to translate what is no file.
-        """
+        """Return True if the text is translated in pieces, which can be resumed; False if as a stream."""
         several = max(place().ranks, self.options.workers) > 1
-        names = {name: str(path) for name in (*_INPUTS, *_OUTPUTS) if (path := getattr(self.options, name))}
-        wrong = [name for name, stream in self.streams.items() if not is_file(names[name], stream)]
-        wrong += [
-            name
-            for name in _OUTPUTS
-            if name in names and not (names[name] != "-" and is_replaceable(Path(names[name])))
-        ]
+        wrong = [name for name, stream in self.streams.items() if not is_file(self.name(name), stream)]
+        outputs = zip(_OUTPUTS, self.outputs, strict=False)
+        wrong += [name for name, path in outputs if path is None or not is_replaceable(path)]
         if several and wrong:
             raise ConfigError(
-                f"{typed(wrong[0])} is {names[wrong[0]]}, which is no file, and several processes are to translate; "
-                "give a file, or start one process"
+                f"{typed(wrong[0])} is {self.name(wrong[0])}, which is no file, and several processes are to "
+                "translate; give a file, or start one process"
             )
         if wrong or self.lines is None:
             return False
         return several or pieces_directory(self.options).exists() or self.lines > self.piece_lines
+
+    def name(self, option: str) -> str:
+        """Return the path that an option names."""
+        return str(getattr(self.options, option))
 
 
 def is_file(name: str, stream: BufferedReader[Any]) -> bool:
@@ -189,22 +183,16 @@ def count_lines(stream: BufferedReader[Any], name: str) -> int | None:
 
 @contextmanager
 def open_texts(options: DecodeOptions) -> Iterator[Texts]:
-    """Open the source and the texts beside it. If all are files, their lines are counted before anything is done.
-
-    Raises:
-        ConfigError: if standard input is given twice, or an output cannot be written or would replace a text.
-        DataError: if a file cannot be read or has another number of lines.
-    """
-    check_outputs(options)
+    """Open the source and the texts beside it. If all are files, their lines are counted before anything is done."""
+    outputs = check_outputs(options)
     names = {name: path for name in _INPUTS if (path := getattr(options, name)) is not None}
     if list(names.values()).count("-") > 1:
         raise ConfigError("standard input (`-`) is given more than once; give paths")
     with ExitStack() as stack:
         streams = {name: stack.enter_context(open_text(path)) for name, path in names.items()}
-        for output in _OUTPUTS:
-            path = getattr(options, output)
+        for output, path in zip(_OUTPUTS, outputs, strict=False):
             for name, stream in streams.items():
-                if path not in (None, "-") and replaces(Path(path), stream):
+                if path is not None and replaces(path, stream):
                     raise ConfigError(f"{typed(output)} is {path}, the text of {typed(name)}; give another path")
         counts = {name: count_lines(stream, names[name]) for name, stream in streams.items()}
         for name, count in counts.items():
@@ -213,15 +201,12 @@ def open_texts(options: DecodeOptions) -> Iterator[Texts]:
                     f"{typed(name)} has {count:,} lines, and the source has {counts['input']:,}; give a text of the "
                     "same lines, in which an empty line asks for nothing"
                 )
-        yield Texts(options, streams, counts["input"] if is_file(names["input"], streams["input"]) else None)
+        lines = counts["input"] if is_file(names["input"], streams["input"]) else None
+        yield Texts(options, streams, outputs, lines)
 
 
 def check_workers(options: DecodeOptions) -> None:
-    """Check the number of workers.
-
-    Raises:
-        ConfigError: if it is too large, or a launcher has started processes.
-    """
+    """Check the number of workers."""
     cores, ranks = len(os.sched_getaffinity(0)), place().ranks
     if options.workers > _WORKERS_A_CORE * cores:
         raise ConfigError(
@@ -239,12 +224,7 @@ def check_workers(options: DecodeOptions) -> None:
 
 
 def output_path(name: str, option: str) -> Path | None:
-    """Return the path of an output file; None for standard output.
-
-    Raises:
-        ConfigError: if it cannot be written.
-        OSError: if the disk is full.
-    """
+    """Return the path of an output file; None for standard output."""
     if name == "-":
         return None
     target = Path(name)
@@ -267,19 +247,14 @@ def output_path(name: str, option: str) -> Path | None:
     return target
 
 
-def check_outputs(options: DecodeOptions) -> tuple[Path | None, Path | None]:
-    """Return the paths of the translations and of the alignment; None for standard output, or without alignment.
-
-    Raises:
-        ConfigError: if one cannot be written, or both are the same.
-    """
-    target = output_path(str(options.output), "--output")
-    if options.alignment is None:
-        return target, None
-    aligned = output_path(str(options.alignment), "--alignment")
-    if (aligned and resolved(aligned)) == (target and resolved(target)):
-        raise ConfigError("--alignment and --output are the same file; give another")
-    return target, aligned
+def check_outputs(options: DecodeOptions) -> list[Path | None]:
+    """Return the paths of the translations and, if there is one, of the alignment; None for standard output."""
+    outputs = [output_path(str(options.output), "--output")]
+    if options.alignment is not None:
+        outputs.append(output_path(str(options.alignment), "--alignment"))
+        if len({path and resolved(path) for path in outputs}) == 1:
+            raise ConfigError("--alignment and --output are the same file; give another")
+    return outputs
 
 
 def written(options: DecodeOptions, number: int, best: Sequence[Translation]) -> str:
@@ -305,12 +280,7 @@ def stream_keywords(options: DecodeOptions, **changes: Any) -> dict[str, Any]:
 
 
 def translate_stream(translator: LineTranslator, texts: Texts) -> None:
-    """Translate a text in the order of its lines; it is written as it is translated.
-
-    Raises:
-        UserError: if a line cannot be translated.
-        OSError: if the output cannot be written.
-    """
+    """Translate a text in the order of its lines; it is written as it is translated."""
     options, source = texts.options, texts.streams["input"]
     if options.strict and source.seekable():  # a pipe is checked as it is read
         start = source.tell()
@@ -321,7 +291,7 @@ def translate_stream(translator: LineTranslator, texts: Texts) -> None:
     number = -1
     with ExitStack() as stack:
         outputs = []
-        for path in check_outputs(options)[: 1 if options.alignment is None else 2]:
+        for path in texts.outputs:
             outputs.append(stack.enter_context(nullcontext(sys.stdout) if path is None else atomic_writer(path, "w")))
         advance = stack.enter_context(counting("translate", "sentences", texts.lines))
         readers = texts.read()
@@ -351,19 +321,13 @@ def translate_in_pieces(translator: LineTranslator, texts: Texts) -> int:
     """Translate a file with the other ranks of this start, and return the exit status.
 
     Pieces that an earlier start has finished are used. If this one is interrupted, those that it has finished stay.
-
-    Raises:
-        ConfigError: if the ranks cannot meet.
-        DataError: if another process translates to the same output, another translation was begun there, or a line is
-            too long.
-        OSError: if a file cannot be written; what was translated is kept.
     """
     pieces = Pieces(texts, translator.identity())
     here, work = place(), None
     try:
         with SharedWork.join(here) as work:
             rank = _Rank(work, pieces, translator)
-            rank.lead() if work.is_main else rank.follow()
+            rank.lead() if here.rank == 0 else rank.follow()
     except (Interrupted, ReportedError) as end:
         if not isinstance(end, Interrupted) and end.status != EXIT_STOPPED:
             raise
@@ -378,14 +342,6 @@ def translate_in_pieces(translator: LineTranslator, texts: Texts) -> int:
             logger.info("%s; the same command resumes there", pieces)
         raise
     return 0
-
-
-class Piece(NamedTuple):
-    """A translated piece: its translations, their alignments if any, and counts of its source lines."""
-
-    text: bytes
-    alignment: bytes
-    counts: SourceCounts
 
 
 class _PieceHeader(BaseModel):
@@ -424,11 +380,7 @@ class Pieces:
         return f"{finished} of {self.count} pieces are finished, in {self.path}"
 
     def prepare(self) -> int:
-        """Make the directory or resume in it, and remove damaged pieces. Return the number of translated lines.
-
-        Raises:
-            DataError: if the directory is of another translation.
-        """
+        """Make the directory or resume in it, and remove damaged pieces. Return the number of translated lines."""
         if self.path.exists():
             self._check_own()
         self.path.mkdir(exist_ok=True)
@@ -447,10 +399,6 @@ class Pieces:
         if finished:
             logger.info("resumes: %d of %d pieces are in %s", finished, self.count, self.path)
         return lines
-
-    def is_visible(self) -> bool:
-        """Return True if this host sees the directory as rank 0 has prepared it."""
-        return (self.path / _JOB_FILE).exists()
 
     def lines_of(self, number: int) -> int:
         """Return the number of lines of a piece."""
@@ -488,22 +436,22 @@ class Pieces:
         self.restart()
 
     def _changed(self, name: str) -> DataError:
-        return DataError(f"{getattr(self.texts.options, name)} changed while it was translated; start again")
+        return DataError(f"{self.texts.name(name)} changed while it was translated; start again")
 
-    def write(self, number: int, piece: Piece) -> None:
-        """Write a piece."""
-        header = {"job": self.digest, "text": len(piece.text), "counts": asdict(piece.counts)}
-        content = json.dumps(header).encode() + b"\n" + piece.text + piece.alignment
+    def write(self, number: int, text: bytes, alignment: bytes, counts: SourceCounts) -> None:
+        """Write a piece: its translations, their alignments if any, and counts of its source lines."""
+        header = {"job": self.digest, "text": len(text), "counts": asdict(counts)}
+        content = json.dumps(header).encode() + b"\n" + text + alignment
         atomic_write_bytes(self.file(number), hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
 
-    def read(self, number: int) -> Piece | None:
-        """Return a piece; None if it is damaged or of another translation."""
+    def read(self, number: int) -> tuple[bytes, bytes, SourceCounts] | None:
+        """Return what was written as a piece; None if it is damaged or of another translation."""
         with suppress(*_DAMAGED):
             digest, _, content = read_regular(self.file(number)).partition(b"\n")
             line, _, texts = content.partition(b"\n")
             header = _PieceHeader.model_validate_json(line)
             if hashlib.sha256(content).hexdigest().encode() == digest and header.job == self.digest:
-                return Piece(texts[: header.text], texts[header.text :], header.counts)
+                return texts[: header.text], texts[header.text :], header.counts
         return None
 
     def remove(self) -> None:
@@ -517,9 +465,8 @@ class Pieces:
 
     def _check_own(self) -> None:
         """Check that nothing but pieces is in the way."""
-        foreign = [self.path]
-        if self.path.is_dir():
-            foreign = [file for file in self.path.iterdir() if not _OWN.fullmatch(file.name) or file.is_dir()]
+        files = self.path.iterdir() if self.path.is_dir() else [self.path]
+        foreign = [file for file in files if not _OWN.fullmatch(file.name) or file.is_dir()]
         if foreign:
             raise DataError(
                 f"{foreign[0]} is in the way of the pieces of the translation, and not written by `translate`; move "
@@ -533,17 +480,18 @@ class Pieces:
         except _DAMAGED:
             logger.warning("%s is damaged; pieces of this translation are used, others translated again", file)
             return
-        keys = sorted(key for key in before.keys() | self._job.keys() if before.get(key) != self._job.get(key))
-        if keys:
-            differences = ", ".join(
-                f"{key} was another one"
-                if key.startswith("the ")
-                else f"{key} was {shown(before.get(key))} and is {shown(self._job.get(key))}"
-                for key in keys[:3]
-            )
+        now = self._job
+        keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+        differences = [
+            f"{key} was another one"
+            if key.startswith("the ")
+            else f"{key} was {shown(before.get(key))} and is {shown(now.get(key))}"
+            for key in keys[:3]
+        ]
+        if differences:
             raise DataError(
-                f"{self.path} is of another translation: {differences}; start with what it was begun with, or remove "
-                f"{self.path} to begin anew"
+                f"{self.path} is of another translation: {', '.join(differences)}; start with what it was begun "
+                f"with, or remove {self.path} to begin anew"
             )
 
 
@@ -596,7 +544,7 @@ class _Rank:
                 "the checkpoint; if GPUs differ, give --precision"
             )
         deadline = time.monotonic() + _VISIBLE_S
-        while not self._pieces.is_visible() and not self._work.is_complete():
+        while not (self._pieces.path / _JOB_FILE).exists() and not self._work.is_complete():
             if time.monotonic() > deadline:
                 raise DataError(
                     f"rank {rank} does not see {self._pieces.path}; write to a file system that all hosts share"
@@ -628,7 +576,7 @@ class _Rank:
         self._report()
         while self._first_missing < self._pieces.count and self._pieces.has(self._first_missing):
             if self._warnings is not None and (piece := self._pieces.read(self._first_missing)) is not None:
-                self._warnings.warn_of(piece.counts)
+                self._warnings.warn_of(piece[2])
             self._first_missing += 1
         return self._first_missing == self._pieces.count
 
@@ -643,7 +591,7 @@ class _Rank:
             text.append(written(self._options, line, best))
             if self._options.alignment:
                 links.append(aligned(best))
-        self._pieces.write(number, Piece("".join(text).encode(), "".join(links).encode(), counts))
+        self._pieces.write(number, "".join(text).encode(), "".join(links).encode(), counts)
 
     def _advance(self, more: int) -> None:
         self._work.advance(more)
@@ -659,7 +607,7 @@ class _Rank:
     def _join(self) -> None:
         """Write the pieces in order to the outputs, which are replaced when they are complete."""
         with ExitStack() as stack:
-            paths = [path for path in check_outputs(self._options) if path is not None]
+            paths = [path for path in self._pieces.texts.outputs if path is not None]
             outputs = [stack.enter_context(atomic_writer(path)) for path in paths]
             for number in range(self._pieces.count):
                 piece = self._pieces.read(number)
@@ -669,5 +617,5 @@ class _Rank:
                     piece = self._pieces.read(number)
                 if piece is None:
                     raise DataError(f"{self._pieces.file(number)} is not as it was written; check the disk")
-                for output, content in zip(outputs, (piece.text, piece.alignment), strict=False):
+                for output, content in zip(outputs, piece, strict=False):
                     output.write(content)
