@@ -47,9 +47,6 @@ class ScoredFiles:
     """Files that a program scores, with a sentence in each line.
 
     Attributes:
-        hypothesis: translations.
-        reference: references.
-        source: sources.
         sentences: file for the scores of sentences, if the program gives them; None for none.
     """
 
@@ -61,12 +58,7 @@ class ScoredFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandMetric(Metric):
-    """A metric that is a program.
-
-    Attributes:
-        path: the program.
-        late: True if its result comes later, in a file.
-    """
+    """A metric that is a program, whose result, if it is ``late``, comes later, in a file."""
 
     path: Path
     late: bool = False
@@ -121,12 +113,9 @@ class CommandMetric(Metric):
     def score(self, files: ScoredFiles, limit_s: float, interrupted: Callable[[], bool] = lambda: False) -> float:
         """Call the program, and return the number that it prints.
 
-        Args:
-            limit_s: time limit in seconds.
-            interrupted: function that returns True if there is no time left to wait for the program.
-
         Raises:
-            MetricError: if it cannot be called, fails, takes too long, is interrupted, or prints no finite number.
+            MetricError: if it cannot be called, fails, takes longer than ``limit_s``, is interrupted, or prints no
+                finite number.
         """
         with TemporaryFile() as out, TemporaryFile() as err:
             process = self._call(files, (), out, err)
@@ -143,12 +132,7 @@ class CommandMetric(Metric):
             return self._number(_last_line(out), f"the last line of {self.path}")
 
     def start(self, files: ScoredFiles, result: Path, log: Path) -> subprocess.Popen[bytes]:
-        """Call a late program, and return the process without waiting for it.
-
-        Args:
-            result: file for the number.
-            log: file for what the program prints.
-        """
+        """Call a late program, which prints into ``log``, and return the process without waiting for it."""
         with log.open("wb") as stream:
             return self._call(files, (result,), stream, stream)
 

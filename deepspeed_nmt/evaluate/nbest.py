@@ -51,8 +51,6 @@ class Candidate:
 
     Attributes:
         line: number of the source line, from 0.
-        text: the translation.
-        features: numbers by name.
         score: number by which candidates are ranked; the higher the better.
         token_log_probs: log-probability of each token and of EOS; none if they are not known.
     """
@@ -97,10 +95,7 @@ class Candidate:
 
 
 def read_nbest(name: str) -> list[list[Candidate]]:
-    """Read the candidates of each source line.
-
-    Args:
-        name: of a file, or "-" for standard input.
+    """Read the candidates of each source line from a file, or from standard input, "-".
 
     Raises:
         DataError: if the file cannot be read, a line is no candidate, or the numbers of source lines are not 0, 1, 2
@@ -139,7 +134,6 @@ class Tuning:
         lines: number of source lines.
         candidates: number of candidates of all lines.
         label: name of the metric.
-        signature: of the metric.
         grid: BLEU by (alpha, exponent).
     """
 
@@ -251,14 +245,9 @@ def tune(
 
     Args:
         nbest: n-best lists, written by `translate --rerank deep-shallow --nbest`.
-        references: files of reference translations.
         convert: function that brings translations into the form to score.
         convert_reference: the same for references.
         tokenised: True for BLEU over the tokens of the text instead of sacreBLEU.
-        lowercase: True to ignore case.
-
-    Raises:
-        DataError: if a file cannot be read, lacks candidates or scores, or is not aligned with the others.
     """
     from sacrebleu.metrics.bleu import BLEU
 

@@ -39,12 +39,9 @@ MAX_LINES_OF_A_TEST = 50_000
 
 @dataclass(frozen=True)
 class ScoreInputs:
-    """Sentences of aligned files, by the names that the user gave.
+    """Sentences of aligned files, by the names that the user gave. A hypothesis may be given twice.
 
     Attributes:
-        hypotheses: name and translations of each file to score; a file may be given twice.
-        references: reference translations.
-        source: source text; None if it is not given.
         language: target language, whose tokenizer BLEU has; None if it is not known.
     """
 
@@ -59,9 +56,6 @@ class Score:
     """Score of translations by a metric.
 
     Attributes:
-        metric: the metric.
-        value: the score.
-        signature: version and settings of the metric.
         detail: components of a BLEU: n-gram precisions in percent, brevity penalty, lengths in tokens.
     """
 
@@ -98,8 +92,8 @@ class Comparison:
     """Comparison of a system with the first one, the baseline.
 
     Attributes:
-        difference: BLEU of the system minus BLEU of the baseline.
-        p_value: probability of a difference this large if the two were equally good.
+        difference: BLEU of the system minus that of the baseline.
+        p_value: probability that equally good systems differ as much, by chance.
         interval: 95% confidence interval of the difference.
         signature: of the test, with its number of resamples and its seed.
     """
@@ -115,12 +109,8 @@ class ScoreReport:
     """Scores of one hypothesis file, and signs that they are doubtful.
 
     Attributes:
-        hypothesis: name of the file.
-        lines: number of its lines.
-        scores: its scores.
-        empty: number of empty lines.
         copies: number of copies of the source; None without a source.
-        comparison: comparison with the first hypothesis; None for the first, and without a test.
+        comparison: with the first hypothesis; None for the first, and without a test.
     """
 
     hypothesis: str
@@ -155,11 +145,7 @@ def read_sentences(name: str) -> list[str]:
 def choose_metrics(values: Sequence[str], kind: Kind, lowercase: bool, for_programs: bool) -> list[Metric]:
     """Return the metrics that ``score --metrics`` names for text of a kind, each once.
 
-    Args:
-        values: names of metrics, and programs as `command:PATH`.
-        kind: kind of the text.
-        lowercase: True if case is ignored.
-        for_programs: True if there are the source and one reference, which programs need.
+    ``for_programs`` is True if there are the source and one reference, which programs (`command:PATH`) need.
 
     Raises:
         ConfigError: if any is unknown or cannot be called; all problems at once.
@@ -197,14 +183,7 @@ def score_files(
 ) -> list[ScoreReport]:
     """Score every hypothesis, and compare the later ones with the first in BLEU.
 
-    Args:
-        inputs: sentences of the files.
-        tokenised: True for tokenised text.
-        lowercase: True to ignore case.
-        chosen: metrics that the user chose; None for BLEU, and of plain text chrF.
-
-    Raises:
-        MetricError: if a program gives no number.
+    The metrics are ``chosen`` by the user, or None for BLEU, and of plain text chrF.
     """
     bleu = in_language(METRICS["bleu_tokenised" if tokenised else "bleu"], inputs.language)
     assert isinstance(bleu, TextMetric)
@@ -298,33 +277,16 @@ def _resampled_bleu(
 def sentence_statistics(
     metric: BLEU, hypotheses: Sequence[str], references: Sequence[Sequence[str]]
 ) -> NDArray[np.int64]:
-    """Count what BLEU adds up over the sentences of a test set.
-
-    Returns:
-        For each sentence the matching n-grams of each order, all n-grams of each order, and the lengths of hypothesis
-        and reference.
-    """
-    effective_order = metric.effective_order
-    metric.effective_order = True  # prevents a warning for each sentence; the scores that it changes are not used
-    scores = [
-        metric.sentence_score(hypothesis, others) for hypothesis, *others in zip(hypotheses, *references, strict=True)
-    ]
-    metric.effective_order = effective_order
-    return np.array([[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in scores])
+    """Return what BLEU adds up over the sentences of a test set: lengths and n-grams, a row for each sentence."""
+    return np.array(metric._extract_corpus_statistics(hypotheses, references))
 
 
 def bleu_of_statistics(metric: BLEU, total: NDArray[np.int64]) -> float:
     """Return the BLEU of a test set from the sum of its :func:`sentence_statistics`."""
-    *ngrams, sys_len, ref_len = total.tolist()
-    orders = metric.max_ngram_order
-    score = metric.compute_bleu(
-        ngrams[:orders], ngrams[orders:], sys_len, ref_len, smooth_method=metric.smooth_method
-    )
-    return float(score.score)
+    return float(metric._compute_score_from_stats(total.tolist()).score)
 
 
 def _copies(sentences: list[str], source: list[str] | None) -> int | None:
-    """Count hypotheses that equal their source sentence; None without a source."""
     if source is None:
         return None
     pairs = zip(sentences, source, strict=True)
