@@ -13,18 +13,8 @@ from tests.support import ROOT
 
 PACKAGE = ROOT / "deepspeed_nmt"
 HELPERS = {
-    *(
-        "errors",
-        "registry",
-        "console",
-        "files",
-        "manifest",
-        "interruption",
-        "randomness",
-        "huggingface",
-        "text",
-        "deep_shallow_score",
-    )
+    *("errors", "registry", "console", "files", "manifest", "interruption", "randomness", "huggingface", "text"),
+    "deep_shallow_score",
 }
 MAY_IMPORT = {
     "kernels": set(),
@@ -102,11 +92,12 @@ def wrong_imports(where: str, path: str, source: str) -> list[str]:
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_are_allowed(path: Path) -> None:
-    relative = path.relative_to(PACKAGE)
-    where = relative.parts[0].removesuffix(".py")
-    assert not wrong_imports(where, str(relative), path.read_text(encoding="utf-8"))
+def test_imports_are_allowed_and_only_methods_refer_to_a_method() -> None:
+    for path in FILES:
+        relative, source = path.relative_to(PACKAGE), path.read_text(encoding="utf-8")
+        where = relative.parts[0].removesuffix(".py")
+        assert not wrong_imports(where, str(relative), source)
+        assert where == "methods" or not references_to_methods(str(relative), source)
 
 
 def imported_names(node: ast.AST) -> Iterator[tuple[str, str]]:
@@ -130,14 +121,7 @@ def module_name(path: Path) -> str:
 
 
 def import_cycle(sources: Mapping[str, str]) -> list[str]:
-    """Find an import cycle, in time linear in modules and imports.
-
-    Args:
-        sources: Source of each module by its name.
-
-    Returns:
-        A cycle, with the first module repeated at its end; empty if there is none.
-    """
+    """Return an import cycle of sources by module, with the first module repeated at its end; empty without one."""
     graph: dict[str, set[str]] = {}
     for name, source in sources.items():
         named = imported_names(ast.parse(source))
@@ -179,16 +163,13 @@ def test_every_part_is_known() -> None:
 
 def references_to_methods(path: str, source: str) -> list[str]:
     """Return the references to concrete methods in a file outside methods/: its imports, and names in strings."""
-    found = [f"{path} imports {name}" for name in imports(source) if name.startswith("deepspeed_nmt.methods.")]
-    found = [each for each in found if each.removeprefix(f"{path} imports deepspeed_nmt.methods.") not in EXPORTED]
-    words = {word for node in ast.walk(ast.parse(source)) for word in strings(node)}
-    return found + [f"{path} spells out '{name}'" for name in OWN_NAMES if any(name in word for word in words)]
-
-
-def strings(node: ast.AST) -> Iterator[str]:
-    """Yield the string constants of a node. Docstrings are skipped: they may name a method as an example."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
-        yield node.value
+    imported = [name for name in imports(source) if name.startswith("deepspeed_nmt.methods.")]
+    names = [name for name in imported if name.removeprefix("deepspeed_nmt.methods.") not in EXPORTED]
+    constants = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    # Docstrings of several lines may name a method as an example.
+    words = {value for value in constants if isinstance(value, str) and "\n" not in value}
+    spelt = [name for name in OWN_NAMES if any(name in word for word in words)]
+    return [f"{path} refers to {name}" for name in [*names, *spelt]]
 
 
 EXPORTED = {"MODELS", "LAYERS", "LIKELIHOODS", "REGULARIZERS", "self_tests", "collapse_remedies"}
@@ -196,13 +177,6 @@ OWN_NAMES = (
     *("depth_growing", "cross_attention_drop", "recurrent", "closed_chain", "abnet", "drop_depth", "multi_softmax"),
     *("objective.ddr", "objective.ald", "r_drop", "masked_tokens", "parallel_decoder", "transparent"),
 )
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_only_methods_refer_to_a_method(path: Path) -> None:
-    relative = path.relative_to(PACKAGE)
-    if relative.parts[0] != "methods":
-        assert not references_to_methods(str(relative), path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
@@ -240,9 +214,3 @@ def test_files_of_the_package_have_different_names() -> None:
     names = [path.name for path in FILES if path.name != "__init__.py"]
     commands = {path.name for path in FILES if path.parent.name == "commands"}
     assert sorted({name for name in names if names.count(name) > 1} - commands) == []
-
-
-def test_test_files_have_different_names() -> None:
-    """Pytest imports files of several directories under their bare names, and refuses a second one."""
-    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
-    assert len(names) == len(set(names)), sorted({name for name in names if names.count(name) > 1})

@@ -72,24 +72,17 @@ def install_requires() -> list[Requirement]:
 
 
 @pytest.mark.parametrize("name", [*LOCKS, "test"])
-def test_lock_pins_every_distribution_once(name: str) -> None:
+def test_lock_pins_every_distribution_once_and_satisfies_setup(name: str) -> None:
     requirements, options = read_lock(name)
-    loose = [str(r) for r in requirements if [s.operator for s in r.specifier] != ["=="] or "*" in str(r.specifier)]
-    assert loose == []
+    assert all([s.operator for s in r.specifier] == ["=="] and "*" not in str(r.specifier) for r in requirements)
     names = [canonicalize_name(requirement.name) for requirement in requirements]
     assert len(names) == len(set(names))
-    for option in options:
-        assert option.startswith(f"--extra-index-url {PYTORCH_INDEX}"), option
-
-
-@pytest.mark.parametrize("python", PYTHONS)
-@pytest.mark.parametrize("name", LOCKS)
-def test_lock_satisfies_setup(name: str, python: str) -> None:
-    locked = pins(name, python)
-    for requirement in install_requires():
-        assert requirement.specifier.contains(locked[canonicalize_name(requirement.name)], prereleases=True), (
-            requirement
-        )
+    assert all(option.startswith(f"--extra-index-url {PYTORCH_INDEX}") for option in options)
+    for python in PYTHONS if name in LOCKS else ():
+        locked = pins(name, python)
+        for requirement in install_requires():
+            version = locked[canonicalize_name(requirement.name)]
+            assert requirement.specifier.contains(version, prereleases=True), requirement
 
 
 def test_locks_differ_only_in_pytorch() -> None:
@@ -128,27 +121,22 @@ def missing_from(locked: Mapping[str, str], python: str) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("python", PYTHONS)
-def test_lock_is_complete(python: str) -> None:
+def test_lock_is_complete() -> None:
     """Every dependency is pinned. The requirements are those of the distributions installed here."""
-    build = metadata.version("torch").partition("+")[2]
-    if build == "cu126":
+    if metadata.version("torch").endswith("+cu126"):
         pytest.skip("the cu126 build pins its CUDA libraries itself")
     lock = "cuda" if any(text.startswith("triton") for text in metadata.requires("torch") or []) else "cpu"
-    assert missing_from(pins(lock, python), python) == [], "without the lock of the tests"
-    locked = {**pins(lock, python), **pins("test", python)}
-    assert missing_from(locked, python) == []
-    assert missing_from({name: version for name, version in locked.items() if name != "filelock"}, python) != []
+    for python in PYTHONS:
+        locked = pins(lock, python)
+        assert missing_from(locked, python) == [], "without the lock of the tests"
+        assert missing_from({**locked, **pins("test", python)}, python) == []
+        assert missing_from({name: version for name, version in locked.items() if name != "filelock"}, python) != []
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_script_is_valid_bash(script: Path) -> None:
-    done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert os.access(script, os.X_OK) or script.name in ("lib.sh", "environment.sh")  # sourced
-
-
-def test_shellcheck_finds_nothing() -> None:
+def test_scripts_are_valid() -> None:
+    for script in SCRIPTS:
+        subprocess.run(["bash", "-n", script], check=True)
+        assert os.access(script, os.X_OK) or script.name in ("lib.sh", "environment.sh")  # sourced
     if shutil.which("shellcheck") is None:
         pytest.skip("needs shellcheck (launch/test.sh --system installs it)")
     done = subprocess.run(["shellcheck", "-x", *SCRIPTS], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -161,9 +149,7 @@ PROGRAMS = [str(path.relative_to(LAUNCH)) for path in SCRIPTS if path.is_relativ
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "lib.sh"])
 def test_help_changes_nothing(name: str, tmp_path: Path) -> None:
     done = run_script(name, "--help", VENV=str(tmp_path / "venv"), OUT=str(tmp_path / "out"))
-    assert done.returncode == 0
-    assert f"launch/{name} " in done.stdout and not done.stdout.startswith("#")
-    assert "shellcheck" not in done.stdout and "srun does not" not in done.stdout
+    assert done.returncode == 0 and f"launch/{name} " in done.stdout and not done.stdout.startswith("#")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -233,42 +219,31 @@ def test_quickstart_resumes(stubs: dict[str, str]) -> None:
     again = run_script("quickstart.sh", **stubs)
     assert again.returncode == 0, again.stderr
     assert commands(stubs) == ["deepspeed-nmt translate", "deepspeed-nmt score"]
-    assert f"tensorboard --logdir {stubs['OUT']}/run" in again.stdout
+    out = Path(stubs["OUT"])
+    shutil.rmtree(out / "data")
+    assert run_script("quickstart.sh", **stubs).returncode == 0
+    assert len(commands(stubs)) == 4, "what was deleted is done again, and what follows from it"
     failed = run_script("quickstart.sh", "--fresh", FAIL_AT="prepare", FAIL_WITH="2", **stubs)
-    assert (
-        failed.returncode == 2 and "failed with status 2" in failed.stderr and "start the same" not in failed.stderr
-    )
+    assert failed.returncode == 2 and "failed with status 2" in failed.stderr
     stopped = run_script("quickstart.sh", "--fresh", FAIL_AT="translate", **stubs)
     assert stopped.returncode == 75 and "without --fresh to resume" in stopped.stderr
     commands(stubs)
-    (translations := Path(stubs["OUT"], "run", "validation", "main")).mkdir(parents=True)
+    (translations := out / "run/validation/main").mkdir(parents=True)
     (translations / "update-0000400.txt").touch()
     assert run_script("quickstart.sh", "--fresh", **stubs).returncode == 0
     assert len(commands(stubs)) == 5 and not translations.exists()
-
-
-def test_quickstart_does_again_what_was_deleted(stubs: dict[str, str]) -> None:
-    assert run_script("quickstart.sh", **stubs).returncode == 0
-    first, out = commands(stubs), Path(stubs["OUT"])
-    for output, step in (("text/valid.de", 0), ("data", 1), ("run", 2), ("test.translation", 3)):
-        shutil.rmtree(out / output) if (out / output).is_dir() else (out / output).unlink()
-        assert run_script("quickstart.sh", **stubs).returncode == 0
-        assert commands(stubs) == first[step:], output
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("fresh", [(), ("--fresh",)])
-def test_quickstart_keeps_files_that_it_did_not_make(
-    fresh: tuple[str, ...], stubs: dict[str, str], tmp_path: Path
-) -> None:
+def test_quickstart_keeps_files_that_it_did_not_make(stubs: dict[str, str], tmp_path: Path) -> None:
     """Text below OUT, a directory with other files, text that links lead to, and files added to an own directory."""
 
     def refuses(out: Path, message: str, source: Path, target: Path) -> None:
         before = files_of(tmp_path)
-        done = run_script("quickstart.sh", *fresh, str(source), str(target), **{**stubs, "OUT": str(out)})
+        done = run_script("quickstart.sh", "--fresh", str(source), str(target), **{**stubs, "OUT": str(out)})
         assert done.returncode == 2 and message in done.stderr, done.stderr
         assert files_of(tmp_path) == before
 
@@ -278,28 +253,21 @@ def test_quickstart_keeps_files_that_it_did_not_make(
     write_text(source, 300)
     write_text(target, 300, "Wort")
     refuses(out, "is among the files of OUT", source, target)
-    copies = (Path(shutil.copy(path, tmp_path)) for path in (source, target))
-    refuses(out, "has files that this script has not made", *copies)
-    (other := tmp_path / "other" / "input").parent.mkdir()
-    write_text(other, 300)
-    refuses(other.parent, "has files that this script has not made", other, other)
-
+    source, target = (Path(shutil.copy(path, tmp_path)) for path in (source, target))
+    refuses(out, "has files that this script has not made", source, target)
     shutil.rmtree(out)
-    source, target = tmp_path / "train.source", tmp_path / "train.target"
     out.mkdir()
-    for marker in ("", "sample corpus and more\n", "1 2\n"):
-        (out / ".quickstart").write_text(marker)
-        refuses(out, ".quickstart is not what this script writes", source, target)
+    (out / ".quickstart").write_text("sample corpus and more\n")
+    refuses(out, ".quickstart is not what this script writes", source, target)
     shutil.rmtree(out)
     assert run_script("quickstart.sh", str(source), str(target), **stubs).returncode == 0
     (inside / "valid.source").unlink()
     (inside / "valid.source").symlink_to(source)
     refuses(out, "is among the files of OUT", source, target)
-
     (inside / "valid.source").unlink()
     for name in ("text", "data", "run"):
         (out / name / "precious").write_text("mine")
-    done = run_script("quickstart.sh", *fresh, str(source), str(target), **stubs)
+    done = run_script("quickstart.sh", "--fresh", str(source), str(target), **stubs)
     assert done.returncode == 0, done.stderr
     assert [(out / name / "precious").read_text() for name in ("text", "data", "run")] == ["mine"] * 3
 
@@ -327,12 +295,7 @@ esac
 
 @pytest.mark.parametrize(
     ("number", "step"),
-    [
-        (signal.SIGHUP, "training"),
-        (signal.SIGUSR1, "training"),
-        (signal.SIGTERM, "preparing"),
-        (signal.SIGINT, "installing"),
-    ],
+    [(signal.SIGHUP, "training"), (signal.SIGTERM, "preparing"), (signal.SIGINT, "installing")],
 )
 def test_quickstart_forwards_a_signal(
     number: signal.Signals, step: str, stubs: dict[str, str], tmp_path: Path
@@ -389,31 +352,24 @@ def test_quickstart_splits_off_held_out_text(stubs: dict[str, str], tmp_path: Pa
     for sources, targets in parts.values():
         assert [line.replace("word", "Wort") for line in sources] == targets
     assert set(parts["train"][0]).isdisjoint(parts["valid"][0] + parts["test"][0])
-    assert "1 left-out" in done.stdout
-
     other = run_script("quickstart.sh", **stubs)
-    assert other.returncode == 2
-    assert "made from other text" in other.stderr
+    assert other.returncode == 2 and "made from other text" in other.stderr
 
 
 def test_quickstart_refuses_what_it_cannot_use(stubs: dict[str, str], tmp_path: Path) -> None:
     long, longer, short = (write_text(tmp_path / str(n), n) for n in (300, 301, 199))
-    arguments: tuple[str, ...]
-    settings: dict[str, str]
-    for arguments, settings, message in (
-        ((long,), {}, "1 arguments are given"),
-        ((long, str(tmp_path / "none")), {}, "is missing or cannot be read"),
-        ((long, longer), {}, "has 300 lines and"),
-        ((short, short), {}, "has 199 lines, fewer than 200"),
-        (("--frsh",), {}, "unknown option --frsh"),
-        ((), {"SOURCE": long}, "name the other file too"),
-        ((), {"OUT": long}, f"{long} is a file"),
+    cases: list[tuple[tuple[str, ...], dict[str, str], str]] = [
+        ((long,), {}, "1 arguments"),
+        ((long, str(tmp_path / "none")), {}, "is missing"),
+        ((long, longer), {}, "300 lines"),
+        ((short, short), {}, "199 lines"),
+        (("--frsh",), {}, "--frsh"),
+        ((), {"SOURCE": long}, "name the other file"),
         ((), {"OUT": f"{long}/below"}, "below cannot be written"),
-        ((), {"RECIPE": "sample_smal"}, "no recipe 'sample_smal'"),
-        ((), {"LOCK": "foo"}, "LOCK is 'foo'"),
+        ((), {"RECIPE": "sample_smal"}, "'sample_smal'"),
         ((), {"RANKS": "two"}, "RANKS is 'two'"),
-        ((), {"VOCAB_SIZE": "-3"}, "VOCAB_SIZE is '-3'"),
-    ):
+    ]
+    for arguments, settings, message in cases:
         done = run_script("quickstart.sh", *arguments, **{**stubs, **settings})
         assert done.returncode == 2 and message in done.stderr, done.stderr
     assert commands(stubs) == [] and not Path(stubs["OUT"]).exists()
@@ -428,45 +384,33 @@ def call_library(code: str, path: Path, **settings: str) -> subprocess.Completed
 
 def test_an_option_names_the_lock(stubs: dict[str, str], tmp_path: Path) -> None:
     """On a host without a GPU. The option has priority over LOCK."""
-    done = run_script("quickstart.sh", "--lock", "v100", **stubs)
-    assert "requirements/v100.txt" in done.stdout
-    for script in ("quickstart.sh", "test.sh", "wheelhouse.sh"):
-        done = run_script(script, "--lock", "gpu", **stubs)
-        assert done.returncode == 2 and "--lock is 'gpu'" in done.stderr, script
-        assert "--lock" in run_script(script, "--help").stdout
-    for script in ("quickstart.sh", "test.sh", "docs.sh"):
-        done = run_script(script, "--wheelhouse", str(tmp_path / "none"), **stubs)
-        assert done.returncode == 2 and "check --wheelhouse" in done.stderr, script
+    assert "requirements/v100.txt" in run_script("quickstart.sh", "--lock", "v100", **stubs).stdout
+    for script in ("quickstart.sh", "test.sh"):
+        for option, value in (("--lock", "gpu"), ("--wheelhouse", str(tmp_path / "none"))):
+            done = run_script(script, option, value, **stubs)
+            assert done.returncode == 2 and option in done.stderr, script
 
 
-@pytest.mark.parametrize(
-    ("gpus", "lock"),
-    [
+def test_lock_fits_the_gpus(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    for gpus, lock in (
         ("", "cpu"),
         ("9.0, 580.65.06\n9.0, 580.65.06", "cuda"),
-        ("7.5, 590.1", "cuda"),
         ("7.0, 580.65.06", "v100"),
         ("8.0, 535.104.05", "v100"),
         ("8.0, 580.1\n7.0, 580.1", "v100"),
         ("NVIDIA-SMI has failed because it could not communicate with the driver", "cpu"),
-    ],
-)
-def test_lock_fits_the_gpus(gpus: str, lock: str, tmp_path: Path) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{gpus}\nEND\n", encoding="utf-8")
-    program.chmod(0o755)
-    done = call_library("choose_lock", tmp_path)
-    assert done.stdout.strip() == lock, done.stderr
+    ):
+        program.write_text(f"#!/bin/sh\ncat <<'END'\n{gpus}\nEND\n", encoding="utf-8")
+        program.chmod(0o755)
+        done = call_library("choose_lock", tmp_path)
+        assert done.stdout.strip() == lock, (gpus, done.stderr)
 
 
 def test_missing_modules_of_python_are_named(tmp_path: Path) -> None:
-    """On a Debian without python3-venv the message names the package to install, and no directory is left behind."""
-    program = tmp_path / "python-without-venv"
-    program.write_text(
-        f'#!/bin/sh\ncase "$*" in *ensurepip*) exit 1 ;; esac\nexec "{sys.executable}" "$@"\n', encoding="utf-8"
-    )
+    program, venv = tmp_path / "python-without-venv", tmp_path / "venv"
+    program.write_text(f'#!/bin/sh\ncase "$*" in *ensurepip*) exit 1 ;; esac\nexec "{sys.executable}" "$@"\n')
     program.chmod(0o755)
-    venv = tmp_path / "venv"
     for python, message in ((program, "apt-get install python3-venv"), (tmp_path / "none", "Python 3.10 or newer")):
         done = call_library("make_venv", tmp_path, PYTHON=str(python), VENV=str(venv))
         assert done.returncode == 2 and message in done.stderr and not venv.exists()
@@ -493,14 +437,10 @@ def tracked_files() -> list[Path]:
 
 def test_no_file_names_a_package_registry() -> None:
     """Installation follows the machine's settings of pip and apt; only PyTorch's public index is named."""
-    registry = re.compile(rb"\b(?:pypi|pythonhosted|registry\.npmjs|(?:deb|security)\.debian)\.(?:org|com)\b")
-    index = re.compile(rb"(?:index-url|find-links)[ =]+(?!https://download\.pytorch\.org/)\S*//\S+")
-    assert [
-        (path, match.group())
-        for path in tracked_files()
-        for pattern in (registry, index)
-        for match in pattern.finditer(path.read_bytes())
-    ] == []
+    registry = rb"\b(?:pypi|pythonhosted|registry\.npmjs|(?:deb|security)\.debian)\.(?:org|com)\b"
+    index = rb"(?:index-url|find-links)[ =]+(?!https://download\.pytorch\.org/)\S*//\S+"
+    pattern = re.compile(registry + b"|" + index)
+    assert [(path, name) for path in tracked_files() for name in pattern.findall(path.read_bytes())] == []
 
 
 def test_wheel_contains_the_whole_package(tmp_path: Path) -> None:

@@ -52,7 +52,6 @@ def segment(tmp_path_factory: pytest.TempPathFactory) -> Segment:
         (PACKED, ("zero2", 2, 1)),
         (ZERO2, ("zero3+recompute", 4, 2)),
         (TENSOR, ONE),
-        (TENSOR, ("zero0", 2, 1)),
     ],
 )
 def test_the_loss_curve_continues(segment: Segment, before: Layout, after: Layout) -> None:

@@ -15,25 +15,22 @@ from tests.support import ROOT, run_ranks, write_mixture, write_weights
 
 FULL = ["plain", "zero0", "zero1", "zero2", "zero3"]
 SIXTEEN_BIT = ["plain:bf16", "zero1:bf16", "zero3:bf16", "zero2:fp16"]
-PACKED = [f"{name}+packed" for name in (*FULL, "zero2:bf16")]
-RECOMPUTED = [f"{name}+recompute" for name in ("zero0", "zero2", "zero3", "zero3:bf16")]
-
-COMPILED = "zero3+recompute+compile+packed"
-
+PACKED = ["plain+packed", "zero2+packed", "zero2:bf16+packed"]
+RECOMPUTED = ["zero0+recompute", "zero2+recompute", "zero3:bf16+recompute", "zero3+recompute+packed"]
 # Engines of each method, by number of ranks. All are compared with one plain process.
 ENGINES = {
     "vanilla": {
         1: ["plain", "zero2", "plain+packed"],
-        2: [*FULL, *SIXTEEN_BIT, "offload", *PACKED, COMPILED],
+        2: [*FULL, *SIXTEEN_BIT, "offload", *PACKED, "zero3+recompute+compile+packed"],
         3: ["zero3"],
     },
     "deep_decoder": {
-        1: ["plain", "zero2", "plain+r_drop"],
-        2: [*FULL, *SIXTEEN_BIT, *RECOMPUTED, "zero3+recompute+packed", "zero2+r_drop", "plain+packed+r_drop"],
+        1: ["plain", "plain+r_drop"],
+        2: ["plain", "zero1", "zero3", "zero2:fp16", *RECOMPUTED, "zero2+r_drop", "plain+packed+r_drop"],
     },
-    "exits": {1: ["plain"], 2: ["zero1+packed", "zero3", "zero2:fp16", "zero3+recompute"]},
-    "growing": {1: ["plain"], 2: ["zero2", "zero3", "plain:fp16", "zero1:bf16", "zero2+recompute+packed"]},
-    "berts": {1: ["plain"], 2: ["zero1+packed", "zero3+recompute", "zero2:fp16"]},
+    "exits": {1: ["plain"], 2: ["zero1+packed", "zero2:fp16", "zero3+recompute"]},
+    "growing": {1: ["plain"], 2: ["zero3", "plain:fp16", "zero1:bf16", "zero2+recompute+packed"]},
+    "berts": {1: ["plain"], 2: ["zero1+packed", "zero3+recompute"]},
     "abnet": {1: ["plain"], 2: ["zero3+recompute", "zero2:fp16"]},
     "transparent": {1: ["plain"], 2: ["zero1:bf16+packed", "zero3+recompute+packed"]},
     # The model of vanilla on a mixture of corpora with a schedule, a tag and two segmentations.
@@ -41,8 +38,8 @@ ENGINES = {
 }
 # Engines of each method on two pairs of tensor-parallel ranks, and the settings that make the model shallower there.
 TENSOR = {
-    "vanilla": ["plain+packed", "plain:bf16", "zero0", "zero1:bf16", "zero3+recompute"],
-    "deep_decoder": ["plain+recompute", "zero1+packed", "zero2:fp16", "zero3"],
+    "vanilla": ["plain+packed", "plain:bf16", "zero0", "zero3+recompute"],
+    "deep_decoder": ["zero1+packed", "zero2:fp16", "zero3"],
     "exits": ["zero2+packed", "zero3+recompute"],
     "growing": ["zero0+recompute", "zero3"],
     "berts": ["zero3"],
@@ -57,7 +54,7 @@ WEIGHTED = ("deep_decoder", "exits")
 """Methods that are trained on pairs with weights."""
 ALL = [(method, ranks, name) for method, by in ENGINES.items() for ranks, names in by.items() for name in names]
 ALL += [(method, "2x2", name) for method, names in TENSOR.items() for name in names]
-FP32 = [each for each in ALL if ":" not in each[2]]
+FP32 = [case for case in ALL if ":" not in case[2]]
 
 Ranks = int | str
 """Number of ranks, "2x2" for two tensor-parallel pairs, or "1 of 2x2" for one process with the model of the pairs."""
@@ -85,8 +82,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
         joined = ranks in (3, "2x2")  # The references are not.
         shared = {"TENSOR_RANKS": str(tensor), "MODEL": json.dumps(model), "JOINED": str(int(joined))}
         run_ranks([*worker, *names], count, directory, **shared)
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
+        content: dict[str, Any] = json.loads(out.read_text())
+        return content
 
     return report
 
@@ -94,8 +91,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
 def reference_of(reports: Reports, method: str, ranks: Ranks, name: str) -> dict[str, Any]:
     """Return the report of one plain process on the same model and objective as those of an engine."""
     one = 1 if ranks != "2x2" or method not in DEPTHS else "1 of 2x2"
-    found: dict[str, Any] = reports(method, one)["plain+r_drop" if "r_drop" in name else "plain"]
-    return found
+    reference: dict[str, Any] = reports(method, one)["plain+r_drop" if "r_drop" in name else "plain"]
+    return reference
 
 
 @pytest.mark.parametrize(("method", "ranks", "name"), FP32)
@@ -112,34 +109,19 @@ def test_losses_norms_and_weights_equal_those_of_one_plain_process(
         np.testing.assert_allclose(ours["weights"][parameter], weight, rtol=0, atol=1e-5, err_msg=parameter)
     first, last = (np.median(losses) for losses in (reference["loss"][:5], reference["loss"][-5:]))
     assert last < first + (1.5 if method == "abnet" else 0.2), "abnet's loss grows with the tokens that are masked"
-
-
-@pytest.mark.parametrize(("method", "ranks", "name"), FP32)
-def test_norms_of_gradient_and_change_equal_those_of_one_plain_process(
-    reports: Reports, method: str, ranks: Ranks, name: str
-) -> None:
-    reference, ours = reference_of(reports, method, ranks, name), reports(method, ranks)[name]
     for which in ("gradient", "change"):
-        norms, expected = ({key: value**0.5 for key, value in each[which].items()} for each in (ours, reference))
+        norms, expected = ({key: value**0.5 for key, value in run[which].items()} for run in (ours, reference))
         assert len(norms) > 20 and max(expected.values()) > 1e-3
         assert norms == pytest.approx(expected, abs=1e-5, rel=1e-4)
 
 
-@pytest.mark.parametrize(("method", "ranks", "name"), ALL)
-def test_the_norms_of_parameters_add_up_to_that_of_the_gradient(
-    reports: Reports, method: str, ranks: Ranks, name: str
-) -> None:
-    ours = reports(method, ranks)[name]
-    if not ours["skipped"][-1]:
-        assert sum(ours["gradient"].values()) ** 0.5 == pytest.approx(ours["norm"][-1], rel=1e-3)
-
-
 def test_coins_make_the_passes_of_r_drop_differ(reports: Reports) -> None:
-    found = [reports("deep_decoder", 1)[name] for name in ("plain", "plain+r_drop")]
-    ddr, r_drop = ([sums["divergence"] for sums in each["metrics"]] for each in found)
+    ddr, r_drop = (
+        [sums["divergence"] for sums in reports("deep_decoder", 1)[name]["metrics"]]
+        for name in ("plain", "plain+r_drop")
+    )
     # Without dropout they are equal in updates in which both passes have drawn the same layers.
     assert sum(value > 1e-3 for value in r_drop) > len(r_drop) // 2 and r_drop != pytest.approx(ddr, rel=1e-3)
-    assert "ald" not in found[1]["metrics"][0]
 
 
 def test_gradients_that_ranks_have_in_different_orders_are_refused(reports: Reports) -> None:
@@ -155,11 +137,6 @@ def test_the_number_of_micro_batches_varies(reports: Reports) -> None:
     assert two == [-(-many // 2) for many in one], "two ranks share an update's micro-batches evenly"
 
 
-@pytest.mark.parametrize(("method", "ranks", "name"), [each for each in ALL if each[2].startswith("zero3")])
-def test_zero3_has_no_hooks_inside_layers(reports: Reports, method: str, ranks: Ranks, name: str) -> None:
-    assert reports(method, ranks)[name]["hooked_in_layers"] == 0
-
-
 @pytest.mark.parametrize(("method", "ranks", "name"), ALL)
 def test_a_run_probed_and_restored_half_way_is_equal_to_the_bit(
     reports: Reports, method: str, ranks: Ranks, name: str
@@ -168,14 +145,17 @@ def test_a_run_probed_and_restored_half_way_is_equal_to_the_bit(
     straight, resumed = report["resumed_loss"]
     assert straight == resumed
     assert report["resumed_bitwise"]
+    assert report["hooked_in_layers"] == 0, "ZeRO-3 gathers whole layers"
+    if not report["skipped"][-1]:
+        assert sum(report["gradient"].values()) ** 0.5 == pytest.approx(report["norm"][-1], rel=1e-3)
 
 
-@pytest.mark.parametrize(("method", "ranks", "name"), [each for each in ALL if ":" in each[2]])
+@pytest.mark.parametrize(("method", "ranks", "name"), [case for case in ALL if ":" in case[2]])
 def test_sixteen_bit_follows_fp32(reports: Reports, method: str, ranks: Ranks, name: str) -> None:
     reference, ours = reference_of(reports, method, ranks, name), reports(method, ranks)[name]
     assert sum(ours["skipped"]) <= 2
     assert ours["loss"] == pytest.approx(reference["loss"], rel=0.03)
-    changes = [sum(each["change"].values()) ** 0.5 for each in (ours, reference)]
+    changes = [sum(run["change"].values()) ** 0.5 for run in (ours, reference)]
     assert ours["skipped"][-1] or changes[0] == pytest.approx(changes[1], rel=0.1)
 
 
@@ -194,7 +174,7 @@ def test_sixteen_bit_of_plain_torch_follows_deepspeed(reports: Reports) -> None:
     assert apart < 0.02 and rounded > 1e-4
 
 
-@pytest.mark.parametrize(("ranks", "name"), [each[1:] for each in ALL if each[0] == "growing"])
+@pytest.mark.parametrize(("ranks", "name"), [case[1:] for case in ALL if case[0] == "growing"])
 def test_a_frozen_bottom_does_not_change(reports: Reports, ranks: Ranks, name: str) -> None:
     reference, ours = reports("growing", 1)["plain"]["weights"], reports("growing", ranks)[name]["weights"]
     frozen = [parameter for parameter in reference if parameter.startswith("bottom.")]

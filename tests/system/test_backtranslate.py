@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import importlib
 import signal
 import statistics
 import subprocess
@@ -20,7 +19,7 @@ from deepspeed_nmt.errors import EXIT_STOPPED
 from tests.commands import await_until, pair_words, shell_environment
 from tests.support import ROOT
 
-LINES = 90
+LINES = 60
 
 
 def script(*words: object) -> list[str]:
@@ -49,8 +48,8 @@ def texts(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Monolingual text in two files: compressed without a suffix, and without a last line end."""
     place = tmp_path_factory.mktemp("texts")
     lines = (data.parent / "text/train.de").read_bytes().split(b"\n")[:LINES]
-    (place / "a").write_bytes(gzip.compress(b"\n".join([*lines[:50], b""])))
-    (place / "b").write_bytes(b"\n".join(lines[50:]))
+    (place / "a").write_bytes(gzip.compress(b"\n".join([*lines[:35], b""])))
+    (place / "b").write_bytes(b"\n".join(lines[35:]))
     return [place / "a", place / "b"]
 
 
@@ -64,9 +63,9 @@ def interrupted(words: list[str], log: Path, ready: Callable[[], bool], signal_n
     descendants = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal_number)
     if signal_number == signal.SIGKILL:
-        for each in descendants:
+        for descendant in descendants:
             with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
+                descendant.kill()
     return process.wait(timeout=200)
 
 
@@ -92,29 +91,22 @@ def test_it_resumes_in_each_step_and_skips_what_is_finished(
     ]  # fmt: skip
     meta = DataDirectory.open(whole / "data").meta
     empty = meta.removed["empty"]
-    assert empty < 5 and meta.removed["score"] == pytest.approx(sum(each < bound for each in scores), abs=empty)
-    assert meta.pairs_read == LINES and len(meta.removed_examples["score"]) == 3 and "removed: a score below" in said
+    assert empty < 5 and meta.removed["score"] == pytest.approx(sum(score < bound for score in scores), abs=empty)
+    assert meta.pairs_read == LINES
     assert before == (whole / "translations").stat().st_mtime_ns
-    for name, change in (("scores", "0\n"), ("data/notes", "mine\n")):
-        kept = (whole / name).read_bytes() if (whole / name).exists() else None
-        (whole / name).write_text(change)
-        said = run(*words, "--workers", "1", "--out", whole, "--filters", "html", *sampling, status=2)
-        assert name.rpartition("/")[2] in said and (whole / name).read_text() == change, said
-        (whole / name).unlink() if kept is None else (whole / name).write_bytes(kept)
+    (whole / "data/notes").write_text("mine\n")
+    said = run(*words, "--workers", "1", "--out", whole, "--filters", "html", *sampling, status=2)
+    assert "notes" in said and (whole / "data/notes").read_text() == "mine\n", said
+    (whole / "data/notes").unlink()
 
     # Stopped, then killed, by two processes, and completed by one: the same files.
     command = script(*words, "--workers", "2", "--out", out, *sampling)
     pieces = lambda: len(list(out.glob("translations.pieces/piece-*"))) >= 2  # noqa: E731
     assert interrupted(command, log, pieces, signal.SIGINT) == EXIT_STOPPED, log.read_text()
     assert "start the same command again to resume" in log.read_text() and not (out / "translations").exists()
-    pieces_of = lambda: {file.name: file.read_bytes() for file in out.glob("translations.pieces/piece-*")}  # noqa: E731
-    finished = pieces_of()
-    said = run(*words, "--workers", "2", "--out", out, "--", "--beam", "2", status=2)
-    assert "translations.pieces is of another translation" in said and pieces_of() == finished, said
     assert interrupted(command, log, lambda: any(out.glob("scores.parts/0*")), signal.SIGKILL) == -signal.SIGKILL
     assert "resumes: " in log.read_text() and not (out / "scores").exists()
     assert "translate: finished before" in run(*words, "--workers", "1", "--out", out, *sampling)
-    assert not (out / "scores.parts").exists()
     names = ["text", "translations", "scores", *(f"data/{name}" for name in meta.files)]
     assert all((out / name).read_bytes() == (whole / name).read_bytes() for name in names)
 
@@ -141,47 +133,15 @@ def test_mistakes_are_named_before_anything_is_translated(
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/text").write_text("mine\n")
     (tmp_path / "empty").write_text(" \n")
-    text, german = data.parent / "text", tmp_path / "german"
-    prepare = ["prepare", "--out", str(german), "--vocab-from", str(tagged), "--text", "tokenised"]
-    assert main([*prepare, *pair_words(text, train="valid", valid="valid")]) == 0
-    for more, names in (
-        ([], ["--data"]),
-        (["--data", data, "--score-run", trained], ["--score-run"]),
-        (["--data", data, "--", "--nbest", "2"], ["--nbest"]),
-        (["--data", tagged, "--out", tmp_path / "mine"], ["--out"]),
-        (["--data", german], ["--run", "--data", "tok"]),
+    for more, name in (
+        (["--data", data, "--score-run", trained], "--score-run"),
+        (["--data", data, "--", "--nbest", "2"], "--nbest"),
+        (["--data", data, "--tag", "<bt>"], "'<bt>'"),
+        (["--data", tagged, "--out", tmp_path / "mine"], "--out"),
     ):
         said = run(*words, *more, status=2)
-        assert all(name in said for name in names), said
-    said = run(
-        "--text", tmp_path / "empty", "--data", tagged, "--out", tmp_path / "other", "--run", trained, status=2
-    )
-    assert "--text" in said
+        assert name in said, said
+    words = ["--text", tmp_path / "empty", "--data", tagged, "--out", tmp_path / "other", "--run", trained]
+    assert "--text" in run(*words, status=2)
     assert not (tmp_path / "out").exists() and (tmp_path / "mine/text").read_text() == "mine\n"
     assert not list(tmp_path.glob("*/translations*"))
-
-
-@pytest.mark.parametrize(
-    ("corpus", "more", "names"),
-    [
-        ("data", ["--tag", "<bt>"], ["'<bt>'", "source's vocabulary"]),
-        ("tagged", ["--filters", "wbe"], ["--filters", "'wbe'"]),
-        ("tagged", ["--corpus", "bt=0"], ["weight above 0"]),
-    ],
-)
-def test_what_does_not_fit_is_named_by_the_check_of_the_script(
-    corpus: str,
-    more: list[str],
-    names: list[str],
-    trained: Path,
-    data: Path,
-    tagged: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.syspath_prepend(ROOT / "launch" / "data")
-    words = ["check", "--run", str(trained), "--corpus", "bt", "--data", str(data if corpus == "data" else tagged)]
-    monkeypatch.setattr("sys.argv", ["synthetic.py", *words, *more])
-    assert importlib.import_module("synthetic").main() == 2
-    said = capsys.readouterr().err
-    assert all(name in said for name in names), said

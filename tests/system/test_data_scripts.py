@@ -6,9 +6,7 @@ import gzip
 import hashlib
 import importlib.util
 import io
-import itertools
 import json
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -24,6 +22,7 @@ from tests.support import ROOT
 
 pytest.importorskip("sacremoses", reason="needs sacremoses")
 LINES = 60
+WORDS = {"en": "The well-known house", "de": "Das wohl-bekannte Haus", "fr": "La maison bien-connue"}
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +37,8 @@ def pipeline() -> ModuleType:
 
 def content(member: str, language: str) -> bytes:
     """Return the content of a file of an archive."""
-    words = {"en": "The well-known house", "de": "Das wohl-bekannte Haus", "fr": "La maison bien-connue"}[language]
     name = member.rsplit("/", 1)[-1].split(".")[0]
-    lines = [f"{words} „No. {number}“ of {name} & Co. costs {number},50 €." for number in range(LINES)]
+    lines = [f"{WORDS[language]} „No. {number}“ of {name} & Co. costs {number},50 €." for number in range(LINES)]
     if member.endswith(".xml"):
         text = "<mteval>\n" + "".join(
             f'<seg id="{n}"> {line.replace("&", "&amp;")} </seg>\n' for n, line in enumerate(lines)
@@ -95,7 +93,7 @@ def lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.parametrize("task", ["wmt14_ende", "wmt14_enfr", "wmt16_ende", "wmt18_ende", "iwslt14_deen"])
+@pytest.mark.parametrize("task", ["wmt14_ende", "wmt14_enfr", "wmt18_ende", "iwslt14_deen"])
 def test_from_archives_to_a_data_directory(pipeline: ModuleType, task: str, tmp_path: Path) -> None:
     write_archives(pipeline, task, tmp_path / "archives")
     words = ["--from", str(tmp_path / "archives"), "--out", str(tmp_path / "out"), "--vocab-size", "300"]
@@ -114,7 +112,7 @@ def test_from_archives_to_a_data_directory(pipeline: ModuleType, task: str, tmp_
     if title:
         assert lines(text / "train.en")[0] == "a house"
     sample = lines(text / f"test.{plan.target}")[7]
-    start = {"de": "Das wohl-bekannte Haus", "en": "The well-known house", "fr": "La maison bien-connue"}[plan.target]
+    start = WORDS[plan.target]
     if "--normalise" in words:
         start = start.replace("-", " @-@ ")
     assert sample.startswith(start.lower() if plan.lowercase else start)
@@ -152,80 +150,22 @@ def test_options_reach_prepare_and_defaults_are_those_of_the_papers(pipeline: Mo
     assert f"defaults of wmt16_ende: {pipeline.defaults(pipeline.TASKS['wmt16_ende'], 'raw')}" in done.stderr
     meta = json.loads((tmp_path / "out/data/meta.json").read_text())
     assert meta["text"]["form"] == "raw" and not (tmp_path / "out/moses").exists()
-    assert "normalization" not in meta["options"], "that of prepare"
-    found = {name: meta["options"]["cleaning"][name] for name in ("max_length", "max_ratio", "keep_duplicates")}
-    assert found == {"max_length": 100, "max_ratio": 1.5, "keep_duplicates": False}
-    assert meta["options"]["cleaning"]["remove_identical"] is True
+    options = {"max_length": 100, "max_ratio": 1.5, "keep_duplicates": False, "remove_identical": True}
+    assert options.items() <= meta["options"]["cleaning"].items()
     assert lines(tmp_path / "out/data/test.target")[7].startswith("Das wohl-bekannte Haus „No. 7“ of full & Co.")
     again = go("wmt16_ende", *words, "--text", "moses", cache=cache)
     assert again.returncode == 2 and "--overwrite" in again.stderr
-    done = go("wmt16_ende", "--ratios", "1.5", cache=cache)
-    assert done.returncode == 2 and "--ratios" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "size", "normalization"),
-    [
-        ("", "40000", "none"),
-        ("--vocab-size 300", "300", "none"),
-        ("--normalization nfc", "40000", "nfc"),
-        ("--text raw", "40000", None),
-        ("--sentencepiece F", None, None),
-        ("--vocab-from D", None, None),
-    ],
-)
-def test_vocabularies_of_moses_tokens_keep_characters(
-    pipeline: ModuleType, words: str, size: str | None, normalization: str | None, tmp_path: Path
-) -> None:
-    arguments, more = pipeline._parser().parse_known_args(["wmt14_ende", *words.split()])
-    text = arguments.text or "moses"
-    found = pipeline._prepare_words(pipeline.TASKS["wmt14_ende"], text, arguments, more, tmp_path)
-    options = {name: value for name, value in itertools.pairwise(found) if name.startswith("--")}
-    assert (options.get("--vocab-size"), options.get("--normalization")) == (size, normalization), (
-        "the last one holds"
-    )
-
-
-def test_raw_text_of_iwslt_goes_to_the_tokenizers_of_berts(
-    pipeline: ModuleType, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    pytest.importorskip("transformers", reason="needs transformers")
-    write_archives(pipeline, "iwslt14_deen", tmp_path / "archives")
-    from tests.berts import make_bert
-
-    sides = {language: content("IWSLT14", language).decode().splitlines() for language in ("de", "en")}
-    berts = [make_bert(tmp_path / name, sides[name], seed) for seed, name in enumerate(sides)]
-    words = ["--from", str(tmp_path / "archives"), "--out", str(tmp_path / "out")]
-    done = go("iwslt14_deen", *words, "--tokenizer", f"hf:{berts[0]},{berts[1]}", cache=tmp_path)
-    assert done.returncode == 0, done.stderr
-    meta = json.loads((tmp_path / "out/data/meta.json").read_text())
-    assert meta["text"] == {"form": "raw", "source_lang": "de", "target_lang": "en"}
-    assert meta["options"]["cleaning"]["max_length"] == 400 and "vocabulary.source.json" in meta["files"]
-    assert (
-        lines(tmp_path / "out/data/valid.target")[0] == "The well-known house „No. 0“ of IWSLT14 & Co. costs 0,50 €."
-    )
-    assert meta["splits"]["valid"]["pairs"] == 2 * LINES
-    assert sum(file["lines"] for file in meta["inputs"]["test.source"]) == 3 * LINES
 
 
 @pytest.mark.parametrize(
     ("words", "names"),
     [
-        ("extra", "extra"),
         ("--dedup extra", "extra"),
         ("--vocab-size -5", "--vocab-size -5"),
-        ("--ratio 0", "--ratio 0.0"),
         ("--threads 0", "--threads 0"),
-        ("--max-length 0", "--max-length 0"),
-        ("--seed -1", "--seed -1"),
-        ("--train-source x", "--train-source"),
         ("--test-target=x", "--test-target"),
         ("--train-s x", "--train-s"),
-        ("--source-lang fr", "--source-lang"),
-        ("--segmented", "--segmented"),
         ("--ratio 1.5 --max-ratio 3", "--max-ratio --ratio"),
-        ("--dedup --keep-duplicates", "--keep-duplicates --no-dedup"),
-        ("--text tokenised", "--text 'tokenised'"),
         ("--text raw --normalise", "--normalise raw"),
         ("--vocab-from nowhere", "nowhere"),
         ("--out ", "empty"),
@@ -261,14 +201,9 @@ def test_missing_and_damaged_archives_are_named(pipeline: ModuleType, tmp_path: 
         done = go(task, *words, cache=cache)
         assert done.returncode == 2 and all(name in done.stderr for name in names), done.stderr
 
-    refused("wmt16_ende", "--from", f"{archives} is no directory")
     archives.mkdir()
     refused("wmt16_ende", "--from", "training-parallel-europarl-v7.tgz")
     archives.rmdir()
-    write_archives(pipeline, "wmt16_ende", archives)
-    refused("wmt16_ende", str(tmp_path / "empty/wmt13"), "sacrebleu -t wmt13", cache=tmp_path / "empty")
-    shutil.rmtree(tmp_path / "out")
-    shutil.rmtree(archives)
     write_archives(pipeline, "iwslt14_deen", archives)
     words += ["--text", "moses"]
     assert go("iwslt14_deen", *words, cache=cache).returncode == 0

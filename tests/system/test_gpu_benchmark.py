@@ -8,9 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.loader import TrainLoader, Update
+from tests.commands import shell_environment
 from tests.support import ROOT
 
 BENCHMARK = ROOT / "benchmarks" / "gpu"
@@ -50,16 +50,10 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of the results of all parts."""
     out = tmp_path_factory.mktemp("gpu")
-    command = [sys.executable, str(BENCHMARK / "run.py"), *PARTS, "--device", "cpu", "--tiny"]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "TORCH_EXTENSIONS_DIR": str(out / "extensions"),
-        "HF_HUB_OFFLINE": "1",
-    }
+    words = ["run.py", *PARTS, "--device", "cpu", "--tiny", "--out", str(out / "results")]
+    environment = {"TORCH_EXTENSIONS_DIR": str(out / "extensions"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [*command, "--out", str(out / "results")], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, *words], env=shell_environment(**environment), cwd=BENCHMARK, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     return out / "results"
@@ -72,8 +66,12 @@ def test_a_part_writes_its_rows(part: str, results: Path) -> None:
     assert (
         content["commit"] and content["machine"]["cores"] and list(content["tables"][part]["columns"])[-1] == "status"
     )
-    statuses = [row["status"] for row in rows_of(results / f"{part}.json")]
+    rows = rows_of(results / f"{part}.json")
+    statuses = [row["status"] for row in rows]
     assert "ok" in statuses and not [status for status in statuses if status.startswith("failed")]
+    if part == "decoding":
+        ran = {(row["program"], row["lengths"]) for row in rows}
+        assert ran == {("deepspeed_nmt", "equal"), ("deepspeed_nmt", "mixed"), ("HF generate", "equal")}
 
 
 def test_training_measures_each_variant(results: Path) -> None:
@@ -81,17 +79,12 @@ def test_training_measures_each_variant(results: Path) -> None:
     for row in rows:
         assert "idle" not in row, "a CPU has no launches to wait for"
         assert row["tokens_per_s"] > 0 and row["kernel_ms"] > 0 and row["planned_gib"] > 0, row
-        assert 0 <= row["padding"] < 0.5 and row["shapes"] > 1
-        assert 0 <= row["data_wait"] < 1 and row["compiled"] == 0
-        assert row["kernels"].endswith("torch"), "the kernels of a CPU"
+        assert 0 <= row["padding"] < 0.5 and row["shapes"] > 1 and 0 <= row["data_wait"] < 1
         assert row["layout"] == ("packed" if "layout=packed" in row["settings"] else "padded")
         groups = sum(row[name] for name in ("attention", "optimizer", "products", "copies", "other"))
         assert groups == pytest.approx(1.0)
     names = [row["row"] for row in rows]
     assert len(set(names)) == len(names) and all("compiled" in name for name in names[-2:])
-    ran = {row["settings"] for row in rows}
-    assert {"engine.compile=off (engine.compile=layers is not rehearsed)"} == {s for s in ran if "compile" in s}
-    assert "batch.layout=packed (batch.layout=padded is not rehearsed)" in ran
     assert {"bf16", "fp16"} == {row["precision"] for row in rows}
     assert {"BIG 6+6", "BIG 27+27", "BIG 27+27, CAD DDR ALD", "BASE 6+6"} == {row["model"] for row in rows}
 
@@ -110,13 +103,6 @@ def test_ours_also_trains_on_the_batches_of_the_fastest_marian(results: Path) ->
     assert len({row["padding"] for row in theirs}) > 1, "the bounds on padding make no difference"
     for row in (default, same):
         assert row["speedup"] == pytest.approx(row["tokens_per_s"] / fastest["tokens_per_s"])
-
-
-def test_decoding_measures_both_programs(results: Path) -> None:
-    rows = rows_of(results / "decoding.json")
-    ran = {(row["program"], row["lengths"]) for row in rows}
-    assert ran == {("deepspeed_nmt", "equal"), ("deepspeed_nmt", "mixed"), ("HF generate", "equal")}
-    assert {row["status"] for row in rows} == {"ok"}
 
 
 def test_a_failing_measurement_is_a_row(tmp_path: Path, program: Callable[[str], ModuleType]) -> None:
@@ -144,44 +130,6 @@ def test_a_failing_measurement_is_a_row(tmp_path: Path, program: Callable[[str],
     assert bench.failed and not late.failed
 
 
-def test_rows_are_chosen_by_their_labels(
-    tmp_path: Path,
-    program: Callable[[str], ModuleType],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    harness, run = program("harness"), program("run")
-    bench = harness.Bench("part", tmp_path, torch.device("cpu"), tiny=True, limit_s=60.0, only=["a", "2", "c"])
-    for name, layers in (("a", 6), ("b", 2), ("d", 4)):
-        bench.measure(lambda: {"ms": 1.0}, name=name, layers=layers)
-    assert [row["name"] for row in bench.rows] == ["a", "b"]
-    assert bench.unknown == ["c"] and bench.known == ["2", "4", "6", "a", "b", "d"]
-
-    command = ["run.py", "training", "--device", "cpu", "--tiny", "--out", str(tmp_path), "--only", "padding"]
-    monkeypatch.setattr(sys, "argv", command)
-    assert run.main() == 1
-    error = capsys.readouterr().err
-    assert "training" in error and "padding" in error and " padded, " in error
-    assert not (tmp_path / "training.json").exists()
-
-
-def test_results_are_written_value_by_value_and_never_over_others(
-    tmp_path: Path, program: Callable[[str], ModuleType]
-) -> None:
-    harness = program("harness")
-
-    def values(file: str) -> Iterator[dict[str, object]]:
-        yield {"tokens_per_s": 5.0}
-        assert rows_of(tmp_path / file) == [{"name": "a", "status": "not finished", "tokens_per_s": 5.0}]
-        yield {"mfu": 0.5}
-
-    for file in ("part.json", "part-2.json"):
-        bench = harness.Bench("part", tmp_path, torch.device("cpu"), tiny=True, limit_s=60.0)
-        bench.measure(lambda file=file: values(file), name="a")
-    for file in ("part.json", "part-2.json"):
-        assert rows_of(tmp_path / file) == [{"name": "a", "tokens_per_s": 5.0, "mfu": 0.5, "status": "ok"}]
-
-
 def test_the_clock_starts_when_all_shapes_have_run_twice(
     tmp_path: Path, program: Callable[[str], ModuleType]
 ) -> None:
@@ -192,9 +140,8 @@ def test_the_clock_starts_when_all_shapes_have_run_twice(
     loader = TrainLoader.of_corpus(corpus, batch, 1, 0, 1, harness.TINY_VOCABULARY)
     made: list[Update] = []
     speed = training.timed(made.append, loader, bench, 0.0)
-    shapes = [tuple(each.source_BS.shape) for update in made[: -speed.updates] for each in update.micro_batches]
     assert speed.updates == training.LEAST_TIMED, "too few updates say nothing, even if the time is over"
-    assert len(made) - speed.updates == training.LEAST_WARMUP and shapes
+    assert len(made) - speed.updates == training.LEAST_WARMUP
     made.clear()
     speed = training.timed(made.append, loader, bench, 60.0)
     warmup = made[: -speed.updates]
@@ -202,14 +149,6 @@ def test_the_clock_starts_when_all_shapes_have_run_twice(
         (*each.source_BS.shape, *each.target_input_BT.shape) for update in warmup for each in update.micro_batches
     )
     assert speed.updates == training.TIMED and len(warmup) >= training.WARMUP and min(seen.values()) > 1
-
-
-def test_synthetic_sentences_have_the_lengths_of_news_text(program: Callable[[str], ModuleType]) -> None:
-    harness = program("harness")
-    assert sum(percent for _, percent in harness.LENGTHS) == 100
-    source, target = harness.sentence_lengths(20_000)
-    assert 24.0 < source.mean() < 28.0 and 1.03 < target.mean() / source.mean() < 1.1
-    assert source.min() == 1 and source.max() == 96
 
 
 @pytest.fixture
@@ -245,65 +184,15 @@ def test_the_script_runs_all_parts_and_hands_on_its_options(stub: dict[str, str]
         assert run(*words).returncode == 2, words
 
 
-def test_programs_that_a_part_starts_find_the_packed_packages(tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(BENCHMARK, copy / "benchmarks" / "gpu")
-    (copy / "deepspeed_nmt").symlink_to(ROOT / "deepspeed_nmt")
-    for name in ("records.py", "timing.py"):
-        shutil.copy(ROOT / "benchmarks" / name, copy / "benchmarks")
-    (copy / "tests" / "gpu").mkdir(parents=True)
-    test = copy / "tests" / "gpu" / "test_gpu_varlen.py"
-    test.write_text("import lacking\n\n\ndef test_it() -> None:\n    assert lacking.FOUND\n", encoding="utf-8")
-    (copy / ".gpu").mkdir()
-    with zipfile.ZipFile(copy / ".gpu" / "lacking-1.0-py3-none-any.whl", "w") as wheel:
-        metadata = "Metadata-Version: 2.1\nName: lacking\nVersion: 1.0\n"
-        tags = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        for name, text in (("METADATA", metadata), ("WHEEL", tags), ("RECORD", "")):
-            wheel.writestr(f"lacking-1.0.dist-info/{name}", text)
-        wheel.writestr("lacking.py", "FOUND = True\n")
-    command = [str(copy / "benchmarks" / "gpu" / "run.sh"), "smoke", "--device", "cpu", "--tiny"]
-    done = subprocess.run(
-        [*command, "--only", test.name, "--out", str(tmp_path / "out")],
-        env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = rows_of(tmp_path / "out" / "smoke.json")
-    assert (row["of"], row["passed"], row["failed"]) == (test.name, 1, 0)
-
-
-def test_files_of_tests_that_need_a_gpu_come_first(program: Callable[[str], ModuleType]) -> None:
-    smoke = program("smoke")
-    names = [*smoke.FIRST, *smoke.files()]
-    assert all((ROOT / name).exists() for name in names) and len(set(names)) == len(names)
-    folders = [name.rpartition("/")[0] for name in names]
-    assert folders == sorted(folders) and set(folders) == {"tests/gpu", "tests/kernels"}
-    assert "tests/kernels/test_triton.py" in names and "tests/kernels/test_compile.py" not in names
-
-
 def test_what_a_gpu_machine_lacks_is_packed(stub: dict[str, str], tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(ROOT / "requirements", copy / "requirements")
     (copy / "benchmarks" / "gpu").mkdir(parents=True)
     script = shutil.copy(BENCHMARK / "pack.sh", copy / "benchmarks" / "gpu")
-
-    def pack() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["bash", script], env=stub, capture_output=True, text=True, check=False)
-
-    pack()
+    subprocess.run(["bash", script], env=stub, capture_output=True)
     download, build = calls(stub)
     names = {word.partition("==")[0] for word in download.split() if "==" in word}
     assert {"pydantic", "pydantic-core", "hjson", "sacremoses", "joblib", "pytest-timeout"} <= names
     assert not names & {"torch", "numpy", "transformers", "deepspeed"}
     assert "--python-version 3.12" in download and "--abi cp312" in download
     assert build.startswith("-m pip wheel") and "deepspeed==" in build
-
-    lock = copy / "requirements" / "test.txt"
-    lock.write_text(
-        lock.read_text(encoding="utf-8").replace("pytest-timeout==", "pytest-time-out=="), encoding="utf-8"
-    )
-    done = pack()
-    assert done.returncode == 1 and "pytest-timeout" in done.stderr
-    assert len(calls(stub)) == 2
