@@ -32,15 +32,7 @@ from deepspeed_nmt.train.validation import Choice, Validation, record_best
 
 @dataclass(frozen=True)
 class ValidationRecord:
-    """A validation with late values, on disk.
-
-    Attributes:
-        update: update after which the model was validated.
-        target_tokens: target tokens that the run had seen.
-        values: values that are known, by tag.
-        late: tags of those that are to come.
-        choice: how the best checkpoint is chosen.
-    """
+    """A validation with late values, on disk: ``values`` that are known by tag, and tags of late ones."""
 
     update: Count
     target_tokens: Count
@@ -64,14 +56,14 @@ class ValidationRecord:
         """True if a value that chooses is to come."""
         return bool(set(self.late) & set(self.choice.tags))
 
-    def rank(self) -> tuple[float, float]:
-        """Return the values that compare validations; the better one has the higher."""
-        return self.choice.rank(self.validation.score, self.validation.loss)
-
     @property
     def validation(self) -> Validation:
         """The validation, with the values that are known."""
         return self.choice.validation(self.values)
+
+    def rank(self) -> tuple[float, float]:
+        """Return a key that sorts validations, the best last."""
+        return self.choice.rank(self.validation.score, self.validation.loss)
 
 
 class LateScores:
@@ -89,12 +81,11 @@ class LateScores:
         self._processes: list[tuple[str, Path, subprocess.Popen[bytes]]] = []
 
     def start(self, update: int, target_tokens: int, values: Mapping[str, float], choice: Choice) -> bool:
-        """Start all programs on the translations after an update, and return True if a value that chooses is to come.
-
-        Args:
-            values: values that are known, by tag.
-        """
-        self._warn_of_failures()
+        """Start all programs on the translations after an update; return True if a value that chooses is to come."""
+        for name, log, process in self._processes:
+            if status := process.poll():
+                logger.warning("%s %s; see %s", name, ending(status), log)
+        self._processes = [started for started in self._processes if started[2].poll() is None]
         started = []
         for tag, (metric, texts) in self._metrics.items():
             result, log = texts.path(update, f"{metric.name}.result"), texts.path(update, f"{metric.name}.log")
@@ -111,13 +102,6 @@ class LateScores:
         record = ValidationRecord(update, target_tokens, dict(values), tuple(started), choice)
         self._write(record)
         return record.awaits_score
-
-    def _warn_of_failures(self) -> None:
-        """Warn of the programs that have failed since the last validation."""
-        for name, log, process in self._processes:
-            if status := process.poll():
-                logger.warning("%s %s; see %s", name, ending(status), log)
-        self._processes = [started for started in self._processes if started[2].poll() is None]
 
     def records(self) -> list[ValidationRecord]:
         """Return the recorded validations, oldest first."""

@@ -32,7 +32,7 @@ from deepspeed_nmt.files import atomic_write_text, check_utf8_name, read_regular
 from deepspeed_nmt.parallel.collectives import fail_together, from_main
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run.directory import VALIDATION
-from deepspeed_nmt.text import Kind, TextForm, detokenise
+from deepspeed_nmt.text import Kind, TextForm, detokenise, tokenise
 from deepspeed_nmt.train.configuration import MAIN, MAIN_DIRECTORY, ValidationConfig, check_set_name
 
 SPLIT = "valid"
@@ -64,10 +64,8 @@ def open_sets(config: ValidationConfig, data: DataDirectory) -> dict[str, DataDi
         try:
             sets[name] = DataDirectory.open(Path(directory))
         except DataError as error:
-            problems.append(
-                f"validation.sets.{name}: {error}; or give its place by --valid {name}=DIR, or leave it out by "
-                f"validation.sets.{name}=null"
-            )
+            remedies = f"give its place by --valid {name}=DIR, or leave it out by validation.sets.{name}=null"
+            problems.append(f"validation.sets.{name}: {error}; or {remedies}")
             continue
         if sets[name].vocabulary != data.vocabulary:
             problems.append(
@@ -128,6 +126,7 @@ def check_commands(config: RunConfig, world: World) -> None:
 
 SAMPLES = 5
 """Sentences of each set whose translations TensorBoard shows."""
+_ANY_FORM = TextForm()
 _SAMPLE_WORDS = range(6, 26)
 _FILE = re.compile(r"update-(\d{7,})\.(?:txt|json|[\w-]+\.(?:sentences|result|log))")
 _MARKDOWN = re.compile(r"([\\`*_\[\]|])")
@@ -136,15 +135,14 @@ _MARKDOWN = re.compile(r"([\\`*_\[\]|])")
 class ValidationTexts:
     """Translations of a validation set on disk. Only rank 0 has one.
 
-    Args:
-        keep: number of newest translations to keep; 0 for all.
+    The ``keep`` newest ones are kept, 0 for all; ``form`` is that of the set's text.
     """
 
-    def __init__(self, run: Path, name: str, keep: int = 0) -> None:
+    def __init__(self, run: Path, name: str, keep: int = 0, form: TextForm = _ANY_FORM) -> None:
         self.directory = run / VALIDATION / (name or MAIN_DIRECTORY)
         self.sources: Sequence[str] = ()
         self.references: Sequence[str] = ()
-        self._keep = keep
+        self._keep, self._form = keep, form
 
     def begin(
         self, sources: Sequence[str], references: Sequence[str], metrics: Sequence[Metric], update: int
@@ -154,15 +152,16 @@ class ValidationTexts:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.forget(update)
         texts = {"source.txt": _text(self.sources), "reference.txt": _text(self.references)}
-        other = [name for name, text in texts.items() if self._differs(name, text)]
-        if other and (found := self._updates()):
-            logger.warning("%s: %d translations of other sentences than now are removed", self.directory, len(found))
+        is_other = any(self._differs(name, text) for name, text in texts.items())
+        if is_other and (updates := self._updates()):
+            logger.warning(
+                "%s: %d translations of other sentences than now are removed", self.directory, len(updates)
+            )
             self.forget(-1)
-        for name in other:
-            atomic_write_text(self.directory / name, texts[name])
-        signatures = json.dumps({metric.name: metric.signature() for metric in metrics}, indent=1)
-        if self._differs("signatures.json", signatures):
-            atomic_write_text(self.directory / "signatures.json", signatures)
+        texts["signatures.json"] = json.dumps({metric.name: metric.signature() for metric in metrics}, indent=1)
+        for name, text in texts.items():
+            if self._differs(name, text):
+                atomic_write_text(self.directory / name, text)
 
     def _differs(self, name: str, text: str) -> bool:
         with suppress(FileNotFoundError):
@@ -176,11 +175,7 @@ class ValidationTexts:
                 path.unlink(missing_ok=True)
 
     def write(self, update: int, translations: Sequence[str], besides: Collection[int]) -> None:
-        """Write the translations after an update, and remove old ones that are no longer kept.
-
-        Args:
-            besides: updates whose translations are kept in any case.
-        """
+        """Write the translations after an update; remove old ones, but for those of the updates ``besides``."""
         atomic_write_text(self.path(update), _text(list(map(_one_line, translations))))
         if self._keep:
             kept = {*sorted(self._updates())[-self._keep :], *besides}
@@ -195,6 +190,12 @@ class ValidationTexts:
         except (OSError, ValueError):
             return None
         return lines if len(lines) == len(self.references) else None
+
+    def converted(self, lines: Sequence[str], kind: Kind) -> list[str]:
+        """Return lines as they are kept in the kind that a metric scores."""
+        if kind == plain_kind(self._form) or self._form.target_lang is None:
+            return list(lines)
+        return list(tokenise(lines, self._form.target_lang))
 
     def path(self, update: int, suffix: str = "txt") -> Path:
         """Return the path of a file of an update."""
@@ -214,8 +215,8 @@ class ValidationTexts:
         return head + "".join(f"| {' | '.join(map(_escaped, row))} |\n" for row in rows)
 
     def _files(self) -> list[tuple[Path, int]]:
-        found = ((path, _FILE.fullmatch(path.name)) for path in self.directory.glob("update-*"))
-        return [(path, int(match[1])) for path, match in found if match is not None]
+        matches = ((path, _FILE.fullmatch(path.name)) for path in self.directory.glob("update-*"))
+        return [(path, int(match[1])) for path, match in matches if match is not None]
 
     def _updates(self) -> set[int]:
         return {number for path, number in self._files() if path.suffix == ".txt"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ from deepspeed_nmt.search.decode_options import MAX_SOURCE_TOKENS, DecodeOptions
 from deepspeed_nmt.search.lines import LineInputs, SourceCounts
 from deepspeed_nmt.search.models import packed_weights
 from deepspeed_nmt.search.streams import translate_lines
-from deepspeed_nmt.text import TextForm, join_segments, tokenise
+from deepspeed_nmt.text import join_segments
 from deepspeed_nmt.train.configuration import MAIN, MEAN
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.validation import Choice, Replica, Validation
@@ -47,9 +47,6 @@ class ModelValidator:
 
     Attributes:
         main: validation set of the training data, in batches.
-
-    Raises:
-        ConfigError: if the text of a set cannot be brought into the form that a metric requires.
     """
 
     def __init__(
@@ -64,17 +61,13 @@ class ModelValidator:
         update: int,
         interrupted: Callable[[], bool],
     ) -> None:
-        self._replica = replica
-        self._world = world
-        self._watchdog = watchdog
-        self._config = config.validation
-        self._interrupted = interrupted
-        main = data[MAIN]
-        self._sets = {name: _MeasuredSet(name, main, each, objective, config, world) for name, each in data.items()}
+        self._replica, self._world, self._watchdog = replica, world, watchdog
+        self._config, self._interrupted = config.validation, interrupted
+        self._sets = {name: _MeasuredSet(name, data[MAIN], of, objective, config, world) for name, of in data.items()}
         self.main = self._sets[MAIN].batched
         # Attention to a source belongs to a token that is predicted next.
         count = config.validation.attention_images if config.search.left_to_right and world.is_main else 0
-        self._attention = AttentionImages(self.main.corpus, main.tokenizer(), count) if count else None
+        self._attention = AttentionImages(self.main.corpus, data[MAIN].tokenizer(), count) if count else None
         chooses = config.validation.chooses
         first = MAIN if chooses == MEAN else chooses
         self._best = config.validation.chosen(data[first].text_form, first)[1]
@@ -83,30 +76,30 @@ class ModelValidator:
         self._choice = choice_by(self._best, chooses, data, "" if chooses == MAIN else f" of {digest(chosen_by)}")
         self._late = LateScores(run, config.validation)
         if world.is_main:
-            for each in self._sets.values():
-                each.open_texts(run, update)
+            for measured in self._sets.values():
+                measured.open_texts(run, update)
 
     def __call__(self, progress: Progress) -> Validation:
         """Validate the weights after the newest update. All ranks call it together."""
         update, values = progress.update, dict[str, float]()
         images: Images = {}
         samples: dict[str, str] = {}
-        translated = [each for each in self._sets.values() if each.is_translated]
+        translated = [measured for measured in self._sets.values() if measured.metrics]
         with self._replica.at(update) as model:
-            for each in self._sets.values():
-                self._begin(each, update)
-                values |= each.losses(model)
+            for measured in self._sets.values():
+                self._begin(measured, update)
+                values |= measured.losses(model)
             if self._attention is not None:
                 images = self._attention(model, self._world.device)
             with packed_weights(model, self._world.device) if translated else nullcontext():
-                for each in translated:
-                    self._begin(each, update)
-                    values |= each.scores(model)
-        for each in translated:
+                for measured in translated:
+                    self._begin(measured, update)
+                    values |= measured.scores(model)
+        for measured in translated:
             if self._world.is_main:
-                each.write(update, {progress.best_update, progress.patience_update, *self._late.awaiting()})
-                samples[validation_tag("samples", each.name)] = each.table()
-            values |= self._command_scores(each, update)
+                kept = {progress.best_update, progress.patience_update, *self._late.awaiting()}
+                samples[validation_tag("samples", measured.name)] = measured.write(update, kept)
+            values |= self._command_scores(measured, update)
         validation = self._choice.validation(values)
         return replace(validation, awaits_score=self._start_late(progress, values), samples=samples, images=images)
 
@@ -128,41 +121,33 @@ class ModelValidator:
 
     def _command_scores(self, measured: _MeasuredSet, update: int) -> dict[str, float]:
         """Return the numbers of programs by tag, which rank 0 calls."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for metric in measured.commands:
             self._watchdog.at(f"running {metric.path} after update {update}", slow=True)
             if self._world.is_main:
                 tag = validation_tag(metric.name, measured.name)
                 try:
                     files = measured.texts.scored(update, metric.name)
-                    found[tag] = metric.score(files, self._config.command_s, self._interrupted)
+                    values[tag] = metric.score(files, self._config.command_s, self._interrupted)
                 except MetricError as error:
                     logger.warning("%s; %s of update %d is not known, and training continues", error, tag, update)
-            found = from_main(found, self._world)
-        return found
+            values = from_main(values, self._world)
+        return values
 
     def is_significantly_better(self, update: int, than: int) -> bool:
-        """Return True if translations are significantly better than those after an earlier update.
-
-        Without ``validation.significant`` it is always True.
-        """
+        """Return True if translations are better than earlier ones by ``validation.significant``, if that is set."""
         level, chooses, best = self._config.significant, self._config.chooses, self._best
         if level == 0.0 or best is None:
             return True
         significant = True
         if self._world.is_main:
             sets = self._sets if chooses == MEAN else {chooses: self._sets[chooses]}
-            compared = [Compared(each.texts, each.form) for each in sets.values()]
-            significant = is_significant(best, compared, update, than, level)
+            significant = is_significant(best, [one.texts for one in sets.values()], update, than, level)
         return bool(from_main(significant, self._world))
 
 
 def choice_by(metric: Metric | None, chooses: str, sets: Iterable[str], suffix: str) -> Choice:
-    """Return the choice of the best checkpoint by a metric, or by the loss.
-
-    Args:
-        suffix: what the description of the measure ends in.
-    """
+    """Return the choice of the best checkpoint by a metric, or by the loss; ``suffix`` ends its description."""
     name = "loss" if metric is None else metric.name
     chosen = list(sets) if chooses == MEAN else [chooses]
     return Choice(
@@ -183,9 +168,6 @@ class _MeasuredSet:
     Args:
         main: data that is trained on.
         data: data directory with the set's text.
-
-    Attributes:
-        batched: the set in batches.
     """
 
     def __init__(
@@ -197,26 +179,20 @@ class _MeasuredSet:
         config: RunConfig,
         world: World,
     ) -> None:
-        self.name = name
-        self.form = data.text_form
-        self._objective = objective
+        self.name, self._form = name, data.text_form
+        self._objective, self._world = objective, world
+        self._config, self._search = config.validation, config.search
         self._tokenizer, self._tags = main.tokenizer(), data.tags
         vocabulary = self._tokenizer.vocabulary
         self.batched = ValidationSet(data.corpus(SPLIT), vocabulary, config.batch, world.rank, world.ranks)
-        self._config = config.validation
-        self._search = config.search
-        self._world = world
         self._longest_line = max(MAX_SOURCE_TOKENS, main.longest_source)
         longest = data.meta.splits[SPLIT].source.longest
-        self._metrics, _ = self._config.chosen(data.text_form, name)
-        self.commands = [each for each in self._metrics if isinstance(each, CommandMetric) and not each.late]
-        if self._metrics and longest > self._longest_line and world.is_main:
+        self.metrics, _ = self._config.chosen(data.text_form, name)
+        self.commands = [metric for metric in self.metrics if isinstance(metric, CommandMetric) and not metric.late]
+        if self.metrics and longest > self._longest_line and world.is_main:
             logger.warning(
-                "%s has a source line of %s tokens: of lines over %s only the beginning is "
-                "translated; leave them out",
-                title(name),
-                f"{longest:,}",
-                f"{self._longest_line:,}",
+                f"{title(name)} has a source line of {longest:,} tokens: of lines over {self._longest_line:,} only "
+                "the beginning is translated; leave them out"
             )
         with open_regular(data.text(SPLIT, "source")) as stream:
             self._sources = list(text_lines(stream))
@@ -224,49 +200,40 @@ class _MeasuredSet:
             references = [self._tokenizer.reference(line) for line in text_lines(stream)]
         self._count = min(len(self._sources), self._config.max_sentences or len(self._sources))
         self._references = references[: self._count]
-        self._scorer = Scorer(self._metrics, data.text_form, self._references)
+        self._scorer = Scorer(self.metrics, data.text_form, self._references)
         self._translations: list[str] = []
         if world.is_main:
-            warn_of_spaces(f"the references of {title(name)}", self._references, self._metrics)
-            for metric in self._metrics:
+            warn_of_spaces(f"the references of {title(name)}", self._references, self.metrics)
+            for metric in self.metrics:
                 how = data.text_form.how(metric.kind)
                 logger.info("%s: %s%s", validation_tag(metric.name, name), metric.signature(), how and f"; {how}")
 
-    @property
-    def is_translated(self) -> bool:
-        """True if there are metrics."""
-        return bool(self._metrics)
-
     def open_texts(self, run: Path, update: int) -> None:
         """Write sources and references into the run; on rank 0, which keeps the translations."""
-        self.texts = ValidationTexts(run, self.name, self._config.keep_translations)
+        self.texts = ValidationTexts(run, self.name, self._config.keep_translations, self._form)
         try:
-            if not self.is_translated:
+            if not self.metrics:
                 self.texts.forget(update)
                 return
             sources = self._sources[: self._count]
             if self._tokenizer.segmented:
                 sources = [join_segments(line) for line in sources]
-            references = self.form.convert(plain_kind(self.form), self._references)
-            self.texts.begin(plain_sources(sources, self.form), references, self._metrics, update)
+            references = self._form.convert(plain_kind(self._form), self._references)
+            self.texts.begin(plain_sources(sources, self._form), references, self.metrics, update)
         except OSError as error:
             logger.error("%s; translations of validation may not be kept, and training continues", error)
 
-    def write(self, update: int, besides: Collection[int]) -> None:
-        """Write the translations of :meth:`scores` into the run; on rank 0.
+    def write(self, update: int, besides: Collection[int]) -> str:
+        """Write the translations of :meth:`scores` into the run, on rank 0, and return a table of a few sentences.
 
-        Args:
-            besides: updates whose translations are kept in any case.
+        Translations of the updates ``besides`` are kept in any case.
         """
-        self._translations = self.form.convert(plain_kind(self.form), self._translations)
+        translations = self._form.convert(plain_kind(self._form), self._translations)
         try:
-            self.texts.write(update, self._translations, besides)
+            self.texts.write(update, translations, besides)
         except OSError as error:
             logger.error("%s; translations of update %d are not kept, and training continues", error, update)
-
-    def table(self) -> str:
-        """Return a table of a few sentences, in Markdown, after :meth:`write`; on rank 0."""
-        return self.texts.table(self._translations)
+        return self.texts.table(translations)
 
     def losses(self, model: TranslationModel) -> dict[str, float]:
         """Return loss, NLL and perplexity by tag."""
@@ -305,70 +272,39 @@ class _MeasuredSet:
         return {validation_tag(name, self.name): score for name, score in scores.items()}
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A validation set whose translations are compared.
-
-    Attributes:
-        texts: its translations.
-        form: form of its text.
-    """
-
-    texts: ValidationTexts
-    form: TextForm
-
-    def lines(self, lines: Sequence[str], metric: Metric) -> list[str]:
-        """Return lines as they are kept, in the kind that a metric scores."""
-        if metric.kind == plain_kind(self.form) or self.form.target_lang is None:
-            return list(lines)
-        return list(tokenise(lines, self.form.target_lang))
-
-
-def is_significant(metric: Metric, sets: Sequence[Compared], update: int, over: int, level: float) -> bool:
-    """Return True if a gain is significant by paired bootstrap, or cannot be tested.
-
-    Args:
-        sets: sets whose mean it is; their sentences are resampled together.
-    """
-    found = _p_value(metric, sets, update, over)
-    if found is None:
-        logger.warning(
-            "the gain of update %d over update %d counts as significant, because %s cannot be tested",
-            update,
-            over,
-            metric.name,
-        )
+def is_significant(metric: Metric, sets: Sequence[ValidationTexts], update: int, over: int, level: float) -> bool:
+    """Return True if a gain, of the mean over some sets, is significant by paired bootstrap, or cannot be tested."""
+    p_value = _p_value(metric, sets, update, over)
+    gain = f"the gain of update {update} over update {over}"
+    if p_value is None:
+        logger.warning("%s counts as significant, because %s cannot be tested", gain, metric.name)
         return True
-    logger.info(
-        "%s of update %d against update %d: p = %.4f, %s",
-        metric.name,
-        update,
-        over,
-        found,
-        "a significant gain" if found < level else "no significant gain (validation.significant)",
-    )
-    return found < level
+    how = "a significant gain" if p_value < level else "no significant gain (validation.significant)"
+    logger.info("%s in %s: p = %.4f, %s", gain, metric.name, p_value, how)
+    return p_value < level
 
 
-def _p_value(metric: Metric, sets: Sequence[Compared], update: int, over: int) -> float | None:
-    """Return the p-value of a difference; None if translations or scores of sentences are missing."""
+def _p_value(metric: Metric, sets: Sequence[ValidationTexts], update: int, over: int) -> float | None:
+    """Return the p-value of a difference; None if translations or scores of sentences are missing.
+
+    The sentences of all sets are resampled together.
+    """
     from deepspeed_nmt.evaluate.metrics import p_value_of_scores
 
     sides: list[list[float]] = [[], []]
     texts: list[list[str]] = [[], [], []]
-    for each in sets:
+    for of in sets:
         for number, side in enumerate((update, over)):
             if isinstance(metric, CommandMetric):
-                path = each.texts.path(side, f"{metric.name}.sentences")
-                scores = read_sentence_scores(path, len(each.texts.references))
+                scores = read_sentence_scores(of.path(side, f"{metric.name}.sentences"), len(of.references))
                 if scores is None:
                     return None
                 sides[number] += scores
-            elif (lines := each.texts.read(side)) is None:
+            elif (lines := of.read(side)) is None:
                 return None
             else:
-                texts[number] += each.lines(lines, metric)
-        texts[2] += each.lines(each.texts.references, metric)
+                texts[number] += of.converted(lines, metric.kind)
+        texts[2] += of.converted(of.references, metric.kind)
     if isinstance(metric, TextMetric):
         return metric.p_value(*texts)
     return p_value_of_scores(*sides)

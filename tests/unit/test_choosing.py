@@ -23,7 +23,7 @@ from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run import validation_sets
 from deepspeed_nmt.run.late_scores import LateScores, choose_best
 from deepspeed_nmt.run.validation_sets import ValidationTexts, check_sets_agree, digest, given_sets
-from deepspeed_nmt.run.validator import Compared, choice_by, is_significant
+from deepspeed_nmt.run.validator import choice_by, is_significant
 from deepspeed_nmt.text import TextForm
 from deepspeed_nmt.train import checkpoint
 from deepspeed_nmt.train.checkpoint import CheckpointStore
@@ -217,11 +217,11 @@ def test_the_test_of_a_gain_is_sacrebleus_and_of_sentences_the_same_by_their_mea
 
 def test_a_gain_is_tested_on_the_translations_of_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     references = [f"a b c d e f {number}" for number in range(40)]
-    texts = ValidationTexts(tmp_path, "")
+    texts = ValidationTexts(tmp_path, "", form=TextForm("raw"))
     texts.begin(references, references, [], 0)
     texts.write(1, ["a b c x e f"] * 40, ())
     texts.write(2, references, ())
-    compared = [Compared(texts, TextForm("raw"))]
+    compared = [texts]
     metric = METRICS["bleu"]
     assert is_significant(metric, compared, 2, 1, 0.05) and not is_significant(metric, compared, 2, 1, 0.0005)
     assert is_significant(metric, compared, 2, 3, 0.0005), "of translations that are lost"
