@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
 from deepspeed_nmt.core.vocabulary import Side, Vocabulary
+from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.registry import Config
 
 MAX_WIDTH = 1 << 16
@@ -106,8 +107,17 @@ class ModelConfig(PartConfig):
     def check_bottom(self, bottom: Parts, where: str) -> None:
         """Refuse to grow the run in directory ``where``, by a ConfigError. Called if :attr:`grown_prefix` is set."""
 
-    def check_weights_of(self, other: ModelConfig, where: str) -> None:
-        """Refuse a warm start from a model of the run in directory ``where`` that does not fit, by a ConfigError."""
+    def check_shape_of(self, other: ModelConfig, where: str, keys: Iterable[str] | None = None) -> None:
+        """Refuse weights of the run in directory ``where`` if settings differ, by default those in ``shape_fields``.
+
+        Raises:
+            ConfigError: if they do.
+        """
+        if differences := self.differences(other, self.shape_fields if keys is None else keys):
+            raise ConfigError(
+                f"the model is not that of {where}: {' and '.join(differences)}; make these settings those of "
+                f"{where}/config.yaml"
+            )
 
     def differences(self, other: ModelConfig, keys: Iterable[str]) -> list[str]:
         """Return one phrase for each setting among ``keys`` that differs between this model and ``other``."""

@@ -49,12 +49,12 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.segments import Segments
 from deepspeed_nmt.methods import bert
-from deepspeed_nmt.methods.bert import SMALL_BERT, BertPair, Loader
+from deepspeed_nmt.methods.bert import SMALL_BERTS, BertPair, Loader
 from deepspeed_nmt.methods.masked_tokens import LENGTH, MaskedTokensConfig, mask_token
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import LayerCache
 from deepspeed_nmt.nn.embedding import PredictionTransform
-from deepspeed_nmt.nn.layers import Context, DecoderBlock, Draw, EncoderLayer, FeedForward, MakeDecoderLayer, Residual
+from deepspeed_nmt.nn.layers import Context, DecoderBlock, Draw, EncoderLayer, FeedForward, Residual
 from deepspeed_nmt.nn.stack import LayerStack
 from deepspeed_nmt.registry import Entry, SelfTest
 
@@ -173,7 +173,7 @@ class LengthToken(nn.Module):
 
 
 class AbNet(MaskedModel):
-    """Model that predicts masked tokens. Built by :func:`build_abnet`."""
+    """Model that predicts masked tokens. Its BERTs are loaded by :meth:`load_pretrained`."""
 
     def __init__(self, config: AbNetConfig, vocabulary: Vocabulary) -> None:
         super().__init__()
@@ -277,23 +277,16 @@ def _berts_layers(stack: LayerStack) -> list[EncoderLayer]:
     return [layer.layer for layer in adapted]
 
 
-def build_abnet(config: AbNetConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer | None = None) -> AbNet:
-    """Build an AB-Net whose BERTs are to be loaded; ``make_layer`` is not used."""
-    return AbNet(config, vocabulary)
-
-
 ENTRY = Entry(
     "abnet",
     AbNetConfig,
-    build_abnet,
+    lambda config, vocabulary, make_layer: AbNet(config, vocabulary),
     SelfTest(
         "abnet",
         {
             "model": {
                 "name": "abnet",
-                "source": SMALL_BERT,
-                "target": SMALL_BERT,
-                "attention_dropout": 0.0,
+                **SMALL_BERTS,
                 "adapters": "parallel",
                 "adapter_dim": 48,
                 "length_from": "token",

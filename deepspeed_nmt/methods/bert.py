@@ -14,7 +14,7 @@ Legend: D model width, V vocabulary, P positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -27,7 +27,7 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH, DataVocabulary, ModelConfig, Parts
 from deepspeed_nmt.core.vocabulary import Side, Vocabulary
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.methods.transformer import StandardLayerConfig, refuse_differences
+from deepspeed_nmt.methods.transformer import StandardLayerConfig
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform, Projection
 from deepspeed_nmt.nn.layers import EncoderLayer, FeedForward, LayerParts, Residual
@@ -122,20 +122,6 @@ class BertPair(ModelConfig):
                     "was prepared with"
                 )
 
-    def check_weights_of(self, other: ModelConfig, where: str) -> None:
-        """Refuse weights of BERTs of another shape; the depth may differ."""
-        if not isinstance(other, BertPair):
-            refuse_differences(self.differences(other, self.shape_fields), "model", where)
-            return
-        for side in ("source", "target"):
-            here, there = (getattr(pair, side).model_dump(exclude={"layers"}) for pair in (self, other))
-            if here != there:
-                key = next(key for key in here if here[key] != there[key])
-                raise ConfigError(
-                    f"the model is not that of {where}: model.{side}.{key} is {there[key]} there and {here[key]} "
-                    "here; set the BERTs of that run"
-                )
-
     def resolved(self, before: Config | None = None) -> BertPair:
         """Return the settings with the shapes of the BERTs' folders, or of the run that is resumed.
 
@@ -160,15 +146,13 @@ class BertPair(ModelConfig):
         try:
             return type(self).model_validate({**self.model_dump(), **shapes})
         except ValidationError as error:
-            raise ConfigError(
-                "the BERTs of model.source_encoder and model.target_encoder do not fit: "
-                + problem_of(problem, ".".join(["model", *map(str, problem["loc"])]))
-                for problem in error.errors()
-            ) from error
+            problems = [problem_of(one, ".".join(["model", *map(str, one["loc"])])) for one in error.errors()]
+            raise ConfigError(f"the BERTs do not fit: {problem}" for problem in problems) from error
 
 
-SMALL_BERT = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 64, "positions": 64}
-"""Shape of the BERTs in self-tests."""
+_SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 64, "positions": 64}
+SMALL_BERTS: Mapping[str, Any] = {"source": _SMALL, "target": _SMALL, "attention_dropout": 0.0}
+"""Settings of the models in self-tests."""
 
 
 def layer_parts(
@@ -237,22 +221,31 @@ class Loader:
         self._put(to.weight, words_VD[:size])
         self._put(to.position_PD, self._weights[f"{prefix}.position_embeddings.weight"])
         self._put(to.type_D, self._weights[f"{prefix}.token_type_embeddings.weight"][0])
-        self._norm(to.norm, f"{prefix}.LayerNorm")
+        self._load({f"{prefix}.LayerNorm": to.norm})
 
     def attention(self, to: MultiHeadAttention, around: Residual, layer: int) -> None:
         """Load the self-attention of layer ``layer``, and the LayerNorm of the connection around it."""
         prefix = f"bert.encoder.layer.{layer}.attention"
-        for ours, theirs in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")):
-            self._linear(getattr(to, ours), f"{prefix}.self.{theirs}")
-        self._linear(to.out_proj, f"{prefix}.output.dense")
-        self._norm(around.norm, f"{prefix}.output.LayerNorm")
+        self._load(
+            {
+                f"{prefix}.self.query": to.q_proj,
+                f"{prefix}.self.key": to.k_proj,
+                f"{prefix}.self.value": to.v_proj,
+                f"{prefix}.output.dense": to.out_proj,
+                f"{prefix}.output.LayerNorm": around.norm,
+            }
+        )
 
     def feed_forward(self, to: FeedForward, around: Residual, layer: int) -> None:
         """Load the feed-forward network of layer ``layer``, and the LayerNorm of the connection around it."""
         prefix = f"bert.encoder.layer.{layer}"
-        self._linear(to.up_proj, f"{prefix}.intermediate.dense")
-        self._linear(to.down_proj, f"{prefix}.output.dense")
-        self._norm(around.norm, f"{prefix}.output.LayerNorm")
+        self._load(
+            {
+                f"{prefix}.intermediate.dense": to.up_proj,
+                f"{prefix}.output.dense": to.down_proj,
+                f"{prefix}.output.LayerNorm": around.norm,
+            }
+        )
 
     def encoder(self, embedded: LearnedEmbedding, layers: Iterable[EncoderLayer]) -> None:
         """Load the embeddings and all layers."""
@@ -272,17 +265,14 @@ class Loader:
             return
         assert projection.bias is not None
         self._put(projection.bias, self._weights["cls.predictions.bias"][:size])
-        self._linear(transform.dense, "cls.predictions.transform.dense")
-        self._norm(transform.norm, "cls.predictions.transform.LayerNorm")
+        prefix = "cls.predictions.transform"
+        self._load({f"{prefix}.dense": transform.dense, f"{prefix}.LayerNorm": transform.norm})
 
-    def _linear(self, to: nn.Linear, name: str) -> None:
-        self._put(to.weight, self._weights[f"{name}.weight"])
-        if to.bias is not None:
-            self._put(to.bias, self._weights[f"{name}.bias"])
-
-    def _norm(self, to: nn.Module, name: str) -> None:
-        for part in ("weight", "bias"):
-            self._put(getattr(to, part), self._weights[f"{name}.{part}"])
+    def _load(self, modules: Mapping[str, nn.Module]) -> None:
+        """Load weights and biases of matrices and LayerNorms, by their names there."""
+        for name, module in modules.items():
+            for part, parameter in module.named_parameters():
+                self._put(parameter, self._weights[f"{name}.{part}"])
 
     def _put(self, to: Tensor, weight: Tensor) -> None:
         if to.shape != weight.shape:

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from deepspeed_nmt.core.model import TOP, Exits, Memory, TranslationModel
-from deepspeed_nmt.core.parts import MAX_LAYERS, ModelConfig, Parts, Stages
+from deepspeed_nmt.core.parts import MAX_LAYERS, Parts, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.segments import Segments, mask_between
@@ -49,7 +49,6 @@ from deepspeed_nmt.methods.transformer import (
     TransformerShape,
     build_stacks,
     build_transformer,
-    refuse_differences,
 )
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.layers import Context, Draw, LayerNorm, MakeDecoderLayer, make_decoder_layer
@@ -97,17 +96,7 @@ class DepthGrowingConfig(TransformerShape):
                 f"decoder layers of {where} have no cross-attention (layer.name={bottom.layer.name}), so it cannot "
                 "be grown; give --grow-from another run"
             )
-        keys = self.shape_fields | self.depth_fields
-        refuse_differences(self.differences(bottom.model, keys), "bottom", where)
-
-    def check_weights_of(self, other: ModelConfig, where: str) -> None:
-        """Refuse runs that are not grown, and runs of another shape."""
-        if not isinstance(other, DepthGrowingConfig):
-            raise ConfigError(
-                f"{where} has model.name={other.name}, and this run model.name={self.name}; use --grow-from to grow "
-                "on top of it"
-            )
-        super().check_weights_of(other, where)
+        self.check_shape_of(bottom.model, where, self.shape_fields | self.depth_fields)
 
 
 class DepthGrowing(TranslationModel):

@@ -43,15 +43,14 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from typing_extensions import override
 
-from deepspeed_nmt.core.parts import MAX_LAYERS, DataVocabulary, ModelConfig
+from deepspeed_nmt.core.parts import MAX_LAYERS, DataVocabulary
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.errors import ConfigError, shown
 from deepspeed_nmt.methods import bert
-from deepspeed_nmt.methods.bert import SMALL_BERT, BertPair, Loader
+from deepspeed_nmt.methods.bert import SMALL_BERTS, BertPair, Loader
 from deepspeed_nmt.methods.transformer import Transformer
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import LayerCache
@@ -73,15 +72,7 @@ Part = Literal["encoding", "embeddings", "encoder"]
 _FIRST_LEARNED_SCALE = 0.5
 
 
-def _fusion_scale(value: object) -> object:
-    """Check a fusion scale."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 < value <= 1.0
-    if value != "learned" and not number:
-        raise ValueError(f"is {shown(value)}; use a number above 0 and at most 1 (1 is the paper's), or learned")
-    return value
-
-
-FusionScale = Annotated[float | Literal["learned"], BeforeValidator(_fusion_scale)]
+FusionScale = Annotated[float, Field(gt=0.0, le=1.0)] | Literal["learned"]
 
 
 class BertDecoderConfig(BertPair):
@@ -124,17 +115,6 @@ class BertDecoderConfig(BertPair):
         """Refuse data that does not fit pretrained weights; random weights fit any data."""
         if self.pretrained:
             super().check_data(tokenizer)
-
-    def check_weights_of(self, other: ModelConfig, where: str) -> None:
-        """Refuse weights with learned fusion scales for a model without, and the reverse."""
-        super().check_weights_of(other, where)
-        if isinstance(other, BertDecoderConfig) and self.decoder == other.decoder:
-            here, there = self.fusion_scale, other.fusion_scale
-            if (here == "learned") != (there == "learned"):
-                raise ConfigError(
-                    f"model.fusion_scale is {there} in {where} and {here} here, and only one of them is learned; set "
-                    f"model.fusion_scale={there}"
-                )
 
 
 class Encoding(DecoderBlock):
@@ -299,15 +279,6 @@ ENTRY = Entry(
     build_bert_decoder,
     SelfTest(
         "berts",
-        {
-            "model": {
-                "name": "bert",
-                "source": SMALL_BERT,
-                "target": SMALL_BERT,
-                "attention_dropout": 0.0,
-                "fusion_scale": "learned",
-                "freeze": ["encoding", "embeddings"],
-            }
-        },
+        {"model": {"name": "bert", **SMALL_BERTS, "fusion_scale": "learned", "freeze": ["encoding", "embeddings"]}},
     ),
 )

@@ -15,7 +15,6 @@ Legend: B sentences, S source length, T target length, D model width, V vocabula
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -113,10 +112,6 @@ class TransformerShape(ModelConfig):
         """Return the layers of encoder and decoder as stages."""
         return Stages("encoder_layers", self.encoder_layers, 1), Stages("decoder_layers", self.decoder_layers, 1)
 
-    def check_weights_of(self, other: ModelConfig, where: str) -> None:
-        """Refuse weights of another shape; the depth may differ."""
-        refuse_differences(self.differences(other, self.shape_fields), "model", where)
-
 
 class TransformerConfig(TransformerShape):
     """Settings of a Transformer that applies each layer once."""
@@ -133,15 +128,6 @@ class StandardLayerConfig(LayerConfig):
 # The gradient of a ReLU is discontinuous at 0: rounding differences between engines would change gradients.
 SMALL = {"dim": 32, "ffn_dim": 64, "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "activation": "gelu"}
 """Shape of the Transformers in self-tests."""
-
-
-def refuse_differences(differences: Sequence[str], part: str, where: str) -> None:
-    """Refuse weights of the run in ``where`` if there are :meth:`~ModelConfig.differences`, by a ConfigError."""
-    if differences:
-        raise ConfigError(
-            f"the {part} is not that of {where}: {' and '.join(differences)}; make these settings those of "
-            f"{where}/config.yaml"
-        )
 
 
 class Transformer(TranslationModel):

@@ -426,7 +426,7 @@ def warm_start(model: TranslationModel, config: RunConfig, origin: Origin, data:
         prefix = config.model.grown_prefix
         config.model.check_bottom(source.config.parts, str(source.path))
     else:
-        config.model.check_weights_of(source.config.model, str(source.path))
+        config.model.check_shape_of(source.config.model, str(source.path))
         differences = config.model.composition_differences(source.config.model)
     checkpoint = source.checkpoint(origin.checkpoint, "--from-checkpoint")
     _copy(model, checkpoint, source, prefix)

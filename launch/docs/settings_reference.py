@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -76,6 +76,8 @@ def _bound(value: float) -> str:
 def _values(annotation: Any) -> str:
     """Return the values that a type allows, in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _values(arguments[0])
     if origin is Literal:
         return f"one of {', '.join(arguments)}" if len(arguments) > 1 else arguments[0]
     if origin in (Union, UnionType):
