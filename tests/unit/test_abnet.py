@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from deepspeed_nmt.build import build_model, build_objective
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.batch import Batch
-from deepspeed_nmt.core.model import TOP
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.errors import CheckpointError, ConfigError
+from deepspeed_nmt.errors import CheckpointError
 from deepspeed_nmt.methods.abnet import AbNet
 from deepspeed_nmt.methods.bert import BertShape
 from deepspeed_nmt.methods.masked_tokens import (
@@ -22,7 +21,6 @@ from deepspeed_nmt.methods.masked_tokens import (
     masked_positions,
     source_span,
 )
-from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.search.base import LengthPenalty
 from deepspeed_nmt.search.mask_predict import MaskPredict, MaskPredictConfig
 from tests.bert_equations import abnet_encode, abnet_logits, mask_predict, sentences
@@ -253,14 +251,3 @@ def test_mask_predict_refuses_a_damaged_model_and_one_in_training(part: str) -> 
             parameter.fill_(torch.nan)
     with pytest.raises(CheckpointError, match="predicts NaN"):
         search.search(source_BS)
-
-
-def test_beam_search_is_refused() -> None:
-    model = small("abnet_serial")
-    with pytest.raises(ConfigError, match=r"use search.name=mask_predict"):
-        model.begin()
-    with pytest.raises(ConfigError, match=r"use search.name=mask_predict"):
-        model.step(torch.tensor([2]), model.encode(torch.tensor([[2, 5, 3]])), DecoderCache([0]))
-    with pytest.raises(ConfigError, match=r"1-1.*only its top"):
-        model.at_exit("1-1")
-    assert model.at_exit(TOP) is model and model.stages == (1, 1)

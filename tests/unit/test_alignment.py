@@ -1,40 +1,21 @@
 """Alignments: links of cross-attention, of tokens and of words, and the choice of the layer that aligns best."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from deepspeed_nmt.build import build_model
-from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
 from deepspeed_nmt.data.vocabulary_training import train_subwords
-from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parity import VOCABULARY, methods, settings_of
-from deepspeed_nmt.run.opening import held_out_cross_entropy
 from deepspeed_nmt.search import SEARCHES
-from deepspeed_nmt.search.alignment import AttentionWatch, pharaoh, source_words, target_words, word_links
-from deepspeed_nmt.search.base import Translation
+from deepspeed_nmt.search.alignment import AttentionWatch, source_words, target_words
 from deepspeed_nmt.search.forced import token_log_probs
-from deepspeed_nmt.search.models import Ensemble
-from deepspeed_nmt.search.streams import DetailsReader
 
 SOURCE = torch.tensor([[7, 8, 9, 10, 11, 2], [12, 13, 2, 0, 0, 0]])
 ASKED = [[(4, 5, 6), (14, 15)], [(9, 20, 21, 22)]]
-
-
-class Words:
-    """Tokenizer of words that are numbers."""
-
-    vocabulary = VOCABULARY
-
-    def encode(self, text: str) -> list[int]:
-        return [int(word) for word in text.split()]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return " ".join(map(str, tokens))
 
 
 @pytest.mark.parametrize("method", [name for name in methods() if settings_of(name).model.left_to_right])
@@ -69,27 +50,6 @@ def test_links_are_the_largest_weights_of_each_layer(method: str) -> None:
             assert watch.links(place, number, len(tokens)) == expected
 
 
-def test_an_ensemble_aligns_by_the_sum_of_its_models() -> None:
-    models = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        models.append(build_model(settings_of("vanilla"), VOCABULARY).eval())
-    sources = [("7 8 9 10 11", [7, 8, 9, 10, 11]), ("12 13", [12, 13])]
-    translations = [[Translation("", 0.0, list(tokens)) for tokens in best] for best in ASKED]
-
-    def read(model: DecodableModel, token_scores: bool, layers: list[int]) -> list[Translation]:
-        reader = DetailsReader(model, Words(), token_scores, layers)  # type: ignore[arg-type]
-        return [one for best in reader.add(SOURCE, True, sources, translations) for one in best]
-
-    both = read(Ensemble(models, [0.999, 0.001]).eval(), True, [2, 1])
-    first, second = read(models[0], False, [2]), read(models[1], False, [1])
-    links = [one.alignment for one in both]
-    assert links == [one.alignment for one in first] != [one.alignment for one in second]
-    assert [len(one.token_scores or ()) for one in both] == [4, 3, 5] and first[0].token_scores is None
-    with pytest.raises(ConfigError, match=r"`alignment_layer` is 9.* 1, 2"):
-        read(models[0], False, [9])
-
-
 def test_words_of_tokens() -> None:
     text = ["der kleine Hund schläft im Garten", "die Katze schläft nicht", "ein Haus im großen Garten"] * 5
     bpe = train_subwords(text, 60)
@@ -111,26 +71,6 @@ def test_words_of_tokens() -> None:
         None,
     ]
     assert isinstance(bpe, SentencePieceTokenizer) and bpe.number("Kürbis") is None
-
-
-def test_links_of_words() -> None:
-    assert word_links([0, 1, 2, 2, 5], [0, 0, 1, 2], [0, 0, 1, None, 2]) == ((0, 0), (1, 1))
-    assert pharaoh(((0, 0), (1, 2))) == "0-0 1-2"
-    assert pharaoh(()) == ""
-
-
-def test_the_cross_entropy_prefers_links_of_translations() -> None:
-    generator = torch.Generator().manual_seed(1)
-    sentences = [torch.randint(4, 40, (9,), generator=generator).tolist() for _ in range(200)]
-    lexicon = torch.randperm(40, generator=generator).tolist()
-    right = [[(token, lexicon[token]) for token in each] for each in sentences]
-    shifted = [[(each[place - 1], lexicon[token]) for place, token in enumerate(each)] for each in sentences]
-    to_the_end = [[(2, lexicon[token]) for token in each] for each in sentences]
-    half = [[pair if number % 2 else (2, pair[1]) for number, pair in enumerate(each)] for each in right]
-    scores = [held_out_cross_entropy(each) for each in (right, half, to_the_end, shifted)]
-    assert scores == sorted(scores)
-    assert scores[0] < 0.5 and scores[1] < 0.7 * scores[2]
-    assert held_out_cross_entropy([]) == 0.0
 
 
 def test_searches_say_what_they_respect() -> None:

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from deepspeed_nmt.core.model import DecodableModel, Memory, TranslationModel
-from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.nn import cache
 from deepspeed_nmt.nn.cache import DecoderCache
@@ -20,7 +18,6 @@ from deepspeed_nmt.search.base import LengthPenalty
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from deepspeed_nmt.search.left_to_right import largest
 from tests.models import BOS, EOS, PAD, padded, random_sources
-from tests.support import batch_of
 
 SEEDS = [1, 2]
 
@@ -123,31 +120,6 @@ def test_hypotheses_are_sorted_distinct_and_within_bounds(seed: int) -> None:
             assert not {PAD, BOS, EOS} & set(hypothesis.tokens)
 
 
-def test_finished_sentences_leave_the_batch_and_cross_keys_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, rows = transformer(1), sources(1, [2, 9, 4, 6, 3, 12])
-    step, seen = model.step, []
-
-    def spy(tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
-        logits: Tensor = step(tokens_R, memory, cache)
-        crosses = {each.keys.shape[0] for layer in cache.layers if (each := layer.source.projected) is not None}
-        assert crosses == {memory.states_BSD.shape[0]}
-        seen.append((tokens_R.shape[0], memory.states_BSD.shape[0]))
-        return logits
-
-    monkeypatch.setattr(model, "step", spy)
-    greedy = beam_search(model, beam=1).search(padded(rows))
-    lengths = [len(hypotheses[0].tokens) + 1 for hypotheses in greedy]
-    assert [count for count, _ in seen] == [sum(n >= t for n in lengths) for t in range(1, max(lengths) + 1)]
-    assert len(set(lengths)) > 2
-
-    seen.clear()
-    beam_search(model, beam=3, max_length_ratio=1.0, max_length_extra=0).search(padded(rows))
-    assert seen[0] == (6, 6)
-    assert all(count == 3 * sentences for count, sentences in seen[1:])
-    assert len(seen) <= 12
-    assert seen[-1][1] < 6
-
-
 class Bigram(DecodableModel):
     """Model with p(next token | last token) from a table, for any source."""
 
@@ -204,18 +176,6 @@ def test_by_hand(beam: int, limit: int, expected: list[tuple[list[int], float]])
     )
     both = search.search(torch.tensor([[A, EOS], [B, EOS]]))
     assert [found(hypotheses) for hypotheses in both] == [expected, expected]
-
-
-def test_a_search_restores_training_mode() -> None:
-    model, rows = transformer(1), padded(sources(1, [3, 5]))
-    beam_search(model, beam=2).search(rows)
-    model.train()
-    targets = torch.tensor([[5, 6, EOS], [7, 8, EOS]])
-    batch = batch_of(rows, torch.tensor([[BOS, 5, 6], [BOS, 7, 8]]), targets)
-    Objective(LabelSmoothed(0.1, PAD))(model, batch).loss.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    with pytest.raises(AssertionError, match=r"model\.eval"):
-        beam_search(model).search(rows)
 
 
 @pytest.mark.parametrize("vocab_size", [50, 64 * 80, 64 * 80 + 17])

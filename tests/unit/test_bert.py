@@ -13,7 +13,6 @@ from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.bert_tokenizer import BertTokenizer
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.methods.parallel_decoder import BertTransformer
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from tests.bert_equations import decoder_logits, sentences
 from tests.berts import make_bert, transformers
@@ -78,32 +77,6 @@ def test_the_encoder_equals_the_bert_of_transformers(folders: tuple[Path, Path],
         found = model.encode(data.source_BS).states_BSD
     assert expected.std() > 0.5 and not mask.all()
     torch.testing.assert_close(found[mask], expected[mask], rtol=0, atol=1e-5)
-
-
-def causal(folder: Path) -> Any:
-    """Return `transformers`' BERT as a left-to-right language model."""
-    config = transformers.BertConfig.from_pretrained(folder, is_decoder=True)
-    return transformers.BertLMHeadModel.from_pretrained(folder, config=config).eval()
-
-
-def silence_fusion(model: BertTransformer) -> None:
-    """Make the fusion sub-layers return zero."""
-    with torch.no_grad():
-        for name, parameter in model.decoder.named_parameters():
-            if "cross_residual" in name or "fusion_residual" in name:
-                parameter.zero_()
-
-
-def test_a_parallel_decoder_without_its_fusion_equals_a_causal_bert(
-    folders: tuple[Path, Path], tokenizer: BertTokenizer
-) -> None:
-    model, data = loaded("bert_parallel", folders, tokenizer.vocabulary), batch(tokenizer)
-    silence_fusion(model)
-    with torch.no_grad():
-        expected = causal(folders[1])(data.target_input_BT[:1]).logits
-        found = model.projection(model.decode(data.target_input_BT[:1], model.encode(data.source_BS[:1]))[0])
-    assert expected.std() > 0.5
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
 WHOLE = [

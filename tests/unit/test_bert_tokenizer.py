@@ -7,7 +7,7 @@ import pytest
 from deepspeed_nmt.data.bert_tokenizer import BertTokenizer
 from deepspeed_nmt.data.data_directory import open_tokenizer
 from deepspeed_nmt.data.tokenizer import INFO_FILE
-from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.errors import DataError
 from tests.berts import make_bert
 
 ENGLISH = ["the old house stands by the river .", "a dog runs , it ' s well - known !"] * 5
@@ -65,15 +65,3 @@ def test_a_saved_tokenizer_is_restored(both: BertTokenizer, tmp_path: Path) -> N
     (tmp_path / INFO_FILE).write_text("[]")
     with pytest.raises(DataError, match=r"JSON file of the vocabulary in"):
         open_tokenizer(tmp_path)
-
-
-def test_wrong_names_are_refused(berts: tuple[Path, Path], tmp_path: Path) -> None:
-    for names in ("", "a,b,c", f"{berts[0]},"):
-        with pytest.raises(ConfigError, match=r"not hf:BERT or hf:BERT,BERT"):
-            BertTokenizer.from_berts(names)
-    with pytest.raises(ConfigError, match="there is no folder /nowhere"):
-        BertTokenizer.from_berts("/nowhere")
-    with pytest.raises(ConfigError, match="could not be loaded from a name: Repo id must use alphanumeric chars"):
-        BertTokenizer.from_berts("a name")
-    one = BertTokenizer.from_berts(str(berts[1]))
-    assert one.vocabulary.source.size == one.vocabulary.size == 70

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -314,13 +313,6 @@ def test_pointers_are_rebuilt_from_the_checkpoints(store: CheckpointStore, junk:
     assert (store.directory / "latest").read_text() == "update-0000006\n"
 
 
-def test_the_best_checkpoint_is_the_one_before_if_the_best_could_not_be_written(store: CheckpointStore) -> None:
-    save(store, 1, best=1)
-    for update in range(3, 8):  # update 2 was better
-        save(store, update, best=2)
-    assert store.open("best").progress.update == 1
-
-
 def test_checkpoints_that_are_links_are_rotated_and_replaced(store: CheckpointStore, tmp_path: Path) -> None:
     save(store, 1)
     (store.directory / "update-0000001").rename(tmp_path / "elsewhere")
@@ -332,28 +324,3 @@ def test_checkpoints_that_are_links_are_rotated_and_replaced(store: CheckpointSt
     assert store.names() == ["update-0000002", "update-0000003", "update-0000004"]
     assert not any((store.directory / name).is_symlink() for name in store.names())
     assert (tmp_path / "elsewhere" / "manifest.json").exists(), "what a link leads to stays"
-
-
-def test_checkpoints_on_a_disk_that_is_not_mounted_are_not_begun_again(
-    store: CheckpointStore, tmp_path: Path
-) -> None:
-    store.directory.symlink_to(tmp_path / "disk")
-    with pytest.raises(CheckpointError, match=r"is a link to .*/disk, which does not exist; bring that back"):
-        store.newest()
-
-
-def test_a_best_checkpoint_that_is_removed_while_it_is_opened(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for update in (1, 2):
-        save(store, update, best=update)
-    read = CheckpointStore.read
-
-    def removed(self: CheckpointStore, name: str, verify: bool = True) -> Checkpoint:
-        if verify and name == "update-0000002":  # a training has written update 3, and removes update 2
-            save(store, 3, best=3)
-            shutil.rmtree(store.directory / name)
-        return read(self, name, verify)
-
-    monkeypatch.setattr(CheckpointStore, "read", removed)
-    assert store.open("best").progress.update == 3

@@ -264,15 +264,6 @@ def test_names_of_sets_are_plain(name: str) -> None:
     assert "; use letters, digits, - and _, 50 at most" in problem_of(sets={name: "x"})
 
 
-def test_values_of_the_option_are_name_and_directory() -> None:
-    assert given_sets(["a=/x", "b-1=/y=z"]) == {"a": "/x", "b-1": "/y=z"}
-    for value in ("a", "a=", "=x"):
-        with pytest.raises(ConfigError, match=rf"^--valid is '{value}'; give NAME=DIR"):
-            given_sets([value])
-    with pytest.raises(ConfigError, match="--valid has the name a twice"):
-        given_sets(["a=x", "a=y"])
-
-
 def test_settings_override_options_and_null_removes_a_set() -> None:
     options = {"validation": {"sets": {"a": "/x", "b": "/y"}}}
     settings = ["validation.sets.a=null", "validation.sets.b=/z", "validation.sets.c=d"]

@@ -56,12 +56,6 @@ def test_a_decoder_without_cross_attention_has_no_reliance(tmp_path: Path) -> No
     assert values["collapse/cross_share/layer_01"] == 0.0 and values[NLL] > 3.0
 
 
-def test_sources_are_shuffled_among_sentences(tmp_path: Path) -> None:
-    other = monitor(tmp_path)._other_source
-    assert len(other) == 25 and sorted(other) == sorted(other.values())
-    assert all(sentence != source for sentence, source in other.items())
-
-
 def test_it_warns_after_grace_and_patience_and_again_if_the_collapse_persists(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -87,3 +81,9 @@ def test_a_resumed_run_stops_at_the_next_bad_measurement(tmp_path: Path) -> None
     low, good = {RELIANCE: 0.0, NLL: 1.0}, {RELIANCE: 0.9, NLL: 1.0}
     assert [bool(check(500, low, bad)[1]) for bad in range(5)] == [False, False, True, True, True]
     assert check(500, good, 4) == (0, "")
+
+
+def test_sources_are_shuffled_among_sentences(tmp_path: Path) -> None:
+    other = monitor(tmp_path)._other_source
+    assert len(other) == 25 and sorted(other) == sorted(other.values())
+    assert all(sentence != source for sentence, source in other.items())

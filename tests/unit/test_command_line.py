@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -48,7 +47,6 @@ def test_a_mistake_in_an_argument_is_one_sentence(
 
 
 TRANSLATE = ["translate", "--run", "none", "--input", __file__]
-EXPORT = ["export", "--run", "none", "--out", "o", "--format"]
 
 
 @pytest.mark.parametrize(
@@ -72,20 +70,3 @@ def test_options_are_checked_before_the_run_is_opened(
     assert main(words) == 2
     assert f"error: {message}" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["loop"]
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ([*TRANSLATE, "--output", "-", "--runtime", "ctranslate2"], "--runtime ctranslate2 needs the package c"),
-        ([*EXPORT, "ctranslate2"], "--format ctranslate2 needs the pack"),
-    ],
-)
-def test_a_missing_package_is_named_with_the_command_that_installs_it(
-    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for package in ("ctranslate2", "transformers"):
-        monkeypatch.setitem(sys.modules, package, None)
-    assert main(words) == 2
-    said = capsys.readouterr().err
-    assert f"error: {message}" in said and "which is not installed; install it (pip install '" in said

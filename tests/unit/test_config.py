@@ -86,18 +86,6 @@ def test_settings_that_contradict_one_another_are_refused(settings: tuple[str, .
     assert problem in sentence
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ("objective.ddr.weight=1", "objective.r_drop.weight=0"),
-        ("search.name=deep_shallow", "model.name=depth_growing"),
-        (*SMALL, WEIGHTS + "={1-2: 0}"),
-    ],
-)
-def test_settings_that_fit_are_not(settings: tuple[str, ...]) -> None:
-    assert load_config(settings=settings)
-
-
 def test_all_problems_are_reported_together() -> None:
     found = problems("model.dim=0", "optimizer.lrr=1", "nonsense.x=1", "training.seed=-1")
     assert len(found) == 4
@@ -188,9 +176,6 @@ def test_a_run_of_this_version_resumes_with_the_engine_that_it_had(tmp_path: Pat
 @pytest.mark.parametrize(
     ("recipe", "vocab", "millions"),
     [
-        ("transformer_base", 36_000, 63),
-        ("deep_encoder_base_48", 36_000, 194),
-        ("transformer_big", 33_000, 210),
         ("recurrent_baseline_20_6", 32_000, 104.7),
         ("recurrent_base_20_4", 32_000, 96.2),
         ("closed_chain_base_8_4", 32_000, 58.4),

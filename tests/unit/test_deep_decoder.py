@@ -113,21 +113,6 @@ def test_consistency_follows_the_formula_of_the_paper(encode_twice: bool) -> Non
         torch.testing.assert_close(one, torch.zeros_like(one) if other is None else other, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize(("encode_twice", "rows"), [(False, 3), (True, 6)])
-def test_ddr_encodes_once_and_r_drop_twice(encode_twice: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, seen = model().train(), []
-    encode = module.encode
-    monkeypatch.setattr(
-        module, "encode", lambda s, *rest, **more: (seen.append(s.shape[0]), encode(s, *rest, **more))[1]
-    )
-    objective = Objective(LabelSmoothed(0.1, 0), [Consistency(ConsistencyConfig(), encode_twice=encode_twice)])
-    objective(module, batch())
-    assert seen == [rows]
-    module.eval()
-    objective(module, batch())
-    assert seen == [rows, 3], "validation has one pass"
-
-
 # ALD.
 
 

@@ -143,14 +143,6 @@ def test_deep_shallow_decoding_is_the_procedure_of_the_paper(attend: str, alpha:
     assert differ, "a candidate of one list alone must win"
 
 
-def test_an_exit_of_an_ensemble_decodes() -> None:
-    models, config = [plain(1), plain(2)], BeamConfig(beam=3)
-    found = BeamSearch(config, Ensemble(models).eval().at_exit("1-1"), V).search(SOURCE)
-    cut = Ensemble([model.at_exit("1-1") for model in models]).eval()
-    assert found == BeamSearch(config, cut, V).search(SOURCE)
-    assert Ensemble(models).train().at_exit("1-1").training
-
-
 def test_an_ensemble_averages_probabilities() -> None:
     models = [plain(1), plain(2)]
     both = Ensemble(models).eval()

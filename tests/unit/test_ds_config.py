@@ -73,16 +73,6 @@ def test_keys_by_which_deepspeed_would_decide_for_the_run_are_refused(key: str) 
     assert sentence.startswith(f"'{key}' is in the DeepSpeed configuration")
 
 
-def test_a_key_of_a_newer_deepspeed_is_passed_on_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    content = {"zero_optimization": {"stage": 1}, "superoffload": {"enabled": True}}
-    completed = complete_ds_config(content, ranks=4, clip_norm=1.0, precision="fp32")
-    assert completed["superoffload"] == {"enabled": True}
-    assert "'superoffload' in the DeepSpeed configuration is not known here" in caplog.text
-    caplog.clear()
-    complete_ds_config({"zero_optimization": {"stage": 1}}, ranks=4, clip_norm=1.0, precision="fp32")
-    assert not caplog.text
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_zero_0_with_16_bit_is_refused(precision: str) -> None:
     (sentence,) = problems({"zero_optimization": {"stage": 0}}, precision=precision)
@@ -100,12 +90,3 @@ def test_zero_0_with_16_bit_is_refused(precision: str) -> None:
 def test_contradicting_precisions_are_refused(content: dict[str, Any], setting: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         reconcile_precision(content, setting)
-
-
-@pytest.mark.parametrize(
-    ("section", "said"),
-    [(3, "'zero_optimization' is 3"), ({"stage": 7}, "'zero_optimization.stage' is 7")],
-)
-def test_an_invalid_stage_is_refused(section: object, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        zero_stage({"zero_optimization": section})

@@ -151,23 +151,6 @@ def test_the_command_gets_the_event_on_stdin_and_in_variables_without_a_shell(
     assert out.read_text() == f"{line}\n {values} ['$HOME; *', 'b'] False\n"
 
 
-@pytest.mark.parametrize(
-    ("command", "warning"),
-    [
-        ("/nowhere/to/be/found", "could not be run ([Errno 2] No such file or directory: '/nowhere/to/be/found')"),
-        (python("import sys; sys.exit('no network')"), "ended with status 1 (no network)"),
-    ],
-)
-def test_a_command_that_fails_is_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, command: str, warning: str
-) -> None:
-    with Events(tmp_path, True, Notifier(command, EVENTS)) as events:
-        for update in range(3):
-            events.record("best", update, "best")
-    assert caplog.messages == [f"training.notify: the command {warning}; training is not affected"]
-    assert len(read(tmp_path)) == 3
-
-
 def test_a_slow_command_delays_nothing_and_is_killed_with_its_children(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -203,3 +186,20 @@ def test_the_command_and_its_events_are_settings_that_are_checked() -> None:
         check_notify("none/prog x")
     with pytest.raises(ConfigError, match=r"training.notify_on"):
         load_config(settings=["training.notify_on=[ended]"])
+
+
+@pytest.mark.parametrize(
+    ("command", "warning"),
+    [
+        ("/nowhere/to/be/found", "could not be run ([Errno 2] No such file or directory: '/nowhere/to/be/found')"),
+        (python("import sys; sys.exit('no network')"), "ended with status 1 (no network)"),
+    ],
+)
+def test_a_command_that_fails_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, command: str, warning: str
+) -> None:
+    with Events(tmp_path, True, Notifier(command, EVENTS)) as events:
+        for update in range(3):
+            events.record("best", update, "best")
+    assert caplog.messages == [f"training.notify: the command {warning}; training is not affected"]
+    assert len(read(tmp_path)) == 3

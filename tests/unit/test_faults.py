@@ -25,7 +25,7 @@ from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.faults import Replay, Witness, attribute, cause_of, check_devices, check_replicas, replay
 from deepspeed_nmt.train.optimizers.adam import AdamConfig
-from deepspeed_nmt.train.out_of_memory import explained, probe
+from deepspeed_nmt.train.out_of_memory import probe
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.stability import SpikeWatch, report_skip, roll_back, worth_explaining
 from tests.support import random_corpus
@@ -243,13 +243,6 @@ def test_the_probe_is_the_largest_micro_batch(loader: TrainLoader, caplog: pytes
     assert f"largest micro-batch: {batch.rows} rows x {batch.longest} tokens; peak memory" in caplog.text
 
 
-@pytest.mark.parametrize(("wanted", "times"), [("auto", 0), ("never", 0), ("always", 1)])
-def test_a_cpu_is_probed_only_on_request(loader: TrainLoader, wanted: str, times: int) -> None:
-    engine = engine_with()
-    probe(wanted, engine, loader)  # type: ignore[arg-type]
-    assert engine.probe.call_count == times
-
-
 def chained() -> Exception:
     """Return an error that was raised while another was handled."""
     try:
@@ -279,14 +272,6 @@ def test_out_of_memory_is_explained(loader: TrainLoader, error: Exception) -> No
     for setting in ("batch.micro_tokens", "engine.recompute_decoder=1", "zero3", "engine.tensor_parallel"):
         assert setting in message
     assert "training.probe=never" in message
-
-
-def test_an_update_names_its_largest_micro_batch(loader: TrainLoader) -> None:
-    batches = next(loader.updates(Cursor(), 7)).micro_batches
-    largest = max(batches, key=lambda batch: batch.padded_tokens)
-    message = f"^update 7 ran out of .* {largest.rows} rows x {largest.longest} tokens"
-    with pytest.raises(TrainingError, match=message), explained("update 7", batches, CPU):
-        raise torch.OutOfMemoryError(CUDA_MESSAGE)
 
 
 def test_other_errors_are_not_changed(loader: TrainLoader) -> None:

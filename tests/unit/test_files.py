@@ -254,16 +254,6 @@ def test_deep_nesting_is_no_json() -> None:
         parse_json("[" * 200_000)
 
 
-def test_a_signal_while_a_temporary_file_is_made_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(fcntl, "flock", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        atomic_write_text(tmp_path / "file", "x")
-    assert not list(tmp_path.iterdir())
-
-
 def test_orphans_of_any_file_go_and_others_stay(tmp_path: Path) -> None:
     living = tmp_path / ".best.0123abcd.tmp"
     for path in (living, tmp_path / ".config.yaml.0123abcd.tmp", tmp_path / ".mine.tmp", tmp_path / "a.0123abcd.tmp"):

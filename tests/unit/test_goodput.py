@@ -34,13 +34,6 @@ def test_what_a_killed_process_did_after_its_checkpoint_was_repeated() -> None:
     assert account.goodput == pytest.approx((78.0 + 3.0 + 2.0) / 143.0)
 
 
-@pytest.mark.parametrize(("resumed_at", "lost"), [(0, 9.0), (4, 9.0 - 4.0), (8, 9.0 - 4.0), (9, 0.0), (12, 0.0)])
-def test_a_start_keeps_what_is_in_the_checkpoint_of_the_next(resumed_at: int, lost: float) -> None:
-    ledger = [begins(0.0), at(4, updates=4.0), at(9, updates=9.0), begins(9.0, resumed_at), at(20, updates=5.0)]
-    account = Account.of(ledger)
-    assert account.seconds["repeated"] == lost and sum(account.seconds.values()) == 14.0
-
-
 def test_an_empty_ledger_has_no_goodput_and_odd_lines_are_left_out(tmp_path: Path) -> None:
     assert Account.of([]).goodput is None and Account.of([begins(5.0)]).goodput is None
     assert Account.of([at(1, updates=1.0)]).starts == 0

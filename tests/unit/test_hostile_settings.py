@@ -92,14 +92,6 @@ def test_a_model_beyond_this_hosts_memory_is_refused_before_it_is_built() -> Non
     check_size(build_meta_model(load_config(), Vocabulary(1000)), engine, world)
 
 
-def test_of_many_unknown_settings_the_first_are_listed() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(settings=[*(f"nonsense{number}.x{number}=1" for number in range(30)), "nothing={}", "none=1"])
-    *problems, more = caught.value.problems
-    assert problems[0].startswith("there is no setting 'nonsense0.x0'; known: model, ") and len(problems) == 10
-    assert more == "22 more settings are unknown"
-
-
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize(
     ("words", "sentence"),

@@ -138,15 +138,6 @@ def test_round_trip(tmp_path: Path, vocab_size: int, itemsize: int) -> None:
     assert corpus.target_lengths.tolist() == [len(target) + 1 for _, target in pairs]
 
 
-def test_stats_count_tokens_unknown_and_longest(tmp_path: Path) -> None:
-    stats = _write(tmp_path, [([5, 3, 3], [4]), ([7], [3, 4, 4, 4, 4])], 10, batch=1).stats
-    assert stats.model_dump() == {
-        "pairs": 2,
-        "source": {"tokens": 4, "unknown": 2, "longest": 3},
-        "target": {"tokens": 6, "unknown": 1, "longest": 5},
-    }
-
-
 def test_empty_corpus_and_empty_sentences(tmp_path: Path) -> None:
     _write(tmp_path, [], 10)
     assert len(Corpus(tmp_path, "train")) == 0
@@ -213,9 +204,3 @@ def test_sources_of_other_sentences_keep_the_targets(validation_corpus: Corpus) 
         for row, sentence in enumerate(own.sentence_ids_B.tolist()):
             source = validation_corpus.source(other[sentence]).tolist()
             assert swapped.source_BS[row, : len(source) + 1].tolist() == [*source, 2]
-
-
-def test_a_sentence_longer_than_a_micro_batch_is_accepted(validation_corpus: Corpus) -> None:
-    longest = int(max(validation_corpus.source_lengths.max(), validation_corpus.target_lengths.max()))
-    batches = list(of_rank(validation_corpus, micro=5).batches())
-    assert max(batch.padded_tokens for batch in batches) == longest

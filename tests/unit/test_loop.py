@@ -44,15 +44,6 @@ def test_mfu_counts_real_source_and_target_tokens() -> None:
     assert values["perf/target_tokens_per_s"] == pytest.approx(150.0)
 
 
-def test_skipped_updates_count_as_work_but_not_as_trained_tokens() -> None:
-    workload = Workload(source_flops=10.0, target_flops=20.0, peak_flops=5500.0)
-    skipped, whole = window(workload, skip_second=True), window(workload)
-    assert skipped["perf/mfu"] == whole["perf/mfu"]
-    assert skipped["perf/target_tokens_per_s"] == whole["perf/target_tokens_per_s"] / 2
-    assert "perf/mfu" not in window(None)
-    assert skipped["train/loss"] == whole["train/loss"] == 3.0
-
-
 def validated(
     *measured: tuple[float, float], progress: Progress | None = None, by: str = "valid/bleu", least: float = 1.0
 ) -> tuple[list[int], Progress]:

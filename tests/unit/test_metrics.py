@@ -58,13 +58,6 @@ def test_auto_takes_the_metrics_that_the_text_allows() -> None:
     assert chosen(RAW, best_by="chrf") == (["bleu", "chrf"], "chrf")
 
 
-def test_named_metrics_are_those_and_the_first_chooses() -> None:
-    assert chosen(RAW, metrics=["ter", "bleu", "ter"]) == (["ter", "bleu"], "ter")
-    assert chosen(RAW, metrics=["ter", "bleu"], best_by="bleu") == (["ter", "bleu"], "bleu")
-    assert chosen(RAW, metrics=["bleu"], best_by="loss") == (["bleu"], "loss")
-    assert chosen(TOKENISED, metrics=[]) == ([], "loss")
-
-
 def test_a_metric_that_the_text_does_not_allow_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         chosen(TOKENISED, metrics=["bleu", "bleu_tokenised", "chrf"])

@@ -9,12 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
-from tensorboard.context import RequestContext
-from tensorboard.plugins.base_plugin import TBContext
-from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalarsPlugin
 
 from deepspeed_nmt.console import setup_logging
 from deepspeed_nmt.core.model import TranslationModel
@@ -23,7 +17,7 @@ from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.reports.run_log import RunLog
 from deepspeed_nmt.run.attention_images import AttentionImages
-from deepspeed_nmt.train.log import LAYOUT, METRICS_FILE, Metrics
+from deepspeed_nmt.train.log import METRICS_FILE, Metrics
 from deepspeed_nmt.train.progress import Progress
 from tests.support import batch_of
 
@@ -110,24 +104,6 @@ class Numbers:
 
     def pieces(self, tokens: list[int], side: str = "target") -> list[str]:
         return [f"{side[0]}{token}" for token in tokens]
-
-
-def test_a_resumed_run_and_a_second_one_have_each_chart_once(tmp_path: Path) -> None:
-    for run, update in (("a", 0), ("a", 2), ("b", 0)):
-        (tmp_path / run).mkdir(exist_ok=True)
-        with Metrics(tmp_path / run, True, update, 9) as metrics:
-            metrics.log(Progress(update=update + 1), {"valid/loss": 2.0})
-            metrics.log(Progress(update=update + 2), {"valid/loss": 1.0})
-    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(tmp_path))
-    multiplexer.Reload()
-    provider = MultiplexerDataProvider(multiplexer, str(tmp_path))
-    plugin = CustomScalarsPlugin(TBContext(logdir=str(tmp_path), data_provider=provider, multiplexer=multiplexer))
-    shown = json.loads(plugin.layout_impl(RequestContext(), ""))
-    assert {each["title"]: [chart["title"] for chart in each["chart"]] for each in shown["category"]} == {
-        category: list(charts) for category, charts in LAYOUT.items()
-    }
-    values = EventAccumulator(str(tmp_path / "a" / "tensorboard")).Reload()
-    assert [event.step for event in values.Scalars("valid/loss")] == [1, 2, 3, 4]
 
 
 @pytest.fixture

@@ -66,12 +66,3 @@ def test_every_white_space_is_a_space_in_all_forms(tokenizers: dict[str, Sentenc
     for form, tokenizer in tokenizers.items():
         tried = spaces - set("\x0b\x1c\x1d\x1e\x1f\x85") if form == "nfkc" else spaces  # it removes controls
         assert {tuple(tokenizer.encode(f"{c}Hà{c}{c}Nội{c}")) for c in tried} == {tuple(tokenizer.encode("Hà Nội"))}
-
-
-def test_equal_text_gives_equal_models_that_name_their_form(tokenizers: dict[str, SentencePieceTokenizer]) -> None:
-    from sentencepiece.sentencepiece_model_pb2 import ModelProto
-
-    assert train_subwords(LINES, 75, normalization="none").digest == tokenizers["none"].digest
-    specs = {form: ModelProto.FromString(each.model).normalizer_spec for form, each in tokenizers.items()}
-    assert {form: spec.name for form, spec in specs.items()} == {"nfkc": "nmt_nfkc", "nfc": "nfc", "none": "none"}
-    assert not any(spec.normalization_rule_tsv for spec in specs.values())

@@ -63,15 +63,6 @@ def test_a_packed_weight_multiplies_activates_and_adds(rows: int, int8: bool) ->
             torch.testing.assert_close(found, expected, atol=scale, rtol=0.0)
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu", "swish"])
-def test_a_packed_weight_keeps_nan(activation: str) -> None:
-    x, weight = torch.randn(3, 1, 48), torch.randn(40, 48)
-    weight[7, 5] = x[1, 0, 2] = torch.nan
-    with torch.inference_mode():
-        is_nan = PackedWeight(weight, torch.zeros(40))(x, activation).isnan()  # type: ignore[arg-type]
-    assert is_nan[..., 7].all() and is_nan[1].all() and is_nan.sum() == 42
-
-
 SOURCE_BS = torch.tensor([[5, 9, 11, 4, 2], [7, 6, 2, 0, 0], [8, 2, 0, 0, 0]])
 
 

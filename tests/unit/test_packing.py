@@ -39,28 +39,6 @@ def longest_of(source: Lengths, target: Lengths) -> int:
     return int(max(source.max(), target.max()))
 
 
-@pytest.mark.parametrize(("update", "micro", "ranks"), [(32768, 8192, 1), (32768, 4096, 8), (65536, 16384, 1)])
-def test_rows_have_two_shapes_and_are_nearly_full(update: int, micro: int, ranks: int) -> None:
-    source, target = news(60000)
-    config = BatchConfig(update_tokens=update, micro_tokens=micro, layout="packed")
-    order = epoch_window(source, target, update)
-    source, target = order.source, order.target
-    sizes = row_sizes(order, longest_of(source, target), ranks, config)
-    shapes, real, room = set(), 0, 0
-    for number in range(len(order) - 1):  # the last one is what is left
-        packed = pack_update(order[number], source, target, ranks, config, sizes)
-        assert len({len(parts) for parts in packed}) == 1, "every rank makes equally many micro-batches"
-        parts = [part for rank in packed for part in rank]
-        assert sorted(np.concatenate([part.sentences for part in parts])) == sorted(order[number])
-        for part in parts:
-            used = int(source[part.sentences].sum()), int(target[part.sentences].sum())
-            assert used[0] < part.source <= micro and used[1] < part.target <= micro, "the tail has a position"
-            shapes.add((part.source, part.target))
-            real, room = real + sum(used), room + part.source + part.target
-    assert len(shapes) <= 2
-    assert real / room > 0.97
-
-
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_sentence_that_fills_a_micro_batch_is_trained_on(tmp_path: Path, side: int, layout: str) -> None:
@@ -75,17 +53,6 @@ def test_a_sentence_that_fills_a_micro_batch_is_trained_on(tmp_path: Path, side:
     update = next(loader.updates(Cursor(), 1))
     assert sum(len(batch.sentence_ids_B) for batch in update.micro_batches) == 23
     assert max(batch.padded_tokens for batch in update.micro_batches) == 40
-
-
-def test_a_sentence_that_is_larger_than_a_micro_batch_is_refused() -> None:
-    source, target = news(100)
-    config = BatchConfig(update_tokens=1024, micro_tokens=256, layout="packed")
-    order = epoch_window(source, target, 1024)
-    source, target = order.source, order.target
-    sizes = row_sizes(order, longest_of(source, target), 1, config)
-    target[41] = 257
-    with pytest.raises(ConfigError, match=r"257 tokens, but batch.micro_tokens is 256"):
-        pack_update(np.arange(100), source, target, 1, config, sizes)
 
 
 @settings(max_examples=25, derandomize=True, deadline=None)
@@ -318,15 +285,6 @@ def test_no_micro_batch_is_larger_than_the_largest_expected(
             seen += [size(group) for groups in divided for group in groups]
     assert max(seen) <= 1.05 * largest and largest <= micro_tokens
     assert largest <= 1.15 * max(seen), "with small updates the expected size is not larger than theirs"
-
-
-def test_the_longest_of_equally_large_micro_batches_is_expected() -> None:
-    target = np.array([10] * 40 + [20] * 20, dtype=np.int32)
-    order = epoch_window(target, target, 800)
-    config = BatchConfig(update_tokens=800, micro_tokens=200)
-    assert largest_micro_batch(order, Corpora.of(LengthsOnly(target, target)), 1, config).tolist() == list(
-        range(40, 50)
-    )
 
 
 @pytest.mark.parametrize("short", [126, 167, 252])

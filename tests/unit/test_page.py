@@ -152,21 +152,6 @@ def test_state_of_a_collapsed_run(tmp_path: Path) -> None:
     assert early.state == "running", "within the grace period"
 
 
-def test_settings_are_compared_with_the_recipe(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", 50, "optimizer.lr=5e-4")
-    changed, same = RunPage(run).settings_tables
-    assert changed.title == "Differences from the recipe sample_small" and changed.rows == [
-        ["optimizer.lr", "0.0005", "0.002"]
-    ]
-    assert same.folded and ["model.dim", "128"] in same.rows and len(same.rows) > 40
-    nearest = RunPage(write_run(tmp_path / "nearest", 50, "optimizer.lr=5e-4", recipe=None)).settings_tables[0]
-    assert nearest.rows == changed.rows and "differs least" in nearest.note
-    other = RunPage(run, "transformer_base").settings_tables[0]
-    assert ["model.dim", "128", "512"] in other.rows
-    with pytest.raises(ConfigError, match="transformer_base"):
-        RunPage(run, "transformer_bass")
-
-
 def test_page_shows_all_that_a_run_has(tmp_path: Path) -> None:
     charts = charts_of(full_run(tmp_path / "run"))
     names = {"loss", "metric-bleu", "reliance", "slice-loss", "rate", "norm", "speed", "memory", "shares", "mixture"}

@@ -20,7 +20,7 @@ from deepspeed_nmt.engine import norms, transfer
 from deepspeed_nmt.engine.contract import EngineScalars
 from deepspeed_nmt.engine.norms import Squares, squared_changes
 from deepspeed_nmt.engine.plain import PlainEngine
-from deepspeed_nmt.engine.transfer import on_device, tensors_of
+from deepspeed_nmt.engine.transfer import on_device
 from deepspeed_nmt.kernels.precision import Precision
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
@@ -104,34 +104,6 @@ def test_frozen_weights_are_saved_as_they_were_and_tied_ones_stay_tied(update: U
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("most", [300, 10**6])
-def test_collected_gradients_have_the_same_sums(update: Update, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """Some are added on their own, some in several groups; or all together."""
-    one, other = engine(), engine()
-    assert other._sums is not None
-    other._sums._most = most
-    groups: list[int] = []
-    flush = other._sums.flush
-
-    def count() -> None:
-        assert other._sums is not None and other._sums._bytes <= most
-        groups.append(len(other._sums._collected))
-        flush()
-
-    monkeypatch.setattr(other._sums, "flush", count)
-    for batch in update.micro_batches:
-        for made in (one, other):
-            made._backward(batch, 1.0 / update.target_tokens)
-    for ours, theirs in zip(one._gradients(), other._gradients(), strict=True):
-        assert torch.equal(ours, theirs)
-    trained = len(one._named)
-    if most > 300:
-        assert groups == [trained] * len(update.micro_batches)
-    else:
-        assert len(groups) > len(update.micro_batches) and max(groups) > 2 and sum(groups) < len(groups) * trained
-    assert all(weight.grad is None for weight in other._named.values()) and not other._sums._collected
-
-
 @pytest.mark.parametrize(
     ("precision", "optimizer", "decay"),
     [("fp32", AdamWConfig, 0.5), ("fp32", AdamConfig, 0.5), ("bf16", AdamWConfig, 0.0), ("fp16", AdamWConfig, 0.5)],
@@ -187,12 +159,6 @@ def test_a_rank_without_a_part_adds_nothing() -> None:
 BATCHES = [
     replace(batch_of(*torch.full((3, 2, 2), number)), update=UpdateInfo(micro_batch=number)) for number in range(3)
 ]
-
-
-def test_on_a_cpu_batches_stay_where_they_are() -> None:
-    for ours, theirs in zip(on_device(BATCHES, torch.device("cpu")), BATCHES, strict=True):
-        assert ours.update == theirs.update
-        assert [t.data_ptr() for t in tensors_of(ours)] == [t.data_ptr() for t in tensors_of(theirs)]
 
 
 def test_on_a_gpu_the_next_batch_is_copied_before_this_one_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

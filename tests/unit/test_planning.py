@@ -27,7 +27,6 @@ from deepspeed_nmt.planning.checkpoints import (
     IntervalPlan,
     daly_interval,
     expected_seconds,
-    seconds_of,
     young_interval,
 )
 from deepspeed_nmt.planning.counting import (
@@ -344,14 +343,6 @@ def test_times_of_a_run_are_those_of_its_ledger() -> None:
     measured = MeasuredTimes.of([*first, line(10, begins=True), line(20, 20.0, 3.0, 6.0)])
     assert measured == MeasuredTimes(saving_s=1.0, restart_s=10.0, update_s=2.0)
     assert MeasuredTimes.of(first[:1]) == MeasuredTimes.of([]) == MeasuredTimes(None, None, None)
-
-
-def test_times_have_units() -> None:
-    times = {"90": 90.0, "1.5m": 90.0, "3h": 10800.0, "2d": 172800.0}
-    assert {text: seconds_of(text, "--mtbf") for text in times} == times
-    for text in ("", "h", "-1h", "nan", "1_0", "3 weeks", "9" * 400):
-        with pytest.raises(ConfigError, match="--mtbf is "):
-            seconds_of(text, "--mtbf")
 
 
 def test_a_plan_proposes_how_often_to_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,5 @@
 """`prepare`, from text files to a data directory, and its messages about bad input."""
 
-import codecs
 import json
 import logging
 import os
@@ -385,19 +384,6 @@ def test_lines_that_do_not_survive_encoding_are_counted_and_shown(
     monkeypatch.setattr(prepare_module, "SAMPLE_LINES", 50)
     sampled = _prepare(texts, overwrite=True).round_trips["train.source"]
     assert sampled.lines == len(SOURCE) // 3 and 0 < sampled.changed < share
-
-
-def test_a_byte_order_mark_is_no_text(texts: dict[str, Any], tmp_path: Path) -> None:
-    plain = _prepare(texts, out=tmp_path / "plain")
-    for name in ("train_source", "train_target", "valid_source", "valid_target"):
-        path = texts[name][0]
-        path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
-    twice = {name: (*texts[name], *texts[name]) for name in ("valid_source", "valid_target")}
-    marked = _prepare({**texts, **twice}, test_source=twice["valid_source"], test_target=twice["valid_target"])
-    assert marked.files["train.source.uint16.bin"] == plain.files["train.source.uint16.bin"]
-    for split in ("valid", "test"):
-        copy = DataDirectory.open(texts["out"]).text(split, "source")
-        assert copy.read_bytes() == VALID_SOURCE + b"\n" + VALID_SOURCE
 
 
 @pytest.mark.parametrize(

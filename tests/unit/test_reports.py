@@ -151,18 +151,6 @@ def test_axes_are_the_settings_swept_independently(sweep_of: Any) -> None:
     assert sweep_of(("transformer_base", {}), ("transformer_big", {})).axes == ["recipe"]
 
 
-def test_a_part_that_the_sweep_removes_is_absent_in_its_runs(tmp_path: Path, sweep_of: Any) -> None:
-    sweep = sweep_of(*(("deep_decoder_base_30", {"objective.ddr": part}) for part in (None, {"weight": 1.0})))
-    names = ("with", "without")
-    for name, more in zip(names, ([], ["objective.ddr=null"]), strict=True):
-        make_run(tmp_path / name, *more, recipe="deep_decoder_base_30")
-    runs = [Outcome.read(tmp_path / name) for name in names]
-    assert [[run.path.name for run in sweep.runs_of(point, runs)] for point in sweep.points] == [
-        ["without"],
-        ["with"],
-    ]
-
-
 def test_runs_are_compared_by_what_differs_and_what_came_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

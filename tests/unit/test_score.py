@@ -2,8 +2,6 @@
 
 import gzip
 import json
-import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -173,18 +171,6 @@ def test_text_of_another_form_or_case_is_warned_of(tmp_path: Path, capsys: pytes
     lower = [line.lower() for line in HYPOTHESIS]
     said = warnings(lower, REFERENCE)
     assert f"{tmp_path}/ref: 3 of 3 lines have upper case" in said and f"{tmp_path}/hyp is in lower case" in said
-
-
-def test_pipes_are_read_once(files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = scored(capsys, *(word for pair in files.items() for word in pair))
-    pipes = dict(files)
-    for option, path in files.items():
-        pipes[option] = f"{path}.pipe"
-        os.mkfifo(pipes[option])
-        content = Path(path).read_bytes()
-        threading.Thread(target=Path(pipes[option]).write_bytes, args=[content], daemon=True).start()
-    piped = scored(capsys, *(word for pair in pipes.items() for word in pair))
-    assert piped["bleu"] == whole["bleu"] and piped["source_copies"] == whole["source_copies"]
 
 
 @pytest.mark.parametrize(

@@ -97,14 +97,6 @@ def test_order_is_kept_with_any_batches(max_tokens: int, buffer_lines: int) -> N
         )
 
 
-def test_adjacent_candidates_of_a_source_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, rows = plain(1), []
-    encode = model.encode
-    monkeypatch.setattr(model, "encode", lambda source, padded: rows.append(len(source)) or encode(source, padded))
-    list(score_lines(model, Letters(), ["ab"] * 5 + ["c"] * 3, ["x"] * 8))
-    assert rows == [2]
-
-
 def test_what_cannot_be_scored_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = plain(1)
     with pytest.raises(DataError, match="1 source and more translations"):

@@ -7,16 +7,14 @@ import sys
 from collections import Counter
 from pathlib import Path
 from random import Random
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import sentencepiece
 
-from deepspeed_nmt.data.preparation import PairEncoder
 from deepspeed_nmt.data.sentencepiece import BpeSampler, SentencePieceTokenizer, UnigramSampler, sampler_of
 from deepspeed_nmt.data.tokenizer import ALPHA, SampledSegmentations
-from deepspeed_nmt.data.vocabulary_training import VocabularyType, train_subwords, train_words
-from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.data.vocabulary_training import VocabularyType, train_subwords
 from deepspeed_nmt.sample import sentence_pairs
 from tests.support import ROOT
 
@@ -150,18 +148,3 @@ def test_symbols_and_unknown_characters_stay_whole(kind: str, tokenizers: dict[s
         (tokens,) = tokenizer.sample_batch([text], "source", SampledSegmentations(50, 0.5, 1), number, 0)
         assert [token for token in tokens if token < 6] == [token for token in plain if token < 6]
         assert tokens[0] == 4 and tokenizer.decode(tokens) == tokenizer.decode(plain)
-
-
-def test_what_has_one_segmentation_is_refused() -> None:
-    lines = [line for pair in PAIRS for line in pair]
-    for tokenizer, message in (
-        (train_words(lines), "segmented text has one segmentation"),
-        (_characters(), "need a vocabulary of type bpe or unigram, but its type is char"),
-    ):
-        with pytest.raises(DataError, match=message):
-            PairEncoder(tokenizer, sampling=SampledSegmentations(2, 0.1, 1)).check()
-
-
-def _characters() -> SentencePieceTokenizer:
-    settings: dict[str, Any] = {"vocabulary_type": "char", "symbols": ()}
-    return train_subwords(LINES, 40, **settings)

@@ -60,18 +60,6 @@ def test_a_signal_after_the_agreement_to_stop_is_not_a_second_request() -> None:
         assert stop.signal_name == "a request to another rank"
 
 
-def test_a_lost_terminal_is_a_request_unless_nohup_ignores_it() -> None:
-    with StopRequest() as stop:
-        send(signal.SIGHUP)
-        send(signal.SIGHUP)  # the shell and the kernel both report it
-        assert stop and stop.signal_name == "SIGHUP"
-        stop.agree()
-    send(signal.SIGHUP)  # while the process ends
-    with StopRequest() as stop:  # it is ignored now
-        send(signal.SIGHUP)
-        assert not stop
-
-
 def test_a_status_is_handed_over_if_training_ended_as_it_should(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,3 +234,15 @@ def test_a_killed_sentencepiece_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "executable", str(program))
     with pytest.raises(DataError, match="could not make a vocabulary of 60 tokens: killed by signal 9"):
         train_subwords((f"line {each}" for each in range(100_000)), 60)
+
+
+def test_a_lost_terminal_is_a_request_unless_nohup_ignores_it() -> None:
+    with StopRequest() as stop:
+        send(signal.SIGHUP)
+        send(signal.SIGHUP)  # the shell and the kernel both report it
+        assert stop and stop.signal_name == "SIGHUP"
+        stop.agree()
+    send(signal.SIGHUP)  # while the process ends
+    with StopRequest() as stop:  # it is ignored now
+        send(signal.SIGHUP)
+        assert not stop

@@ -16,7 +16,7 @@ from deepspeed_nmt.search import streams as module
 from deepspeed_nmt.search.base import Translation
 from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.search.decode_options import DecodeOptions
-from deepspeed_nmt.search.lines import length_buckets, warn_of_form
+from deepspeed_nmt.search.lines import warn_of_form
 from deepspeed_nmt.text import TextForm, text_of
 
 
@@ -246,15 +246,3 @@ def test_invalid_numbers_are_reported_together_before_reading(model: Translation
     with pytest.raises(ConfigError, match=r"`nbest` is 4.* 3; raise `beam` to 4"):
         translate_lines(model, Letters(), lines, CONFIG, nbest=4)
     assert list(lines) == ["a"]
-
-
-def test_a_batch_of_many_hypotheses_has_fewer_sentences(
-    model: TranslationModel, shapes: list[tuple[int, int]]
-) -> None:
-    assert list(length_buckets([3, 50, 4, 4, 9, 1], 12)) == [[1], [4], [2, 3, 0], [5]]
-    lengths = [2, 30, 2, 10]
-    assert list(length_buckets(lengths, 40, 5)) == [[1], [3, 0, 2]]
-    assert list(length_buckets(lengths, 40, 20)) == [[1], [3, 0], [2]]
-    assert list(length_buckets(lengths, 40, 1000)) == [[1], [3], [0], [2]]
-    list(translate_lines(model, Letters(), ["a"] * 20, BeamConfig(beam=10), max_tokens=80))
-    assert [rows for rows, _ in shapes] == [8, 8, 4]

@@ -12,7 +12,6 @@ from deepspeed_nmt.cli import main
 from deepspeed_nmt.search.base import Translation
 
 LINES = ["one two\n", "\n", "drei\n"]
-REVERSED = "owt eno\n\nierd\n"
 
 
 class Reverser:
@@ -58,27 +57,6 @@ def test_a_coprocess_gets_its_lines_as_soon_as_they_are_translated(
         assert answers.read() == "tsal\n"
     command.join(10)
     assert statuses == [0] and reverser.options["buffer_lines"] == 2
-
-
-@pytest.mark.timeout(20)
-def test_process_substitution_standard_output_and_an_existing_file(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    readable, writable = os.pipe()
-    os.write(writable, "".join(LINES).encode())
-    os.close(writable)
-    try:
-        assert translate(f"/dev/fd/{readable}", "/dev/stdout") == 0
-    finally:
-        os.close(readable)
-    assert capfd.readouterr().out == REVERSED
-    (tmp_path / "source").write_text("".join(LINES))
-    assert translate(tmp_path / "source", "-") == 0
-    assert capfd.readouterr().out == REVERSED
-    assert translate(tmp_path / "source", "/dev/null") == 0
-    (tmp_path / "target").touch(0o640)
-    assert translate(tmp_path / "source", tmp_path / "target") == 0
-    assert (tmp_path / "target").read_text() == REVERSED and (tmp_path / "target").stat().st_mode & 0o777 == 0o640
 
 
 def test_the_source_is_not_overwritten(

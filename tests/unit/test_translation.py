@@ -280,15 +280,6 @@ def test_a_text_that_changes_meanwhile_is_refused(
     assert not source.with_name("target").exists()
 
 
-def test_two_translations_to_one_output(translator: Translator, source: Path) -> None:
-    holds = exclusive(source.with_name(".target.translate.lock"), "")
-    with (
-        holds,
-        pytest.raises(DataError, match=r"target is in use: process \d+ on "),
-    ):
-        translate(translator, source)
-
-
 def in_ranks(monkeypatch: pytest.MonkeyPatch, ranks: int, work: Callable[[int], None]) -> None:
     """Run a function as several ranks, which are threads with a store."""
     store, mine = dist.HashStore(), threading.local()
@@ -367,3 +358,12 @@ def test_a_tagged_line_that_is_not_utf8_stays_marked() -> None:
     whole, damaged = Tags(source="<2de>").tagged([text_of(b"the house"), text_of(b"the h\xffuse")])
     assert (whole, damaged) == ("<2de> the house", "<2de> the h\ufffduse")
     assert isinstance(damaged, DamagedLine) and not isinstance(whole, DamagedLine)
+
+
+def test_two_translations_to_one_output(translator: Translator, source: Path) -> None:
+    holds = exclusive(source.with_name(".target.translate.lock"), "")
+    with (
+        holds,
+        pytest.raises(DataError, match=r"target is in use: process \d+ on "),
+    ):
+        translate(translator, source)

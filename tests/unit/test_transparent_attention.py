@@ -5,10 +5,8 @@ import torch
 
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.batch import Batch
-from deepspeed_nmt.core.model import TOP
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.methods.transparent_attention import (
@@ -66,20 +64,6 @@ def test_a_mixture_of_the_last_state_alone_is_a_transformer() -> None:
     with torch.no_grad():
         mixed.mixtures.logits[-1] = 100.0
     torch.testing.assert_close(mixed(batch()), plain(batch()), rtol=1e-12, atol=1e-12)
-
-
-def test_it_has_no_exits_but_the_top() -> None:
-    model = transparent()
-    assert model.at_exit(TOP) is model and model.stages == (1, 1)
-    with pytest.raises(ConfigError, match=r"the exit is '2-1', .* use top"):
-        model.at_exit("2-1")
-    settings = [
-        "model.name=transparent_attention",
-        "objective.label_smoothed=null",
-        "objective.multi_softmax.exits=all",
-    ]
-    with pytest.raises(ConfigError, match=r"objective.multi_softmax trains many exits"):
-        load_config(settings=settings)
 
 
 def test_it_composes_with_cross_attention_drop() -> None:

@@ -162,14 +162,6 @@ def test_weights_follow_a_schedule() -> None:
     assert straight[1] == pytest.approx(0.5 * 2000 * 49 / order.shares.phase.streams[1].mean, abs=1)
 
 
-def test_temperature_flattens_sizes() -> None:
-    sizes = np.array([each.tokens for each in mixture([ALWAYS, ALWAYS]).shares.phase.streams])
-    for temperature in (1.0, 5.0):
-        order = mixture([ALWAYS, ALWAYS], temperature)
-        flat = sizes ** (1 / temperature)
-        assert order.shares.segments[0].shares == pytest.approx(flat / flat.sum())
-
-
 def test_an_update_is_a_function_of_its_number() -> None:
     order, other = mixture([ALWAYS, ALWAYS]), mixture([ALWAYS, ALWAYS])
     for number in (700, 3, 257, 256):

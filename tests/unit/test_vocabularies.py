@@ -153,19 +153,6 @@ def test_a_model_of_the_users_keeps_its_segmentations(kind: str, tmp_path: Path)
     assert pickle.loads(pickle.dumps(ours)).encode("the <bt> house") == ours.encode("the <bt> house")
 
 
-def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("the house\n" * 9)
-    (tmp_path / "words").write_bytes(foreign(model_type="word", vocab_size=20))
-    for name, message in (
-        ("text", r"text is no model of SentencePiece"),
-        ("words", r"words has a vocabulary of words"),
-        ("missing", r"missing cannot be read \(No such file or directory\); check the path"),
-    ):
-        with pytest.raises(DataError, match=message) as error:
-            adopt_models([tmp_path / name])
-        assert "\n" not in str(error.value)
-
-
 def test_languages_of_an_imported_model_are_symbols() -> None:
     special = {"eos": 0, "unk": 1, "pad": 3, "bos": 3}
     numbers = {"</s>": 0, "<unk>": 1, ">>fra<<": 2, "<pad>": 3}
@@ -192,14 +179,6 @@ def test_bpe_round_trip_with_fixed_special_tokens() -> None:
         assert tokenizer.reference(line) == line
     assert tokenizer.encode("") == []
     assert tokenizer.encode_batch(RAW, threads=2) == [tokenizer.encode(line) for line in RAW]
-
-
-def test_unknown_characters_are_marked_in_the_text() -> None:
-    tokenizer = train_subwords(RAW, vocab_size=80)
-    assert tokenizer.decode(tokenizer.encode("the 猫 river")) == "the ⁇ river"
-    words = train_words(SEGMENTED)
-    assert words.encode("a dog .") == [words.encode("a")[0], 3, words.encode(".")[0]]
-    assert words.decode(words.encode("a dog .")) == "a ⁇ ."
 
 
 def test_same_text_same_vocabulary() -> None:
