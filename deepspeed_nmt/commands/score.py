@@ -113,11 +113,11 @@ def _tune(arguments: argparse.Namespace, tokenised: bool) -> str:
     tuning = tune(
         arguments.tune_rerank,
         arguments.reference,
-        convert=convert,
-        convert_reference=convert_reference,
-        tokenised=tokenised,
-        lowercase=arguments.lowercase,
-        language=language,
+        convert,
+        convert_reference,
+        tokenised,
+        arguments.lowercase,
+        language,
     )
     return tuning.as_json(arguments.grid) if arguments.json else tuning.as_text(arguments.grid)
 

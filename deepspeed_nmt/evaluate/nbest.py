@@ -151,10 +151,9 @@ class Tuning:
     def as_text(self, grid: bool) -> str:
         """Return a report to read; with ``grid``, BLEU at all pairs."""
         lines = [f"{self.candidates:,} candidates of {self.lines:,} lines"]
-        for name, pair in (("default", DEFAULT), ("best", self.best)):
-            lines.append(
-                f"{name:<8} --alpha {pair[0]:g} --exponent {pair[1]:g}  {self.label} = {self.grid[pair]:.2f}"
-            )
+        for name, (alpha, exponent) in (("default", DEFAULT), ("best", self.best)):
+            bleu = self.grid[alpha, exponent]
+            lines.append(f"{name:<8} --alpha {alpha:g} --exponent {exponent:g}  {self.label} = {bleu:.2f}")
         lines.append(f"  {self.signature}")
         if grid:
             head = ["exponent", *(f"alpha {alpha:g}" for alpha in ALPHAS)]
@@ -164,21 +163,16 @@ class Tuning:
 
     def as_json(self, grid: bool) -> str:
         """Return the report as a JSON object, with unrounded scores; with ``grid``, of all pairs."""
-
-        def point(pair: tuple[float, float]) -> dict[str, float]:
-            return {"alpha": pair[0], "exponent": pair[1], "bleu": self.grid[pair]}
-
-        values: dict[str, object] = {
+        points = {pair: {"alpha": pair[0], "exponent": pair[1], "bleu": bleu} for pair, bleu in self.grid.items()}
+        values = {
             "lines": self.lines,
             "candidates": self.candidates,
             "metric": self.label,
             "signature": self.signature,
-            "default": point(DEFAULT),
-            "best": point(self.best),
+            "default": points[DEFAULT],
+            "best": points[self.best],
         }
-        if grid:
-            values["grid"] = [point(pair) for pair in self.grid]
-        return json.dumps(values)
+        return json.dumps({**values, "grid": list(points.values())} if grid else values)
 
 
 class RerankLists:
@@ -190,10 +184,9 @@ class RerankLists:
 
     def __init__(self, lists: Sequence[Sequence[Candidate]]) -> None:
         self.lists = lists
-        width = max(map(len, lists))
-        self._means_LKN = np.zeros((len(lists), width, len(EXITS)))
-        self._proposed_LKN = np.zeros((len(lists), width, len(EXITS)), dtype=np.bool_)
-        self._length_LK = np.ones((len(lists), width))
+        shape = len(lists), max(map(len, lists))
+        self._means_LKN, self._length_LK = np.zeros((*shape, len(EXITS))), np.ones(shape)
+        self._proposed_LKN = np.zeros((*shape, len(EXITS)), dtype=np.bool_)
         for line, candidates in enumerate(lists):
             if len(candidates) == 1 and candidates[0].text == "" and EXITS[0] not in candidates[0].features:
                 self._proposed_LKN[line, 0] = True
@@ -234,7 +227,6 @@ class RerankLists:
 def tune(
     nbest: str,
     references: Sequence[str],
-    *,
     convert: Converter = list,
     convert_reference: Converter = list,
     tokenised: bool = False,

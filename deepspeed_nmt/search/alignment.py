@@ -36,11 +36,7 @@ Weighted = Sequence[tuple[MultiHeadAttention, float]]
 def watched(attentions: Iterable[MultiHeadAttention]) -> Iterator[dict[MultiHeadAttention, Tensor]]:
     """Watch cross-attention over whole sentences during the block.
 
-    Args:
-        attentions: of decoder layers.
-
-    Yields:
-        The weights of each in its newest application, as the mean of the heads. Shape: (N,T,S) each
+    Yields the weights of each in its newest application, as the mean of the heads. Shape: (N,T,S) each
     """
     seen: dict[MultiHeadAttention, Tensor] = {}
 
@@ -96,13 +92,7 @@ class AttentionWatch:
 
 
 def word_links(links: Sequence[int], source_words: Sequence[int], target_words: Sequence[int | None]) -> Links:
-    """Return the links of words.
-
-    Args:
-        links: source position of each target token.
-        source_words: word of each source token.
-        target_words: word of each target token; None for a token that no word has.
-    """
+    """Return the links of words, given the source position of each target token and the word of each token."""
     pairs = {
         (source_words[position], word)
         for position, word in zip(links, target_words, strict=True)
@@ -112,13 +102,7 @@ def word_links(links: Sequence[int], source_words: Sequence[int], target_words: 
 
 
 def without_tags(links: Links | None, tags: Tags, text: str) -> Links | None:
-    """Return the links of a translation without those of tags, its words counted as if there were no tags.
-
-    Args:
-        links: of the tagged source and the tagged translation; None if they were not asked for.
-        tags: in front of both.
-        text: the tagged translation.
-    """
+    """Return the links of a translation, the tagged ``text``, as if there were no tags on either side."""
     if links is None or tags == NO_TAGS:
         return links
     before = int(tags.source is not None), int(tags.untagged(text) != text)
@@ -127,34 +111,18 @@ def without_tags(links: Links | None, tags: Tags, text: str) -> Links | None:
 
 
 def source_words(line: str, tokens: Sequence[int], tokenizer: LineTokenizer) -> list[int]:
-    """Return the number of the word that each source token belongs to.
+    """Return the number of the word that each source token belongs to; the tokens may be cut.
 
-    Tokens are those of the words one by one, where a tokenizer splits white space first. Otherwise a token belongs to
-    the first word up to which the line has that many tokens.
-
-    Args:
-        line: the source.
-        tokens: its tokens, possibly cut.
-        tokenizer: which encoded it.
+    A token belongs to the first word up to which the line has that many tokens.
     """
-    first = tokenizer.vocabulary.source.bos
-    begins = int(bool(tokens) and tokens[0] == first)  # of a BERT's source, and of each of its words
+    begins = int(list(tokens[:1]) == [tokenizer.vocabulary.source.bos])  # of a BERT's source
     words = line.split()
-    pieces: list[int] = []
-    numbers: list[int] = []
-    for number, word in enumerate(words):
-        if begins + len(pieces) >= len(tokens):  # the line was cut
+    numbers = [0] * begins
+    for number in range(len(words)):
+        if len(numbers) >= len(tokens):  # the line was cut
             break
-        pieces += (token for token in tokenizer.encode(word) if token != first)
-        numbers += [number] * (len(pieces) - len(numbers))
-    if pieces[: len(tokens) - begins] != list(tokens[begins:]):
-        numbers = []
-        for number in range(len(words)):
-            if begins + len(numbers) >= len(tokens):
-                break
-            upto = len(tokenizer.encode(" ".join(words[: number + 1]))) - begins
-            numbers += [number] * (upto - len(numbers))
-    numbers = [0] * begins + numbers
+        upto = len(tokenizer.encode(" ".join(words[: number + 1])))
+        numbers += [number] * (upto - len(numbers))
     last = numbers[-1] if numbers else 0
     return (numbers + [last] * len(tokens))[: len(tokens)]
 
@@ -178,19 +146,10 @@ def target_words(tokens: Sequence[int], tokenizer: LineTokenizer) -> list[int | 
 
 
 def cross_attention(attentions: dict[int, MultiHeadAttention], layer: int) -> MultiHeadAttention:
-    """Return the cross-attention of a decoder layer.
-
-    Raises:
-        ConfigError: if the layer does not exist or has none.
-    """
+    """Return the cross-attention of a decoder layer, or raise a ConfigError if it has none."""
     if layer not in attentions:
         have = ", ".join(map(str, attentions)) or "none"
         raise ConfigError(
             f"{option('alignment_layer')} is {layer}, no decoder layer with cross-attention; those are {have}"
         )
     return attentions[layer]
-
-
-def pharaoh(links: Links) -> str:
-    """Return links in the format of Pharaoh: ``0-0 1-2``, source word first."""
-    return " ".join(f"{source}-{target}" for source, target in links)

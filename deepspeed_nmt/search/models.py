@@ -41,12 +41,7 @@ class _Caches(DecoderCache):
 
 
 def mean_of(log_probs: Sequence[Tensor], weights: Sequence[float] | None) -> Tensor:
-    """Return the log of the weighted mean of probabilities.
-
-    Args:
-        log_probs: log-probabilities by each model, of one shape.
-        weights: one for each model, whose sum is 1; None for equal weights.
-    """
+    """Return the log of the mean of the models' probabilities, by weights whose sum is 1; None for equal ones."""
     if len(log_probs) == 1:
         return log_probs[0]
     if weights is None:
@@ -115,15 +110,9 @@ def weights_of(model: DecodableModel) -> list[float] | None:
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """Return the precision that is meant on a device.
+    """Return the precision that is meant on a device, or raise a ConfigError if it does not have it.
 
-    Args:
-        precision: auto, fp32, bf16, fp16 or int8; auto: bf16 on a GPU from sm_80 up, fp16 on an older GPU, fp32 on a
-            CPU.
-        device: device of the model.
-
-    Raises:
-        ConfigError: if the device does not have it.
+    auto is bf16 on a GPU from sm_80 up, fp16 on an older GPU, fp32 on a CPU.
     """
     name = option("precision")
     native = native_precision(device)
