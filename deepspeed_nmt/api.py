@@ -117,14 +117,7 @@ class Translator:
 
     @classmethod
     def opened(cls, options: DecodeOptions, changes: Mapping[str, Any]) -> Translator:
-        """Open the runs of checked options.
-
-        Args:
-            changes: settings of the search; those that are None stay.
-
-        Raises:
-            UserError: as :meth:`open`.
-        """
+        """Open the runs of checked options; ``changes`` are settings of the search, of which None stay."""
         device = torch.device("cpu")
         if uses_cuda(options.device, option("device")):
             device = torch.device("cuda", torch.cuda.current_device())
@@ -172,16 +165,12 @@ class Translator:
         return {**models, **identity_of(self.search, self.device.type, self.precision)}
 
     def at_exit(self, name: str) -> Translator:
-        """Return the translator that decodes from an exit. It shares the weights, and the lock of its threads.
-
-        Raises:
-            ConfigError: if the model has no exit of this name.
-        """
-        found = copy.copy(self)
-        found.model = self.model.at_exit(name)
+        """Return the translator that decodes from an exit. It shares the weights, and the lock of its threads."""
+        other = copy.copy(self)
+        other.model = self.model.at_exit(name)
         if self._opened is not None:
-            found._opened = replace(self._opened, exit=name)
-        return found
+            other._opened = replace(self._opened, exit=name)
+        return other
 
     @overload
     def translate(
@@ -213,15 +202,7 @@ class Translator:
         return list(self.stream(sentences, max_tokens=max_tokens, nbest=nbest, **options))
 
     def check(self, sentences: Iterable[str], max_source_tokens: int | None = None) -> None:
-        """Check that no sentence is too long, as :meth:`stream` does if it is strict.
-
-        Args:
-            max_source_tokens: see :meth:`stream`.
-
-        Raises:
-            ConfigError: if ``sentences`` is something else.
-            DataError: if a sentence is too long.
-        """
+        """Check that no sentence is too long, or raise a DataError, as :meth:`stream` does if it is strict."""
         longest = self.max_source_tokens if max_source_tokens is None else max_source_tokens
         reader = SourceLines(self.tokenizer, longest, self.model.longest_source, strict=True)
         for sentence in self.tags.tagged(checked_texts("sentences", sentences)):
@@ -242,7 +223,7 @@ class Translator:
 
         Args:
             sentences: source sentences.
-            advance: callback for progress; its argument is the number of sentences finished since the last call.
+            advance: called with the number of sentences finished since the last call.
             prefix: text with which each translation begins, in the form of the text that the run was trained on; ""
                 for any.
             constraints: phrases, in that form, that each translation contains, for ``name="constrained_beam"``.
@@ -324,7 +305,7 @@ class Translator:
 
         Args:
             targets: a translation of each; for an n-best list repeat the source.
-            advance: callback for progress; its argument is the number of pairs finished since the last call.
+            advance: called with the number of pairs finished since the last call.
             warn: False to log no warnings of lines, for text that is scored again.
 
         Raises:
@@ -340,7 +321,7 @@ class Translator:
                 "have no log-probability token by token; use another run"
             )
         tag, texts = self.tags.target, checked_texts("targets", targets)
-        found = score_lines(
+        scored = score_lines(
             self.model,
             self.tokenizer,
             self.tags.tagged(checked_texts("sources", sources)),
@@ -351,7 +332,9 @@ class Translator:
             warn=warn,
             lock=self._lock,
         )
-        return found if tag is None else (ScoredTranslation(each.tokens[1:], each.log_probs[1:]) for each in found)
+        if tag is None:
+            return scored
+        return (ScoredTranslation(pair.tokens[1:], pair.log_probs[1:]) for pair in scored)
 
 
 def _plain(translations: Iterable[list[Translation]], form: TextForm) -> Iterator[list[Translation]]:

@@ -16,8 +16,6 @@ from contextlib import ExitStack, nullcontext
 from itertools import tee
 from typing import TYPE_CHECKING
 
-from deepspeed_nmt.errors import ConfigError
-
 if TYPE_CHECKING:
     from deepspeed_nmt.api import Translator
     from deepspeed_nmt.search.forced import ScoredTranslation
@@ -62,37 +60,27 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.api import Translator
     from deepspeed_nmt.console import counting
     from deepspeed_nmt.errors import DataError
-    from deepspeed_nmt.files import atomic_writer, open_text, replaces, text_lines
-    from deepspeed_nmt.run.translation import count_lines, output_path
+    from deepspeed_nmt.files import atomic_writer, text_lines
+    from deepspeed_nmt.run.translation import open_aligned, output_path
     from deepspeed_nmt.search.base import MisalignedError
     from deepspeed_nmt.search.decode_options import DecodeOptions
     from deepspeed_nmt.search.forced import check_targets
 
     options = DecodeOptions.of_command(arguments)
     target = output_path(arguments.output, "--output")
-    if arguments.source == arguments.target == "-":
-        raise ConfigError("standard input (`-`) is given twice; give paths")
+    names = {"source": arguments.source, "target": arguments.target}
     problem: MisalignedError | None = None
     with ExitStack() as stack:
-        files = [stack.enter_context(open_text(name)) for name in (arguments.source, arguments.target)]
-        for option, file in zip(("source", "target"), files, strict=True):
-            if target is not None and replaces(target, file):
-                raise ConfigError(f"--output is {target}, the text of --{option}; give another path")
-        names = (arguments.source, arguments.target)
-        counts = [count_lines(file, name) for file, name in zip(files, names, strict=True)]
-        if None not in counts and counts[0] != counts[1]:
-            raise DataError(
-                f"--source has {counts[0]:,} lines and --target {counts[1]:,}; give texts of the same sentences, "
-                "aligned line by line"
-            )
+        files, _ = open_aligned(stack, names, {"output": target})
         translator = Translator.opened(options, {})
-        if files[1].seekable():  # a pipe is checked as it is read
-            check_targets(translator.model, translator.tokenizer, translator.tags, text_lines(files[1], names[1]))
-            files[1].seek(0)
+        if (file := files["target"]).seekable():  # a pipe is checked as it is read
+            lines = text_lines(file, names["target"])
+            check_targets(translator.model, translator.tokenizer, translator.tags, lines)
+            file.seek(0)
         exits = translator.exits if arguments.all_exits else [arguments.exit or "top"]
         output = stack.enter_context(nullcontext(sys.stdout) if target is None else atomic_writer(target, "w"))
         advance = stack.enter_context(counting("score-pairs", "scores"))
-        sides = [tee(text_lines(file, name), len(exits)) for file, name in zip(files, names, strict=True)]
+        sides = [tee(text_lines(file, names[side]), len(exits)) for side, file in files.items()]
         keywords = options.given_values("max_tokens", "max_source_tokens", "strict")
         streams = [  # read together, in bounded memory
             (translator.at_exit(name) if arguments.all_exits else translator).score(

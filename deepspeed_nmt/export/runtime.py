@@ -49,14 +49,14 @@ def check_options(options: DecodeOptions) -> None:
             f"{option('precision')} is {options.precision}, which {option('runtime')} ctranslate2 lacks; give "
             f"{' or '.join(PRECISIONS)}"
         )
-    if name := next(options.given(sorted(LACKS)), None):
+    if name := next(iter(options.given(sorted(LACKS))), None):
         raise ConfigError(f"{option(name)} is not for CTranslate2; leave it out, or translate by the run with torch")
     if (options.encoder_layers is None) != (options.decoder_layers is None):
         raise ConfigError(
             f"{option('runtime')} ctranslate2 needs both {option('encoder_layers')} and {option('decoder_layers')}, "
             f"or {option('exit')} N-M; give the other"
         )
-    if options.export is not None and (name := next(options.given(marked("exported")), None)):
+    if options.export is not None and (name := next(iter(options.given(marked("exported"))), None)):
         raise ConfigError(f"{option(name)} is decided when a run is exported; leave it out, or give {option('run')}")
     if options.settings["name"] not in (None, "beam"):
         raise ConfigError(

@@ -171,7 +171,7 @@ def lines_of_a_piece(lines: int, max_tokens: int) -> int:
     return max(1, least, min(MAX_LINES, -(-lines // _PIECES)))
 
 
-def count_lines(stream: BufferedReader[Any], name: str) -> int | None:
+def _count_lines(stream: BufferedReader[Any], name: str) -> int | None:
     """Count the lines of a text, which is read again from where it stands; None if it can be read only once."""
     if not stream.seekable():
         return None
@@ -181,28 +181,39 @@ def count_lines(stream: BufferedReader[Any], name: str) -> int | None:
     return count
 
 
-@contextmanager
-def open_texts(options: DecodeOptions) -> Iterator[Texts]:
-    """Open the source and the texts beside it. If all are files, their lines are counted before anything is done."""
-    outputs = check_outputs(options)
-    names = {name: path for name in _INPUTS if (path := getattr(options, name)) is not None}
+def open_aligned(
+    stack: ExitStack, names: Mapping[str, str], outputs: Mapping[str, Path | None]
+) -> tuple[dict[str, BufferedReader[Any]], int | None]:
+    """Open the texts that options name, the source first, and return them, and the number of their lines, if known.
+
+    Raises:
+        ConfigError: if standard input is given twice, or an output would replace a text.
+        DataError: if a file cannot be read or has another number of lines.
+    """
     if list(names.values()).count("-") > 1:
         raise ConfigError("standard input (`-`) is given more than once; give paths")
+    streams = {name: stack.enter_context(open_text(path)) for name, path in names.items()}
+    for output, path in outputs.items():
+        for name, stream in streams.items():
+            if path is not None and replaces(path, stream):
+                raise ConfigError(f"{typed(output)} is {path}, the text of {typed(name)}; give another path")
+    lines, *counts = (_count_lines(stream, names[name]) for name, stream in streams.items())
+    for name, count in zip(list(names)[1:], counts, strict=True):
+        if None not in (count, lines) and count != lines:
+            raise DataError(
+                f"{typed(name)} has {count:,} lines, and the source has {lines:,}; give a text of the same lines"
+            )
+    return streams, lines
+
+
+@contextmanager
+def open_texts(options: DecodeOptions) -> Iterator[Texts]:
+    """Open the source and the texts beside it, see :func:`open_aligned`, and check the outputs."""
+    outputs = check_outputs(options)
+    names = {name: path for name in _INPUTS if (path := getattr(options, name)) is not None}
     with ExitStack() as stack:
-        streams = {name: stack.enter_context(open_text(path)) for name, path in names.items()}
-        for output, path in zip(_OUTPUTS, outputs, strict=False):
-            for name, stream in streams.items():
-                if path is not None and replaces(path, stream):
-                    raise ConfigError(f"{typed(output)} is {path}, the text of {typed(name)}; give another path")
-        counts = {name: count_lines(stream, names[name]) for name, stream in streams.items()}
-        for name, count in counts.items():
-            if None not in (count, counts["input"]) and count != counts["input"]:
-                raise DataError(
-                    f"{typed(name)} has {count:,} lines, and the source has {counts['input']:,}; give a text of the "
-                    "same lines, in which an empty line asks for nothing"
-                )
-        lines = counts["input"] if is_file(names["input"], streams["input"]) else None
-        yield Texts(options, streams, outputs, lines)
+        streams, lines = open_aligned(stack, names, dict(zip(_OUTPUTS, outputs, strict=False)))
+        yield Texts(options, streams, outputs, lines if is_file(names["input"], streams["input"]) else None)
 
 
 def check_workers(options: DecodeOptions) -> None:
@@ -600,22 +611,20 @@ class _Rank:
     def _report(self) -> None:
         """Report on rank 0 how much more all ranks have done."""
         if self._progress is not None:
-            done = self._work.done()
-            self._progress(done - self._reported)
-            self._reported = done
+            before, self._reported = self._reported, self._work.done()
+            self._progress(self._reported - before)
 
     def _join(self) -> None:
         """Write the pieces in order to the outputs, which are replaced when they are complete."""
+        pieces = self._pieces
         with ExitStack() as stack:
-            paths = [path for path in self._pieces.texts.outputs if path is not None]
-            outputs = [stack.enter_context(atomic_writer(path)) for path in paths]
-            for number in range(self._pieces.count):
-                piece = self._pieces.read(number)
-                if piece is None:
-                    logger.warning("%s is damaged; it is translated again", self._pieces.file(number))
+            outputs = [stack.enter_context(atomic_writer(path)) for path in pieces.texts.outputs if path is not None]
+            for number in range(pieces.count):
+                if (piece := pieces.read(number)) is None:
+                    logger.warning("%s is damaged; it is translated again", pieces.file(number))
                     self._translate(number)
-                    piece = self._pieces.read(number)
+                    piece = pieces.read(number)
                 if piece is None:
-                    raise DataError(f"{self._pieces.file(number)} is not as it was written; check the disk")
-                for output, content in zip(outputs, piece, strict=False):
+                    raise DataError(f"{pieces.file(number)} is not as it was written; check the disk")
+                for output, content in zip(outputs, piece[:2], strict=False):
                     output.write(content)

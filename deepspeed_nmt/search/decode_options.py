@@ -257,10 +257,9 @@ class DecodeOptions(Config):
 
     @model_validator(mode="after")
     def _check_exclusions(self) -> DecodeOptions:
-        layers = [name for name in ("encoder_layers", "decoder_layers") if getattr(self, name) is not None]
-        exits = [name for name in ("exit", *layers) if getattr(self, name) is not None]
-        if layers and self.exit is not None:
-            raise ValueError(f"{option('exit')} and {option(layers[0])} both choose an exit; give one of them")
+        exits = self.exits
+        if len(exits) > 1 and exits[0] == "exit":
+            raise ValueError(f"{option('exit')} and {option(exits[1])} both choose an exit; give one of them")
         if self.rerank is not None and exits:
             raise ValueError(
                 f"{option('rerank')} decodes from two exits, {option(exits[0])} from one; give one of them"
@@ -273,11 +272,6 @@ class DecodeOptions(Config):
             raise ValueError(f"{option(first)} decodes by the search {one}, {option(second)} by {other}; give one")
         if self.alignment_layer is not None and not self.alignment:
             raise ValueError(f"{option('alignment_layer')} is for {option('alignment')}, which is missing; give both")
-        if self.alignment and self.detokenise is not None:
-            raise ValueError(
-                f"{option('alignment')} links the words that the model writes, which {option('detokenise')} changes; "
-                "leave out one of them"
-            )
         if self.run is not None and self.export is not None:
             raise ValueError(f"{option('run')} and {option('export')} are both given; give one of them")
         if self.export is not None and self.runtime == "torch":
@@ -323,15 +317,15 @@ class DecodeOptions(Config):
     @property
     def exits(self) -> list[str]:
         """Names of the options that choose an exit, as far as they are given."""
-        return list(self.given(("exit", "encoder_layers", "decoder_layers")))
+        return self.given(("exit", "encoder_layers", "decoder_layers"))
 
     def given_values(self, *names: str) -> dict[str, Any]:
         """Return the values of some options by name."""
         return {name: getattr(self, name) for name in names}
 
-    def given(self, names: Iterable[str]) -> Iterator[str]:
-        """Yield those of some options that are not at their defaults."""
-        return (name for name in names if getattr(self, name) != type(self).model_fields[name].default)
+    def given(self, names: Iterable[str]) -> list[str]:
+        """Return those of some options that are not at their defaults."""
+        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
     def resumed(self) -> dict[str, Any]:
         """Return the options with which a stopped translation is resumed, as they are typed."""

@@ -210,7 +210,7 @@ def test_pairs_are_scored_at_every_exit(
         assert f"line {number} of the translations has" in capsys.readouterr().err
     out.write_text("one\n", encoding="utf-8")
     assert main(command) == 2
-    assert "--source has 10 lines and --target 1" in capsys.readouterr().err
+    assert "--target has 1 lines, and the source has 10" in capsys.readouterr().err
 
 
 def test_a_prefix_of_another_length_loses_nothing(
