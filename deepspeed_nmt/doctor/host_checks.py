@@ -45,8 +45,9 @@ _INFINIBAND = Path("/sys/class/infiniband")
 
 # Software.
 
-_IMPORT_S, _KERNELS_S = 180.0, 300.0
-"""Time limits in seconds of importing a package, perhaps from a network file system, and of compiling kernels."""
+_IMPORT_S, _KERNELS_S, _SMI_S, _SCONTROL_S = 180.0, 300.0, 60.0, 30.0
+"""Time limits in seconds of importing a package, perhaps from a network file system, of compiling kernels, of
+``nvidia-smi``, which may load the driver first, and of ``scontrol``."""
 _KERNELS = """
 import json, sys, torch
 from deepspeed_nmt.kernels.choice import OPERATIONS, failure, is_installed
@@ -59,19 +60,15 @@ sys.stdout.write(json.dumps(failures))
 """Program that compiles every kernel, and compares it with torch on a few numbers."""
 
 
-def python(context: JobContext) -> Iterator[Finding]:
-    """Report Python and this package."""
+def packages(context: JobContext) -> Iterator[Finding]:
+    """Report Python, and compare the installed packages with the ranges that this package works with."""
     place = Path(__file__).parents[1]
     yield ok(f"Python {platform.python_version()} ({sys.executable}), deepspeed_nmt {__version__} ({place})")
+    from packaging.requirements import Requirement
 
-
-def packages(context: JobContext) -> Iterator[Finding]:
-    """Compare the installed packages with the ranges that this package works with."""
     try:
-        from packaging.requirements import Requirement
-
         requirements = [Requirement(text) for text in metadata.requires("deepspeed_nmt") or ()]
-    except (ImportError, metadata.PackageNotFoundError):
+    except metadata.PackageNotFoundError:
         yield ok("the program runs from its source tree, so versions of packages are not checked")
         return
     for requirement in requirements:
@@ -154,8 +151,6 @@ def kernels(context: JobContext) -> Iterator[Finding]:
 
 # GPUs.
 
-_SMI_S = 60.0
-"""Time limit of ``nvidia-smi`` in seconds; without the persistence mode it loads the driver first."""
 _REQUIRED = ("name", "driver_version", "memory.total", "memory.used")
 _STATES = {
     "mig.mode.current": ("Enabled", "MIG mode is on, and NCCL joins no two instances; `nvidia-smi -mig 0`"),
@@ -255,9 +250,6 @@ def gpu_of_rank(context: JobContext) -> Iterator[Finding]:
 
 # Network.
 
-_DEFAULT_PORT = 29500
-"""Port of `deepspeed` and `torchrun`, unless another one is given."""
-
 
 def names(context: JobContext) -> Iterator[Finding]:
     """Check that this host's name and that of rank 0's host can be resolved."""
@@ -309,32 +301,6 @@ def infiniband() -> list[str]:
         return []
 
 
-def port(context: JobContext) -> Iterator[Finding]:
-    """Check that the port of the rendezvous is free; of several ranks, rank 0 listens there itself."""
-    given = context.environment.get("MASTER_PORT", str(_DEFAULT_PORT))
-    if context.place.ranks > 1:
-        return
-    if not (given.isdecimal() and 0 < int(given) < 65536):
-        yield fault(f"MASTER_PORT is {shown(given)}, which is no port; set a number from 1024 to 65535")
-    elif _is_free(int(given)):
-        yield ok(f"port {given} is free")
-    elif "MASTER_PORT" in context.environment:
-        yield fault(f"something listens on MASTER_PORT {given}; choose another")
-    else:
-        text = f"something listens on port {given}, the default of `deepspeed` and `torchrun`"
-        yield warning(f"{text}; start them with --master_port and another number")
-
-
-def _is_free(number: int) -> bool:
-    with socket.socket() as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            trial.bind(("", number))
-        except OSError:
-            return False
-    return True
-
-
 # Files.
 
 PREFIX = ".doctor-"
@@ -371,7 +337,11 @@ def directory(context: JobContext) -> Iterator[Finding]:
                 file.flush()
                 os.fsync(file.fileno())
                 rate = len(block) / (time.perf_counter() - began)
-                lock_problem = _lock_problem(file)
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    lock_problem = ""
+                except OSError as error:
+                    lock_problem = error.strerror
         except OSError as error:
             remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "change its permissions"
             yield fault(
@@ -391,14 +361,6 @@ def directory(context: JobContext) -> Iterator[Finding]:
         yield warning(f"{text}; use a faster file system, or save less often (training.save_every)")
     if kind in ("tmpfs", "ramfs"):
         yield warning(f"{place} is in memory ({kind}), which a restart of the host clears; give another --run")
-
-
-def _lock_problem(file: object) -> str:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[arg-type]
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
 
 
 def _file_system(place: Path) -> str:
@@ -486,7 +448,6 @@ def threads(context: JobContext) -> Iterator[Finding]:
 
 # The job.
 
-_SCONTROL_S = 30.0
 _SIGNAL_LEAD_S, _SHORT_S = 300, 1800
 """Seconds before the time limit at which launch/train.sbatch is signalled, and of a job that hardly trains."""
 _SIGNAL = re.compile(r"^#SBATCH\s+(?:.*\s)?--signal[=\s]\s*(\S+)", re.MULTILINE)
@@ -552,7 +513,6 @@ def tasks(context: JobContext) -> Iterator[Finding]:
 
 Check = Callable[[JobContext], Iterable[Finding]]
 OF_A_HOST: dict[str, Check] = {
-    "python": python,
     "packages": packages,
     "torch": torch,
     "gpu": gpus,
@@ -561,7 +521,6 @@ OF_A_HOST: dict[str, Check] = {
     "kernels": kernels,
     "names": names,
     "interfaces": interfaces,
-    "port": port,
     "directory": directory,
     "memory": memory,
     "shm": shared_memory,

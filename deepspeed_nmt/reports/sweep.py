@@ -188,8 +188,8 @@ def warn_of_differences(sweep: Sweep, chosen: Sequence[Outcome | None]) -> None:
     if len({run.data_record.fingerprint for _, run in trained if run.data_record is not None}) > 1:
         others.append("the data")
     if others:
-        remedy = "and not only in the settings swept; compare them with `report runs`"
-        logger.warning("the runs of %s also differ in %s, %s", sweep.name, ", ".join(others), remedy)
+        text = "the runs of %s also differ in %s, and not only in the settings swept; compare them with `report runs`"
+        logger.warning(text, sweep.name, ", ".join(others))
 
 
 def validation_scores(runs: Sequence[Outcome], metric: str | None) -> tuple[str, Scores]:

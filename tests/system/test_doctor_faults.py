@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -37,31 +36,24 @@ def test_faults_of_a_host_are_found_alone(tmp_path: Path) -> None:
     (place / "bin/scontrol").write_text(SCONTROL)
     (place / "bin/scontrol").chmod(0o755)
     (place / "bin/date").symlink_to("/bin/date")
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
-        environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
-            "PATH": str(place / "bin"),
-            "PYTHONPATH": f"{place / 'packages'}:{ROOT}",
-            "SLURM_JOB_ID": "7",
-            "GLOO_SOCKET_IFNAME": "eth99",
-            "OMP_NUM_THREADS": "4096",
-            "MASTER_ADDR": "node99.invalid",
-            "MASTER_PORT": str(port),
-        }
-        command = [sys.executable, "-m", "deepspeed_nmt", "doctor", "--run", "/proc/run", "--json", "--timeout", "60"]
-        done = subprocess.run(
-            ["sh", "-c", 'ulimit -n 300; exec "$@"', "sh", *command],
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
+        "PATH": str(place / "bin"),
+        "PYTHONPATH": f"{place / 'packages'}:{ROOT}",
+        "SLURM_JOB_ID": "7",
+        "GLOO_SOCKET_IFNAME": "eth99",
+        "OMP_NUM_THREADS": "4096",
+        "MASTER_ADDR": "node99.invalid",
+    }
+    command = [sys.executable, "-m", "deepspeed_nmt", "doctor", "--run", "/proc/run", "--json", "--timeout", "60"]
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -n 300; exec "$@"', "sh", *command], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 1, done.stderr
     result = json.loads(done.stdout)
     faults = (
         *HOST_FAULTS,
         f"{platform.node()} cannot resolve MASTER_ADDR 'node99.invalid'",
-        f"something listens on MASTER_PORT {port}",
         "the run directory /proc is not writable (",
         "job 7 has 3 minutes left",
         "rank ",

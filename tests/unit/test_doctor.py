@@ -94,7 +94,7 @@ def test_software_that_is_missing_or_wrong(
 ) -> None:
     requirements = ["torch>=99", "no-such-package>=1", 'zstandard; extra == "zstd"', "tqdm"]
     monkeypatch.setattr(checks.metadata, "requires", lambda name: requirements)
-    first, second = checks.packages(context)
+    _, first, second = checks.packages(context)
     assert_finds([first], "fault", "torch>=99", torch.__version__)
     assert_finds([second], "fault", "no-such-package>=1", "missing", "requirements/cpu.txt")
     monkeypatch.setattr(checks, "run_python", lambda *words: Output(-1, "", "no end within 180 s"))
@@ -172,14 +172,6 @@ def test_interfaces(context: JobContext, name: str, value: str, level: str, monk
     monkeypatch.setattr(checks, "infiniband", lambda: ["mlx5_0"])
     off = replace(with_environment(context, NCCL_IB_DISABLE="1"), gpus=[V100])
     assert_finds(checks.interfaces(off), "warning", "NCCL_IB_DISABLE is 1", "mlx5_0")
-
-
-def test_ports(context: JobContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_is_free", lambda number: number != 29500)
-    assert_finds(checks.port(context), "warning", "port 29500")
-    assert_finds(checks.port(with_environment(context, MASTER_PORT="29500")), "fault", "MASTER_PORT 29500")
-    assert_finds(checks.port(with_environment(context, MASTER_PORT="29501")), "ok")
-    assert_finds(checks.port(with_environment(context, MASTER_PORT="x")), "fault", "MASTER_PORT is 'x'")
 
 
 # Files.
