@@ -42,18 +42,13 @@ add_arguments(parser) and run(arguments), which returns the exit status. Only th
 functions import what they need: `--help` need not wait for torch.
 """
 _SETTING = re.compile(r"[\w.]+=")
-_SENTENCES = [
-    (re.compile(pattern), sentence)
-    for pattern, sentence in (
-        (r"argument (\S+): invalid int value: (.*)", r"\1 is \2, which is no whole number"),
-        (r"argument (\S+): invalid float value: (.*)", r"\1 is \2, which is no finite number"),
-        (
-            r"argument (\S+): expected (?:one|at least one) argument",
-            r"\1 must have a value, but has none; one that begins with - is given as \1=VALUE",
-        ),
-        (r"argument (\S+): not allowed with argument (\S+)", r"\1 and \2 exclude one another; give one of them"),
-    )
-]
+_SENTENCES = {
+    r"argument (\S+): invalid int value: (.*)": r"\1 is \2, which is no whole number",
+    r"argument (\S+): invalid float value: (.*)": r"\1 is \2, which is no finite number",
+    r"argument (\S+): expected (?:one|at least one) argument":
+        r"\1 must have a value, but has none; one that begins with - is given as \1=VALUE",
+    r"argument (\S+): not allowed with argument (\S+)": r"\1 and \2 exclude one another; give one of them",
+}  # fmt: skip
 """Messages of argparse, and what is said instead."""
 
 
@@ -74,8 +69,8 @@ class _Parser(argparse.ArgumentParser):
     @override
     def error(self, message: str) -> NoReturn:
         """Log a message, and exit."""
-        for pattern, sentence in _SENTENCES:
-            message = pattern.sub(sentence, message)
+        for pattern, sentence in _SENTENCES.items():
+            message = re.sub(pattern, sentence, message)
         setup_logging()
         logger.error("error: %s (see `%s --help`)", message, self.prog)
         sys.exit(EXIT_USER_ERROR)
@@ -89,18 +84,15 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
-        if command != name:
-            commands.add_parser(name, **({} if command else {"help": module_of(name).HELP}))
-            continue
-        module = module_of(name)
-        module.add_arguments(
-            commands.add_parser(
-                name,
-                help=module.HELP,
-                description=module.__doc__,
-                formatter_class=argparse.RawDescriptionHelpFormatter,
+        if command is None:
+            commands.add_parser(name, help=module_of(name).HELP)
+        elif command != name:
+            commands.add_parser(name)
+        else:
+            module, form = module_of(name), argparse.RawDescriptionHelpFormatter
+            module.add_arguments(
+                commands.add_parser(name, help=module.HELP, description=module.__doc__, formatter_class=form)
             )
-        )
     return parser
 
 

@@ -274,13 +274,11 @@ def _together(context: JobContext, exchange: Any, facts: Mapping[int, Mapping[st
 def _missing(context: JobContext, facts: Mapping[int, Mapping[str, Any]]) -> list[Line]:
     from deepspeed_nmt.parallel.world import listed_ranks
 
-    ranks = context.place.ranks
+    ranks, hosts_of = context.place.ranks, {rank: of_rank["host"] for rank, of_rank in facts.items()}
     missing = [rank for rank in range(ranks) if rank not in facts]
     if not missing:
         return []
-    where = _group_checks().missing_hosts(
-        context, {rank: of_rank["host"] for rank, of_rank in facts.items()}, missing
-    )
+    where = _group_checks().missing_hosts(context, hosts_of, missing)
     hosts = f" ({', '.join(where)})" if where else ""
     text = f"{listed_ranks(missing)} of {ranks} did not connect within {context.limit_s:.0f} s{hosts}"
     remedy = "look there for a message, and check that the host reaches rank 0"

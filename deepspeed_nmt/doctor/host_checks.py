@@ -341,7 +341,7 @@ def directory(context: JobContext) -> Iterator[Finding]:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     lock_problem = ""
                 except OSError as error:
-                    lock_problem = error.strerror
+                    lock_problem = error.strerror or str(error)
         except OSError as error:
             remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "change its permissions"
             yield fault(

@@ -158,10 +158,8 @@ class Planner:
 
     def as_set(self, usable_gib: float) -> Plan:
         """Return the plan that the settings describe; "auto" is as little recomputation as fits."""
-        sides = [
-            _RECOMPUTE if every == "auto" else (every,)
-            for every in (self._engine.recompute_encoder, self._engine.recompute_decoder)
-        ]
+        given = (self._engine.recompute_encoder, self._engine.recompute_decoder)
+        sides = [_RECOMPUTE if every == "auto" else (every,) for every in given]
         plans = [
             plan_for(self.counts, self._layout, self._batch.micro_tokens, (encoder, decoder))
             for encoder, decoder in itertools.product(*sides)
@@ -176,12 +174,11 @@ class Planner:
 
     def settings(self, plan: Plan) -> list[str]:
         """Return the settings of a plan, as arguments of ``train``."""
-        stage = plan.layout.stage
-        engine = ["engine.name=plain"] if stage is None else [f"engine.ds_config=zero{stage}"]
-        if stage is None and self._engine.ds_config is not None:
-            engine.append("engine.ds_config=null")
-        if stage is not None and self._engine.name == "plain":
-            engine.insert(0, "engine.name=deepspeed")
+        if (stage := plan.layout.stage) is None:
+            engine = ["engine.name=plain", *["engine.ds_config=null"] * (self._engine.ds_config is not None)]
+        else:
+            name = ["engine.name=deepspeed"] if self._engine.name == "plain" else []
+            engine = [*name, f"engine.ds_config=zero{stage}"]
         sides = zip(("encoder", "decoder"), plan.recompute, strict=True)
         recompute = [f"engine.recompute_{side}={every}" for side, every in sides if every]
         return [*engine, *recompute, f"batch.micro_tokens={plan.micro_tokens}"]

@@ -49,18 +49,20 @@ RESULTS = {
     "source_reliance": ("source reliance", 3),
 }
 """Title and decimals of each result by key of the JSON."""
+_LOGGED = {
+    "train_ppl": TRAIN_PERPLEXITY,
+    "valid_loss": VALID_LOSS,
+    "valid_ppl": VALID_PERPLEXITY,
+    "source_reliance": SOURCE_RELIANCE,
+}
+"""Tags of results that are the last values of the log."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Settings of a run, and what came of it so far.
+    """Settings of a run, and what came of it so far: its log, which may be empty, and its newest readable progress.
 
-    Attributes:
-        path: run directory.
-        config: settings of the run.
-        log: log of the run, which may be empty.
-        progress: progress that the newest readable checkpoint records; None if there is none.
-        chosen: the best checkpoint by late scores, if `choose-best` has chosen it and it is still there.
+    ``chosen`` is the best checkpoint by late scores, if `choose-best` has chosen it and it is still there.
     """
 
     path: Path
@@ -154,10 +156,7 @@ class Outcome:
             "hours": self.hours,
             "goodput": self.log.last(GOODPUT),
             "parameters": self.parameters(plans),
-            "train_ppl": self.log.last(TRAIN_PERPLEXITY),
-            "valid_loss": self.log.last(VALID_LOSS),
-            "valid_ppl": self.log.last(VALID_PERPLEXITY),
-            "source_reliance": self.log.last(SOURCE_RELIANCE),
+            **{key: self.log.last(tag) for key, tag in _LOGGED.items()},
             "validation": {
                 measure: {"last": value, "best": self.best(measure)}
                 for measure, value in last.items()
@@ -214,10 +213,7 @@ def collapse_row(name: str, log: RunLog) -> dict[str, object]:
         "run": name,
         "updates": log.update,
         "target_tokens": log.tokens,
-        "source_reliance": log.last(SOURCE_RELIANCE),
-        "train_ppl": log.last(TRAIN_PERPLEXITY),
-        "valid_loss": log.last(VALID_LOSS),
-        "valid_ppl": log.last(VALID_PERPLEXITY),
+        **{key: log.last(_LOGGED[key]) for key in ("source_reliance", "train_ppl", "valid_loss", "valid_ppl")},
         "metric": metric.name,
         "valid_score": score.last,
         "best_valid_score": None if best is None else best[1],

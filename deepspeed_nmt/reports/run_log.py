@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +42,7 @@ _LAYER = re.compile(r"layer_(\d{1,4})")
 
 def read_file(run: Path, name: str) -> bytes:
     """Return the content of a file of a run; empty if it is missing, or cannot or may not be read."""
-    return b"".join(_blocks(run, name, -1))
-
-
-def read_lines(run: Path, name: str) -> Iterator[bytes]:
-    """Yield the lines of a file of a run; none if it is missing, or cannot or may not be read."""
-    return _blocks(run, name, _MAX_LINE_BYTES)
+    return b"".join(read_lines(run, name))
 
 
 def read_object(run: Path, name: str) -> dict[str, Any]:
@@ -60,8 +54,8 @@ def read_object(run: Path, name: str) -> dict[str, Any]:
     return {}
 
 
-def _blocks(run: Path, name: str, size: int) -> Iterator[bytes]:
-    """Yield the lines of a file, in parts of at most ``size`` bytes, or all of it if that is -1."""
+def read_lines(run: Path, name: str) -> Iterator[bytes]:
+    """Yield the lines of a file of a run, long ones in parts; none if it is missing, or cannot or may not be read."""
     path = run / name
     try:
         with open_regular(path) as stream:
@@ -71,9 +65,9 @@ def _blocks(run: Path, name: str, size: int) -> Iterator[bytes]:
                 logger.warning("%s is left out: it leads out of the run, to %s", path, actual)
                 return
             left = _MAX_BYTES
-            while left > 0 and (block := stream.read(left) if size < 0 else stream.readline(min(size, left))):
-                left -= len(block)
-                yield block
+            while left > 0 and (line := stream.readline(min(_MAX_LINE_BYTES, left))):
+                left -= len(line)
+                yield line
             if not left:
                 logger.warning("%s is read up to %d MiB only", path, _MAX_BYTES >> 20)
     except (FileNotFoundError, NotADirectoryError):
@@ -94,13 +88,13 @@ def bounded_json(text: bytes | str) -> Any:
         raise ValueError("the nesting is too deep") from error
     level = [content]
     for _ in range(_MAX_NESTING):
-        inner = [
-            value.values() if isinstance(value, dict) else value for value in level if isinstance(value, dict | list)
-        ]
-        level = list(chain.from_iterable(inner))
-        if not level:
-            return content
-    raise ValueError("the nesting is too deep")
+        level = [
+            item for value in level if isinstance(value, dict | list)
+            for item in (value.values() if isinstance(value, dict) else value)
+        ]  # fmt: skip
+    if level:
+        raise ValueError("the nesting is too deep")
+    return content
 
 
 @dataclass(frozen=True)
@@ -214,8 +208,7 @@ class RunLog:
     def over_tokens(self, tag: str) -> tuple[list[float], list[float]]:
         """Return the target tokens at each value under a tag, and the values."""
         tokens = self.series(TOKENS)
-        places = dict(zip(tokens.updates, tokens.values, strict=True))
-        series = self.series(tag)
+        places, series = dict(zip(tokens.updates, tokens.values, strict=True)), self.series(tag)
         pairs = [(places[u], v) for u, v in zip(series.updates, series.values, strict=True) if u in places]
         return [place for place, _ in pairs], [value for _, value in pairs]
 

@@ -36,11 +36,7 @@ class ParallelText:
 
     @classmethod
     def of(cls, data: DataDirectory) -> ParallelText:
-        """Read the test set of a data directory.
-
-        Raises:
-            DataError: if it has none, or the files cannot be read, or are empty or not aligned.
-        """
+        """Read the test set of a data directory; see :meth:`read`."""
         return replace(cls.read(data.text("test", "source"), data.text("test", "target")), data=data)
 
     @classmethod
@@ -96,15 +92,10 @@ def _check_data(runs: Sequence[Run], data: DataDirectory) -> None:
                 f"{run.path} was trained on text of the form {run.text_form}, and that of --data {data.path} is "
                 f"{data.text_form}; give the data of the run, or --input and --reference"
             )
-    other = [
-        str(run.path) for run in runs if {name: run.files.get(name) for name in data.vocabulary} != data.vocabulary
-    ]
-    if other:
-        logger.warning(
-            "the vocabulary of %s is not that of %s: is it the right test set, and segmented alike?",
-            data.path,
-            ", ".join(other),
-        )
+    names = data.vocabulary
+    if other := [str(run.path) for run in runs if {name: run.files.get(name) for name in names} != names]:
+        text = "the vocabulary of %s is not that of %s: is it the right test set, and segmented alike?"
+        logger.warning(text, data.path, ", ".join(other))
 
 
 class ScoreKey(Config):
@@ -194,10 +185,9 @@ def score_text(
 def score_runs(
     paths: Sequence[Path], which: str, text: ParallelText, max_tokens: int
 ) -> tuple[list[str], dict[Path, tuple[RecordedScore, ...]]]:
-    """Score a test set by each run; one that cannot translate it is left out with a warning.
+    """Return names of metrics, the same for all runs, and by run directory a score for each of them.
 
-    Returns:
-        Names of the metrics, the same for all; and by run directory a score for each of them.
+    A run that cannot translate the test set is left out with a warning.
 
     Raises:
         ConfigError: if the scores could not be compared; nothing is translated then.
