@@ -518,11 +518,7 @@ def sentence_pairs(seed: int) -> Iterator[tuple[str, str]]:
 def write_sample(directory: Path, train: int, valid: int, test: int, seed: int, *, overwrite: bool = False) -> None:
     """Write pairs to ``directory``/train.en, ``directory``/train.de, and so on for the other splits.
 
-    Without ``overwrite``, files of these names that have other content are refused.
-
-    Raises:
-        DataError: if a count is negative, the pairs are more than MAX_PAIRS, ``directory`` cannot be written, or has
-            other files of these names; then nothing is written.
+    Without ``overwrite``, files of these names that have other content are refused; then nothing is written.
     """
     counts = dict(zip(SPLITS, (train, valid, test), strict=True))
     for name, count in counts.items():
@@ -531,25 +527,24 @@ def write_sample(directory: Path, train: int, valid: int, test: int, seed: int, 
     if (total := sum(counts.values())) > MAX_PAIRS:
         raise DataError(f"{total:,} pairs are more than {MAX_PAIRS:,}; ask for fewer")
     pairs = sentence_pairs(seed)
+    # Held-out pairs come first: they stay the same when more training pairs are asked for.
+    chosen = {name: list(islice(pairs, counts[name])) for name in reversed(SPLITS)}
+    texts = {
+        directory / f"{name}.{language}": "".join(f"{pair[side]}\n" for pair in chosen[name])
+        for name in SPLITS
+        for side, language in enumerate(LANGUAGES)
+    }
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # Held-out pairs come first: they stay the same when more training pairs are asked for.
-        chosen = {name: list(islice(pairs, counts[name])) for name in reversed(SPLITS)}
-
-        def text_of(path: Path) -> str:
-            return "".join(f"{pair[LANGUAGES.index(path.suffix[1:])]}\n" for pair in chosen[path.stem])
-
-        paths = [directory / f"{name}.{language}" for name in SPLITS for language in LANGUAGES]
-        old = [path for path in paths if path.is_file()]
-        same = {path for path in old if path.read_bytes() == text_of(path).encode("utf-8")}
-        if not overwrite and (others := [path.name for path in old if path not in same]):
+        old = {path: path.read_bytes() == text.encode() for path, text in texts.items() if path.is_file()}
+        if not overwrite and not all(old.values()):
+            others = ", ".join(path.name for path, is_same in old.items() if not is_same)
             raise DataError(
-                f"--out {directory} has other text in {', '.join(others)}; give --overwrite to replace it, or "
-                "choose another --out"
+                f"--out {directory} has other text in {others}; give --overwrite to replace it, or choose another "
+                "--out"
             )
-        for path in paths:
-            if path not in same:
-                atomic_write_text(path, text_of(path))
+        for path, text in texts.items():
+            if not old.get(path):
+                atomic_write_text(path, text)
     except OSError as error:
-        problem = f"--out {directory} cannot be written ({error.strerror})"
-        raise DataError(f"{problem}; choose another") from None
+        raise DataError(f"--out {directory} cannot be written ({error.strerror}); choose another") from None

@@ -149,9 +149,9 @@ class TextForm:
 
     def how(self, kind: Kind) -> str:
         """Return a phrase for the log about :meth:`convert`; "" if it keeps the text."""
-        if (kind, self.form) in (("plain", "moses"), ("tokenised", "raw")):
-            return f"{'de' if kind == 'plain' else ''}tokenised by Moses' rules for {self.target_lang}"
-        return ""
+        verbs = {("plain", "moses"): "detokenised", ("tokenised", "raw"): "tokenised"}
+        verb = verbs.get((kind, self.form))
+        return f"{verb} by Moses' rules for {self.target_lang}" if verb else ""
 
     def convert(self, kind: Kind, lines: Sequence[str]) -> list[str]:
         """Make lines of the target side plain, or tokenised.
@@ -163,12 +163,10 @@ class TextForm:
             raise ConfigError(
                 f"{kind} text is needed, but {reason}; run `prepare` again with --text and --target-lang"
             )
+        if not self.how(kind):
+            return list(lines)
         language = self.target_lang or ""
-        if kind == "plain" and self.form == "moses":
-            return detokenise(lines, language)
-        if kind == "tokenised" and self.form == "raw":
-            return list(tokenise(lines, language))
-        return list(lines)
+        return detokenise(lines, language) if kind == "plain" else list(tokenise(lines, language))
 
 
 def without_spaces(line: str) -> bool:
@@ -201,11 +199,6 @@ def plain_form(text: TextForm, language: str, owner: Path) -> TextForm:
     if not form.how("plain"):
         logger.warning("%s changes nothing, because %s was trained on plain text; leave it out", name, owner)
     return form
-
-
-def phrases_of(line: str) -> list[str]:
-    """Return the phrases of a line of constraints."""
-    return line.split("\t") if line else []
 
 
 def tokenise(lines: Iterable[str], language: str, dashes: bool = False) -> Iterable[str]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from itertools import zip_longest
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from deepspeed_nmt.data.options import PrepareOptions
 
 HELP = "make a data directory from text files"
-_SIDE_SHOWN = 50
+_SHOWN = 50  # characters of an example
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,31 +103,23 @@ def _examples(meta: Meta) -> list[str]:
     """Return examples of removed pairs, and of lines that encoding changes; none if there are none."""
     from deepspeed_nmt.data.data_directory import EXAMPLES
 
-    def excerpt(text: str) -> str:
-        return text if len(text) <= _SIDE_SHOWN else f"{text[: _SIDE_SHOWN - 3]}..."
+    def excerpt(text: str, start: int = 0) -> str:
+        return f"{'...' if start else ''}{text[start : start + _SHOWN]}{'...' if start + _SHOWN < len(text) else ''}"
 
     removed = [
-        f"  {reason:<16}{excerpt(source):<{_SIDE_SHOWN}}  |  {excerpt(target)}"
+        f"  {reason:<16}{excerpt(source):<{_SHOWN}}  |  {excerpt(target)}"
         for reason, examples in meta.removed_examples.items()
         for source, target in examples
     ]
     changed = []
     for side in ("source", "target"):
         trips = (trip for name, trip in meta.round_trips.items() if name.endswith(side))
-        examples = [example for trip in trips for example in trip.examples][:EXAMPLES]
-        changed += [f"  {side}  {difference(*example)}" for example in examples]
+        for original, decoded in [example for trip in trips for example in trip.examples][:EXAMPLES]:
+            same = takewhile(lambda pair: pair[0] == pair[1], zip(original, decoded, strict=False))
+            start = max(0, len(list(same)) - 15)
+            changed.append(f"  {side}  {excerpt(original, start)} -> {excerpt(decoded, start)}")
     heads = ("removed, for example", "changed: lines that differ after encoding and decoding, for example")
     return ["\n".join([head, *lines]) for head, lines in zip(heads, (removed, changed), strict=True) if lines]
-
-
-def difference(original: str, decoded: str) -> str:
-    """Return the places of two lines where they begin to differ, as ``original -> decoded``."""
-    pairs = enumerate(zip_longest(original, decoded))
-    start = max(0, next((place for place, (left, right) in pairs if left != right), 0) - 15)
-    end = start + _SIDE_SHOWN
-    return " -> ".join(
-        f"{'...' if start else ''}{text[start:end]}{'...' if end < len(text) else ''}" for text in (original, decoded)
-    )
 
 
 def _describe_vocabulary(meta: Meta) -> str:

@@ -48,9 +48,9 @@ def symbols_of(content: bytes, path: Path) -> list[str]:
         raise DataError(f"{path} is not UTF-8, and thus no dictionary of fairseq; restore the file") from error
     symbols = list(SPECIAL)
     numbers = set(symbols)
+    if not lines[-1]:
+        lines.pop()
     for number, line in enumerate(lines, 1):
-        if number == len(lines) and not line:
-            break
         symbol, _, count = line.rstrip().rpartition(" ")
         where = f"line {number} of {path}"
         if count == _OVERWRITE:

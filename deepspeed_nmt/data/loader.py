@@ -5,9 +5,9 @@ Legend: B sentences, S source length, T target length.
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -341,46 +341,19 @@ class Prefetcher(Generic[T]):
     """An iterator that runs in a thread, up to ``depth`` items ahead; :meth:`next` raises its exceptions."""
 
     def __init__(self, items: Iterator[T], depth: int = 4) -> None:
-        self._queue: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(items,), daemon=True, name="prefetch")
-        self._thread.start()
+        self._items = items
+        self._thread = ThreadPoolExecutor(1, "prefetch")
+        self._ahead = deque(self._thread.submit(next, items) for _ in range(depth))
 
     def next(self) -> T:
         """Return the next item, waiting for it if necessary, or raise StopIteration."""
-        item, error = self._queue.get()
-        if error is not None:
-            raise error
-        if item is None:
-            raise StopIteration
-        return item
+        future = self._ahead.popleft()
+        self._ahead.append(self._thread.submit(next, self._items))
+        return future.result()
 
     def close(self) -> None:
         """Stop the thread and drop the items that are ready."""
-        self._stop.set()
-        while self._thread.is_alive():
-            try:
-                self._queue.get_nowait()
-            except queue.Empty:
-                self._thread.join(0.01)
-
-    def _run(self, items: Iterator[T]) -> None:
-        try:
-            for item in items:
-                if self._stop.is_set():
-                    return
-                self._put((item, None))
-            self._put((None, None))
-        except BaseException as error:  # handed to the consumer, which can act on it
-            self._put((None, error))
-
-    def _put(self, entry: tuple[T | None, BaseException | None]) -> None:
-        while not self._stop.is_set():
-            try:
-                self._queue.put(entry, timeout=0.1)
-                return
-            except queue.Full:
-                continue
+        self._thread.shutdown(cancel_futures=True)
 
 
 class ValidationSet:

@@ -92,9 +92,8 @@ def prepare(options: PrepareOptions) -> Meta:
     """Make a data directory, unless the same one exists already. A failed call leaves nothing behind.
 
     Raises:
-        DataError: if files are missing or not aligned, no pairs are left after cleaning, the text does not support
-            the vocabulary, the vocabulary does not fit the options, another directory is in the way, or the disk is
-            full.
+        DataError: if files are missing or not aligned, no pairs are left after cleaning, the vocabulary does not fit
+            the text or the options, another directory is in the way, or the disk is full.
     """
     out = resolved(options.out)  # renaming onto a link would replace the link
     if options.overwrite or not (out / META_FILE).is_file():
@@ -370,17 +369,19 @@ def clean_text(
 
 @dataclass(frozen=True)
 class PairEncoder:
-    """Encoder of the pairs of a corpus. It can be pickled; what it returns depends on its arguments only.
+    """Encoder of the pairs of a corpus: what it returns depends on its arguments only.
 
-    Attributes:
-        tokenizer: vocabularies of both sides.
-        tags: symbols in front of all sentences; an empty sentence gets none.
-        sampling: segmentations to draw; None for the one that the vocabulary gives.
+    Tags are in front of all sentences but empty ones. ``sampling`` is None for the segmentation of the vocabulary.
     """
 
     tokenizer: Tokenizer
     tags: Tags = NO_TAGS
     sampling: SampledSegmentations | None = None
+
+    @property
+    def segmentations(self) -> int:
+        """Number of segmentations of each pair."""
+        return 1 if self.sampling is None else self.sampling.count
 
     def check(self) -> None:
         """Raise a DataError if the vocabularies lack a tag, or several segmentations if they are to be drawn."""
@@ -392,14 +393,9 @@ class PairEncoder:
         ``first`` is the number of the first pair in the clean text, from 0, on which sampled segmentations depend.
         """
         texts = {side: [pair[place] for pair in pairs] for place, side in enumerate(SIDES)}
-        if (sampling := self.sampling) is None:
-            return [{side: self._tagged(self.tokenizer.encode_batch(texts[side], side), side) for side in SIDES}]
         return [
-            {
-                side: self._tagged(self.tokenizer.sample_batch(texts[side], side, sampling, number, first), side)
-                for side in SIDES
-            }
-            for number in range(sampling.count)
+            {side: self._encoded(texts[side], side, number, first) for side in SIDES}
+            for number in range(self.segmentations)
         ]
 
     def texts(self, texts: Iterable[str], side: Side) -> Iterable[str]:
@@ -407,11 +403,15 @@ class PairEncoder:
         tag = self.tags.of(side)
         return texts if tag is None else (f"{tag} {text}" if text else text for text in texts)
 
-    def _tagged(self, sentences: TokenLists, side: Side) -> TokenLists:
+    def _encoded(self, texts: Sequence[str], side: Side, number: int, first: int) -> TokenLists:
+        if self.sampling is None:
+            sentences = self.tokenizer.encode_batch(texts, side)
+        else:
+            sentences = self.tokenizer.sample_batch(texts, side, self.sampling, number, first)
         if (tag := self.tags.of(side)) is None:
             return sentences
-        number = self.tokenizer.symbol(side, tag)
-        return [[number, *tokens] if tokens else tokens for tokens in sentences]
+        symbol = self.tokenizer.symbol(side, tag)
+        return [[symbol, *tokens] if tokens else tokens for tokens in sentences]
 
 
 class _Encoded(NamedTuple):
@@ -427,9 +427,8 @@ class _Encoded(NamedTuple):
 class _Encoding:
     """The encoding of a piece by a worker, which opens the vocabulary for itself.
 
-    Attributes:
-        cleaning: lengths to keep; None keeps all pairs, and reads any bytes as text.
-        every: one of so many lines is decoded again.
+    ``cleaning`` has the lengths to keep; None keeps all pairs, and reads any bytes as text. One of ``every`` so many
+    lines is decoded again.
     """
 
     vocabulary: Path
@@ -446,10 +445,9 @@ class _Encoding:
         """Encode pairs: the place of the first, and the lines of both sides."""
         encoder, tokenizer, first = self._encoder, self._encoder.tokenizer, piece[0]
         sides = [lines_of(text) for text in piece[1:]]
+        texts = [[line.decode(errors="replace") for line in side] for side in sides]
         if self.cleaning is None:
-            texts = [[_lenient(line, tokenizer.segmented) for line in side] for side in sides]
-        else:
-            texts = [[line.decode() for line in side] for side in sides]
+            texts = [[normalise_whitespace(line, tokenizer.segmented) for line in side] for side in texts]
         pairs = list(zip(*texts, strict=True))
         encoded = encoder.encode(pairs, first)
         keep: npt.NDArray[np.bool_] = np.ones(len(pairs), np.bool_)
@@ -508,7 +506,7 @@ def encode_split(
         For each segmentation its statistics, and lines that encoding and decoding changes (of the first one).
     """
     vocabulary, size = encoder.tokenizer.vocabulary, vocabulary_size(encoder.tokenizer)
-    names = [split] if encoder.sampling is None else [split_name(number) for number in range(encoder.sampling.count)]
+    names = [split, *map(split_name, range(1, encoder.segmentations))]
     cleaning = None if cleaner is None else cleaner.checker.config
     work = _Encoding(directory, encoder.tags, encoder.sampling, cleaning, max(1, -(-pairs // SAMPLE_LINES)))
     round_trips: dict[Side, RoundTrip] = {side: RoundTrip() for side in SIDES}
@@ -544,20 +542,13 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
     return max(tokenizer.vocabulary.size, tokenizer.vocabulary.source.size)
 
 
-def _lenient(line: bytes, segmented: bool) -> str:
-    return normalise_whitespace(line.decode("utf-8", errors="replace"), segmented)
-
-
 def ordered_map(
     work: Callable[[T], R], pieces: Iterable[T], workers: int, size_of: Callable[[T], int]
 ) -> Generator[R, None, None]:
     """Yield ``work(piece)`` for each piece, in the order of the pieces. Workers live until the generator is closed.
 
-    Args:
-        work: function that depends on the piece only; a module's function, or an object that can be pickled.
-        pieces: read as they are needed, in this process.
-        workers: number of processes; 1 works in this one, as do few pieces.
-        size_of: returns the bytes of a piece.
+    ``work`` depends on the piece only, and can be pickled. Pieces, of ``size_of`` bytes, are read as they are needed.
+    One worker works in this process, as do few pieces.
 
     Raises:
         DataError: if a worker ends before its work.
@@ -609,12 +600,12 @@ def _start(work: Callable[[Any], Any]) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library of BERTs' tokenizers would start threads
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
 
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
 
-def _follow(parent: Any) -> None:
-    parent.join()
-    os._exit(1)
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def _run(piece: Any) -> Any:

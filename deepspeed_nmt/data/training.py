@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import ValidationError
-
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.data.corpus import Corpora, CorpusPart
 from deepspeed_nmt.data.data_directory import DataDirectory
@@ -218,19 +216,16 @@ def _weights(text: str, option: str) -> tuple[Weight, ...]:
     """Read the weights of a ``--data``."""
     weights: list[Weight] = []
     for piece in text.split(","):
-        matched = _WEIGHT.fullmatch(piece.strip())
+        if (matched := _WEIGHT.fullmatch(piece.strip())) is None:
+            raise ConfigError(f"--data is {shown(option)}, which is none of {_FORM}")
+        value, first, last = matched.groups()
         try:
-            if matched is None:
-                raise ValueError
-            value, first, last = matched.groups()
             weights.append(Weight(value=float(value), first=int(first or 1), last=int(last) if last else None))
-        except ValidationError as error:
+        except ValueError as error:
             raise ConfigError(
                 f"{shown(piece)} in {shown(option)} is no weight above 0, from an update of 1 or more on; leave a "
                 "corpus out of some updates by a schedule such as =1:1-50000"
             ) from error
-        except ValueError as error:
-            raise ConfigError(f"--data is {shown(option)}, which is none of {_FORM}") from error
     weights.sort(key=lambda weight: weight.first)
     for weight, after in zip(weights, [*weights[1:], None], strict=True):
         if weight.last is not None and weight.last < weight.first:

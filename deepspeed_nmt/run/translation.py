@@ -58,7 +58,7 @@ from deepspeed_nmt.parallel.shared_work import SharedWork
 from deepspeed_nmt.search.base import MisalignedError, Translation
 from deepspeed_nmt.search.decode_options import STREAM, DecodeOptions, typed
 from deepspeed_nmt.search.lines import LINES_OF_A_FORM, SourceCounts, warn_of_form
-from deepspeed_nmt.text import TextForm, phrases_of
+from deepspeed_nmt.text import TextForm
 
 SILENT_S = 300.0
 """Seconds without any progress after which an idle rank translates a piece that another one has claimed."""
@@ -120,7 +120,8 @@ class Texts:
             if from_start:
                 stream.seek(0)
             lines = text_lines(stream, self.name(option))
-            readers[option] = map(phrases_of, lines) if option == "constraints" else lines
+            phrases = (line.split("\t") if line else [] for line in lines)
+            readers[option] = phrases if option == "constraints" else lines
         return readers
 
     def digests(self) -> dict[str, str]:

@@ -72,7 +72,8 @@ def test_prefetching_keeps_order_raises_errors_and_closes() -> None:
     endless = Prefetcher(itertools.count(), depth=2)
     assert endless.next() == 0
     endless.close()
-    assert not endless._thread.is_alive()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        endless.next()
 
 
 @pytest.mark.parametrize("layout", ["plain", "plain+packed"])
