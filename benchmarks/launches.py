@@ -230,7 +230,7 @@ def _batch(tokens: int, layout: str) -> Batch:
     def of(*size: int) -> Tensor:
         return torch.zeros(*size, dtype=torch.int64, device="meta")
 
-    segments = Segments.of([LENGTH] * rows, rows * LENGTH).to(lambda tensor: tensor.to("meta"))
+    segments = Segments.of([LENGTH] * rows, rows * LENGTH).to(torch.device("meta"))
     # One source position of a padded batch counts as padding: batches without any are rare.
     return Batch(
         source_BS=of(*shape),

@@ -107,7 +107,7 @@ def packed_call(kind: str, sentences: Sentences, dtype: torch.dtype, bench: Benc
         size = sum(lengths) // 8 * 8 + 8
         shape = (1, size, HEADS, WIDTH)
         made = [torch.randn(shape, dtype=dtype, device=bench.device).transpose(1, 2) for _ in range(count)]
-        segments = Segments.of(lengths, size).to(lambda tensor: tensor.to(bench.device))
+        segments = Segments.of(lengths, size).to(bench.device)
         return segments, [each.requires_grad_() for each in made]
 
     segments_q, (q,) = side(sentences.queries, 1)

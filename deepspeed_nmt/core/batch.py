@@ -60,14 +60,10 @@ class Batch:
         source_BS: source tokens, each row ending in EOS, padded on the right.
         target_input_BT: BOS followed by the target tokens, padded on the right.
         target_output_BT: the target tokens followed by EOS, padded on the right.
-        sentence_ids_B: numbers of the pairs in the corpus, -1 in an empty batch; random choices per sentence are
-            functions of them.
+        sentence_ids_B: numbers of the pairs in the corpus, -1 in an empty batch.
         source_tokens: tokens of ``source_BS`` that are not padding; 0 in an empty batch.
         target_tokens: tokens of ``target_output_BT`` that are not padding; 0 in an empty batch.
-        pad: padding token of both sides.
-        update: the update that the batch belongs to.
         source_segments: sentences of the source's row in the packed layout; None in the padded layout.
-        target_segments: the same for the target.
         weights_B: factor on each pair's loss; None if all are 1. See :meth:`weighted` and :attr:`token_weights`.
         corpora: number of corpora that the run is trained on.
         corpora_B: number of the corpus of each pair; None if there is one.
@@ -111,12 +107,7 @@ class Batch:
 
     @property
     def token_weights(self) -> Tensor | None:
-        """The pair's weight at each position of the target, in the batch's layout; None if all are 1.
-
-        Padding has any weight.
-
-        Shape: -> (B,T)
-        """
+        """The pair's weight at each position of the target, (B,T) in the batch's layout; None if all are 1."""
         return None if self.weights_B is None else self._at_positions(self.weights_B)
 
     def weighted(self, losses_B: Tensor) -> Tensor:
@@ -124,11 +115,7 @@ class Batch:
         return losses_B if self.weights_B is None else losses_B * self.weights_B
 
     def sums_by_corpus(self, nll_N: Tensor) -> dict[str, Tensor]:
-        """Return the sum over the pairs of each corpus, by CORPUS_SUM and its number; none if there is one corpus.
-
-        Args:
-            nll_N: values at each position of the target, in the batch's layout; 0 in padding. Shape: (N,)
-        """
+        """Sum (N,) values at each position of the target, 0 in padding, over the pairs of each of several corpora."""
         if self.corpora_B is None:
             return {}
         corpora_N = self._at_positions(self.corpora_B).flatten()
@@ -173,18 +160,14 @@ class Batch:
         return rows_BS if self.source_segments is None else self.source_segments.from_rows(rows_BS, 0).unsqueeze(0)
 
     def target_rows(self, x_BT: Tensor) -> Tensor:
-        """Return tokens of target positions with a row for each sentence; padding is arbitrary.
-
-        Shape: (B,T), in the batch's layout -> (B,T)
-        """
+        """Return tokens of target positions with a row for each sentence; padding is arbitrary. Shape: -> (B,T)."""
         return x_BT if self.target_segments is None else self.target_segments.to_rows(x_BT[0], 0)
 
     def to(self, device: torch.device) -> Batch:
         """Copy the batch to another device."""
-
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
-
-        moved: dict[str, Any] = {name: move(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
-        moved |= {name: x.to(move) for name, x in vars(self).items() if isinstance(x, Segments)}
+        moved: dict[str, Any] = {
+            name: x.to(device, non_blocking=True)
+            for name, x in vars(self).items()
+            if isinstance(x, Tensor | Segments)
+        }
         return replace(self, **moved)

@@ -21,7 +21,7 @@ from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.compiled import compile_layers
 from deepspeed_nmt.nn.embedding import Projection
-from deepspeed_nmt.nn.layers import Context, DecoderBlock, Draw, Residual
+from deepspeed_nmt.nn.layers import Context, DecoderBlock, Draw
 from deepspeed_nmt.nn.stack import LayerStack
 
 Exits = Sequence[int] | None
@@ -60,12 +60,7 @@ class Memory:
 
     def context(self, draw: Draw | None = None, segments: Segments | None = None) -> Context:
         """Return what the layers of a decoder share; ``segments`` are the sentences of packed targets."""
-        return Context(
-            mask=mask_between(segments, self.mask),
-            memory_BSD=self.states_BSD,
-            draw=draw,
-            target_mask=mask_between(segments, segments),
-        )
+        return Context(mask_between(segments, self.mask), self.states_BSD, draw, mask_between(segments, segments))
 
 
 class DecodableModel(nn.Module, ABC):
@@ -87,14 +82,7 @@ class DecodableModel(nn.Module, ABC):
 
     @abstractmethod
     def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:
-        """Encode sources.
-
-        Shape: (B,S) -> (B,S,D)
-
-        Args:
-            source_BS: source tokens.
-            padded: False if no position is padding. The mask is then omitted.
-        """
+        """Encode source tokens; the mask is omitted if no position is ``padded``. Shape: (B,S) -> (B,S,D)."""
 
     @abstractmethod
     def begin(self) -> DecoderCache:
@@ -109,17 +97,12 @@ class DecodableModel(nn.Module, ABC):
         Args:
             tokens_R: last token of each hypothesis. At the first step each sentence has one row. Later, after
                 ``cache.select``, each sentence has the same number of rows, which are adjacent.
-            memory: encoded sources.
             cache: keys and values of the positions before; the step appends to it.
         """
 
     @abstractmethod
     def at_exit(self, name: str) -> DecodableModel:
-        """Return the model that decodes from an exit, with the same weights and without the layers above it.
-
-        Raises:
-            ConfigError: if the model has no exit of this name.
-        """
+        """Return the model that decodes from an exit, with the same weights and without the layers above it."""
 
 
 class TranslationModel(DecodableModel):
@@ -150,12 +133,11 @@ class TranslationModel(DecodableModel):
     def encode(
         self, source_BS: Tensor, padded: bool = True, exits: Exits = None, segments: Segments | None = None
     ) -> Memory:
-        """Encode sources.
+        """Encode source tokens.
 
         Shape: (B,S) -> (B,S,D), or (E B,S,D) for E exits
 
         Args:
-            source_BS: source tokens.
             padded: False if no position is padding. The mask is then omitted.
             exits: stages whose states are returned as blocks of rows.
             segments: sentences of each row in the packed layout; None in the padded layout.
@@ -176,7 +158,6 @@ class TranslationModel(DecodableModel):
 
         Args:
             target_input_BT: BOS and the target tokens.
-            memory: encoded sources.
             draw: arguments of a method's random choices; required in training.
             exits: stages whose states are returned.
             segments: sentences of each row in the packed layout; None in the padded layout.
@@ -204,27 +185,17 @@ class TranslationModel(DecodableModel):
         """Have each layer compiled for training; see :func:`~deepspeed_nmt.nn.compiled.compile_layers`."""
         compile_layers(self.all_layers())
 
-    def cross_attending(self) -> dict[int, tuple[Residual | None, Residual, Residual | None]]:
-        """Return the residual connections of each decoder layer that has cross-attention, by its number, from 1.
-
-        They are those around its self-attention, cross-attention and feed-forward network.
-        """
-        return {
-            number: (layer.self_residual, layer.cross_residual, layer.feed_forward_residual)
-            for number, layer in self._crossing_layers()
-            if layer.cross_residual is not None
-        }
+    def cross_attending(self) -> dict[int, DecoderBlock]:
+        """Return each decoder layer that has cross-attention, by its number, from 1."""
+        layers = (module for module in self.modules() if isinstance(module, DecoderBlock))
+        return {number: layer for number, layer in enumerate(layers, 1) if layer.cross_attention is not None}
 
     def cross_attentions(self) -> dict[int, MultiHeadAttention]:
         """Return the cross-attention of each decoder layer that has one, by its number, from 1."""
+        layers = self.cross_attending()
         return {
-            number: layer.cross_attention
-            for number, layer in self._crossing_layers()
-            if layer.cross_attention is not None
+            number: layer.cross_attention for number, layer in layers.items() if layer.cross_attention is not None
         }
-
-    def _crossing_layers(self) -> Iterator[tuple[int, DecoderBlock]]:
-        return enumerate((module for module in self.modules() if isinstance(module, DecoderBlock)), 1)
 
     def source_mask(
         self, source_BS: Tensor, padded: bool, segments: Segments | None = None
@@ -235,11 +206,7 @@ class TranslationModel(DecodableModel):
         return source_BS.ne(self.pad)[:, None, None, :] if padded else None
 
     def described(self) -> StandardTransformer:
-        """Describe the model as a standard Transformer. The description shares the weights.
-
-        Raises:
-            NotStandardError: if it is none.
-        """
+        """Describe the model as a standard Transformer, with the same weights, or raise NotStandardError."""
         raise NotStandardError(self.not_standard)
 
     def load_pretrained(self) -> bool:
@@ -282,4 +249,4 @@ class MaskedModel(TranslationModel):
 
     @override
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
-        raise ConfigError("the model does not translate from left to right; use search.name=mask_predict")
+        raise AssertionError("no search begins")

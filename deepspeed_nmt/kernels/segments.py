@@ -63,9 +63,10 @@ class Segments:
     def __len__(self) -> int:
         return self.starts.shape[0] - 2
 
-    def to(self, move: Callable[[Tensor], Tensor]) -> Segments:
-        """Return the segments with tensors that ``move`` has copied."""
-        return Segments(move(self.starts), move(self.positions), self.longest, self.widest)
+    def to(self, device: torch.device, non_blocking: bool = False) -> Segments:
+        """Copy the segments to another device, as :meth:`torch.Tensor.to`."""
+        starts, positions = (x.to(device, non_blocking=non_blocking) for x in (self.starts, self.positions))
+        return Segments(starts, positions, self.longest, self.widest)
 
     @cached_property
     def real_positions(self) -> Tensor:

@@ -112,7 +112,7 @@ class AdaptedEncoderLayer(nn.Module):
     def __init__(self, config: AbNetConfig) -> None:
         super().__init__()
         shape = config.source
-        self.layer = EncoderLayer.of(bert.layer_parts(shape, config))
+        self.layer = EncoderLayer(bert.layer_parts(shape, config))
         self.adapter = FeedForward(shape.dim, config.adapter_dim)
         self.adapter_residual = bert.layer_parts(shape, config, "pre").residual()
 
@@ -129,7 +129,7 @@ class AdaptedDecoderLayer(DecoderBlock):
         super().__init__()
         shape = config.target
         parts = bert.layer_parts(shape, config, config.adapter_norm, config.cross_heads)
-        self.layer = EncoderLayer.of(bert.layer_parts(shape, config))
+        self.layer = EncoderLayer(bert.layer_parts(shape, config))
         self.cross_attention: MultiHeadAttention = parts.attention()
         self.cross_residual: Residual = parts.residual()
         self.adapter = FeedForward(shape.dim, config.adapter_dim)

@@ -236,7 +236,7 @@ def build_bert_decoder(
     target_embedding = bert.embedding(config.target, config, vocabulary)
     transform, projection = bert.head(config.target, target_embedding, config.tie_output, vocabulary)
     source_parts = bert.layer_parts(config.source, config)
-    encoder = LayerStack([EncoderLayer.of(source_parts) for _ in range(config.source.layers)])
+    encoder = LayerStack([EncoderLayer(source_parts) for _ in range(config.source.layers)])
     decoder = LayerStack(_decoder_layers(config), final_norm=transform)
     model = BertTransformer(source_embedding, target_embedding, encoder, decoder, projection, vocabulary.pad)
     model.config, model.mask = config, vocabulary.mask

@@ -256,7 +256,7 @@ def build_stacks(
 
     ``orders`` are those in which encoder and decoder apply their layers; None: each layer once.
     """
-    encoder = [EncoderLayer.of(_parts(config, "encoder")) for _ in range(config.encoder_layers)]
+    encoder = [EncoderLayer(_parts(config, "encoder")) for _ in range(config.encoder_layers)]
     decoder = [make_layer(number, _parts(config, "decoder")) for number in range(1, config.decoder_layers + 1)]
     for layers, (_, beta) in ((encoder, _deepnorm(config, "encoder")), (decoder, _deepnorm(config, "decoder"))):
         for number, layer in enumerate(layers, 1):

@@ -24,11 +24,6 @@ class MultiHeadAttention(nn.Module, UsesKernels, Sliceable):
 
     The number of heads is read from the tensors (``view(..., -1, head_dim)``), so a rank that holds some of the heads
     runs the same code.
-
-    Args:
-        dim: model width D.
-        num_heads: H; divides ``dim``.
-        dropout_p: probability of dropping an attention weight.
     """
 
     def __init__(self, dim: int, num_heads: int, dropout_p: float = 0.0) -> None:
@@ -52,14 +47,13 @@ class MultiHeadAttention(nn.Module, UsesKernels, Sliceable):
         """Attend, over whole sentences or from one position of each hypothesis.
 
         Args:
-            query_BTD: states that attend.
             memory: states to attend to, (B,S,D), the same object for self-attention; or what :meth:`project` returned
                 for them.
             mask: bool (B,1,1,S), True for keys that are not padding; or the sentences in which queries see keys; None
                 when all are seen.
             causal: position t sees positions 0..t only, of its sentence.
             cache: in self-attention, when decoding position by position: keeps keys and values, and knows which of
-                them a hypothesis sees. The hypotheses of a sentence are queries of one row of keys.
+                them a hypothesis sees.
 
         Shape: (B,T,D), (B,S,D) -> (B,T,D), or (R,1,D) -> (R,1,D)
         """

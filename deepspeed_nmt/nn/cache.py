@@ -1,10 +1,9 @@
 """The state that a decoder keeps between two steps of a search.
 
-The keys and values of self-attention stay where they were written. When a search copies and drops hypotheses, only a
-small boolean table changes: for each hypothesis, the positions cached for its sentence that it descends from.
-Attention masks a sentence's positions by that table. So the many megabytes of a deep decoder's cache are moved only
-when sentences leave the batch, or when most positions belong to dropped hypotheses alone, and the hypotheses of a
-sentence attend in one operation.
+The keys and values of self-attention stay where they were written. When a search copies and drops hypotheses, only
+a small boolean table changes: for each hypothesis, the positions cached for its sentence that it descends from, by
+which attention is masked. The many megabytes of a deep decoder's cache are moved only when sentences leave the
+batch, or when most positions belong to dropped hypotheses alone.
 
 Legend: B sentences, W hypotheses of a sentence, R rows = B x W, H heads, K head width, S source length, P cached
 target positions of a sentence (those of all its hypotheses).
@@ -75,9 +74,7 @@ class Ancestry:
     def clear(self) -> Tensor | None:
         """Remove dead positions, if there are many and a quarter of them is dead.
 
-        Returns:
-            The positions that are kept of each sentence, (B,M), M the most that are alive in one sentence; None if
-            nothing is removed.
+        Return those that are kept of each sentence, (B,M), M the most that are alive in one; None if none is removed.
         """
         # On a GPU the host would have to wait for the number.
         if self.positions < self._crowded or self._mask_RP.device.type != "cpu":
@@ -95,7 +92,7 @@ class Ancestry:
         return kept_BM
 
     def additive(self, mask: Tensor, of_source: bool, dtype: torch.dtype) -> Tensor:
-        """Return the bool mask of source or target as numbers to add to scores, 0 or -inf, once for all layers."""
+        """Return the bool mask of source or target as numbers to add to scores, made once for all layers."""
         known = self._additive.get(of_source)
         if known is None or known[0] is not mask:
             numbers = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
@@ -105,11 +102,9 @@ class Ancestry:
 
 @dataclass(eq=False)
 class SourceCache:
-    """The source's part of a layer's cache; all applications of the layer share it.
+    """The keys and values of the source, one row per sentence for any beam, of all applications of a layer.
 
-    Attributes:
-        projected: keys and values of the source, one row per sentence for any beam; None before the first step, or in
-            a layer without cross-attention.
+    They are None before the first step, or in a layer without cross-attention.
     """
 
     projected: KeysValues | None = None
@@ -138,13 +133,10 @@ class LayerCache:
         self._buffer: Tensor | None = None  # keys and values, (2,B,H,P,K)
 
     def append(self, new: KeysValues) -> tuple[KeysValues, Tensor | None]:
-        """Append the keys and values of the newest position of each hypothesis.
+        """Append the keys and values of the newest position of each hypothesis, (R,H,1,K).
 
-        Returns:
-            Keys and values of all positions of each sentence, and a mask, bool (B,1,W,P), True where a hypothesis
-            sees a position; None if it sees all.
-
-        Shape: (R,H,1,K) -> (B,H,P,K)
+        Return those of all positions of each sentence, (B,H,P,K), and a mask, bool (B,1,W,P), True where a hypothesis
+        sees a position; None if it sees all.
         """
         rows, heads, length, width = new.keys.shape
         assert length == 1, "a decoder advances one position at a time"
@@ -154,10 +146,7 @@ class LayerCache:
         return KeysValues(known[0], known[1]), self._ancestry.mask
 
     def append_joint(self, new_R1E: Tensor, width: int) -> tuple[KeysValues, Tensor | None]:
-        """Append the keys of all heads, then the values, E = 2 H K; the mask returned is 0 or -inf.
-
-        Shape: (R,1,E) -> (B,H,P,K)
-        """
+        """Append as :meth:`append` the keys of all heads, then the values, E = 2 H K; the mask has 0 or -inf."""
         rows, _, both = new_R1E.shape
         heads = both // (2 * width)
         known, newest = self._advance(rows, heads, width, new_R1E)
@@ -187,11 +176,9 @@ class LayerCache:
             self._positions = kept_BM.shape[1]
 
     def _advance(self, rows: int, heads: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Make room for a position of each hypothesis in the device and dtype of ``like``.
+        """Make room for a position of each hypothesis, in the device and dtype of ``like``.
 
-        Returns:
-            All keys and values, (2,B,H,P,K), the newest still to be written, and those of the newest alone,
-            (2,B,H,W,K).
+        Return all keys and values, (2,B,H,P,K), and of them the newest, still to be written, (2,B,H,W,K).
         """
         if self._positions == self._ancestry.positions:  # The first layer of this step.
             self._ancestry.advance(rows, like.device)

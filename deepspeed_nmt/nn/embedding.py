@@ -35,10 +35,9 @@ def sinusoids(length: int, dim: int, device: torch.device | None = None) -> Tens
 
 
 def marian_sinusoids(length: int, dim: int, device: torch.device | None = None) -> Tensor:
-    """Compute the positions 0..length-1 of Marian NMT, of wavelengths from 2 pi to less than 20000 pi.
+    """Compute the positions 0..length-1 of Marian NMT.
 
-    The wavelengths are those of Vaswani et al. 2017, 3.5: 10000^(2i/D), where :func:`sinusoids` has
-    10000^(i/(D/2 - 1)).
+    The wavelengths are those of Vaswani et al. 2017, 3.5: 10000^(2i/D); :func:`sinusoids` has 10000^(i/(D/2 - 1)).
     """
     columns = torch.arange(dim, dtype=torch.float64)
     rates = 10000.0 ** (-2.0 * (columns // 2) / dim)
@@ -52,7 +51,6 @@ def fairseq_sinusoids(length: int, dim: int, device: torch.device | None = None)
 
 
 PositionName = Literal["tensor2tensor", "marian", "fairseq"]
-"""Name of the wavelengths of sinusoidal positions."""
 POSITIONS: Mapping[PositionName, Callable[[int, int, torch.device | None], Tensor]] = {
     "tensor2tensor": sinusoids,
     "marian": marian_sinusoids,
@@ -106,11 +104,7 @@ class TokenEmbedding(nn.Module, Sliceable):
 
 
 class LearnedEmbedding(nn.Module, Sliceable):
-    """Embedding of tokens plus learned positions plus token type 0, normalised, then dropout (Devlin et al. 2019).
-
-    Attributes:
-        positions: most positions of a sentence.
-    """
+    """Embedding of tokens plus learned positions plus token type 0, normalised, then dropout (Devlin et al. 2019)."""
 
     def __init__(self, weight_VD: nn.Parameter, positions: int, dropout_p: float, eps: float) -> None:
         super().__init__()
@@ -131,9 +125,8 @@ class LearnedEmbedding(nn.Module, Sliceable):
             positions_TD = self.position_PD[offset : offset + tokens_BT.shape[1]]
         else:
             positions_TD = F.embedding(segments.positions, self.position_PD)
-        embedded: Tensor = self.dropout(
-            self.norm(self.ranks.lookup(tokens_BT, self.weight) + positions_TD + self.type_D)
-        )
+        sum_BTD = self.ranks.lookup(tokens_BT, self.weight) + positions_TD + self.type_D
+        embedded: Tensor = self.dropout(self.norm(sum_BTD))
         return embedded
 
 

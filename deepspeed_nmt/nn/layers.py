@@ -89,13 +89,6 @@ class Residual(nn.Module, UsesKernels):
     - post:     norm(x + dropout(f(x)))
     - deepnorm: norm(alpha x + dropout(f(x)))   (Wang et al. 2022)
 
-    Args:
-        dim: model width D.
-        style: one of the three above.
-        dropout_p: probability of dropping an element of the sub-layer's output.
-        alpha: weight of the residual branch, for deepnorm.
-        eps: of the LayerNorm.
-
     Attributes:
         watch: called with every output of the sub-layer, before dropout; None: not called.
     """
@@ -110,12 +103,9 @@ class Residual(nn.Module, UsesKernels):
         self.watch: Callable[[Tensor], None] | None = None
 
     def forward(self, x: Tensor, sublayer: Sublayer, onto: Tensor | None = None) -> Tensor:
-        """Apply the sub-layer within the connection.
+        """Apply the sub-layer within the connection, whose residual branch is ``onto``, by default ``x``.
 
-        Args:
-            x: input of the sub-layer, before the normalisation.
-            sublayer: f. The bias of a :class:`Product` that it returns is added in the kernel of the sum.
-            onto: the residual branch, by default ``x``.
+        The bias of a :class:`Product` that ``sublayer`` returns is added in the kernel of the sum.
 
         Shape: (..., D) -> (..., D)
         """
@@ -140,9 +130,8 @@ class Residual(nn.Module, UsesKernels):
 class Draw:
     """The numbers that determine the random choices of layers: the same on every rank, and in recomputation.
 
-    Attributes:
-        passes: numbers of the passes over the same sentences whose rows, in equal blocks, make up the batch.
-        micro_batch: number of the micro-batch within the update on its rank, from 0.
+    ``passes`` are those over the same sentences whose rows, in equal blocks, make up the batch. ``micro_batch`` is
+    the number of the micro-batch within the update on its rank, from 0.
     """
 
     seed: int
@@ -199,23 +188,12 @@ def select_blocks(x: Tensor, count: int, kept: Sequence[int]) -> Tensor:
 class EncoderLayer(nn.Module):
     """Self-attention, then feed-forward, each within a residual connection."""
 
-    def __init__(
-        self,
-        self_attention: MultiHeadAttention,
-        self_residual: Residual,
-        feed_forward: FeedForward,
-        feed_forward_residual: Residual,
-    ) -> None:
+    def __init__(self, parts: LayerParts) -> None:
         super().__init__()
-        self.self_attention = self_attention
-        self.self_residual = self_residual
-        self.feed_forward = feed_forward
-        self.feed_forward_residual = feed_forward_residual
-
-    @classmethod
-    def of(cls, parts: LayerParts) -> Self:
-        """Make a layer of a model's parts."""
-        return cls(parts.attention(), parts.residual(), parts.feed_forward(), parts.residual())
+        self.self_attention = parts.attention()
+        self.self_residual = parts.residual()
+        self.feed_forward = parts.feed_forward()
+        self.feed_forward_residual = parts.residual()
 
     def forward(self, x_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Encode. An encoder caches nothing. Shape: (B,S,D) -> (B,S,D)."""
@@ -236,10 +214,7 @@ class DecoderBlock(nn.Module):
     def cross(
         self, x_BTD: Tensor, context: Context, cache: LayerCache | None, onto_BTD: Tensor | None = None
     ) -> Tensor:
-        """Apply cross-attention, if there is any, within its residual connection, whose branch is ``onto_BTD`` or x.
-
-        Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
-        """
+        """Apply cross-attention, if there is any, within its residual connection; shapes as in a decoder's layer."""
         attention = self.cross_attention
         if attention is None or self.cross_residual is None:
             return x_BTD
@@ -265,10 +240,7 @@ class DecoderBlock(nn.Module):
 
 
 class DecoderLayer(DecoderBlock, UsesPackedWeights):
-    """Causal self-attention, cross-attention, feed-forward, each within a residual connection.
-
-    Without ``cross_attention`` and ``cross_residual`` it has two sub-layers, and does not read the source.
-    """
+    """Causal self-attention, cross-attention if there is one, feed-forward, each within a residual connection."""
 
     def __init__(
         self,
@@ -300,10 +272,7 @@ class DecoderLayer(DecoderBlock, UsesPackedWeights):
         )
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        """Decode whole sentences, or with ``cache`` the next position of each hypothesis.
-
-        Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
-        """
+        """Decode whole sentences, (B,T,D) -> (B,T,D), or with ``cache`` the next positions, (R,1,D) -> (R,1,D)."""
         if cache is not None and (step := self._fast_step()) is not None:
             return step(x_BTD, context, cache)
         x_BTD = self.self_residual(x_BTD, lambda h: self.self_attention(h, h, context.target_mask, True, cache))
@@ -321,26 +290,17 @@ class DecoderLayer(DecoderBlock, UsesPackedWeights):
             return None
         if self not in self.packed.steps:
             layer = self.in_inference()
-            is_fast = layer is not None and is_standard(layer)
-            self.packed.steps[self] = DecoderStep(layer, self.packed) if layer is not None and is_fast else None
+            if layer is not None and not all(map(_is_standard, layer.modules())):
+                layer = None
+            self.packed.steps[self] = None if layer is None else DecoderStep(layer, self.packed)
         step: DecoderStep | None = self.packed.steps[self]
         return step
 
 
-def is_standard(layer: DecoderLayer) -> bool:
-    """Return True if a layer and its parts have exactly the classes whose arithmetic :class:`DecoderStep` repeats.
-
-    A class derived from one of them, or a part with a hook or a ``forward`` of its own, may compute something else.
-    """
-    return all(
-        type(part) in _STANDARD
-        and "forward" not in vars(part)
-        and not (part._forward_hooks or part._forward_pre_hooks)
-        for part in layer.modules()
-    )
-
-
-_STANDARD = {DecoderLayer, MultiHeadAttention, FeedForward, Residual, LayerNorm, Linear}
+def _is_standard(part: nn.Module) -> bool:
+    """Return True if a part of a layer has exactly a class whose arithmetic :class:`DecoderStep` repeats."""
+    is_own = "forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks
+    return not is_own and type(part) in (DecoderLayer, MultiHeadAttention, FeedForward, Residual, LayerNorm, Linear)
 
 
 class DecoderStep:
@@ -349,8 +309,7 @@ class DecoderStep:
     A step for a few hypotheses is so short that looking up modules, hooks and kernels takes as long as its
     arithmetic. So whatever does not change from step to step is looked up once, masks are made once for all layers,
     and products add what follows them. By ``forward``, one sentence would take 1.2 to 1.4 times as long on a CPU (6
-    and 27 layers, D=256, beam 4), and 32 sentences 1.05 times. The step is taken for exactly the classes that
-    :func:`is_standard` checks for; any other layer decodes by its own ``forward``.
+    and 27 layers, D=256, beam 4), and 32 sentences 1.05 times.
 
     Legend: W hypotheses of a sentence, R rows = B x W, H heads, K head width, P positions.
     """
@@ -420,10 +379,7 @@ class _NormAround:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """Functions that make freshly initialised parts of a model's layers.
-
-    ``attention`` makes self- or cross-attention, of another class than :class:`MultiHeadAttention` if one is given.
-    """
+    """Functions that make freshly initialised parts of a layer; ``attention`` may be given another class."""
 
     attention: Callable[..., MultiHeadAttention]
     feed_forward: Callable[[], FeedForward]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,15 +30,6 @@ class Product(NamedTuple):
         return self.value if self.bias is None else self.value + self.bias
 
 
-class Weighted(Protocol):
-    """A module with a weight (E,D), and a bias (E,) or None."""
-
-    weight: Any
-    bias: Any
-
-    def __hash__(self) -> int: ...
-
-
 class PackedWeights:
     """Weights of a model that are rearranged for decoding on a CPU, each when it is first used.
 
@@ -50,14 +41,14 @@ class PackedWeights:
     def __init__(self, int8: bool = False) -> None:
         self.steps: dict[nn.Module, Any] = {}
         self.int8 = int8
-        self._packed: dict[tuple[Weighted, ...], PackedWeight] = {}
+        self._packed: dict[tuple[Any, ...], PackedWeight] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeights:
         """Return an empty one: a copied model may be given other weights."""
         return type(self)(self.int8)
 
-    def of(self, *layers: Weighted) -> PackedWeight:
-        """Return the weights of layers that multiply the same input, one below the other."""
+    def of(self, *layers: Any) -> PackedWeight:
+        """Return the weights of layers that multiply the same input, one below the other; they may have biases."""
         if layers not in self._packed:
             weight, bias = joined(layers) if len(layers) > 1 else (layers[0].weight, layers[0].bias)
             self._packed[layers] = PackedWeight(weight, bias, self.int8)
@@ -75,12 +66,9 @@ class UsesPackedWeights:
 
 
 def pack_weights(model: nn.Module, int8: bool = False) -> None:
-    """Have a model multiply by rearranged weights from now on, for decoding on a CPU; ``int8`` rounds them.
+    """Have a model in eval mode, fp32 or bf16, multiply by rearranged weights, for decoding on a CPU.
 
-    The model must be in eval mode, in fp32 or bf16. Its weights stay as they are; if they change, call it again.
-
-    Raises:
-        CheckpointError: if a weight is not finite and int8 would hide it.
+    ``int8`` rounds them, and refuses weights that are not finite. If the model's own change, call it again.
     """
     if int8 and (name := next((name for name, p in model.named_parameters() if not p.isfinite().all()), None)):
         raise CheckpointError(f"{name} has NaN or infinity, so the checkpoint is damaged; translate with another one")
@@ -142,10 +130,7 @@ class Linear(nn.Linear, UsesKernels, UsesPackedWeights):
         return self.kernels.linear(x, self.weight, self.bias)
 
     def product(self, x: Tensor, operation: str = "bias_dropout_add") -> Product:
-        """Project, and leave the bias to the operation that follows if that adds it in its own kernel.
-
-        It runs no hooks of this module: under ZeRO-3 a module around this one must gather its parameters.
-        """
+        """Project without hooks, and leave the bias to an operation that follows and adds it in its own kernel."""
         if self.packed is None and self.bias is not None and self.kernels.takes_bias(operation, x):
             return Product(self.kernels.linear(x, self.weight), self.bias)
         return Product(self.forward(x), None)
@@ -154,8 +139,7 @@ class Linear(nn.Linear, UsesKernels, UsesPackedWeights):
 def project(x: Tensor, *layers: Linear) -> Sequence[Tensor]:
     """Apply several layers to the same input; as one matrix product if they are packed, or the kernels prefer that.
 
-    The parameters stay apart, so that state and checkpoints do not depend on this. Under ZeRO-3 they must be gathered
-    outside of the layers' own calls.
+    Under ZeRO-3 the parameters must be gathered outside of the layers' own calls.
     """
     first, widths = layers[0], [layer.weight.shape[0] for layer in layers]
     if first.packed is not None:
@@ -165,7 +149,7 @@ def project(x: Tensor, *layers: Linear) -> Sequence[Tensor]:
     return torch.split(first.kernels.linear(x, *joined(layers)), widths, dim=-1)
 
 
-def joined(layers: Sequence[Weighted]) -> tuple[Tensor, Tensor]:
+def joined(layers: Sequence[Any]) -> tuple[Tensor, Tensor]:
     """Return weights and biases of layers as those of one, with zeros for a missing bias."""
     biases: list[Tensor] = [
         layer.weight.new_zeros(layer.weight.shape[0]) if layer.bias is None else layer.bias for layer in layers

@@ -75,8 +75,7 @@ class LayerStack(nn.Module):
     def until(self, stage: int) -> LayerStack:
         """Return a stack with the same weights that ends at exit ``stage``, counted from 1."""
         order = self.order.until(stage)
-        kept = max(order.indices) + 1
-        return LayerStack(list(self.layers)[:kept], order, self.final_norm)
+        return LayerStack(list(self.layers)[: max(order.indices) + 1], order, self.final_norm)
 
     def recomputes(self, number: int) -> bool:
         """Return True if application ``number``, from 0, is run again in the backward pass."""
@@ -92,8 +91,6 @@ class LayerStack(nn.Module):
         """Apply the layers, up to the deepest of the given exits.
 
         Args:
-            x_BTD: input of the lowest layer.
-            context: input that all layers share.
             caches: one for each application, when decoding position by position.
             exits: counted from 1; default the top.
 
@@ -123,9 +120,8 @@ class LayerStack(nn.Module):
 
         Those are equal in all applications, and projected outside of recomputation, because they outlive one.
         """
-        contexts = {}
-        for index, count in Counter(indices).items():
-            layer = self.layers[index]
-            if count > 1 and isinstance(layer, DecoderBlock):
-                contexts[index] = replace(context, source=layer.project_source(context))
-        return contexts
+        return {
+            index: replace(context, source=layer.project_source(context))
+            for index, count in Counter(indices).items()
+            if count > 1 and isinstance(layer := self.layers[index], DecoderBlock)
+        }

@@ -20,7 +20,6 @@ Legend: B sentences, T target length.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -184,15 +183,18 @@ class _SublayerNorms:
 
             return see
 
-        for number, residuals in self._watched.items():
-            for part, residual in zip(_PARTS, residuals, strict=True):
-                if residual is not None:
-                    residual.watch = watch(f"{part}/{number}")
+        residuals = {
+            f"{part}/{number}": residual
+            for number, layer in self._watched.items()
+            for part in _PARTS
+            if (residual := getattr(layer, f"{part.removesuffix('_attention')}_residual")) is not None
+        }
+        for name, residual in residuals.items():
+            residual.watch = watch(name)
         try:
             yield
         finally:
-            for residual in itertools.chain.from_iterable(self._watched.values()):
-                if residual is not None:
-                    residual.watch = None
+            for residual in residuals.values():
+                residual.watch = None
         for name, value in pending.items():
             self.sums[name] += float(value)

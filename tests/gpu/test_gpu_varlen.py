@@ -43,7 +43,7 @@ def device() -> torch.device:
 
 def pair(causal: bool, tails: tuple[int, int], on: torch.device) -> SegmentPair:
     queries, keys = (Segments.of(each, sum(each) + tail) for each, tail in zip((QUERIES, KEYS), tails, strict=True))
-    queries, keys = (each.to(lambda tensor: tensor.to(on)) for each in (queries, keys))
+    queries, keys = (each.to(on) for each in (queries, keys))
     return SegmentPair(queries, queries if causal else keys)
 
 

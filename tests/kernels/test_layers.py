@@ -38,7 +38,7 @@ def parts(style: NormStyle) -> LayerParts:
 
 def encoder_layer(style: NormStyle) -> EncoderLayer:
     made = parts(style)
-    return EncoderLayer(made.attention(), made.residual(), made.feed_forward(), made.residual())
+    return EncoderLayer(made)
 
 
 def dropping(style: NormStyle) -> DecoderLayer:

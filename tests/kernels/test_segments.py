@@ -23,7 +23,7 @@ ROWS, HEADS, WIDTH = 2, 3, 8
 
 def pair(device: torch.device, causal: bool = False, tails: tuple[int, int] = (5, 1)) -> SegmentPair:
     queries, keys = (Segments.of(each, sum(each) + tail) for each, tail in zip((QUERIES, KEYS), tails, strict=True))
-    queries, keys = (each.to(lambda tensor: tensor.to(device)) for each in (queries, keys))
+    queries, keys = (each.to(device) for each in (queries, keys))
     return SegmentPair(queries, queries if causal else keys)
 
 
