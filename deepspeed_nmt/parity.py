@@ -1,7 +1,6 @@
-"""Comparison of engines and layouts on this machine, with small models of every method.
+"""Comparison of engines and layouts on this machine, with small models of every method, which also serve the tests.
 
-All engines do the same arithmetic: losses, gradient norms and weights of any two differ by rounding only. Each method
-provides its own case (:class:`deepspeed_nmt.registry.SelfTest`). The models also serve the tests.
+All engines do the same arithmetic: losses, gradient norms and weights of any two differ by rounding only.
 """
 
 from __future__ import annotations
@@ -106,17 +105,13 @@ def build(
     weights: dict[str, Tensor] | None = None,
     kernels: Kernels = DEFAULT,
 ) -> Engine:
-    """Build an engine over a model whose initial weights are the same in every layout.
+    """Build an engine over a model of a case, whose initial weights are the same in every layout.
 
     Args:
-        method: name of a case.
         engine: NAME[:PRECISION][+recompute][+compile][+packed], with NAME one of plain, zero0 ... zero3, and offload
             (ZeRO-3 with weights and optimizer state in the host's memory). The layout of batches is the loader's.
-        world: the ranks, of which ``tensor_ranks`` share a model.
-        directory: directory of the corpus; each rank writes its DeepSpeed configuration there.
-        dropout: of the model.
+        directory: of the corpus; each rank writes its DeepSpeed configuration there.
         weights: initial weights by parameter name; None for random ones.
-        kernels: of the model.
     """
     config = settings_of(method, dropout)
     module = TrainModule(build_model(config, VOCABULARY, kernels), build_objective(config, VOCABULARY))
@@ -166,12 +161,10 @@ def train(engine: Engine, loader: TrainLoader, world: World, first: int, last: i
         lr, ends = 3e-3 * min(1.0, update.number / 5), update.number == last
         result = engine.update(update.micro_batches, update.target_tokens, lr, measure=ends)
         total = sum_over_data_ranks({name: float(value) for name, value in result.sums.items()}, world)
-        means = {name: value / update.target_tokens for name, value in total.items()}
-        lists["loss"].append(means.pop("loss"))
-        lists["norm"].append(result.grad_norm)
-        lists["counts"].append(len(update.micro_batches))
-        lists["skipped"].append(result.skipped)
-        lists["metrics"].append({name: value for name, value in means.items() if name != "nll"})
+        means = {name: value / update.target_tokens for name, value in total.items() if name != "nll"}
+        values = means.pop("loss"), result.grad_norm, len(update.micro_batches), result.skipped, means
+        for name, value in zip(lists, values, strict=True):
+            lists[name].append(value)
         cursor = update.after
         if ends:
             break
@@ -181,11 +174,10 @@ def train(engine: Engine, loader: TrainLoader, world: World, first: int, last: i
 
 @dataclass(frozen=True)
 class Row:
-    """Comparison of an engine with one plain process in fp32.
+    """Largest differences of an engine from one plain process in fp32, or the error that prevented the comparison.
 
-    It has the largest differences of losses and gradient norms of all updates, relative for values above 1; of the
-    last weights, absolute; and of losses after a resume from those of the same engine without one. ``problem`` is the
-    error that prevented the comparison.
+    Losses and gradient norms are those of all updates, relative for values above 1, weights the last ones, absolute;
+    ``resumed`` compares losses after a resume with those of the same engine without one.
     """
 
     method: str
@@ -211,11 +203,11 @@ def engines(world: World, method: str) -> Iterator[tuple[str, int]]:
     """Yield the engines to compare, each with the number of ranks that share a model."""
     on_gpu, has_bf16_here = world.device.type == "cuda", has_bf16(capability_of(world.device))
     packed = "+packed" if settings_of(method).model.packed else ""
-    names = ["plain", "plain+recompute", *([f"plain{packed}"] if packed else [])]
+    names, shared = ["plain", "plain+recompute"], ["plain"]
+    names += ["plain+packed"] if packed else []
     # On a GPU packed sentences attend by another kernel in 16 bit than in fp32.
     packed_bf16 = bool(packed) and on_gpu and has_bf16_here
     names += ["plain:bf16+packed"] if packed_bf16 else []
-    shared = ["plain"]
     if importlib.util.find_spec("deepspeed") is not None:
         names += ["zero0", "zero1", "zero2+recompute", "zero3", f"zero3+recompute{packed}", "offload"]
         names += ["zero2:fp16"] if on_gpu else []
@@ -276,12 +268,12 @@ def _resumed(method: str, engine: str, world: World, directory: Path, straight: 
     loader = loader_of(directory, world, engine)
     half = UPDATES // 2
     first = build(method, engine, world, directory)
-    done = train(first, loader, world, 1, half, Cursor())
+    cursor = train(first, loader, world, 1, half, Cursor())["cursor"]
     saved, scalars = Saved(first.state()), first.scalars()
     first.close()
     second = build(method, engine, world, directory, weights=saved.weights)
     second.restore(saved, scalars)
-    rest = train(second, loader, world, half + 1, UPDATES, done["cursor"])
+    rest = train(second, loader, world, half + 1, UPDATES, cursor)
     second.close()
     return _difference(rest["loss"], straight[half:])
 

@@ -58,10 +58,7 @@ class Passes:
         self._source_of_pass = [0]
 
     def add_source(self, source_BS: Tensor) -> int:
-        """Request that another source of the same targets be encoded, and return its number.
-
-        Shape: (B,S), as ``batch.source_BS``
-        """
+        """Request that another source of the same targets be encoded, and return its number. Shape: (B,S)."""
         self._sources_BS.append(source_BS)
         return len(self._sources_BS) - 1
 
@@ -71,10 +68,7 @@ class Passes:
         return len(self._source_of_pass) - 1
 
     def run(self) -> list[dict[str, Tensor]]:
-        """Compute the decoder states of each pass, by the exit's name. The top exit is also contained as TOP.
-
-        Shape: -> (B,T,D) each
-        """
+        """Compute the decoder states of each pass, (B,T,D), by the exit's name; those of the top exit also as TOP."""
         batch, model = self.batch, self.model
         sources, passes, encoders = len(self._sources_BS), len(self._source_of_pass), len(self.encoder_exits)
         top = exit_name(*model.stages)
@@ -89,9 +83,8 @@ class Passes:
         blocks = [exit * sources + source for exit in range(encoders) for source in self._source_of_pass]
         if blocks != list(range(encoders * sources)):
             # Indices are computed on the device: a copy of them from the host would wait for the device.
-            ranges = [
-                torch.arange(block * rows, (block + 1) * rows, device=batch.source_BS.device) for block in blocks
-            ]
+            device = batch.source_BS.device
+            ranges = [torch.arange(block * rows, (block + 1) * rows, device=device) for block in blocks]
             memory = memory.select(torch.cat(ranges))
         update = batch.update
         draw = Draw(update.seed, update.number, tuple(range(passes)) * encoders, update.micro_batch)
@@ -160,13 +153,7 @@ class Likelihood(Protocol):
 
 
 class Regularizer(Protocol):
-    """Addition to the loss besides the likelihood.
-
-    Attributes:
-        name: name of its metric.
-        weight: factor of its value in the loss.
-        every: k, to apply it in every k-th update.
-    """
+    """Addition to the loss besides the likelihood, named as its metric, in every k-th update, k = ``every``."""
 
     name: str
     weight: float
@@ -178,17 +165,13 @@ class Regularizer(Protocol):
         The value is a sum: divided by the target tokens of the update it is the regularizer as its paper defines it,
         if all pairs weigh 1. Otherwise each pair's part is multiplied by the pair's weight (``Batch.weighted``).
 
-        Returns:
-            The function, or None if the regularizer is only a divergence from a paired pass, which the likelihood
-            adds (``passes.paired_pass``, ``passes.divergence``).
+        Return None if the regularizer is only a divergence from a paired pass, which the likelihood adds
+        (``passes.paired_pass``, ``passes.divergence``).
         """
 
 
 class Objective:
-    """A likelihood and regularizers. In validation, it is one pass of the likelihood.
-
-    Regularizers of weight 0 are omitted, with their passes.
-    """
+    """A likelihood and the regularizers whose weight is not 0. In validation, it is one pass of the likelihood."""
 
     def __init__(self, likelihood: Likelihood, regularizers: Sequence[Regularizer] = ()) -> None:
         self._likelihood = likelihood

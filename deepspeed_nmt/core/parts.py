@@ -33,13 +33,7 @@ class PartConfig(Config):
 
 
 class Stages(NamedTuple):
-    """Stages of an encoder or a decoder that an objective can train as exits.
-
-    Attributes:
-        setting: name, without the section, of the setting that is their number.
-        total: number of stages.
-        layers: number of layers in the first stage.
-    """
+    """Stages that an objective can train as exits: the setting with their number, that, and layers of the first."""
 
     setting: str
     total: int
@@ -81,11 +75,7 @@ class ModelConfig(PartConfig):
     def resolved(self, before: Config | None = None) -> ModelConfig:
         """Return the settings, completed from the files that they name, such as a pretrained model's shape.
 
-        Args:
-            before: the model's settings in the run that is resumed; None for a new run.
-
-        Raises:
-            ConfigError: if a file cannot be read.
+        ``before`` are the model's settings in the run that is resumed; None for a new run.
         """
         return self
 
@@ -156,11 +146,7 @@ class LikelihoodConfig(PartConfig):
 
 
 class RegularizerConfig(PartConfig):
-    """Settings of a regularizer.
-
-    Attributes:
-        weight: factor of its value in the loss; 0 disables it.
-    """
+    """Settings of a regularizer; ``weight`` is the factor of its value in the loss, 0 disables it."""
 
     weight: float
 

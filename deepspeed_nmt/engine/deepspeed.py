@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -60,7 +61,7 @@ from deepspeed_nmt.parallel.collectives import (
     gather_over_data_ranks,
     max_over_ranks,
 )
-from deepspeed_nmt.parallel.tensor import ModelParallelUnit, gather, scatter, total_norm
+from deepspeed_nmt.parallel.tensor import gather, scatter, total_norm
 from deepspeed_nmt.parallel.world import World
 
 
@@ -364,9 +365,15 @@ class GradientOrder:
         self._seen.clear()
 
 
-def _unit_of(world: World) -> ModelParallelUnit | None:
+def _unit_of(world: World) -> SimpleNamespace | None:
     """Return the grid of ranks as DeepSpeed reads it; None if it has only data-parallel ranks."""
-    return ModelParallelUnit(world) if world.tensor_ranks > 1 else None
+    if world.tensor_ranks == 1:
+        return None
+    tensor = {"rank": world.tensor_rank, "world_size": world.tensor_ranks, "group": world.tensor_group}
+    data = {"rank": world.data_rank, "world_size": world.data_ranks, "group": world.data_group}
+    grid = {"model_parallel": tensor, "tensor_model_parallel": tensor, "data_parallel": data}
+    named = {f"get_{name}_{what}": value for name, values in grid.items() for what, value in values.items()}
+    return SimpleNamespace(**{name: partial(lambda value: value, value) for name, value in named.items()})
 
 
 def _partition(module: TrainModule, ds_config: dict[str, Any], world: World) -> None:

@@ -43,10 +43,7 @@ def max_over_ranks(values: list[float], world: World) -> Tensor:
 
 
 def sum_over_data_ranks(values: dict[str, float], world: World) -> dict[str, float]:
-    """Sum each value over data-parallel ranks, in double precision.
-
-    Tensor-parallel ranks process the same micro-batch, so only the first of each group contributes.
-    """
+    """Sum each value over data-parallel ranks, in double precision; of a tensor-parallel group the first counts."""
     return sum_over_ranks(values if world.tensor_rank == 0 else dict.fromkeys(values, 0.0), world)
 
 
@@ -57,16 +54,7 @@ def any_rank(flag: bool, world: World) -> bool:
 
 def from_main(value: Any, world: World) -> Any:
     """Return rank 0's value, which JSON can represent, on every rank."""
-    if world.ranks == 1:
-        return value
-    data = json.dumps(value).encode() if world.is_main else b""
-    size = torch.tensor([len(data)], device=world.device)
-    dist.broadcast(size, 0)
-    payload = torch.zeros(int(size), dtype=torch.uint8, device=world.device)
-    if world.is_main:
-        payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(payload, 0)
-    return json.loads(bytes(payload.cpu().tolist()))
+    return gather_lists([value] if world.is_main else [], world)[0]
 
 
 def gather_lists(items: list[Any], world: World) -> list[Any]:
@@ -82,10 +70,8 @@ def gather_lists(items: list[Any], world: World) -> list[Any]:
     mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(world.device)
     everyone = [torch.empty_like(mine) for _ in range(world.ranks)]
     dist.all_gather(everyone, mine)
-    joined: list[Any] = []
-    for rank, payload in enumerate(everyone):
-        joined.extend(json.loads(payload[: int(sizes[rank])].cpu().numpy().tobytes()))
-    return joined
+    texts = (payload[:size].cpu().numpy().tobytes() for payload, size in zip(everyone, sizes.tolist(), strict=True))
+    return [item for text in texts for item in json.loads(text)]
 
 
 def gather_over_data_ranks(part_N: Tensor, world: World) -> Tensor:
@@ -101,10 +87,7 @@ def all_reduce_over_data_ranks(tensor: Tensor, world: World) -> None:
 
 
 def all_reduce_in_buckets(tensors: Iterable[Tensor], world: World) -> None:
-    """Sum tensors of one dtype over data-parallel ranks, in place, many at once.
-
-    All ranks pass the same shapes in the same order.
-    """
+    """Sum tensors of one dtype, the same shapes on all ranks, over data-parallel ranks, in place and many at once."""
     if world.data_ranks == 1:
         return
     bucket: list[Tensor] = []
@@ -122,22 +105,16 @@ def all_reduce_in_buckets(tensors: Iterable[Tensor], world: World) -> None:
 def _reduce_bucket(bucket: list[Tensor], world: World) -> None:
     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
     all_reduce_over_data_ranks(flat, world)
-    offset = 0
-    for tensor in bucket:
-        tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
-        offset += tensor.numel()
+    for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
 @contextmanager
 def fail_together(world: World) -> Iterator[None]:
-    """Fail on all ranks if the block fails on any of them.
+    """Fail on all ranks, by a ReportedError, if the block fails on any of them by a User-, Training- or OSError.
 
     All ranks must enter the block, and nothing inside it may wait for other ranks. If several ranks fail with the
-    same message, the first of them reports it.
-
-    Raises:
-        ReportedError: on every rank, if there are several ranks and the block failed on any of them. A single rank
-            raises the error of the block: a UserError, TrainingError or OSError.
+    same message, the first of them reports it. A single rank raises the error of the block.
     """
     problem: Exception | None = None
     try:

@@ -22,12 +22,9 @@ _ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)([af]?)")
 
 
 class HostMemory(NamedTuple):
-    """Memory in bytes.
+    """Memory in bytes of the host, or of a control group (a container, a job of SLURM) if that has less.
 
-    Attributes:
-        total: of the host, or the lowest limit of a control group (a container, a job of SLURM) if that is less.
-        available: what this process can still take; the system can take back its cache of files, so that is included.
-        is_limited: True if a control group has less than the host.
+    ``available`` is what this process can still take, with the cache of files, which the system can take back.
     """
 
     total: int
@@ -49,10 +46,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield the limit in bytes of each control group of this process, and of those around it, and what is in use.
-
-    Inside a container the path of a group may be that of the host; then only the top is there.
-    """
+    """Yield the limit in bytes of each control group of this process, and of those around it, and what is in use."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if not controllers:  # version 2
@@ -62,6 +56,7 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
         else:
             continue
         group = top / path.lstrip("/")
+        # Inside a container the path of a group may be that of the host; then only the top is there.
         for directory in (group, *(parent for parent in group.parents if parent.is_relative_to(top))):
             limit, usage = (_lines(directory / file) for file in files)
             if limit and limit[0].isdecimal():
@@ -82,11 +77,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def uses_cuda(device: str, option: str) -> bool:
-    """Return True if a GPU is used: for "cuda", and for "auto" if there is one; never for "cpu".
-
-    Raises:
-        ConfigError: if ``option`` is another word, or is "cuda" and there is no GPU.
-    """
+    """Return True if a GPU is used: for "cuda", which needs one, and for "auto" if there is one; never for "cpu"."""
     import torch
 
     if device not in ("auto", "cpu", "cuda"):
@@ -102,9 +93,6 @@ def prepare_gpu(device: torch.device) -> None:
 
     cuDNN builds a plan for every new shape of its tensors, which takes longer than the attention itself, and nearly
     every micro-batch and every batch of a search has a shape of its own. SDPA's other kernels take any shape.
-
-    Raises:
-        ConfigError: if torch has no kernels for it.
     """
     import torch
 
@@ -134,17 +122,15 @@ def runs_on(capability: tuple[int, int], architectures: list[str]) -> bool:
     Code for sm_80 runs on sm_80 and sm_86, but not on sm_90. The driver compiles compute_80's for any later GPU.
     """
     builds = [match.groups() for text in architectures if (match := _ARCHITECTURE.fullmatch(text))]
-    for kind, digits, suffix in builds:
+
+    def fits(kind: str, digits: str, suffix: str) -> bool:
         built = (int(digits) // 10, int(digits) % 10)
         if suffix == "a":
-            fits = built == capability
-        elif kind == "sm" or suffix == "f":
-            fits = built[0] == capability[0] and built[1] <= capability[1]
-        else:
-            fits = built <= capability
-        if fits:
-            return True
-    return not builds
+            return built == capability
+        is_same_generation = built[0] == capability[0] or (kind == "compute" and suffix != "f")
+        return is_same_generation and built <= capability
+
+    return not builds or any(fits(*build) for build in builds)
 
 
 def lock_for(capability: tuple[int, int], driver: str | None = None) -> str:

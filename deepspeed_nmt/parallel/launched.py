@@ -28,13 +28,7 @@ _POINTER = "; `deepspeed-nmt doctor`, started in the same way, finds out more"
 
 
 class RankPlace(NamedTuple):
-    """Rank of a process, as its launcher assigned it.
-
-    Attributes:
-        rank: 0..ranks-1.
-        ranks: number of processes.
-        local_rank: index of this process on its host.
-    """
+    """Rank of a process among ``ranks``, and its index on its host, as its launcher assigned them."""
 
     rank: int
     ranks: int
@@ -42,11 +36,7 @@ class RankPlace(NamedTuple):
 
 
 def place() -> RankPlace:
-    """Return the place of this process: rank 0 of 1 if no launcher started it.
-
-    Raises:
-        ConfigError: if a variable of the launcher is not a number, or there is no such rank.
-    """
+    """Return the place of this process: rank 0 of 1 if no launcher started it."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _place("RANK", "WORLD_SIZE", "LOCAL_RANK")
     # The shell of a job also has SLURM_PROCID and SLURM_NTASKS, but what a user starts in it is the only rank.
@@ -110,9 +100,6 @@ def isolate_extension_builds() -> None:
     torch compiles C++ extensions in that directory. A build that is killed leaves a lock there, and every later build
     in the same directory waits for it without end. All ranks of a host use the same directory: its name contains the
     process id of their common parent. The rank that makes it removes it when it ends.
-
-    Raises:
-        ConfigError: if something else has its name: a link, or a directory that other users can enter.
     """
     if "TORCH_EXTENSIONS_DIR" in os.environ:
         return
@@ -133,9 +120,7 @@ def isolate_extension_builds() -> None:
 
 @contextmanager
 def once_per_host() -> Iterator[None]:
-    """Report an error of the block once per host, before ranks are connected.
-
-    For errors that all ranks of a host find alike: wrong settings, missing files, a missing GPU.
+    """Report an error that all ranks of a host find alike once per host, before ranks are connected.
 
     On the other ranks of the host, a ReportedError takes its place.
     """
@@ -150,10 +135,9 @@ def once_per_host() -> Iterator[None]:
 
 @contextmanager
 def pointing_to_doctor() -> Iterator[None]:
-    """Let the message of an error end with a hint at the command that examines the hosts.
+    """Let an error of a start's dependence on GPUs, drivers and the network point to the command that examines them.
 
-    For the part of a start that depends on GPUs, drivers and the network. An error of torch, such as a lost
-    connection, becomes a TrainingError.
+    An error of torch, such as a lost connection, becomes a TrainingError.
     """
     try:
         yield

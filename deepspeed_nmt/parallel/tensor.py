@@ -9,8 +9,7 @@ The ranks of a tensor-parallel group hold slices of the large matrices and proce
 
 LayerNorms, biases that are added after an all-reduce, and activations between sub-layers are replicated. A sub-layer
 needs two all-reduces: of its output in the forward pass, and of its input's gradient in the backward pass.
-The modules that are sliced have an attribute ``ranks`` (:class:`deepspeed_nmt.nn.linear.OneRank`), through which
-everything that ranks exchange goes. :func:`parallelize` slices their weights and sets it.
+Everything that ranks exchange goes through the attribute ``ranks`` of sliced modules.
 
 Dropout masks on replicated activations are drawn from the common generator, so they are equal on all ranks. Inside a
 sliced sub-layer each rank draws from a generator of its own. Its seed is drawn from the common one, so recomputation
@@ -63,29 +62,11 @@ class Slice:
         return torch.Size([*part.shape[: self.dim], self.size, *part.shape[self.dim + 1 :]])
 
 
-class ModelParallelUnit:
-    """The grid of ranks as DeepSpeed reads it (argument ``mpu`` of ``deepspeed.initialize``)."""
-
-    def __init__(self, world: World) -> None:
-        grid = {
-            "model_parallel": (world.tensor_rank, world.tensor_ranks, world.tensor_group),
-            "data_parallel": (world.data_rank, world.data_ranks, world.data_group),
-        }
-        grid["tensor_model_parallel"] = grid["model_parallel"]
-        for name, values in grid.items():
-            for what, value in zip(("rank", "world_size", "group"), values, strict=True):
-                setattr(self, f"get_{name}_{what}", lambda value=value: value)
-
-
 def parallelize(model: nn.Module, world: World) -> None:
     """Slice a model, equal on all ranks, in place; with one tensor-parallel rank leave it unchanged.
 
     A class derived from one of :data:`SLICERS` is sliced as that one, unless it overrides a method in which ranks
-    exchange something: an attention may override ``attend``.
-
-    Raises:
-        ConfigError: if the tensor-parallel ranks do not divide ``heads`` or ``ffn_dim``, or the model has an
-            attention, a feed-forward network or a linear layer that cannot be sliced.
+    exchange something. A linear layer that cannot be sliced is refused by a ConfigError.
     """
     if world.tensor_ranks == 1:
         return
@@ -264,8 +245,7 @@ def _all_reduce(x: Tensor, group: Any) -> None:
 def gather(tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter], world: World) -> list[Tensor]:
     """Return the whole tensors of which the ranks of a tensor-parallel group hold slices, by one all-reduce.
 
-    Collective: all ranks of the group must call it. The tensors are parts of ``parameters``, or of moments of them,
-    in one dtype; that of a replicated parameter is returned unchanged.
+    The tensors are parts of ``parameters``, or of moments of them, in one dtype; replicated ones stay as they are.
     """
     wholes = list(tensors)
     sliced = [index for index, parameter in enumerate(parameters) if hasattr(parameter, SLICE)]
@@ -289,10 +269,7 @@ def scatter(whole: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 def total_norm(parameters: list[nn.Parameter], gradients: list[Tensor], world: World) -> Tensor:
-    """Compute the norm of the whole gradient, of which each tensor-parallel rank holds slices.
-
-    Collective: all ranks of a tensor-parallel group must call it.
-    """
+    """Compute the norm of the whole gradient, of which each tensor-parallel rank holds slices. Collective."""
     norm: Tensor = torch.nn.utils.get_total_norm(gradients)
     if world.tensor_ranks == 1:
         return norm
@@ -304,10 +281,7 @@ def total_norm(parameters: list[nn.Parameter], gradients: list[Tensor], world: W
 
 
 def sum_over_slices(values_NP: Tensor, parameters: Sequence[nn.Parameter], world: World) -> Tensor:
-    """Sum values of the slices of P parameters over the ranks of a tensor-parallel group.
-
-    Collective: all ranks of the group must call it. Values of replicated parameters are equal on all ranks, and stay.
-    """
+    """Sum values of the slices of P parameters over a tensor-parallel group; those of replicated ones stay."""
     if world.tensor_ranks == 1:
         return values_NP
     if world.tensor_rank > 0:

@@ -46,14 +46,12 @@ _MESSAGE = "%s. All ranks stop; start the same command again to resume from the 
 
 
 class Watchdog:
-    """Heartbeats of this rank, and the threads that send and check them.
-
-    A context manager around the work to be watched. A single rank has no threads.
+    """Heartbeats of this rank, and the threads that send and check them: a context manager around the work.
 
     Args:
         silent_s: seconds without a heartbeat after which a rank is lost; 0 disables the watchdog.
         stuck_s: time limit of a step in seconds.
-        slow_s: time limit of a slow step in seconds.
+        slow_s: time limit of a slow step (saving, validating) in seconds.
         leave: function that ends the process with a status.
         failed: called on rank 0 with the verdict, in another thread than the main one, before the process ends.
     """
@@ -78,19 +76,16 @@ class Watchdog:
         self._store: Any = None
 
     def at(self, what: str, slow: bool = False) -> None:
-        """Record the step that the main thread begins; a slow one (saving, validating) has the limit ``slow_s``."""
+        """Record the step that the main thread begins."""
         self._at = (what, self._at[1] + 1, time.monotonic(), self._slow_s if slow else self._stuck_s)
 
     def __enter__(self) -> Watchdog:
         """Start the threads."""
         if self._world.ranks == 1 or self._silent_s <= 0.0:
             return self
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=timedelta(seconds=self._silent_s),
-        )
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        timeout = timedelta(seconds=self._silent_s)
+        self._store = dist.TCPStore(address, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
         self._send(0)
         self._answered = time.monotonic()
         for work in (self._watch, self._guard):
@@ -190,7 +185,7 @@ class Watchdog:
     def _judge(self, heard: dict[int, tuple[int, float, str]]) -> str:
         """Return the verdict on the heartbeats of all ranks; "" if no rank is lost or stuck.
 
-        ``heard`` has for each rank the number of its last new heartbeat, its time and its step; updated in place.
+        ``heard`` has each rank's last new heartbeat: its number, time and step; updated in place.
         """
         now = time.monotonic()
         heartbeats = {rank: self._heartbeat(rank) for rank in range(self._world.ranks)}

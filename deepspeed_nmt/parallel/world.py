@@ -44,8 +44,6 @@ class World:
     """Position of this process in the grid of ranks.
 
     Attributes:
-        rank: 0..ranks-1.
-        ranks: number of processes.
         local_rank: index of this process on its host.
         device: device of its tensors.
         tensor_ranks: size of a tensor-parallel group.
@@ -109,8 +107,7 @@ def join_world(
         stop_requested: returns a true value when the rank is to stop instead of waiting for others.
 
     Raises:
-        ConfigError: if ``device`` is "cuda" and there is no GPU, if torch has no kernels for it, if MASTER_ADDR or
-            MASTER_PORT is missing, or if ``tensor_ranks`` does not divide the number of ranks.
+        ConfigError: if there is no such device or group of ranks, or the launcher has not set the address of rank 0.
         TrainingError: if a rank is missing after ``timeout_s``, or cannot connect to another.
         ReportedError: if a stop is requested.
     """
@@ -156,16 +153,10 @@ def take_gpu(local_rank: int) -> None:
 
 
 def gpu_of(local_rank: int) -> int:
-    """Return the index of a rank's GPU among those that are visible to it.
-
-    SLURM can make a single GPU visible to each task, which then has index 0.
-
-    Raises:
-        ConfigError: if there is no GPU for the rank.
-    """
+    """Return the index of a rank's GPU among those that are visible to it."""
     seen = torch.cuda.device_count()
     if seen == 1 and os.environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1":
-        return 0
+        return 0  # SLURM can make a single GPU visible to each task
     if local_rank >= seen:
         raise ConfigError(
             f"local rank {local_rank} has no GPU of its own, because it sees {seen}; start as many processes on a "
@@ -175,11 +166,7 @@ def gpu_of(local_rank: int) -> int:
 
 
 def check_launcher(ranks: int) -> None:
-    """Check that several processes can find each other.
-
-    Raises:
-        ConfigError: if MASTER_ADDR or MASTER_PORT is missing.
-    """
+    """Check that several processes can find each other."""
     if ranks > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise ConfigError(
             f"MASTER_ADDR or MASTER_PORT is not set, by which {ranks} processes find each other; start with "
@@ -266,11 +253,7 @@ def restart() -> str:
 
 
 def connect(place: RankPlace, pause: Callable[[str], None], timeout_s: float) -> Any:
-    """Return the store at MASTER_ADDR and MASTER_PORT, which rank 0 makes, unless torchrun has made one there.
-
-    Raises:
-        ConfigError: if MASTER_PORT is not a port, or rank 0 cannot listen there.
-    """
+    """Return the store at MASTER_ADDR and MASTER_PORT, which rank 0 makes, unless torchrun has made one there."""
     address, port, timeout = os.environ["MASTER_ADDR"], _port(), timedelta(seconds=timeout_s)
     if _hosts_store(place):
         try:
@@ -301,10 +284,8 @@ def _connected(address: str, port: int, pause: Callable[[str], None], answer_s: 
         with suppress(RuntimeError):
             stores.append(dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit))  # type: ignore[attr-defined]
 
-    thread, given_up_at = (
-        threading.Thread(target=connect, name="rendezvous", daemon=True),
-        time.monotonic() + _ATTEMPT_S,
-    )
+    thread = threading.Thread(target=connect, name="rendezvous", daemon=True)
+    given_up_at = time.monotonic() + _ATTEMPT_S
     thread.start()
     while thread.is_alive() and time.monotonic() < given_up_at:
         thread.join(timeout=0.05)
