@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -365,15 +364,21 @@ class GradientOrder:
         self._seen.clear()
 
 
-def _unit_of(world: World) -> SimpleNamespace | None:
-    """Return the grid of ranks as DeepSpeed reads it; None if it has only data-parallel ranks."""
-    if world.tensor_ranks == 1:
-        return None
-    tensor = {"rank": world.tensor_rank, "world_size": world.tensor_ranks, "group": world.tensor_group}
-    data = {"rank": world.data_rank, "world_size": world.data_ranks, "group": world.data_group}
-    grid = {"model_parallel": tensor, "tensor_model_parallel": tensor, "data_parallel": data}
-    named = {f"get_{name}_{what}": value for name, values in grid.items() for what, value in values.items()}
-    return SimpleNamespace(**{name: partial(lambda value: value, value) for name, value in named.items()})
+class _ModelParallelUnit:
+    """The grid of ranks as DeepSpeed reads it (argument ``mpu`` of ``deepspeed.initialize``)."""
+
+    def __init__(self, world: World) -> None:
+        tensor = {"rank": world.tensor_rank, "world_size": world.tensor_ranks, "group": world.tensor_group}
+        data = {"rank": world.data_rank, "world_size": world.data_ranks, "group": world.data_group}
+        grid = {"model_parallel": tensor, "tensor_model_parallel": tensor, "data_parallel": data}
+        for name, values in grid.items():
+            for what, value in values.items():
+                setattr(self, f"get_{name}_{what}", partial(lambda value: value, value))
+
+
+def _unit_of(world: World) -> _ModelParallelUnit | None:
+    """Return the grid of ranks; None if it has only data-parallel ranks."""
+    return _ModelParallelUnit(world) if world.tensor_ranks > 1 else None
 
 
 def _partition(module: TrainModule, ds_config: dict[str, Any], world: World) -> None:
