@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
@@ -31,13 +31,7 @@ LAYOUTS = ("padded", "packed")
 
 
 class Planned(NamedTuple):
-    """A planner of a run, and what it plans with.
-
-    Attributes:
-        planner: of the run.
-        engine: resolved settings.
-        kernels: kernels that the GPUs run.
-    """
+    """A planner of a run, and the resolved settings and the kernels that it plans with."""
 
     planner: Planner
     engine: EngineSettings
@@ -55,9 +49,9 @@ class Plans:
         """Return the number of trained parameters, and of all."""
         key = repr((config.model, config.layer, vocabulary))
         if key not in self._parameters:
-            counts = [(p.numel(), p.requires_grad) for p in build_meta_model(config, vocabulary).parameters()]
-            trained = sum(count for count, is_trained in counts if is_trained)
-            self._parameters[key] = trained, sum(count for count, _ in counts)
+            parameters = list(build_meta_model(config, vocabulary).parameters())
+            trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+            self._parameters[key] = trained, sum(parameter.numel() for parameter in parameters)
         return self._parameters[key]
 
     def on(self, gpu: Gpu, ranks: int, config: RunConfig, vocabulary: Vocabulary) -> Planned:
@@ -94,9 +88,6 @@ def make_planner(
     Args:
         kernels: planned for the GPUs' capability, see :meth:`Kernels.planned_for`.
         counts: of models for GPUs of this capability, which are used and added to; None for none.
-
-    Raises:
-        ConfigError: if ``engine.tensor_parallel`` does not divide the model or the ranks.
     """
     check_tensor_ranks(config, ranks)
     tensor_ranks = config.engine.tensor_parallel
@@ -114,10 +105,6 @@ def planned_vocabulary(sizes: str | None, config: RunConfig, data: DataDirectory
 
     Args:
         sizes: of the vocabulary, or SOURCE,TARGET; None if not given.
-
-    Raises:
-        ConfigError: if the sizes are not those of the data, or the data does not fit the model.
-        DataError: if the vocabulary of the data is damaged.
     """
     own = config.model.own_vocabulary()
     if data is None and sizes is None and own is not None:
@@ -172,8 +159,7 @@ def layout_notes(
     return notes
 
 
-@dataclass(frozen=True)
-class MeasuredTimes:
+class MeasuredTimes(NamedTuple):
     """Times of a run, from its ledger.
 
     Attributes:

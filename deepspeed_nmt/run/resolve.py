@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,13 +54,8 @@ class Resolved:
     """Values of a run that depend on the machine or the data.
 
     Attributes:
-        vocabulary: vocabulary of the data.
-        engine: precision, clipping and DeepSpeed's configuration.
-        batch: sizes and layout of batches.
         recompute: every k-th layer application of encoder and decoder that is recomputed; 0 none.
-        kernels: kernels of the fused operations.
         backends: description of the kernels chosen on this rank's device, for the log.
-        is_compiled: True if layers are compiled.
     """
 
     vocabulary: Vocabulary
@@ -106,10 +100,9 @@ class Resolved:
         atomic_write_text(run / RESOLVED_FILE, json.dumps(content, indent=1))
 
 
-def _recorded_products(run: Path) -> object:
-    with suppress(OSError, ValueError):
-        content = parse_json(read_regular(run / RESOLVED_FILE))
-        return content.get("products") if isinstance(content, dict) else None
+def _recorded_products(run: Path | None) -> object:
+    with suppress(OSError, ValueError, AttributeError):
+        return None if run is None else parse_json(read_regular(run / RESOLVED_FILE)).get("products")
     return None
 
 
@@ -140,11 +133,11 @@ def resolve(
         model = build_meta_model(config, vocabulary)
         check_size(model, engine, world)
         _check_lengths(config, model, data, sets)
-        for name, each in sets.items():
-            metrics, _ = config.validation.chosen(each.text_form, name)
-            Scorer(metrics, each.text_form, [])  # imports what it needs
+        for name, directory in sets.items():
+            metrics, _ = config.validation.chosen(directory.text_form, name)
+            Scorer(metrics, directory.text_form, [])  # imports what it needs
         kernels = build_kernels(config)
-    kernels = keep_products(kernels, None if resumed is None else _recorded_products(resumed), world)
+    kernels = keep_products(kernels, _recorded_products(resumed), world)
     # Validation on a CPU runs in fp32, too.
     kernels = agree_on_kernels(kernels, world, {DTYPES[engine.precision], torch.float32})
     with fail_together(world):
@@ -162,44 +155,37 @@ def _check_lengths(
     if not any(bounds.values()):
         return
     texts = {"train": data.corpora(config.mixture)}
-    texts |= {
-        f"valid of {title(name)}" if name else "valid": Corpora.of(each.corpus(SPLIT)) for name, each in sets.items()
-    }
+    texts |= {f"valid of {title(name)}": Corpora.of(of.corpus(SPLIT)) for name, of in sets.items()}
     for split, corpora in texts.items():
-        for first, *lengths in corpora.all_lengths():
-            for (side, bound), found in zip(bounds.items(), lengths, strict=True):
-                if bound is not None and int(found.max()) > bound:
+        for first, *of_sides in corpora.all_lengths():
+            for (side, bound), lengths in zip(bounds.items(), of_sides, strict=True):
+                if bound is not None and int(lengths.max()) > bound:
                     remedy = f"prepare the data with --max-length {bound - 1}" if split == "train" else "shorten it"
                     raise DataError(
-                        f"pair {first + int(found.argmax()) + 1} of {split} has {int(found.max())} {side} tokens, "
-                        f"and the model reads {bound} at most; {remedy}"
+                        f"pair {first + int(lengths.argmax()) + 1} of {split} has {int(lengths.max())} {side} "
+                        f"tokens, and the model reads {bound} at most; {remedy}"
                     )
 
 
 def check_size(model: TranslationModel, engine: EngineSettings, world: World) -> None:
     """Refuse a model that this host cannot hold; the system would kill the process while it is built."""
     local = max(1, local_ranks(os.environ)) if world.ranks > 1 else 1
-    sizes = Counter[bool]()
-    for parameter in model.parameters():
-        sizes[parameter.requires_grad] += parameter.numel()
-    trained, frozen = (-(-sizes[each] // world.tensor_ranks) for each in (True, False))
+    trained, frozen = (-(-size // world.tensor_ranks) for size in sizes(model))
     # Where there is no room for the copy of a checkpoint, training waits while it is written.
     layout = layout_of(engine, world.ranks, world.tensor_ranks, copies=False)
     needed_by = cpu_bytes if world.device.type == "cpu" else host_bytes
-    needed, found = needed_by(trained, frozen, layout, local), host_memory()
-    what = f"{sizes.total():,} parameters take {shown_bytes(needed)} in {counted(local, 'ranks')}"
-    if needed > found.total:
+    needed, memory = needed_by(trained, frozen, layout, local), host_memory()
+    what = f"{sum(sizes(model)):,} parameters take {shown_bytes(needed)} in {counted(local, 'ranks')}"
+    if needed > memory.total:
         raise ConfigError(
-            f"the model's {what}, more than this host's memory of {shown_bytes(found.total)}"
-            f"{' (limit of the job or container)' if found.is_limited else ''}; lower the model.* settings, start "
+            f"the model's {what}, more than this host's memory of {shown_bytes(memory.total)}"
+            f"{' (limit of the job or container)' if memory.is_limited else ''}; lower the model.* settings, start "
             "fewer ranks on a host, or ask for more memory (SLURM: --mem)"
         )
-    if needed > found.available:
+    if needed > memory.available:
         logger.warning(
-            "%s of this host's memory are available, but the model's %s: the system may kill the run; free some, or "
-            "start fewer ranks on a host",
-            shown_bytes(found.available),
-            what,
+            f"{shown_bytes(memory.available)} of this host's memory are available, but the model's {what}: the "
+            "system may kill the run; free some, or start fewer ranks on a host"
         )
 
 
@@ -222,13 +208,9 @@ def resolve_recomputation(
     plan = make_planner(config, vocabulary, engine, world.ranks, planned).as_set(gib)
     if world.is_main:
         logger.info(
-            "engine.recompute_encoder=%d engine.recompute_decoder=%d: a micro-batch of %d tokens then takes %.2f of "
-            "%.2f usable GiB%s",
-            *plan.recompute,
-            plan.micro_tokens,
-            plan.total / GIB,
-            gib,
-            "" if plan.fits(gib) else ", which does not fit",
+            "engine.recompute_encoder={} engine.recompute_decoder={}".format(*plan.recompute)
+            + f": a micro-batch of {plan.micro_tokens} tokens then takes {plan.total / GIB:.2f} of {gib:.2f} GiB"
+            + ("" if plan.fits(gib) else ", which does not fit")
         )
     return plan.recompute
 
@@ -252,13 +234,9 @@ def check_ranks_agree(config: RunConfig, data: TrainingData, world: World) -> No
 
 
 def keep_products(kernels: Kernels, recorded: object, world: World) -> Kernels:
-    """Return kernels that multiply matrices by the library with which a run began, unless the settings name one.
-
-    Args:
-        recorded: library that the run has recorded; anything else if it has recorded none.
-    """
-    library = from_main(recorded, world)
-    here, number = kernels.backend("linear", torch.empty(0)), torch.empty(0)
+    """Return kernels that multiply matrices by the library that a run has recorded, unless the settings name one."""
+    library, number = from_main(recorded, world), torch.empty(0)
+    here = kernels.backend("linear", number)
     known = isinstance(library, str) and library in OPERATIONS["linear"]
     if not known or library == here or kernels.names("linear"):
         return kernels
@@ -287,23 +265,24 @@ def agree_on_kernels(kernels: Kernels, world: World, dtypes: Iterable[torch.dtyp
 
 def check_room(run: Path, config: RunConfig, data: TrainingData) -> None:
     """Check that a run's checkpoints have room, before anything is written, unless the run has ended."""
-    training = config.training
-    store = CheckpointStore(run / CHECKPOINTS, training.keep_last, training.keep_best)
+    store = CheckpointStore(run / CHECKPOINTS)
     names = store.names()
     progress = store.progress(names[-1]) if names else None
-    if progress is not None and training.ends_at(progress):
+    if progress is not None and config.training.ends_at(progress):
         return
     tokenizer = data.main.tokenizer()
     if not names:
         config.model.check_data(tokenizer)
     model = build_meta_model(config, tokenizer.vocabulary)
-    check_can_save(store.directory, checkpoint_size(model, config), training, len(names))
+    check_can_save(store.directory, checkpoint_size(model, config), config.training, len(names))
 
 
 def sizes(model: TranslationModel) -> tuple[int, int]:
     """Return the numbers of trained and of frozen parameters."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return trained, sum(p.numel() for p in model.parameters()) - trained
+    numbers = {True: 0, False: 0}
+    for parameter in model.parameters():
+        numbers[parameter.requires_grad] += parameter.numel()
+    return numbers[True], numbers[False]
 
 
 def checkpoint_size(model: TranslationModel, config: RunConfig) -> int:

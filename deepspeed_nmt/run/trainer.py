@@ -54,16 +54,9 @@ class Trainer:
     """Training of a run by these ranks. All ranks call its methods together.
 
     Attributes:
-        path: run directory, which has been prepared by :func:`deepspeed_nmt.run.directory.begin`.
-        config: settings of the run.
-        data: data to train on.
+        path: run directory, which has been prepared by :func:`deepspeed_nmt.run.start.begin`.
         sets: data directories of all validation sets by name, first that of ``data``.
         origin: run of a warm start; None for random or pretrained weights.
-        world: the ranks.
-        stop: request to stop, by a user or a scheduler.
-        watchdog: monitor of the ranks, which records the work of this rank.
-        ledger: account of this rank's time.
-        events: history of the run.
     """
 
     path: Path
@@ -84,12 +77,7 @@ class Trainer:
         self.store = CheckpointStore(directory, training.keep_last, training.keep_best, record, late.awaiting)
 
     def train(self) -> int:
-        """Train until the end or a requested stop, and return the exit status. A rollback is followed by a resume.
-
-        Raises:
-            UserError: if a setting cannot be respected on these ranks, or the data does not fit the model.
-            TrainingError: if training fails.
-        """
+        """Train until the end or a requested stop, and return the exit status. A rollback is followed by a resume."""
         self.ledger.begin("model")
         world, is_resumed = self.world, bool(self.store.names())
         self.resolved = resolve(self.config, self.data, self.sets, world, self.path if is_resumed else None)
@@ -161,14 +149,9 @@ class Trainer:
             copy = build_model(config, vocabulary, resolved.kernels)  # unsharded; no sooner, to need less host memory
         trained, frozen = sizes(copy)
         logger.info(
-            "%s parameters%s; %s pairs, %s updates an epoch; %d x %s; %s",
-            f"{trained + frozen:,}",
-            f", {trained:,} of them trained" if frozen else "",
-            f"{len(loader.corpora):,}",
-            f"{loader.order.updates_in(0):,}",
-            world.ranks,
-            world.device.type,
-            type(engine).__name__,
+            f"{trained + frozen:,} parameters{f', {trained:,} of them trained' if frozen else ''}; "
+            f"{len(loader.corpora):,} pairs, {loader.order.updates_in(0):,} updates an epoch; "
+            f"{world.ranks} x {world.device.type}; {type(engine).__name__}"
         )
         replica = Replica(copy, engine, resolved.validation_dtype(world.device))
         probe(config.training.probe, engine, loader)
