@@ -69,8 +69,8 @@ def _help(field: FieldInfo, default: Any) -> str:
 
 def _form(field: FieldInfo, extra: Mapping[str, Any], required: bool) -> dict[str, Any]:
     """Return the arguments of argparse that follow from the type of a field."""
-    kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType] if _is_optional(field) else []
-    kind = kinds[0] if kinds else field.annotation
+    kinds = get_args(field.annotation)
+    kind = next(kind for kind in kinds if kind is not NoneType) if NoneType in kinds else field.annotation
     if kind is bool:
         return {"action": "store_true"}
     form: dict[str, Any] = {"required": True} if required or field.is_required() else {}
@@ -89,10 +89,6 @@ def _form(field: FieldInfo, extra: Mapping[str, Any], required: bool) -> dict[st
     return {**form, **types, "metavar": metavar or _METAVARS.get(kind, "S")}
 
 
-def _is_optional(field: FieldInfo) -> bool:
-    return NoneType in get_args(field.annotation)
-
-
 def validated(config: type[Any], settings: Mapping[str, Any]) -> Any:
     """Return the configuration that options give.
 
@@ -102,10 +98,8 @@ def validated(config: type[Any], settings: Mapping[str, Any]) -> Any:
     try:
         return config.model_validate(settings)
     except ValidationError as error:
-        raise ConfigError(problem_of(problem, _flag_of(problem["loc"])) for problem in error.errors()) from error
-
-
-def _flag_of(location: tuple[int | str, ...]) -> str:
-    """Return the flag for an error's place among the settings."""
-    names = [part for part in location if isinstance(part, str)]
-    return flag(names[-1]) if names else ""
+        problems = []
+        for problem in error.errors():
+            names = [part for part in problem["loc"] if isinstance(part, str)]
+            problems.append(problem_of(problem, flag(names[-1]) if names else ""))
+        raise ConfigError(problems) from error

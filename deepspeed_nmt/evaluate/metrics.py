@@ -209,12 +209,9 @@ class Scorer:
 
     def __init__(self, metrics: Sequence[Metric], text: TextForm, references: Sequence[str]) -> None:
         self.metrics = tuple(metric for metric in metrics if isinstance(metric, TextMetric))
+        self._kinds = {metric.kind for metric in self.metrics}
         self._text = text
         self._references = {kind: text.convert(kind, references) for kind in self._kinds}
-
-    @property
-    def _kinds(self) -> set[Kind]:
-        return {metric.kind for metric in self.metrics}
 
     def __call__(self, hypotheses: Sequence[str]) -> dict[str, float]:
         """Return the value of each metric by name; there is a translation for each reference."""

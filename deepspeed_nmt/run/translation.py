@@ -392,25 +392,23 @@ class Pieces:
         return f"{finished} of {self.count} pieces are finished, in {self.path}"
 
     def prepare(self) -> int:
-        """Make the directory or resume in it, and remove damaged pieces. Return the number of translated lines."""
-        if self.path.exists():
-            self._check_own()
+        """Make the directory or resume in it, and return the number of translated lines."""
+        files = self.path.iterdir() if self.path.is_dir() else [self.path] if self.path.exists() else []
+        if foreign := [file for file in files if not _OWN.fullmatch(file.name) or file.is_dir()]:
+            raise DataError(
+                f"{foreign[0]} is in the way of the pieces of the translation, and not written by `translate`; move "
+                "it away, or give another output"
+            )
         self.path.mkdir(exist_ok=True)
         remove_orphans(self.path)
         file = self.path / _JOB_FILE
         if file.exists():
             self._check_job(file)
         atomic_write_bytes(file, json.dumps(self._job, indent=1).encode())
-        finished = lines = 0
-        for number in filter(self.has, range(self.count)):
-            if self.read(number) is None:
-                logger.warning("%s is damaged; it is translated again", self.file(number))
-                self.file(number).unlink(missing_ok=True)
-            else:
-                finished, lines = finished + 1, lines + self.lines_of(number)
+        finished = list(filter(self.has, range(self.count)))
         if finished:
-            logger.info("resumes: %d of %d pieces are in %s", finished, self.count, self.path)
-        return lines
+            logger.info("resumes: %d of %d pieces are in %s", len(finished), self.count, self.path)
+        return sum(map(self.lines_of, finished))
 
     def lines_of(self, number: int) -> int:
         """Return the number of lines of a piece."""
@@ -441,8 +439,8 @@ class Pieces:
 
     def check_sources(self) -> None:
         """Check that the texts are still those that were translated."""
-        digests = zip(self.texts.streams, self.texts.digests().items(), self._sources.items(), strict=True)
-        for name, now, before in digests:
+        digests = self.texts.digests().values(), self._sources.values()
+        for name, now, before in zip(self.texts.streams, *digests, strict=True):
             if now != before:
                 raise self._changed(name)
         self.restart()
@@ -474,16 +472,6 @@ class Pieces:
             self.path.rmdir()
         except OSError as error:  # such as files that NFS keeps because another rank has them open
             logger.warning("%s could not be removed (%s); remove it", self.path, error.strerror or error)
-
-    def _check_own(self) -> None:
-        """Check that nothing but pieces is in the way."""
-        files = self.path.iterdir() if self.path.is_dir() else [self.path]
-        foreign = [file for file in files if not _OWN.fullmatch(file.name) or file.is_dir()]
-        if foreign:
-            raise DataError(
-                f"{foreign[0]} is in the way of the pieces of the translation, and not written by `translate`; move "
-                "it away, or give another output"
-            )
 
     def _check_job(self, file: Path) -> None:
         """Compare the job with the one that is recorded."""
@@ -587,8 +575,8 @@ class _Rank:
         """Look which pieces are finished by now, and return True if all are. Rank 0 warns of their source lines."""
         self._report()
         while self._first_missing < self._pieces.count and self._pieces.has(self._first_missing):
-            if self._warnings is not None and (piece := self._pieces.read(self._first_missing)) is not None:
-                self._warnings.warn_of(piece[2])
+            if self._warnings is not None:
+                self._warnings.warn_of(self._read(self._first_missing)[2])
             self._first_missing += 1
         return self._first_missing == self._pieces.count
 
@@ -604,6 +592,16 @@ class _Rank:
             if self._options.alignment:
                 links.append(aligned(best))
         self._pieces.write(number, "".join(text).encode(), "".join(links).encode(), counts)
+
+    def _read(self, number: int) -> tuple[bytes, bytes, SourceCounts]:
+        """Read a piece, after it is translated again if it is damaged."""
+        if (piece := self._pieces.read(number)) is None:
+            logger.warning("%s is damaged; it is translated again", self._pieces.file(number))
+            self._translate(number)
+            piece = self._pieces.read(number)
+        if piece is None:
+            raise DataError(f"{self._pieces.file(number)} is not as it was written; check the disk")
+        return piece
 
     def _advance(self, more: int) -> None:
         self._work.advance(more)
@@ -621,11 +619,5 @@ class _Rank:
         with ExitStack() as stack:
             outputs = [stack.enter_context(atomic_writer(path)) for path in pieces.texts.outputs if path is not None]
             for number in range(pieces.count):
-                if (piece := pieces.read(number)) is None:
-                    logger.warning("%s is damaged; it is translated again", pieces.file(number))
-                    self._translate(number)
-                    piece = pieces.read(number)
-                if piece is None:
-                    raise DataError(f"{pieces.file(number)} is not as it was written; check the disk")
-                for output, content in zip(outputs, piece[:2], strict=False):
+                for output, content in zip(outputs, self._read(number)[:2], strict=False):
                     output.write(content)

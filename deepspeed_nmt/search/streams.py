@@ -70,12 +70,6 @@ class DetailsReader:
                 for member, layer, weight in zip(self._members, layers, weights, strict=True)
             ]
 
-    @property
-    def of_nothing(self) -> Translation:
-        """Translation of an empty line."""
-        links = None if self._aligning is None else ()
-        return Translation("", 0.0, [], token_scores=() if self._token_scores else None, alignment=links)
-
     def add(
         self, source_BS: Tensor, padded: bool, lines: Sequence[tuple[str, Sequence[int]]], found: Sequence[_Best]
     ) -> Sequence[_Best]:
@@ -182,5 +176,7 @@ def translate_lines(
                 (number, [untagged(one) for one in best]) for number, best in zip(numbers, translations, strict=True)
             ]
 
+    links = None if alignment_layers is None else ()
+    nothing = Translation("", 0.0, [], token_scores=() if options.token_scores else None, alignment=links)
     requests = inputs.requests(lines, reader, model.longest_target)
-    return translated(requests, batches, reader, details.of_nothing, options, advance, lock)
+    return translated(requests, batches, reader, nothing, options, advance, lock)
