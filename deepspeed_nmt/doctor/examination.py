@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,18 +156,13 @@ def begin_to_connect(context: JobContext, pool: ThreadPoolExecutor) -> Future[An
 def examine_alone(context: JobContext) -> list[Line]:
     """Make the checks that need no other rank: those of the host on its first rank, those of a rank on each."""
     checks = {**(OF_A_HOST if context.is_first_of_host else {}), **OF_A_RANK}
-    return [
-        line
-        for name, check in checks.items()
-        for line in _lines(context.host, name, lambda check=check: check(context))  # type: ignore[misc]
-    ]
+    return [line for name, check in checks.items() for line in _lines(context.host, name, partial(check, context))]
 
 
 def _lines(host: str, name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Line]:
     """Yield the findings of a check with its name. A check that fails is a warning."""
     try:
-        for finding in check():
-            yield Line(host, name, *finding)
+        yield from (Line(host, name, *finding) for finding in check())
     except Exception as error:  # of a library, a driver or a file system that is in the state to be examined
         yield Line(host, name, *warning(f"this check could not be made ({_reason(error)})"))
 
@@ -263,11 +259,11 @@ def _lead(context: JobContext, exchange: Any, began: float) -> Result:
 
 def _together(context: JobContext, exchange: Any, facts: Mapping[int, Mapping[str, Any]]) -> list[Line]:
     """Make the checks of several hosts with the ranks that have connected."""
-    checks = _group_checks()
-    group, lines = checks.Group(context, exchange, facts), list[Line]()
+    checks, lines = _group_checks(), list[Line]()
+    group = checks.Group(context, exchange, facts)
     for name, check in checks.OF_A_GROUP.items():
         logger.info("all hosts together: %s", name)
-        lines += _lines(TOGETHER, name, lambda check=check: check(group))  # type: ignore[misc]
+        lines += _lines(TOGETHER, name, partial(check, group))
     return lines
 
 

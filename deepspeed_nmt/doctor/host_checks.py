@@ -442,8 +442,8 @@ def threads(context: JobContext) -> Iterator[Finding]:
         text = f"OMP_NUM_THREADS is {count}, but a rank has {counted(cpus, 'CPUs')}: threads wait for one another"
         yield fault(f"{text}, which is many times slower; lower it, or ask for more CPUs (SLURM: --cpus-per-task)")
     else:
-        each = f" for each of {ranks} ranks" if ranks > 1 else ""
-        yield ok(f"{counted(count, 'threads')}{each}, on {allowed} CPUs{' of its own' if bound else ''}")
+        of_each = f" for each of {ranks} ranks" if ranks > 1 else ""
+        yield ok(f"{counted(count, 'threads')}{of_each}, on {allowed} CPUs{' of its own' if bound else ''}")
 
 
 # The job.

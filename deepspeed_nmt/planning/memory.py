@@ -38,9 +38,7 @@ class Layout:
 
     Attributes:
         stage: of ZeRO; None for plain torch.
-        ranks: number of GPUs.
         tensor_ranks: number of GPUs that share a model.
-        bits: 32 or 16.
         zero: section ``zero_optimization`` of the DeepSpeed configuration.
         copies: True if checkpoints are written from a copy of the training state in host memory.
         states: number of tensors that the optimizer keeps for each parameter.

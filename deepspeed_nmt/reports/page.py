@@ -15,6 +15,7 @@ import gzip
 import hashlib
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -53,7 +54,6 @@ from deepspeed_nmt.reports.run_log import (
     SOURCE_RELIANCE,
     STARTS,
     TOKENS,
-    Event,
     RunLog,
     read_events,
     read_file,
@@ -178,7 +178,11 @@ class RunPage:
         """Return the state of training at a time in seconds since the epoch; None for the present."""
         turns = [event for event in self.events if event.kind in (*STARTS, *ENDINGS)]
         last = turns[-1] if turns else None
-        seen = self._last_seen
+        times = []
+        for file in (self.path / METRICS_FILE, self.path / LOGS / "rank-0.log"):
+            with suppress(OSError):
+                times.append(file.stat().st_mtime)
+        seen = max(times, default=None)
         update, most = self.outcome.updates, self.config.training.max_updates
         made = f"{update:,} of {most:,} updates"
         if self.outcome.is_finished or (last is not None and last.kind == "end"):
@@ -204,15 +208,6 @@ class RunPage:
     def share(self) -> float:
         """Share of the updates that are made, 0 to 1."""
         return 1.0 if self.outcome.is_finished else min(1.0, self.outcome.updates / self.config.training.max_updates)
-
-    @property
-    def _last_seen(self) -> float | None:
-        """Time of the last sign of life, in seconds since the epoch."""
-        times = []
-        for file in (self.path / METRICS_FILE, self.path / LOGS / "rank-0.log"):
-            with suppress(OSError):
-                times.append(file.stat().st_mtime)
-        return max(times, default=None)
 
     @cached_property
     def _metas(self) -> dict[str, Meta]:
@@ -305,9 +300,8 @@ class RunPage:
             parts.append(f"{layers[0]} + {layers[1]} layers")
         if (parameters := self.outcome.parameters(Plans())) is not None:
             parts.append(f"{parameters:,} parameters")
-        pairs = [meta.splits["train"].pairs for meta in self._metas.values() if "train" in meta.splits]
-        if pairs:
-            parts.append(f"{sum(pairs):,} sentence pairs")
+        if pairs := sum(meta.splits["train"].pairs for meta in self._metas.values() if "train" in meta.splits):
+            parts.append(f"{pairs:,} sentence pairs")
         text = self.outcome.data_record.text if self.outcome.data_record is not None else None
         if text is not None and text.source_lang and text.target_lang:
             parts.append(f"{text.source_lang} to {text.target_lang}")
@@ -333,15 +327,16 @@ class RunPage:
         ):
             if tag in last:
                 tiles.append(Tile(label, form.format(last[tag]), note))
-        for kind, tag in (("skip", "skipped"), ("spike", "spikes"), ("rollback", "rollbacks")):
-            if count := len(self._events_of(kind)) or int(last.get(f"train/{tag}", 0)):
-                tiles.append(Tile("skipped updates" if kind == "skip" else tag, f"{count:,}"))
-        if starts := len(self._events_of(*STARTS)):
-            tiles.append(Tile("starts", f"{starts:,}"))
+        kinds = Counter("start" if event.kind in STARTS else event.kind for event in self.events)
+        for kind, label, tag in (
+            ("skip", "skipped updates", "train/skipped"),
+            ("spike", "spikes", "train/spikes"),
+            ("rollback", "rollbacks", "train/rollbacks"),
+            ("start", "starts", ""),
+        ):
+            if count := kinds[kind] or int(last.get(tag, 0)):
+                tiles.append(Tile(label, f"{count:,}"))
         return tiles
-
-    def _events_of(self, *kinds: str) -> list[Event]:
-        return [event for event in self.events if event.kind in kinds]
 
     @cached_property
     def settings_tables(self) -> list[Table]:
@@ -366,16 +361,14 @@ class RunPage:
         rows, removed = [], []
         for path in dict.fromkeys([record.path, *corpora]):
             meta, corpus = self._metas.get(path), corpora.get(path)
-            train, valid = (None if meta is None else meta.splits.get(split) for split in ("train", "valid"))
-            sizes: list[int | None] = [None] * 5
-            if train is not None:
-                sizes[:3] = [train.pairs, train.source.tokens, train.target.tokens]
-            if meta is not None:
-                sizes[3:] = [None if valid is None else valid.pairs, meta.vocabulary_size]
             weight = "-" if corpus is None else ", ".join(f"{change.value:g}" for change in corpus.weights)
-            rows.append([path, *map(cell, sizes), weight, (corpus or record).fingerprint[:12]])
+            sizes = ["-"] * 5
             if meta is not None:
+                train, valid = meta.splits.get("train"), meta.splits.get("valid")
+                tokens = (train.pairs, train.source.tokens, train.target.tokens) if train else (None, None, None)
+                sizes = [cell(size) for size in (*tokens, valid and valid.pairs, meta.vocabulary_size)]
                 removed += [[reason, f"{count:,}", path] for reason, count in meta.removed.items() if count]
+            rows.append([path, *sizes, weight, (corpus or record).fingerprint[:12]])
         head = ["directory", "pairs", "source tokens", "target tokens", "validation pairs", "vocabulary", "weight"]
         note = "" if self._metas else "The data directory cannot be reached from here."
         return _filled(

@@ -110,16 +110,14 @@ def _draw_shares(axes: Sequence[Axes], maps: Mapping[str, Mapping[int, Series]])
     from matplotlib.colors import Normalize
 
     # One scale for all runs, so that their colours can be compared.
-    largest = max(
-        (value for layers in maps.values() for series in layers.values() for value in series.finite), default=0.0
-    )
-    scale = Normalize(0.0, largest or 1.0)
+    values = [value for layers in maps.values() for series in layers.values() for value in series.finite]
+    scale = Normalize(0.0, max(values, default=0.0) or 1.0)
+    used = axes[: len(maps)]
     for axis in axes[len(maps) :]:
         axis.remove()
-    for axis, (name, layers) in zip(axes, maps.items(), strict=False):
+    for axis, (name, layers) in zip(used, maps.items(), strict=True):
         _draw_map(axis, layers, scale)
         axis.set_title(f"cross-attention's share: {name}")
-    used = axes[: len(maps)]
     used[0].figure.colorbar(ScalarMappable(scale), ax=used)
 
 

@@ -126,35 +126,28 @@ def _axes(points: Sequence[Point]) -> list[str]:
     return axes or keys[:1]
 
 
-def read_runs(directory: Path) -> list[Outcome]:
-    """Read the runs in a directory; a run whose settings cannot be read is left out with a warning.
-
-    Raises:
-        DataError: if there is no such directory.
-    """
+def _read_runs(directory: Path) -> list[Outcome]:
     if not directory.is_dir():
         raise DataError(f"there is no directory {directory}; --runs is the directory of run directories")
     runs = []
-    for path in sorted(directory.iterdir()):
-        if (path / CONFIG_FILE).is_file():
-            try:
-                runs.append(Outcome.read(path))
-            except ConfigError as error:
-                first, *others = error.problems
-                more = f" ({len(others)} more)" if others else ""
-                logger.warning("%s is left out, because its settings cannot be read: %s%s", path, first, more)
+    for file in sorted(directory.glob(f"*/{CONFIG_FILE}")):
+        try:
+            runs.append(Outcome.read(file.parent))
+        except ConfigError as error:
+            text = "%s is left out, because its settings cannot be read: %s"
+            logger.warning(text, file.parent, error.problems[0])
     return runs
 
 
 def choose_runs(sweep: Sweep, directory: Path) -> list[Outcome | None]:
     """Return the run of each point; None if there is none.
 
-    Warnings count the points without a run, and name the points with several and the runs that are not finished.
+    Warnings count the points without a run, and name points with several, and runs that are unfinished or unreadable.
 
     Raises:
-        DataError: if the directory has no run of any point.
+        DataError: if there is no such directory, or it has no run of any point.
     """
-    runs = read_runs(directory)
+    runs = _read_runs(directory)
     members = [sweep.runs_of(point, runs) for point in sweep.points]
     if not any(members):
         raise DataError(
@@ -246,34 +239,32 @@ def draw_sweep(sweep: Sweep, rows: Sequence[Mapping[str, Any]], score: str, out:
     """
     panels = {"train_ppl": "final training perplexity", "score": score, "source_reliance": "source reliance (nats)"}
     first, *others = sweep.axes
+    are_numbers = all(type(point.value(first)) in (int, float) for point in sweep.points)
     lines: dict[str, list[tuple[Any, Mapping[str, Any]]]] = {}
     for point, row in zip(sweep.points, rows, strict=True):
         label = ", ".join(f"{axis}={setting(point.value(axis))}" for axis in others)
-        value = point.value(first)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        lines.setdefault(label, []).append((value if is_number else setting(value), row))
+        value = point.value(first) if are_numbers else setting(point.value(first))  # words stand side by side
+        lines.setdefault(label, []).append((value, row))
     with picture(out, 4.5 * len(panels), 3.8) as figure:
         axes = figure.subplots(1, len(panels), squeeze=False)[0]
         for axis, (result, title) in zip(axes, panels.items(), strict=True):
-            _draw_panel(axis, lines, result)
+            for label, members in lines.items():
+                _draw_line(axis, members, result, label)
+            if are_numbers:
+                axis.set_xticks(sorted({point.value(first) for point in sweep.points}))
             axis.set(title=title, xlabel=first)
             axis.grid(alpha=0.3)
+        known = [row["train_ppl"] for row in rows if (row.get("train_ppl") or 0.0) > 0.0]
+        if known and max(known) > _WIDE * min(known):
+            use_log_scale(axes[0])
         if others:
             axes[0].legend(fontsize="small")
 
 
-def _draw_panel(axis: Axes, lines: Mapping[str, Sequence[tuple[Any, Mapping[str, Any]]]], result: str) -> None:
-    values = list(dict.fromkeys(x for members in lines.values() for x, _ in members))
-    # Words stand side by side.
-    places = {x: number if any(isinstance(value, str) for value in values) else x for number, x in enumerate(values)}
-    axis.set_xticks([places[x] for x in values], [str(x) for x in values])
-    for label, members in lines.items():
-        points = sorted(((places[x], row) for x, row in members), key=lambda point: point[0])
-        ys = [math.nan if row.get(result) is None else row[result] for _, row in points]
-        (drawn,) = axis.plot([x for x, _ in points], ys, marker="o", label=label)
-        for (x, row), y in zip(points, ys, strict=True):
-            if row["status"] != "finished":
-                axis.plot(x, y, marker="o", color=drawn.get_color(), markerfacecolor="white")
-    known = [row[result] for members in lines.values() for _, row in members if (row.get(result) or 0.0) > 0.0]
-    if result == "train_ppl" and known and max(known) > _WIDE * min(known):
-        use_log_scale(axis)
+def _draw_line(axis: Axes, members: Sequence[tuple[Any, Mapping[str, Any]]], result: str, label: str) -> None:
+    points = sorted(members, key=lambda member: member[0]) if type(members[0][0]) is not str else members
+    ys = [math.nan if row.get(result) is None else row[result] for _, row in points]
+    (drawn,) = axis.plot([x for x, _ in points], ys, marker="o", label=label)
+    for (x, row), y in zip(points, ys, strict=True):
+        if row["status"] != "finished":
+            axis.plot(x, y, marker="o", color=drawn.get_color(), markerfacecolor="white")
