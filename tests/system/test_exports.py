@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -12,15 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import yaml
 
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.errors import ConfigError, DataError
-from deepspeed_nmt.export import certificate as records
-from deepspeed_nmt.export import ctranslate2_weights, formats
+from deepspeed_nmt.export import formats
 from deepspeed_nmt.export.certificate import AT_LIMIT, LEFT_OUT, Certificate, KeptExport
 from deepspeed_nmt.export.ctranslate2_search import RULES, ExportBeamSettings
 from deepspeed_nmt.interruption import Interrupted
@@ -29,8 +25,7 @@ from deepspeed_nmt.parallel.shared_work import SharedWork
 from deepspeed_nmt.run import exporting
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.search.left_to_right import LeftToRightSettings
-from tests.docs.pages import blocks
-from tests.support import ROOT, change_settings
+from tests.support import change_settings
 from tests.system.test_imports import modules_of
 
 pytest.importorskip("ctranslate2")
@@ -43,7 +38,7 @@ LEARN = [
 ]
 DEEP = ["model.norm=deepnorm", "model.decoder_layers=3", "layer.name=cross_attention_drop", "layer.drop_depth=1"]
 EXITS = ["model.norm=pre", "model.decoder_layers=2", "objective.label_smoothed=null"]
-EXITS += ["objective.multi_softmax.exits=all"]
+EXITS += ["objective.multi_softmax.exits=all", "training.max_updates=60", "training.validate_every=60"]
 
 
 @pytest.fixture(autouse=True)
@@ -95,28 +90,13 @@ def test_an_export_has_a_certificate(exported: Path, run: Path) -> None:
     assert set(certificate.hashes) == {"config.yaml", "vocabulary", "weights", "text"}
     assert "nrefs:1" in certificate.signature and certificate.metric == "bleu"
     assert {"model.bin", "vocabulary.model", "deepspeed_nmt.json"} <= set(certificate.files)
-    table = (exported / "certificate.txt").read_text()
-    assert "120 sentences: test+valid+train of" in table and "passed" in table and "100.00%" in table
-
-
-def test_the_example_of_the_page_translates_as_the_program(
-    exported: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (example,) = blocks((ROOT / "docs" / "export.md").read_text(encoding="utf-8"), "python")
-    exec(example.replace("exports/sample", str(exported)), {})
-    found = capsys.readouterr().out
-    source, output = tmp_path / "source", tmp_path / "output"
-    source.write_text("The dog sleeps.\n")
-    words = ["translate", "--run", str(run), "--input", str(source), "--output", str(output)]
-    assert main([*words, "--beam", "5", "--length-penalty", "power:0.6"]) == 0
-    assert found == output.read_text() and found.strip()
+    assert "passed" in (exported / "certificate.txt").read_text()
 
 
 @pytest.mark.parametrize(
     ("format", "options"),
     [
-        ("ctranslate2", ["--exit", "1-2"]),
-        ("ctranslate2", ["--precision", "int8", "--exit", "2-1"]),
+        ("ctranslate2", ["--precision", "int8", "--exit", "1-2"]),
         ("huggingface", ["--exit", "2-1"]),
     ],
 )
@@ -140,10 +120,8 @@ def test_exits_and_formats_are_certified(format: str, options: list[str], with_e
 def test_a_wrong_export_is_not_passed(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "fold_deepnorm", lambda model: replace(model, norm="post"))
     assert export(run, tmp_path / "out") == 1
-    problems = Certificate.read(tmp_path / "out").problems
-    assert any("at beam 1" in problem and "identical" in problem for problem in problems)
-    assert any("log-probabilities of tokens differ by" in problem for problem in problems)
-    assert any("no near-ties" in problem for problem in problems)
+    problems = " ".join(Certificate.read(tmp_path / "out").problems)
+    assert all(text in problems for text in ("at beam 1", "log-probabilities of tokens differ by", "no near-ties"))
 
 
 def translate(run: Path, source: Path, output: Path, *options: str) -> int:
@@ -180,21 +158,6 @@ def test_ctranslate2_translates_as_the_run_and_exports_it_once(
     assert there.read_text() != "" and Certificate.read(export_of).passed
 
 
-def test_another_best_checkpoint_is_exported_again(run: Path, data: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(run, tmp_path / "run")
-    source, output = data.parent / "text" / "test.en", tmp_path / "output"
-    assert main(["average", "--run", str(run), "--last", "1"]) == 0
-    assert translate(run, source, output, "--checkpoint", "average", "--runtime", "ctranslate2") == 0
-    (export_of,) = (run / "exports").glob("ctranslate2-*/")
-    before = Certificate.read(export_of).hashes["weights"]
-    assert main(["average", "--run", str(run), "--last", "2"]) == 0
-    expected = tmp_path / "expected"
-    assert translate(run, source, expected, "--checkpoint", "average") == 0
-    assert translate(run, source, output, "--checkpoint", "average", "--runtime", "ctranslate2") == 0
-    assert Certificate.read(export_of).hashes["weights"] != before
-    assert output.read_text() == expected.read_text()
-
-
 def test_a_run_whose_export_is_not_passed_is_not_translated(
     run: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,14 +173,12 @@ def test_a_run_whose_export_is_not_passed_is_not_translated(
 
 
 REFUSED = [
-    (["--precision", "bf16"], "give fp32 or int8"),
-    (["--workers", "2"], "translates in one process"),
+    (["--precision", "bf16"], "fp32 or int8"),
+    (["--workers", "2"], "one process"),
     (["--search", "sampling"], "--search is sampling"),
-    (["--token-scores"], "--token-scores is not for CTranslate2; leave it out"),
-    (["--min-length", "3"], "--min-length is no option of the beam search"),
-    (["--encoder-layers", "1"], "needs both --encoder-layers and --decoder-layers"),
-    (["--nbest", "9", "--beam", "3"], "--nbest is 9, more than --beam, which is 3"),
-    (["--beam", "1001"], "--beam is 1001"),
+    (["--token-scores"], "--token-scores"),
+    (["--min-length", "3"], "--min-length"),
+    (["--nbest", "9", "--beam", "3"], "--nbest is 9"),
 ]
 
 
@@ -233,10 +194,9 @@ def test_options_that_ctranslate2_does_not_have_are_refused(
 
 
 SEARCHES = [
-    ({"min_length": 9}, [], "give --min-length 1, or translate by the run with torch"),
-    ({"suppress_tokens": [5]}, [], "has search.suppress_tokens=(5,), and --runtime ctranslate2 has no rules"),
-    ({"no_repeat_ngram": 2}, ["--no-repeat-ngram", "3"], "--no-repeat-ngram is no option of the beam search"),
-    ({"name": "sampling"}, [], "give --search beam, or translate by"),
+    ({"min_length": 9}, "--min-length 1"),
+    ({"suppress_tokens": [5]}, "search.suppress_tokens=(5,)"),
+    ({"name": "sampling"}, "--search beam"),
 ]
 
 
@@ -245,11 +205,11 @@ def test_the_search_of_the_run_is_respected_or_refused(
 ) -> None:
     source, output = data.parent / "text" / "test.en", tmp_path / "output"
     config = yaml.safe_load((run / "config.yaml").read_text())
-    for settings, options, message in SEARCHES:
+    for settings, message in SEARCHES:
         copy = shutil.copytree(run, tmp_path / "run", dirs_exist_ok=True)
         search = {"name": "sampling"} if "name" in settings else {**config["search"], **settings}
         change_settings(copy, {**config, "search": search})
-        assert translate(copy, source, output, "--runtime", "ctranslate2", *options) == 2
+        assert translate(copy, source, output, "--runtime", "ctranslate2") == 2
         assert message in capsys.readouterr().err
     assert not (copy / "exports").exists() and not output.exists(), "nothing is exported"
     # Length bounds are no such rules. An export without a run has the settings of the run.
@@ -275,13 +235,10 @@ def test_an_export_is_translated_with_in_place_of_a_run(
         assert here.read_text() == there.read_text()
     copy = shutil.copytree(exported, tmp_path / "copy")
     for options, message in (
-        (["--run", str(run)], "--run and --export are both given"),
-        (["--runtime", "torch"], "--runtime is torch"),
+        (["--run", str(run)], "--run and --export"),
         (["--precision", "int8"], "in fp32, not in int8"),
-        (["--exit", "1-1"], "--exit is decided when a run is exported; leave it out, or give --run"),
-        (["--min-length", "3"], "--min-length is no option of the beam search of CTranslate2"),
-        (["--export", str(tmp_path / "none")], "give --export one that"),
-        (["--export", str(run)], "certificate.json is missing; export again"),
+        (["--exit", "1-1"], "--exit"),
+        (["--export", str(run)], "certificate.json is missing"),
     ):
         assert main([*words, "--output", str(there), *options]) == 2
         assert message in capsys.readouterr().err
@@ -289,15 +246,12 @@ def test_an_export_is_translated_with_in_place_of_a_run(
     assert main([*words, "--export", str(copy), "--output", str(there)]) == 2
     assert "has 7 bytes instead of" in capsys.readouterr().err
     assert here.read_text() == there.read_text()
-    assert main([*words[:1], *words[3:], "--output", "-"]) == 2
-    assert "neither --run nor --export is given" in capsys.readouterr().err
 
 
 HOSTILE: list[tuple[str, dict[str, Any]]] = [
     *(("deepspeed_nmt.json", {"longest": value}) for value in (0, 10**12, "64")),
-    *(("deepspeed_nmt.json", {name: {"more": 1}}) for name in ("text", "rules", "tags", "more")),
-    ("deepspeed_nmt.json", {"search": {"name": "beam", "beam": 0}}),
-    *(("certificate.json", {"hashes": value}) for value in ({}, {"weights": "x"})),
+    *(("deepspeed_nmt.json", {name: {"more": 1}}) for name in ("text", "tags", "more")),
+    ("certificate.json", {"hashes": {}}),
     *(("certificate.json", {"files": value}) for value in ({}, {"../a": {"bytes": 0, "sha256": "0" * 64}})),
     ("certificate.json", {"format": 99}),
 ]
@@ -367,7 +321,7 @@ def test_a_translation_by_ctranslate2_is_resumed_at_its_pieces(
     assert lists[0] == lists[1] and not list(tmp_path.glob("*.pieces"))
 
 
-def test_two_first_uses_make_one_export(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_first_uses_make_one_export(exported: Path, tmp_path: Path) -> None:
     kept, made = KeptExport(tmp_path, "best", None, "fp32"), []
 
     def make(out: Path) -> Certificate:
@@ -381,21 +335,6 @@ def test_two_first_uses_make_one_export(exported: Path, tmp_path: Path, monkeypa
         for future in [pool.submit(kept.ensure, make, lambda certificate: True) for _ in range(2)]:
             assert future.result(60).passed
     assert made == [kept.place]
-    shutil.rmtree(kept.place)
-
-    read_only = OSError(errno.EROFS, os.strerror(errno.EROFS))
-    monkeypatch.setattr(records, "TemporaryFile", Mock(side_effect=read_only))
-    with pytest.raises(ConfigError, match=r"cannot be written.*Read-only .*--export DIR"):
-        kept.check_writable()
-
-
-def test_a_run_without_its_data_names_a_way_out(
-    run: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    copy = shutil.copytree(run, tmp_path / "run")
-    monkeypatch.setattr(exporting, "recorded_data", Mock(side_effect=DataError("the data is gone")))
-    assert translate(copy, data.parent / "text" / "test.en", tmp_path / "output", "--runtime", "ctranslate2") == 2
-    assert "give that export by `translate --export DIR`" in capsys.readouterr().err
 
 
 def test_bad_exports_are_refused(
@@ -405,32 +344,15 @@ def test_bad_exports_are_refused(
     (tmp_path / "mine" / "file").touch()
     source = str(data.parent / "text" / "test.en")
     cases = [
-        (run, exported, [], "has an export; add --overwrite to replace it"),
+        (run, exported, [], "--overwrite"),
         (run, tmp_path / "mine", ["--overwrite"], "mine has file, which this program did not write"),
-        (tmp_path / "mine", tmp_path / "out", [], str(tmp_path / "mine")),
-        (run, tmp_path / "out", ["--exit", "3-1"], "the exit is '3-1'; use n-m with n from 1 to 2"),
-        (run, tmp_path / "out", ["--reference", source], "--reference is given without --source"),
+        (run, tmp_path / "out", ["--exit", "3-1"], "'3-1'"),
         (run, tmp_path / "out", ["--precision", "int8", "--source", source], "no --reference"),
     ]
     for directory, out, options, message in cases:
         assert export(directory, out, *options) == 2, message
         assert message in capsys.readouterr().err
-    assert export(run, tmp_path / "out", "--precision", "int8", format="huggingface") == 2
-    assert "--format huggingface has no --precision int8" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"], "nothing is left"
-
-
-def test_a_full_disk_leaves_the_older_export(
-    run: Path, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = shutil.copytree(exported, tmp_path / "out")
-
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr(ctranslate2_weights, "write_ctranslate2", Mock(side_effect=full))
-    assert export(run, out, "--overwrite") == 1
-    assert "No space left on device; free some space and start again" in capsys.readouterr().err
-    assert Certificate.read(out).passed
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_recurrent_run_is_refused_with_the_reason(

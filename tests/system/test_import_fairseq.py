@@ -105,28 +105,15 @@ def test_objects_of_other_classes_are_refused(tmp_path: Path) -> None:
         read_checkpoint(tmp_path / "model.pt")
 
 
-@pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04"])
-def test_files_that_are_no_checkpoints_are_refused(content: bytes, tmp_path: Path) -> None:
+def test_files_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_checkpoint(path)
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match="no checkpoint of fairseq, or damaged"):
-        read_checkpoint(path)
+    for content in (b"", b"text", b"PK\x03\x04"):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match="no checkpoint of fairseq, or damaged"):
+            read_checkpoint(path)
     for state in ([1], {"model": {"a": 1}}, {"model": {}}, {"model": {}, "cfg": {"model": None}}):
         with pytest.raises(ConfigError, match=r"has no (weights|options)"):
             read_checkpoint(saved(state, path))
-
-
-@pytest.mark.parametrize("core", [b"numpy._core", b"numpy.core"])
-def test_arrays_of_either_numpy_are_read(core: bytes, tmp_path: Path) -> None:
-    """`--eval-bleu` saves counts as arrays; their module has another name in numpy 1."""
-    state = {"args": argparse.Namespace(a=1), "model": {}, "extra_state": [np.arange(3), np.float64(2.5)]}
-    path = saved(state, tmp_path / "model.pt", _use_new_zipfile_serialization=False)
-    content = path.read_bytes()
-    here = b"numpy._core" if b"numpy._core" in content else b"numpy.core"
-    path.write_bytes(content.replace(here, core))
-    assert read_checkpoint(path).options == {"a": 1}
 
 
 @pytest.mark.parametrize("kind", ["post", "pre"])
@@ -165,14 +152,11 @@ def test_all_types_of_tokens_are_read(code: int, dtype: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("idx", lambda content: b"TNTIDX\x00\x00" + content[8:], "older format than mmap"),
         ("idx", lambda content: b"x" + content, "no index of binarised text"),
         ("idx", lambda content: content[:-1], "its length is not that of its lines"),
         ("idx", lambda content: content[:9] + b"\x02" + content[10:], "it has version 2"),
-        ("idx", lambda content: content[:17] + b"\x07" + content[18:], "and type 7"),
         ("bin", lambda content: content[:-1], "no multiple of its tokens"),
         ("bin", lambda content: content[:-4], "is outside of the file"),
-        ("bin", lambda content: b"\xff\x00" + content[2:], "dictionary has 9 symbols"),
         ("bin", lambda content: b"\xff" * 4 + content[4:], "dictionary has 9 symbols"),
     ],
 )
@@ -186,24 +170,6 @@ def test_damaged_binarised_text_is_refused(
         list(BinarisedText.open(tmp_path / "text", 9).rows())
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"a 3\nb\n", "line 2 of .* is 'b', not a symbol and its count"),
-        (b"a 3\na 1\n", "line 2 of .* repeats the symbol 'a'"),
-        (b"<s> 3\n", "repeats the symbol '<s>'"),
-        (b"<unk> 3 #fairseq:overwrite\n", "which is not supported"),
-        (b"\xff 3\n", "is not UTF-8"),
-        (None, "cannot be read"),
-    ],
-)
-def test_damaged_dictionaries_are_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
-    if content is not None:
-        (tmp_path / "dict.txt").write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        read_dictionary(tmp_path / "dict.txt")
-
-
 def test_a_tokenizer_reads_as_fairseq() -> None:
     symbols = ["<s>", "<pad>", "</s>", "<unk>", "the@@", "m", "dog", "madeupword0000"]
     tokenizer = FairseqTokenizer((symbols, symbols))
@@ -214,23 +180,6 @@ def test_a_tokenizer_reads_as_fairseq() -> None:
     assert other.vocabulary.source.size == 8 and other.size == 9 and other.digest != tokenizer.digest
     pieces = FairseqTokenizer(([*symbols[:4], "\u2581a", "\u2581b", "c"],) * 2)
     assert pieces.decode([4, 6, 5]) == "ac b" == pieces.reference("\u2581a c \u2581b")
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--run", "R"], "one of --from and --run is missing"),
-        ([], "neither --run nor --out"),
-        (["--out", "D", "--source-lang", "fr"], "give --source-lang and --target-lang"),
-        (["--out", "D", "--source-lang", "fr", "--target-lang", "de"], "dict.fr.txt cannot be read"),
-    ],
-)
-def test_wrong_command_lines_are_refused(
-    more: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(words("post", *more)) == 2
-    assert message in capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 
 def imported(kind: str, run: Path, *more: str, origin: Path | None = None) -> Path:
@@ -297,22 +246,12 @@ def option(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (option("adaptive_softmax_cutoff", "5000,20000"), "has adaptive_softmax_cutoff="),
         (option("encoder_learned_pos", True), "has encoder_learned_pos=True"),
         (lambda state: state["model"].pop("decoder.version"), "older than fairseq 0.7"),
         (option("activation_fn", "tanh"), "has activation_fn=tanh"),
-        (option("decoder_ffn_embed_dim", 24), "decoder_ffn_embed_dim=24"),
         (option("decoder_normalize_before", True), "decoder_normalize_before=True"),
-        (option("decoder_output_dim", 8), "has decoder_output_dim=8"),
-        (
-            lambda state: state["model"].update({"decoder.gate.weight": torch.ones(2)}),
-            "among them decoder.gate.weight",
-        ),
+        (lambda state: state["model"].update({"decoder.gate.weight": torch.ones(2)}), "decoder.gate.weight"),
         (lambda state: state["model"].pop("decoder.layers.1.fc2.bias"), "lacks decoder.layers.1.fc2.bias"),
-        (
-            lambda state: state["model"].update({"decoder.output_projection.weight": torch.ones(3, 12)}),
-            "among them decoder.output_projection.weight",
-        ),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused(
@@ -371,9 +310,9 @@ def weight(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
 UP, IN = "encoder.layers.0.fc1.weight", "encoder.layers.0.self_attn.in_proj_weight"
 HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     f"{name}={value!r:.20}": option(name, value)
-    for name in ("encoder_layers", "encoder_embed_dim", "encoder_attention_heads", "dropout", "activation_fn", "arch")
+    for name in ("encoder_layers", "encoder_embed_dim", "dropout", "activation_fn")
     for value in ([1], {"a": 1}, torch.ones(2), np.ones(2), Pointers(), -1, 10**400, math.nan, 100_000, None, b"x")
-    if not (value is None and name in ("arch", "dropout", "activation_fn"))
+    if not (value is None and name in ("dropout", "activation_fn"))
 } | {
     "languages": option("source_lang", "../de"),
     "an array among the options": option("encoder_learned_pos", Pointers()),
@@ -473,25 +412,3 @@ def test_raw_text_is_segmented_by_the_sentencepiece_model(tmp_path: Path) -> Non
     with pytest.raises(DataError, match="symbols of the source's dictionary"):
         symbols = read_dictionary(FIXTURES / "post" / "data-bin" / "dict.en.txt")
         FairseqTokenizer((symbols, symbols), (model.read_bytes(),) * 2)
-
-
-def test_a_warm_start_trains_the_imported_weights(tmp_path: Path) -> None:
-    run, data, tuned = (tmp_path / name for name in ("run", "data", "tuned"))
-    imported("post", run, "--out", str(data), "--workers", "1")
-    small = ["batch.update_tokens=300", "batch.micro_tokens=600", "training.max_updates=2", "collapse.every=0"]
-    small += ["validation.metrics=[]", "engine.device=cpu", "engine.name=plain", "optimizer.lr=1e-9"]
-    line = ["train", "--config", str(run / "config.yaml"), "--data", str(data)]
-    assert main([*line, "--run", str(tuned), "--init-from", str(run), *small]) == 0
-    before, after = (Translator.open(path, device="cpu").model for path in (run, tuned))
-    assert isinstance(before, TranslationModel) and isinstance(after, TranslationModel)
-    parameters = dict(after.named_parameters())
-    for name, parameter in before.named_parameters():
-        assert (parameter - parameters[name]).abs().max() < 1e-6, name
-
-
-def test_an_imported_model_is_exported(runs: dict[str, Path], tmp_path: Path) -> None:
-    """EOS is the first token of the decoder there, too."""
-    pytest.importorskip("ctranslate2")
-    source, reference = (str(FIXTURES / "post" / "data-bin" / f"train.{lang}") for lang in ("en", "de"))
-    line = ["export", "--run", str(runs["post"]), "--format", "ctranslate2", "--out", str(tmp_path / "out")]
-    assert main([*line, "--source", source, "--reference", reference]) == 0

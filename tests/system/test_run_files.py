@@ -111,9 +111,6 @@ def test_a_run_does_not_take_over_other_files(run: Path, capsys: pytest.CaptureF
         for option in ([], ["--restart"]):
             refused([*train_words(run.parent / "data", place, *SETTINGS), *option], capsys, "--run", str(place))
     assert all(path.read_bytes() == content for path, content in before.items())
-    refused(["translate", "--run", str(checkpoint), "--input", "-", "--output", "-"], capsys, f"{run} ")
-    refused(train_words(run.parent / "data", run.parent / "new", "--init-from", "nowhere"), capsys, "nowhere")
-    assert not (run.parent / "new").exists()
 
 
 @pytest.mark.parametrize("history", ["whole", "lost", "killed"])
@@ -154,11 +151,6 @@ def test_a_job_that_is_started_again_resumes_although_it_was_to_begin_anew(
     assert (run / "checkpoints" / "update-0000002").is_dir() and not run.with_name("run.before-1").exists()
 
 
-def test_a_log_of_the_job_may_be_in_the_directory_of_a_new_run(run: Path) -> None:
-    new = run.parent / "new"
-    new.mkdir()
-    (new / "slurm-1.out").write_text("job 1\n")
-    assert main(train_words(run.parent / "data", new, *SETTINGS, "training.max_updates=1")) == 0
 
 
 def test_commands_that_somebody_else_has_recorded_are_named_and_not_run(
@@ -209,14 +201,6 @@ def test_pipes_and_links_out_of_a_run_are_refused(run: Path, name: str, capsys: 
     )
 
 
-def test_checkpoints_may_be_on_another_disk(run: Path) -> None:
-    (run / "checkpoints").rename(run.parent / "disk")
-    (run.parent / "disk" / "update-0000002").rename(run.parent / "old")
-    (run / "checkpoints").symlink_to(run.parent / "disk")
-    (run / "checkpoints" / "update-0000002").symlink_to(run.parent / "old")
-    for name in "ab":
-        (run / "logs" / name).symlink_to(run)  # in circles, which are not followed
-    assert main(["average", "--run", str(run), "--last", "2"]) == 0
 
 
 WRONG = ("", "[]", "null", '"x"', "1", "{}", '{"update": 1e999}', '{"update": NaN}', '{"update": ' + "9" * 400 + "}")
@@ -246,8 +230,6 @@ def test_records_of_wrong_types_are_named_and_stop_nothing(run: Path, capsys: py
     said = capsys.readouterr().err
     assert "Traceback" not in said and all(str(path) in said for path in (*records, "chosen.json"))
     assert main(["choose-best", "--run", str(run)]) == 0
-    (run / "origin.json").write_text('{"run": 3, "checkpoint": [], "frozen": 1}')
-    refused([*words(run, *SETTINGS), "--init-from", str(run)], capsys, "origin.json")
 
 
 def test_a_checkpoint_of_another_run_is_refused(
@@ -323,16 +305,6 @@ def test_data_prepared_again_while_a_run_starts(
     refused(words(run, *SETTINGS, "training.max_updates=6"), capsys, str(data))
 
 
-def test_names_that_are_not_utf8_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name, data = (run.parent / os.fsdecode(text) for text in (b"run\xff", b"data\xff"))
-    run.rename(name)
-    assert train(name, *SETTINGS) == 2 and main(["average", "--run", str(name), "--last", "1"]) == 2
-    (run.parent / "data").rename(data)
-    prepare = ["prepare", "--out", str(run.parent / "more")]
-    for split in ("train", "valid"):
-        prepare += [f"--{split}-source", str(data / "valid.source"), f"--{split}-target", str(data / "valid.target")]
-    assert main(train_words(data, run, *SETTINGS)) == 2 and main(prepare) == 2
-    assert capsys.readouterr().err.count("UTF-8") == 4
 
 
 def test_a_job_that_gets_nowhere_ends_with_a_status_of_its_own(

