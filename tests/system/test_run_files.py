@@ -151,8 +151,6 @@ def test_a_job_that_is_started_again_resumes_although_it_was_to_begin_anew(
     assert (run / "checkpoints" / "update-0000002").is_dir() and not run.with_name("run.before-1").exists()
 
 
-
-
 def test_commands_that_somebody_else_has_recorded_are_named_and_not_run(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,8 +197,6 @@ def test_pipes_and_links_out_of_a_run_are_refused(run: Path, name: str, capsys: 
     assert "of this user" not in refused(
         ["average", "--run", str(run), "--last", "1"], capsys, str(file), str(secret)
     )
-
-
 
 
 WRONG = ("", "[]", "null", '"x"', "1", "{}", '{"update": 1e999}', '{"update": NaN}', '{"update": ' + "9" * 400 + "}")
@@ -303,8 +299,6 @@ def test_data_prepared_again_while_a_run_starts(
 
     monkeypatch.setattr(run_start, "begin", replaced)
     refused(words(run, *SETTINGS, "training.max_updates=6"), capsys, str(data))
-
-
 
 
 def test_a_job_that_gets_nowhere_ends_with_a_status_of_its_own(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -20,13 +19,10 @@ import sacrebleu
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from deepspeed_nmt.api import Translator
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.evaluate.nbest import read_nbest
-from deepspeed_nmt.run.directory import DataRecord, replace_files
 from deepspeed_nmt.text import TextForm, detokenise
 from deepspeed_nmt.train.checkpoint import Checkpoint
-from deepspeed_nmt.train.log import LAYOUT
 from tests import commands
 from tests.commands import await_until, log_of, logged, pair_words, refused, train_words
 from tests.programs import Program
@@ -196,8 +192,6 @@ def test_translate_average_and_score(
     assert json.loads(capsys.readouterr().out)["bleu"]["score"] == pytest.approx(bleu, abs=0.01)
 
 
-
-
 def test_a_stop_request_during_the_start_ends_the_run_before_its_first_update(
     data: Path, tmp_path: Path, small: list[str]
 ) -> None:
@@ -217,10 +211,6 @@ def test_a_stop_request_during_the_start_ends_the_run_before_its_first_update(
     assert "SIGUSR1 after update 0" in log.read_text()
     assert not list(run.glob("checkpoints/update-*"))
     assert train(data, run, *small, "training.max_updates=1") == 0
-
-
-
-
 
 
 def test_a_run_of_moses_text_is_scored_by_every_metric_and_detokenised(
