@@ -10,7 +10,6 @@ from deepspeed_nmt.build import build_model
 from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
 from deepspeed_nmt.data.vocabulary_training import train_subwords
 from deepspeed_nmt.parity import VOCABULARY, methods, settings_of
-from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.alignment import AttentionWatch, source_words, target_words
 from deepspeed_nmt.search.forced import token_log_probs
 
@@ -71,11 +70,3 @@ def test_words_of_tokens() -> None:
         None,
     ]
     assert isinstance(bpe, SentencePieceTokenizer) and bpe.number("Kürbis") is None
-
-
-def test_searches_say_what_they_respect() -> None:
-    """A search that ignores prefixes must not claim to respect them."""
-    takes = {entry.name: entry.config().takes for entry in SEARCHES.values()}  # type: ignore[attr-defined]
-    assert takes.pop("mask_predict") == frozenset()
-    assert all("prefix" in each for each in takes.values())
-    assert [name for name, each in takes.items() if "constraints" in each] == ["constrained_beam"]

@@ -1,19 +1,16 @@
 """Beam search against exhaustive and greedy search; results do not depend on the batch; length penalties."""
 
-import math
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_nmt.core.model import DecodableModel, Memory, TranslationModel
+from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.nn import cache
-from deepspeed_nmt.nn.cache import DecoderCache
-from deepspeed_nmt.search import Hypothesis
 from deepspeed_nmt.search.base import LengthPenalty
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from deepspeed_nmt.search.left_to_right import largest
@@ -118,64 +115,6 @@ def test_hypotheses_are_sorted_distinct_and_within_bounds(seed: int) -> None:
         for hypothesis in hypotheses:
             assert len(hypothesis.tokens) + 1 <= len(row) + 2
             assert not {PAD, BOS, EOS} & set(hypothesis.tokens)
-
-
-class Bigram(DecodableModel):
-    """Model with p(next token | last token) from a table, for any source."""
-
-    def __init__(self, table: dict[int, dict[int, float]]) -> None:
-        super().__init__()
-        self.vocab_size, self.pad = 5, PAD
-        self.logits_VV = torch.full((5, 5), -1e4)
-        for last, following in table.items():
-            self.logits_VV[last] = -torch.inf
-            for token, probability in following.items():
-                self.logits_VV[last, token] = math.log(probability)
-
-    def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:
-        return Memory(source_BS.unsqueeze(2).float(), None)
-
-    def at_exit(self, name: str) -> DecodableModel:
-        return self  # the only exit
-
-    def begin(self) -> DecoderCache:
-        return DecoderCache()
-
-    def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
-        return self.logits_VV[tokens_R]
-
-
-A, B = 3, 4
-TABLE = {
-    BOS: {A: 0.5, B: 0.4, EOS: 0.1},
-    A: {EOS: 0.6, A: 0.3, B: 0.1},
-    B: {EOS: 0.9, A: 0.06, B: 0.04},
-}
-
-
-def found(hypotheses: list[Hypothesis]) -> list[tuple[list[int], float]]:
-    return [(hypothesis.tokens, round(math.exp(hypothesis.log_prob), 4)) for hypothesis in hypotheses]
-
-
-@pytest.mark.parametrize(
-    ("beam", "limit", "expected"),
-    [
-        # EOS is third at the first step, so no hypothesis finishes. At the second step both do, and the search ends.
-        (2, 9, [([B], 0.36), ([A], 0.3)]),
-        (1, 9, [([A], 0.3)]),
-        # At the maximum length EOS is appended with its log probability.
-        (1, 1, [([], 0.1)]),
-        (3, 2, [([B], 0.36), ([A], 0.3), ([], 0.1)]),
-        # A A (0.15) is third at the second step and continues while B and A finish.
-        (4, 3, [([B], 0.36), ([A], 0.3), ([], 0.1), ([A, A], 0.09)]),
-    ],
-)
-def test_by_hand(beam: int, limit: int, expected: list[tuple[list[int], float]]) -> None:
-    search = beam_search(
-        Bigram(TABLE).eval(), beam=beam, length_penalty="none", max_length_ratio=0.0, max_length_extra=limit
-    )
-    both = search.search(torch.tensor([[A, EOS], [B, EOS]]))
-    assert [found(hypotheses) for hypotheses in both] == [expected, expected]
 
 
 @pytest.mark.parametrize("vocab_size", [50, 64 * 80, 64 * 80 + 17])

@@ -143,17 +143,6 @@ def test_recomputation_repeats_the_masks_of_dropout(monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
-def test_padded_batches_are_compiled_as_well() -> None:
-    model, faster = models()
-    torch.manual_seed(5)
-    for rows, size in ((2, 5), (3, 7), (4, 9)):
-        source, target = torch.randint(4, V.size, (rows, size)), torch.randint(4, V.size, (rows, size + 1))
-        source[0, 3:] = V.pad
-        ours, theirs = (each.decode(target, each.encode(source))[0] for each in (faster, model))
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-    assert not counters["graph_break"], dict(counters["graph_break"])
-
-
 def test_only_training_is_compiled() -> None:
     model, faster = models()
     for name in ("2-2", "1-1"):

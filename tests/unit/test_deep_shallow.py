@@ -6,13 +6,9 @@ from functools import cache
 import pytest
 import torch
 
-from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods.depth_growing import DepthGrowing, DepthGrowingConfig, build_depth_growing
-from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
-from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from deepspeed_nmt.search.deep_shallow import DeepShallow, DeepShallowConfig
-from deepspeed_nmt.search.models import Ensemble
 from tests import transformer_equations as equations
 
 Predict = Callable[[tuple[int, ...]], list[float]]
@@ -27,17 +23,6 @@ def grown(**settings: str) -> DepthGrowing:
     shape = {"dim": 16, "ffn_dim": 24, "heads": 2, "encoder_layers": 1, "decoder_layers": 2, "top_decoder_layers": 1}
     config = DepthGrowingConfig.model_validate({**shape, **settings})
     model = build_depth_growing(config, V)
-    with torch.no_grad():
-        model.projection.weight.mul_(4.0)
-    return model.double().eval()
-
-
-def plain(seed: int) -> TranslationModel:
-    torch.manual_seed(seed)
-    config = TransformerConfig(
-        dim=16, ffn_dim=24, heads=2, encoder_layers=1, decoder_layers=2, share_embeddings="none"
-    )
-    model = build_transformer(config, V)
     with torch.no_grad():
         model.projection.weight.mul_(4.0)
     return model.double().eval()
@@ -141,16 +126,3 @@ def test_deep_shallow_decoding_is_the_procedure_of_the_paper(attend: str, alpha:
             assert each.log_prob == pytest.approx(mean("deep", key) * (len(key) + 1), rel=1e-5)
         differ += tokens not in lists["shallow"] or tokens not in lists["deep"]
     assert differ, "a candidate of one list alone must win"
-
-
-def test_an_ensemble_averages_probabilities() -> None:
-    models = [plain(1), plain(2)]
-    both = Ensemble(models).eval()
-    memory, cache = both.encode(SOURCE), both.begin()
-    logits = both.step(torch.full((3,), V.bos), memory, cache)
-    p = [torch.softmax(m.step(torch.full((3,), V.bos), m.encode(SOURCE), m.begin()), dim=1) for m in models]
-    torch.testing.assert_close(logits.exp(), ((p[0] + p[1]) / 2).float(), rtol=1e-5, atol=1e-7)
-    found = BeamSearch(BeamConfig(beam=4), both, V).search(SOURCE)
-    for row in range(3):  # the beam reorders the caches of both models
-        alone = BeamSearch(BeamConfig(beam=4), both, V).search(SOURCE[row : row + 1])
-        assert [h.tokens for h in alone[0]] == [h.tokens for h in found[row]]

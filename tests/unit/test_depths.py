@@ -12,10 +12,7 @@ from deepspeed_nmt.evaluate.metrics import METRICS, Scorer
 from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.reports.depths import (
     Depth,
-    Oracle,
-    System,
     cheapest,
-    draw_depths,
     oracle,
     systems_of,
 )
@@ -42,20 +39,6 @@ def test_the_oracle_chooses_the_best_depth_and_of_equal_ones_the_fastest() -> No
     counts, chosen = oracle(DEPTHS, translations, bleus)
     assert counts == {"1-1": 1, "1-2": 1, "2-1": 1, "2-2": 0}
     assert chosen == [good] * 3
-
-
-def test_the_report_of_a_system_has_times_with_loading_and_shares(tmp_path: Path) -> None:
-    depths = [Depth(1, 1, 20.0, 1.0, 0.5), Depth(2, 2, 24.0, 3.0, 0.7)]
-    whole = System("one model", depths, Oracle({"1-1": 3, "2-2": 1}, 25.0))
-    first, second = whole.text(0.5).splitlines()[2:4]
-    assert first.split() == ["1-1", "20.00", "1.0", "1.5", "3", "75.0%"]
-    assert second.split() == ["2-2", "24.00", "3.0", "3.7", "1", "100.0%"]
-    report = whole.report(0.5)
-    assert report["oracle"]["cumulative"] == {"1-1": 0.75, "2-2": 1.0}
-    assert report["depths"][1]["loading_seconds"] == 0.7 and report["system"] == "one model"
-    draw_depths([whole, System("two models", [Depth(1, 2, 22.0, 2.0)])], tmp_path / "depths.svg")
-    text = (tmp_path / "depths.svg").read_text(encoding="utf-8")
-    assert "<!-- oracle over depths -->" in text and "<!-- BLEU: two models -->" in text
 
 
 def run(path: str, encoder: int, decoder: int, *settings: str) -> Run:

@@ -23,7 +23,7 @@ from deepspeed_nmt.doctor import group_checks as hosts
 from deepspeed_nmt.doctor import host_checks as checks
 from deepspeed_nmt.doctor.examination import TOGETHER, Line, Result, begin_to_connect, meet
 from deepspeed_nmt.doctor.findings import Finding, HostGpu, JobContext, Output, fault, ok
-from deepspeed_nmt.doctor.group_checks import Exchange, Group, judge, missing_hosts
+from deepspeed_nmt.doctor.group_checks import Exchange, Group, judge
 from deepspeed_nmt.doctor.trial import Outcome
 from deepspeed_nmt.errors import ConfigError, TrainingError
 from deepspeed_nmt.parallel.hardware import HostMemory
@@ -275,14 +275,6 @@ def test_jobs(
     assert_finds(checks.job(with_environment(context, SLURM_JOB_ID="7")), level, text)
 
 
-def test_tasks_and_gpus(context: JobContext) -> None:
-    step = with_environment(context, SLURM_STEP_ID="0", SLURM_STEP_TASKS_PER_NODE="2(x2)")
-    four, two = replace(step, gpus=[V100] * 4, local_ranks=2), replace(step, gpus=[V100], local_ranks=2)
-    assert_finds(checks.tasks(four), "warning", "2 tasks and 4 GPUs", "--ntasks-per-node 4")
-    assert_finds(checks.tasks(two), "fault", "2 tasks and 1 GPU;", "--ntasks-per-node 1")
-    assert_finds(checks.tasks(with_environment(four, CUDA_VISIBLE_DEVICES="2,3")), "ok")
-
-
 VERSIONS = {"torch": "2.13.0", "Python": "3.11.7"}
 
 
@@ -363,15 +355,6 @@ def test_a_trial_names_the_first_cause() -> None:
     assert "and 2 more cannot" in finding.text and "NCCL_SOCKET_IFNAME" in finding.text
     (finding,) = judge("gloo", {0: Outcome()}, {0: "rank 0", 1: "rank 1"}, 2)
     assert "rank 1 cannot" in finding.text and "(no answer)" in finding.text
-
-
-def test_hosts_of_missing_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "run_program", lambda words, limit_s: Output(0, "a\nb\nc\n", ""))
-    step = {"SLURM_STEP_NODELIST": "[a-c]", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}
-    context = JobContext(RankPlace(0, 6, 0), "a", tmp_path, environment=step, local_ranks=2)
-    assert missing_hosts(context, {0: "a.cluster", 1: "a", 2: "b", 4: "c"}, [3, 5]) == ["b", "c"]
-    cyclic = {0: "a", 1: "b", 3: "a", 4: "b"}
-    assert missing_hosts(context, cyclic, [2, 5]) == ["c"], "ranks are not in the order of nodes"
 
 
 def test_torch_is_imported_before_a_second_thread_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

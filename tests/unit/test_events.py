@@ -15,7 +15,7 @@ import pytest
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.errors import ConfigError, NoProgressError, ReportedError, TrainingError
 from deepspeed_nmt.train.configuration import EVENTS
-from deepspeed_nmt.train.events import EVENTS_FILE, NO_EVENTS, Events, Notifier, check_notify, check_progress, reason
+from deepspeed_nmt.train.events import EVENTS_FILE, Events, Notifier, check_notify, check_progress, reason
 
 
 def read(run: Path) -> list[dict[str, Any]]:
@@ -84,15 +84,6 @@ def test_a_job_that_gets_nowhere_three_times_in_a_row_is_not_started_again(tmp_p
     for at in (40, 60, 40, 40):  # after a rollback it may resume at an earlier one
         begin(events, at)
     check_progress(tmp_path, 40, "7")
-
-
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    notifier = Notifier(python(f"open({str(tmp_path / 'ran')!r}, 'w')"), EVENTS)
-    with pytest.raises(TrainingError), Events(tmp_path, False, notifier) as events:
-        events.record("best", 1, "best")
-        raise TrainingError("failed")
-    NO_EVENTS.record("best", 1, "best")
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

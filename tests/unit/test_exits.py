@@ -164,17 +164,6 @@ def test_exits_are_drawn_as_often_as_their_probability_says() -> None:
         assert counts[n, m] / 4000 == pytest.approx(expected, abs=0.035)
 
 
-def test_shares_of_drawn_exits() -> None:
-    drawn = [(2, 3), (2, 6), (6, 3), (6, 6)]
-    shares = MultiSoftmaxConfig(exits="2x2").shares(drawn, (6, 6))
-    torch.testing.assert_close(shares * 36, torch.tensor([25.0, 5.0, 5.0, 1.0]))
-    equal = MultiSoftmaxConfig(exits="2x2", inverse_probability=False)
-    assert equal.shares(drawn, (6, 6)).tolist() == [0.25] * 4
-    assert MultiSoftmaxConfig().shares(drawn, (6, 6)).tolist() == pytest.approx([1 / 36] * 4)
-    weighted = MultiSoftmaxConfig(exits="2x2", weights={"6-6": 2.0}, inverse_probability=False)
-    assert weighted.shares(drawn, (6, 6)).tolist() == pytest.approx([0.2, 0.2, 0.2, 0.4])
-
-
 def test_validation_uses_the_top_even_if_its_weight_in_training_is_zero() -> None:
     model, data = transformer().eval(), two_pairs()
     output = Objective(MultiSoftmax(MultiSoftmaxConfig(weights={"3-3": 0.0}), V.pad))(model, data)

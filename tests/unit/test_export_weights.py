@@ -27,7 +27,6 @@ from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
 from deepspeed_nmt.export.ctranslate2_search import CTranslate2Search, ExportBeamSettings
 from deepspeed_nmt.export.ctranslate2_weights import write_ctranslate2
 from deepspeed_nmt.export.formats import OwnProgram, Subject
-from deepspeed_nmt.export.huggingface_weights import write_huggingface
 from deepspeed_nmt.methods import LAYERS, MODELS
 from deepspeed_nmt.nn.layers import DecoderLayer
 from deepspeed_nmt.run.exporting import FORMATS
@@ -129,13 +128,6 @@ def test_a_layer_that_computes_something_else_is_refused() -> None:
     model.decoder.layers[1].__class__ = Other
     with pytest.raises(NotStandardError, match="layer 2 of its decoder is no standard layer"):
         model.described()
-
-
-def test_a_pre_norm_model_of_two_vocabularies_is_no_model_of_hugging_face(tmp_path: Path) -> None:
-    vocabulary = Vocabulary(48, own_source=Vocabulary(40))
-    model = build({"share_embeddings": "decoder"}, vocabulary=vocabulary)
-    with pytest.raises(NotStandardError, match="two vocabularies"):
-        write_huggingface(tmp_path, model.described(), vocabulary, 64)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Reading text once, and replacing files whatever happens."""
 
 import fcntl
-import gzip
-import io
 import os
 import resource
 import shutil
@@ -121,22 +119,6 @@ def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path: Path) -> 
     assert {file.name for file in tmp_path.iterdir()} == {path.name, ".file[1].notes.tmp"}
 
 
-def test_a_temporary_file_taken_for_an_orphan_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process may remove it in the moment between its creation and its lock."""
-    lock, locked = fcntl.flock, []
-
-    def late(descriptor: int, operation: int) -> None:
-        locked.append(descriptor)
-        if len(locked) == 1:
-            (new,) = tmp_path.iterdir()
-            new.unlink()
-        lock(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    atomic_write_text(tmp_path / "file", "new")
-    assert len(locked) == 2 and (tmp_path / "file").read_text() == "new"
-
-
 def test_without_locks_files_are_written_and_nothing_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,22 +165,6 @@ def test_streams_are_written_to_directly(capfd: pytest.CaptureFixture[str]) -> N
     atomic_write_text(Path("/proc/self/fd/2"), "to stderr\n")
     captured = capfd.readouterr()
     assert captured.out == "first\n" and captured.err == "to stderr\n"
-
-
-def test_compressed_text_is_recognised_in_files_and_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = gzip.compress(b"one\n")
-    (tmp_path / "file").write_bytes(data)
-    with (
-        pytest.raises(DataError, match=r"file is compressed with gzip; run `gunzip -k .*`"),
-        open_text(tmp_path / "file"),
-    ):
-        pass
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(data))))  # type: ignore[type-var]
-    with (
-        open_text("-") as stream,
-        pytest.raises(DataError, match="standard input is compressed with gzip"),
-    ):
-        next(text_lines(stream, "-"))
 
 
 def test_a_directory_is_replaced_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,18 +34,15 @@ CASES: dict[str, list[tuple[str, str, str, str]]] = {
         ("", "Click here", "Hier <b>klicken", "Hier < b klicken, <name> > a"),
         ("", "a line", "eine<BR />Zeile", "eine <brz> Zeile"),
         ("", "Fish & chips", "Fisch &amp; Chips", "Fisch & Chips; AT&T; &foo;"),
-        ("", "a", "b &#8211; c", "b &#x; c"),
         ("", "a", "<!-- b", "<! -- b"),
         ("0.25", "a", "<p>aaaaaaaa", "<p>aaaaaaaaa"),
     ],
     "url": [
         ("", "see", "www.example.org hier ist es a", "www.example.org hier ist es an"),  # 15 of 29, of 30
         ("0.75", "see", "http://example.org b c", "http://example.org bb cc"),
-        ("", "mail", "max@example.org jetzt", "max @ example.org jetzt"),
     ],
     "long_words": [
         ("", "x", "a" * 40, "a" * 39),
-        ("5", "x", "ab (abcd", "ab abcd"),
         ("5", "x", "この文は長いですabcde", "この文は長いです。空白がありませんabcd"),
     ],
     "letters": [
@@ -55,7 +52,6 @@ CASES: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     "copy": [
         ("", "Tom lives in Boston", "Tom lives in Rom", "Tom wohnt in Rom"),  # 3 of 5 words, 2 of 6
-        ("", "Tom is fair.", "Tom ist fair.", "Tom ist sehr fair."),  # 2 of 4 words, of 5
         ("1", "Berlin", "BERLIN!", "Berlin Mitte"),
         ("", "5 km !", "5 KM", "5 ml !"),
     ],
@@ -63,23 +59,19 @@ CASES: dict[str, list[tuple[str, str, str, str]]] = {
         ("", "from 1 to 2", "von 3 bis 2 in 47", "von 3 bis 2"),  # similarity 2/6, then 2/4
         ("1", "5 May 2010", "2011年5月", "2010年5月"),
         ("", "in 1989", "damals", "1 Jahr nach 1988"),
-        ("", "the 100 men", "die Leute", "die Leute 10"),
         ("", "the 100 men", "die 2", "die 1"),
         ("", "1000000", "2 Millionen", "1 Million"),  # zeros do not count
         ("", "the 100 men", "hundert Leute", "100 Leute"),
-        ("", "the 990 men", "x", "x 9 x"),
         ("", "eight of 13 and 200", "acht von dreizehn", "acht von ١٣ und ٢٠٠"),
     ],
     "punctuation": [
         ("", "One.", "a. b. c. d. e.", "a. b. c. d."),
         ("0", "Is it 3.5?", "Ist es 3,5", "„Ist es 3,5?“"),
         ("0", "Yes. No!", "はい。いいえ", "はい。いいえ！"),
-        ("0", "What?! Yes...", "Was?! Ja", "Was? Ja…"),
     ],
     "repetition": [
         ("", "x", "das ist ein Test Ein Test, ein test", "das ist ein Test Ein Test, ein"),
         ("2", "x", "sehr, sehr gut", "sehr gut, sehr"),
-        ("4", "x", "nein nein nein nein", "nein nein nein"),
         ("", "x", "ein ein ein", "ja ja ja"),  # two characters may be repeated
         ("", "x", "你好吗你好吗你好吗", "你好吗你好吗你好"),
     ],

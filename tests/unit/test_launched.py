@@ -8,10 +8,10 @@ import psutil
 import pytest
 import torch
 
-from deepspeed_nmt.errors import ConfigError, ReportedError, TrainingError
+from deepspeed_nmt.errors import ConfigError, ReportedError
 from deepspeed_nmt.parallel import launched, world
-from deepspeed_nmt.parallel.hardware import driver_problem, lock_for, prepare_gpu, runs_on
-from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, place, pointing_to_doctor
+from deepspeed_nmt.parallel.hardware import prepare_gpu, runs_on
+from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, place
 from deepspeed_nmt.parallel.shared_work import local_store
 
 _STEP = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
@@ -122,16 +122,6 @@ def test_architectures_that_run_on_a_gpu(capability: tuple[int, int], architectu
     assert runs_on(capability, architectures) is runs
 
 
-def test_locks_and_drivers() -> None:
-    assert lock_for((7, 0)) == "requirements/v100.txt" and lock_for((7, 5)) == "requirements/cuda.txt"
-    assert (
-        lock_for((9, 0), "570.1") == "requirements/v100.txt" and lock_for((9, 0), "580.1") == "requirements/cuda.txt"
-    )
-    assert driver_problem("580.65", (9, 0), "2.13.0", "13.0") is None
-    problem = driver_problem("520.1", (7, 0), "2.13.0+cu126", "12.6")
-    assert problem is not None and all(word in problem for word in ("520.1", "2.13.0+cu126", "12.6", "525"))
-
-
 def test_a_torch_without_kernels_for_its_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, before anything is done on the GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -144,17 +134,3 @@ def test_a_torch_without_kernels_for_its_gpu_is_refused(monkeypatch: pytest.Monk
         prepare_gpu(torch.device("cuda", 0))
     with pytest.raises(ConfigError, match=f"^{sentence}; .*doctor"):  # a training
         world.join_world("auto")
-
-
-@pytest.mark.parametrize(
-    ("error", "kind", "message"),
-    [
-        (ConfigError("a port"), ConfigError, "a port"),
-        (TrainingError("a rank"), TrainingError, "a rank"),
-        (RuntimeError("CUDA error\nmore"), TrainingError, r"rank 0 on .*\(CUDA error\)"),
-    ],
-)
-def test_a_start_that_fails_points_to_the_doctor(error: Exception, kind: type[Exception], message: str) -> None:
-    match = f"{message}.*doctor"
-    with pytest.raises(kind, match=match), pointing_to_doctor():
-        raise error

@@ -164,13 +164,6 @@ def test_damage_is_named(tmp_path: Path) -> None:
         Corpus(tmp_path, "train")
 
 
-def test_sides_of_different_length(tmp_path: Path) -> None:
-    _write(tmp_path, [([4], [5]), ([6], [7])], 10)
-    (tmp_path / "train.target.offsets.bin").write_bytes(np.array([0, 2], dtype="<i8").tobytes())
-    with pytest.raises(DataError, match="2 sources and 1 targets"):
-        Corpus(tmp_path, "train")
-
-
 @pytest.fixture
 def validation_corpus(tmp_path: Path) -> Corpus:
     return random_corpus(tmp_path, pairs=50, vocab=50, seed=3, split="valid")

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from deepspeed_nmt.config import validate
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig, divide_update
-from deepspeed_nmt.data.corpus import Corpora, Corpus, CorpusPart, CorpusWriter, Lengths
+from deepspeed_nmt.data.corpus import Corpora, Corpus, CorpusPart, CorpusWriter
 from deepspeed_nmt.data.loader import TrainLoader, check_lengths, collate, collate_packed, largest_micro_batch
-from deepspeed_nmt.data.packing import Ladder, PackedPart, largest_packed, pack_update, row_sizes
+from deepspeed_nmt.data.packing import PackedPart, pack_update, row_sizes
 from deepspeed_nmt.data.update_order import Cursor, EpochOrder
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parallel.world import World
@@ -21,22 +21,10 @@ from deepspeed_nmt.planning.layouts import LayoutEstimate
 from deepspeed_nmt.run import batches
 from deepspeed_nmt.run.batches import layout_on
 from tests.support import LengthsOnly, epoch_window, random_corpus, write_mixture
+from tests.unit.test_update_order import lengths
 
 PAD, BOS, EOS = 0, 1, 2
 VOCABULARY = Vocabulary(50)
-
-
-def news(count: int, seed: int = 1) -> tuple[Lengths, Lengths]:
-    """Draw lengths like those of news text: the target is 1.05 times as long, with a spread of 18%."""
-    rng = np.random.default_rng(seed)
-    source = np.clip(rng.gamma(3.0, 8.0, count), 2, 100)
-    target = np.clip(source * 1.05 * np.exp(rng.normal(0.0, 0.18, count)), 2, 100)
-    return source.astype(np.int32), target.astype(np.int32)
-
-
-def longest_of(source: Lengths, target: Lengths) -> int:
-    """Return the tokens of the longest sentence."""
-    return int(max(source.max(), target.max()))
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -86,7 +74,7 @@ def test_packed_rows_of_any_lengths_are_about_as_full_as_padded_ones(
     config = BatchConfig(update_tokens=update, micro_tokens=micro, layout="packed")
     order = epoch_window(source, target, update)
     source, target = order.source, order.target
-    sizes = row_sizes(order, longest_of(source, target), ranks, config)
+    sizes = row_sizes(order, int(max(source.max(), target.max())), ranks, config)
     positions, counts = {"padded": 0, "packed": 0}, {"padded": 0, "packed": 0}
     for number in range(max(1, min(8, len(order) - 1))):
         packed = pack_update(order[number], source, target, ranks, config, sizes)
@@ -103,17 +91,6 @@ def test_packed_rows_of_any_lengths_are_about_as_full_as_padded_ones(
     # Sizes of rows are multiples of 8, on two sides.
     assert positions["packed"] - 2 * 8 * counts["packed"] <= 1.05 * positions["padded"], (sizes, counts)
     assert counts["packed"] <= 1.25 * counts["padded"] + 2 * ranks
-
-
-def test_the_largest_micro_batch_of_a_ladder_has_its_top_rungs() -> None:
-    source, target = news(2000)
-    config = BatchConfig(update_tokens=1024, micro_tokens=1024)
-    part = largest_packed(np.arange(40), source, target, 1, config, Ladder((600, 904), (712, 1000)))
-    assert (part.source, part.target) == (904, 1000)
-    used = int(source[part.sentences].sum()), int(target[part.sentences].sum())
-    assert used <= (904, 1000)
-    above = Ladder((8, 16), (8,)).shapes(np.array([[15, 7], [16, 8], [0, 0], [99, 1]]), 100)
-    assert above.tolist() == [[16, 8], [21, 14], [1, 1], [100, 8]]
 
 
 def test_a_packed_batch(tmp_path: Path) -> None:
@@ -208,14 +185,6 @@ def test_auto_falls_back_to_padded_where_that_is_fuller(
         assert ("auto is padded: with these lengths 30.0% of packed" in caplog.text) == (expected == "padded")
     monkeypatch.undo()
     assert batches.with_less_padding(batch, order, world).layout == "packed", "of these lengths, really compared"
-
-
-def lengths(count: int, seed: int = 0, mean: float = 24.0) -> tuple[np.ndarray, np.ndarray]:
-    """Return lengths like those of news: gamma-distributed, with source and target correlated."""
-    rng = np.random.default_rng(seed)
-    target = np.clip(rng.gamma(3.0, mean / 3.0, count), 1, 200).astype(np.int32) + 1
-    source = np.clip(target * rng.normal(0.95, 0.15, count), 1, 220).astype(np.int32) + 1
-    return source, target
 
 
 @pytest.mark.parametrize(("update", "micro", "ranks"), [(2048, 2048, 1), (8192, 4096, 2), (32768, 8192, 1)])

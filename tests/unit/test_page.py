@@ -12,18 +12,15 @@ from pathlib import Path
 import pytest
 
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.engine.contract import EngineScalars
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.reports.pictures import draw_curves
 from deepspeed_nmt.reports.run_log import RunLog, Series, read_events
-from deepspeed_nmt.train.checkpoint import CheckpointStore, Chosen
-from deepspeed_nmt.train.progress import Progress
 from tests.page_runs import HOSTILE, append_log, full_run, write_events, write_run, write_texts
 
 pytest.importorskip("plotly")
 
 from deepspeed_nmt.reports.page import RunPage, marked_words, read_texts
-from deepspeed_nmt.reports.page_figures import Best, Chart, heat_maps
+from deepspeed_nmt.reports.page_figures import Chart, heat_maps
 
 
 class Parsed(HTMLParser):
@@ -182,17 +179,6 @@ def test_page_shows_all_that_a_run_has(tmp_path: Path) -> None:
         assert words in page.text
 
 
-def test_measures_have_their_direction(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", 0)
-    best = {"loss": "3.000", "chrf": "5.000", "ter": "3.000", "comet": "5.000", "cost": "3.000"}
-    for update, value in ((10, 4.0), (20, 5.0), (30, 3.0)):
-        append_log(run, [{"update": update, **{f"valid/{name}": value for name in best}}])
-    signatures = {"cost": "command:cost.sh|lower", "comet": "command:comet.sh", "chrf": 7}
-    (write_texts(run, [10]) / "signatures.json").write_text(json.dumps(signatures))
-    (measures,) = RunPage(run).validation_tables
-    assert {row[0]: row[2] for row in measures.rows} == best
-
-
 def test_nothing_of_a_run_is_code_and_nothing_is_requested(tmp_path: Path) -> None:
     page = page_of(full_run(tmp_path / "<script>alert(1)<"))
     assert set(page.scripts) == {"page-data", "drawer", "code"} and page.text.count(HOSTILE) > 10
@@ -309,22 +295,6 @@ def test_links_out_of_a_run_and_pipes_are_left_out(tmp_path: Path, caplog: pytes
     (run / "config.yaml").symlink_to(tmp_path / "config.yaml")
     with pytest.raises(ConfigError, match="leads out of the run"):
         RunPage(run)
-
-
-def test_the_checkpoint_that_late_scores_chose_is_the_best(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", 100, "validation.best_by=bleu")
-    store = CheckpointStore(run / "checkpoints")
-    for update in (50, 100):
-        store.save(
-            Progress(update=update, best_update=100, best_by="valid/bleu", best_score=30.0), EngineScalars(), []
-        )
-    page = RunPage(run)
-    assert page.best == Best(100, "valid/bleu", 30.0)
-    store.choose(Chosen(update=50, by="valid/bleu", score=77.0, loss=1.0))
-    assert RunPage(run).best == Best(50, "valid/bleu", 15.0), "the value of the log"
-    assert any(tile.note == "at update 50" for tile in RunPage(run).tiles)
-    store.choose(Chosen(update=50, by="valid/chrf", score=77.0, loss=1.0))
-    assert RunPage(run).best == page.best, "another measure chooses"
 
 
 @pytest.mark.parametrize("place", ["run/logs/page.html", "link/page.html"])

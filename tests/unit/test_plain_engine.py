@@ -18,7 +18,7 @@ from deepspeed_nmt.data.loader import TrainLoader, Update
 from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine import norms, transfer
 from deepspeed_nmt.engine.contract import EngineScalars
-from deepspeed_nmt.engine.norms import Squares, squared_changes
+from deepspeed_nmt.engine.norms import Squares
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.engine.transfer import on_device
 from deepspeed_nmt.kernels.precision import Precision
@@ -148,12 +148,6 @@ def test_norms_are_summed_by_layer_under_tags_that_count_from_one() -> None:
     assert list(found) == [f"norm/{kind}/{path}" for kind in ("gradient", "update") for path in paths]
     assert [found[f"norm/gradient/{path}"] for path in paths] == [2.0, 5.0, 1.0, 0.0]
     assert found["norm/update/encoder/layer_01"] == pytest.approx(math.sqrt(2.0))
-
-
-def test_a_rank_without_a_part_adds_nothing() -> None:
-    changes_P = squared_changes(AdamConfig(), [None, None], 1e-3, 1)
-    assert changes_P is not None and changes_P.tolist() == [0.0, 0.0]
-    assert norms.squares_of([None, torch.full((4,), 3.0), torch.empty(0)]).tolist() == pytest.approx([0.0, 36.0, 0.0])
 
 
 BATCHES = [

@@ -1,7 +1,6 @@
 """Plans against measured allocations and against arithmetic."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -321,19 +320,6 @@ def test_checkpoints_at_the_planned_interval_lose_least(saving_s: float, restart
         assert shares[0] > shares[1]
 
 
-def test_closed_forms_of_the_interval() -> None:
-    assert young_interval(2.0, 100.0) == 20.0
-    assert daly_interval(2.0, 100.0) == pytest.approx(20.0 * (1.0 + 0.1 / 3.0 + 0.01 / 9.0) - 2.0)
-    assert daly_interval(201.0, 100.0) == 100.0 and daly_interval(1e-9, 1e9) == pytest.approx(
-        young_interval(1e-9, 1e9)
-    )
-    assert expected_seconds(30.0, 2.0, 0.0, 1e12) == pytest.approx(32.0, rel=1e-3), "without failures"
-    assert expected_seconds(1e9, 1.0, 1.0, 1.0) == math.inf and IntervalPlan(1.0, 1e5, 1.0).goodput() == 0.0
-    plan = IntervalPlan(10_800.0, 5.0, 120.0, update_s=0.5)
-    assert plan.save_every == round(plan.interval_s / 0.5)
-    assert plan.goodput(0.0) - plan.goodput() == pytest.approx(plan.goodput(0.0) * (1 - math.exp(-120 / 10_800)))
-
-
 def test_times_of_a_run_are_those_of_its_ledger() -> None:
     def line(update: int, updates: float = 0.0, saving: float = 0.0, imports: float = 0.0, **begins: bool) -> Entry:
         seconds: Any = {"updates": updates, "saving": saving, "imports": imports, "restore": imports}
@@ -360,9 +346,5 @@ def test_a_plan_proposes_how_often_to_save(tmp_path: Path, capsys: pytest.Captur
     saving = json.loads(capsys.readouterr().out)["saving"]
     assert (saving["saving_s"], saving["restart_s"]) == (0.25, 3.0)
     assert saving["save_every"] == round(daly_interval(0.25, 10_800.0) / 0.5)
-    for wrong, message in (
-        (["--saving-time", "5s"], "--saving-time without --mtbf"),
-        (["--mtbf", "3h", "--run", str(tmp_path / "none")], "no checkpoint in"),
-    ):
-        assert main([*words, *wrong]) == 2
-        assert message in capsys.readouterr().err
+    assert main([*words, "--mtbf", "3h", "--run", str(tmp_path / "none")]) == 2
+    assert "no checkpoint in" in capsys.readouterr().err

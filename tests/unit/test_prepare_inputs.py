@@ -298,13 +298,10 @@ def test_a_disk_without_room_for_the_text_is_refused(
         ("", "no training text; give --train-source"),
         ("--train-source a", "train has 1 source file, but 0 target files"),
         ("--tsv a --train-source b --train-target c", "--tsv has both sides of the training text; leave out"),
-        ("--train-source - --train-target c", "--train-source is -, but standard input has both sides"),
         ("--tsv a --tsv-columns 1,1", "--tsv-columns is 1,1; give two or three"),
         ("--tsv a --tsv-columns 0,1", "--tsv-columns .*'0'"),
         ("--train-source a --train-target b --tsv-columns 1,2", "--tsv-columns is for --tsv"),
-        ("--tsv a --tsv-columns 1,2,3 --train-weights w", "are both weights; leave one out"),
         ("--tsv a --train-scores w", "--train-scores is for the filter score; give --filters score=MINIMUM"),
-        ("--tsv a --filters score=1", "no scores of the training pairs for the filter score"),
         ("--tsv a --tsv b --train-weights w", "--train-weights has 1 file for 2"),
     ],
 )

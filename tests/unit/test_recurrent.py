@@ -100,18 +100,6 @@ def test_states_and_gradients_are_those_of_a_plain_transcription(
 # The source's keys and values are projected once for all applications of a layer.
 
 
-class Projected:
-    """Number of source rows that each call of a decoder's key projections has."""
-
-    def __init__(self, model: Transformer) -> None:
-        self.rows: list[int] = []
-        for layer in model.decoder.layers:
-            if layer.cross_attention is not None:
-                layer.cross_attention.k_proj.register_forward_hook(
-                    lambda module, inputs, output: self.rows.append(inputs[0].shape[0] * inputs[0].shape[1])
-                )
-
-
 def per_application(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make each application project the source itself."""
     monkeypatch.setattr(DecoderLayer, "project_source", lambda self, context: None)
@@ -153,25 +141,6 @@ def test_results_are_those_of_a_projection_per_application(
         torch.testing.assert_close(loss, other, rtol=1e-12, atol=0)
         for one, each in zip(gradients, others, strict=True):
             torch.testing.assert_close(one, each, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("recompute", [0, 1])
-def test_the_source_is_projected_once_for_a_layer(recompute: int) -> None:
-    model = recurrent(sharing="stacked").train()
-    model.recompute(recompute, recompute)
-    data, projected = two_pairs(), Projected(model)
-    Objective(LabelSmoothed(0.1, V.pad))(model, data).loss.backward()
-    assert projected.rows == [12, 12], "2 layers, 12 source positions; nothing is projected in the backward pass"
-    projected.rows.clear()
-    model(data)
-    chain = recurrent(sharing="closed_chain").train()
-    ends = Projected(chain)
-    chain(data)
-    assert ends.rows == [12, 12], "layer 1 twice and layer 2, which ends the first loop, once"
-    projected.rows.clear()
-    first = model.at_exit("3-1")
-    first(data)
-    assert projected.rows == [12, 12], "each layer is applied once"
 
 
 # DeepNorm.

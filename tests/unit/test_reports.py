@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,7 @@ import pytest
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.engine.contract import EngineScalars
-from deepspeed_nmt.reports import sweep as module
 from deepspeed_nmt.reports.outcome import Outcome
-from deepspeed_nmt.reports.sweep import Sweep
 from deepspeed_nmt.run.directory import DataRecord
 from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.progress import Progress
@@ -63,18 +61,6 @@ def sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., R
         return Report(capsys, tmp_path / "x.svg", "sweep", name, "--runs", tmp_path / "runs", *more)
 
     return report
-
-
-@pytest.fixture
-def sweep_of(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that replaces all sweeps by one with the points given."""
-
-    def replace(*points: tuple[str, Mapping[str, Any]]) -> Sweep:
-        listed = [(recipe, [f"{key}={json.dumps(value)}" for key, value in each.items()]) for recipe, each in points]
-        monkeypatch.setattr(module, "load_sweep", lambda name: listed)
-        return Sweep("some")
-
-    return replace
 
 
 def test_a_sweep_is_reported_by_settings_and_missing_runs_are_named(tmp_path: Path, sweep: Any) -> None:
@@ -136,19 +122,6 @@ def test_runs_of_other_data_or_validation_are_compared_with_a_warning(tmp_path: 
     assert "also differ in validation.max_sentences, the data, and" in sweep().log
     (tmp_path / "runs" / "2" / "config.yaml").unlink()
     assert "also differ" not in sweep().log, "the same data in two directories"
-
-
-def test_axes_are_the_settings_swept_independently(sweep_of: Any) -> None:
-    assert Sweep("deep_decoder_fig1").axes == ["model.decoder_layers"]
-    assert Sweep("deep_decoder_fig2").axes == ["layer.drop_depth", "layer.drop_ratio"], "the one of most values first"
-    assert Sweep("deep_decoder_fig4_decoder").axes == ["model.decoder_layers"], "the drop depth follows from it"
-    grid = [
-        ("transformer_base", {"model.init": init, "layer.name": layer})
-        for init in ("xavier", "depth_scaled")
-        for layer in ("standard", "cross_attention_drop")
-    ]
-    assert sweep_of(*grid).axes == ["model.init", "layer.name"]
-    assert sweep_of(("transformer_base", {}), ("transformer_big", {})).axes == ["recipe"]
 
 
 def test_runs_are_compared_by_what_differs_and_what_came_of_it(

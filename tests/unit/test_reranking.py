@@ -134,23 +134,6 @@ def test_lists_that_are_cut_off_are_refused(
     assert "--nbest TWICE_THE_BEAM" in said
 
 
-def test_what_cannot_be_tuned_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    nbest, reference = files(tmp_path, lists())
-
-    def refused(*words: str) -> str:
-        capsys.readouterr()
-        assert main(["score", *words]) == 2
-        return capsys.readouterr().err
-
-    assert "leave out --source" in refused("--tune-rerank", nbest, "--reference", reference, "--source", reference)
-    plain = str(tmp_path / "plain")
-    Path(plain).write_text("0 ||| a ||| log_prob= -1 tokens= 1 ||| 1\n", encoding="utf-8")
-    assert "reference has 4 lines" in refused("--tune-rerank", plain, "--reference", reference)
-    Path(reference).write_text("a\n", encoding="utf-8")
-    said = refused("--tune-rerank", plain, "--reference", reference)
-    assert "lacks the scores by both exits for line 1" in said
-
-
 @pytest.mark.parametrize("fields", ["deep= nan ||| 0", "deep= 1 ||| inf", "tokens= -1 ||| 0", "deep= 1_0 ||| 0"])
 def test_a_candidate_whose_numbers_are_none_is_refused(fields: str) -> None:
     with pytest.raises(ValueError):

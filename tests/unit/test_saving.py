@@ -3,7 +3,6 @@
 import errno
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -204,26 +203,3 @@ def test_a_run_that_has_no_room_for_its_checkpoints_is_refused(
     with pytest.raises(ConfigError, match=words):
         check_can_save(tmp_path / "new", GIB, TrainingConfig(), present)
     assert not (tmp_path / "new").exists(), "nothing is left that was not there"
-
-
-@pytest.mark.parametrize(
-    ("code", "refused"),
-    [(errno.EOPNOTSUPP, False), (errno.EDQUOT, True)],
-)
-def test_a_quota_is_found_by_reserving(
-    tmp_path: Path, free: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, code: int, refused: bool
-) -> None:
-    asked = []
-
-    class Library:
-        @staticmethod
-        def fallocate64(descriptor: int, *arguments: int) -> int:
-            asked.append(arguments)
-            saving.ctypes.set_errno(code)
-            return -1
-
-    monkeypatch.setattr(saving.ctypes, "CDLL", lambda *_, **__: Library)
-    words = r"has 100.0 GiB free, of which a quota leaves less, and 2 more .*; free some"
-    with pytest.raises(ConfigError, match=words) if refused else nullcontext():
-        check_can_save(tmp_path, GIB, TrainingConfig(keep_last=1, keep_best=False), 0)
-    assert asked == [(0, 0, 2 * GIB)]

@@ -104,17 +104,6 @@ def test_scores_as_text_and_as_json(files: dict[str, str], capsys: pytest.Captur
     assert "sacreBLEU = " not in out and "chrF" not in out
 
 
-def test_the_language_of_a_score_sets_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = write(tmp_path / "zh", ["这是一个很长的中文句子。", "他昨天去了北京。"])
-    files = ["score", "--hypothesis", text, "--reference", text]
-    assert main([*files, "--language", "zh"]) == 0
-    assert (
-        (done := capsys.readouterr()).out.startswith("sacreBLEU = 100.00") and "tok:zh" in done.out and not done.err
-    )
-    assert main(files) == 0 and "2 of 2 lines have no spaces" in capsys.readouterr().err
-    assert main([*files, "--language", "chinese"]) == 2 and "--language" in capsys.readouterr().err
-
-
 def test_tokenised_bleu_does_not_tokenise() -> None:
     # By hand: 5 + 5 of 6 + 5 tokens match, and one 4-gram of the first and both of the second sentence.
     score = of("bleu_tokenised", ["the cat sat on a mat", "a b c d e"], ["the cat sat on the mat", "a b c d e"])
@@ -210,21 +199,6 @@ def test_paired_bootstrap_distinguishes_a_difference_from_noise() -> None:
     assert same.interval[0] < 0.0 < same.interval[1]
     assert same.p_value > 0.2
     assert "bs:1000|seed:" in worse.signature
-
-
-def test_several_hypotheses_are_compared_with_the_first(
-    files: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    name, reference = files["--hypothesis"], files["--reference"]
-    words = ["score", "--hypothesis", name, reference, name, "--reference", reference]
-    assert main([*words, "--json"]) == 0
-    first, second, again = (json.loads(line) for line in capsys.readouterr().out.splitlines())
-    assert "comparison" not in first and again["hypothesis"] == name and again["bleu"] == first["bleu"]
-    assert second["bleu"]["score"] == pytest.approx(100.0) and second["comparison"]["baseline"] == name
-    assert second["comparison"]["difference"] == pytest.approx(100.0 - first["bleu"]["score"])
-    assert again["comparison"]["difference"] == 0.0
-    assert main(words) == 0
-    assert f"BLEU against {name}: +" in capsys.readouterr().out
 
 
 def test_text_like_that_of_a_moses_directory_is_detokenised(

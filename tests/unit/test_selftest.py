@@ -36,19 +36,6 @@ def test_an_engine_with_other_results_fails(monkeypatch: pytest.MonkeyPatch) -> 
     assert second.passed and second.resumed == 0.0 and "pass" in _line(second)
 
 
-def test_an_engine_that_cannot_run_fails_and_the_others_are_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(method: str, engine: str, world: World, directory: Path, **options: object) -> Engine:
-        if engine == "plain+recompute":
-            raise RuntimeError("no kernel image is available")
-        return build(method, engine, world, directory, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(parity, "engines", lambda world, method: [("plain+recompute", 1), ("plain", 1)])
-    monkeypatch.setattr(parity, "build", broken)
-    first, second = rows(ALONE)
-    assert "FAIL: RuntimeError: no kernel image is available" in _line(first)
-    assert second.passed
-
-
 def test_nan_does_not_pass() -> None:
     assert not Row("vanilla", "plain", 1, 1, 1e-5, float("nan"), 0.0, 0.0, 0.0).passed
     assert Row("vanilla", "plain", 1, 1, 1e-5, 1e-5, 0.0, 0.0, 0.0).passed

@@ -208,14 +208,6 @@ def test_what_excludes_one_another_is_refused(search: str, options: dict[str, An
     assert all(word in str(error.value) for word in named.split())
 
 
-def test_arguments_of_another_name_or_type_are_refused() -> None:
-    with pytest.raises(TypeError, match="max_token"):
-        opened(config("beam")).stream(["a"], max_token=3)
-    for options in ({"suppress": "ab"}, {"exit": 3}, {"encoder_layers": "1"}):
-        with pytest.raises(ConfigError, match=f"`{next(iter(options))}`"):
-            Translator.open("no run", **options)
-
-
 @dataclass
 class StubRun:
     """A run that has settings alone."""

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
@@ -64,15 +63,3 @@ def test_a_mixture_of_the_last_state_alone_is_a_transformer() -> None:
     with torch.no_grad():
         mixed.mixtures.logits[-1] = 100.0
     torch.testing.assert_close(mixed(batch()), plain(batch()), rtol=1e-12, atol=1e-12)
-
-
-def test_it_composes_with_cross_attention_drop() -> None:
-    from deepspeed_nmt.build import build_model
-
-    settings = [f"model.{key}={value}" for key, value in SHAPE.items()]
-    settings += ["model.name=transparent_attention", "layer.name=cross_attention_drop", "layer.drop_depth=1"]
-    model = build_model(load_config(settings=[*settings, "layer.drop_ratio=1.0"]), V)
-    assert sorted(model.cross_attending()) == [2]
-    TrainModule(model, Objective(LabelSmoothed(0.1, V.pad)))(batch()).loss.backward()
-    gradient = dict(model.named_parameters())["mixtures.logits"].grad
-    assert float(gradient[:, 0].abs().max()) == 0.0 < float(gradient[:, 1].abs().max())

@@ -181,11 +181,6 @@ def test_bpe_round_trip_with_fixed_special_tokens() -> None:
     assert tokenizer.encode_batch(RAW, threads=2) == [tokenizer.encode(line) for line in RAW]
 
 
-def test_same_text_same_vocabulary() -> None:
-    assert train_subwords(RAW, 80).model == train_subwords(iter(RAW), 80).model
-    assert train_words(SEGMENTED).model == train_words(reversed(SEGMENTED)).model
-
-
 def test_segmented_text_is_not_segmented_again() -> None:
     tokenizer = train_words(iter(SEGMENTED))
     assert tokenizer.segmented
@@ -207,24 +202,6 @@ def test_special_tokens_in_the_text_are_never_special() -> None:
         assert not {0, 1, 2} & set(tokenizer.encode("a </s> <s> b <pad> <unk>"))
 
 
-def test_a_saved_tokenizer_is_restored(tmp_path: Path) -> None:
-    for tokenizer, text in ((train_subwords(RAW, 80), RAW[0]), (train_words(SEGMENTED), SEGMENTED[0])):
-        tokenizer.save(tmp_path)
-        again = open_tokenizer(tmp_path)
-        assert (again.size, again.segmented, again.encode(text)) == (
-            tokenizer.size, tokenizer.segmented, tokenizer.encode(text),
-        )  # fmt: skip
-
-
-def test_vocabulary_too_large_names_the_largest() -> None:
-    with pytest.raises(DataError, match=r"--vocab-size is 5000, but the text supports \d+") as error:
-        train_subwords(RAW, vocab_size=5000)
-    largest = int(str(error.value).split("supports ")[1].split(";")[0])
-    assert train_subwords(RAW, vocab_size=largest).size == largest
-    with pytest.raises(DataError, match=r"is 50, but the text supports 7"):
-        train_words(["a b c"], vocab_size=50)
-
-
 def test_directory_without_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no vocabulary in .*vocabulary.json"):
         open_tokenizer(tmp_path)
@@ -236,12 +213,3 @@ def test_directory_without_vocabulary(tmp_path: Path) -> None:
     (tmp_path / MODEL_FILE).write_bytes(b"not a model")
     with pytest.raises(DataError, match="the SentencePiece model of the vocabulary"):
         open_tokenizer(tmp_path)
-
-
-def test_foreign_model_with_other_special_tokens_is_refused(tmp_path: Path) -> None:
-    prefix = tmp_path / "foreign"
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(RAW), model_prefix=str(prefix), vocab_size=60, model_type="bpe", minloglevel=4
-    )
-    with pytest.raises(DataError, match="tokens are -1, 1, 2, 0 instead of 0, 1, 2, 3"):
-        SentencePieceTokenizer(prefix.with_suffix(".model").read_bytes())
