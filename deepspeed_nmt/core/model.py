@@ -68,7 +68,6 @@ class DecodableModel(nn.Module, ABC):
 
     Attributes:
         vocab_size: size of the target's vocabulary, V.
-        pad: padding token.
         mask: token that replaces tokens to be predicted, and is never predicted itself; None if there is none.
         longest_source: largest number of source positions; None if unlimited.
         longest_target: largest number of target positions; None if unlimited.
@@ -109,11 +108,8 @@ class TranslationModel(DecodableModel):
     """An encoder, a decoder with one or more exits, and a projection to the vocabulary.
 
     An *exit* is a pair of an encoder depth and a decoder depth whose decoder states the projection can turn into
-    predictions. An objective may average over exits; a search decodes from one.
-
-    Attributes:
-        projection: projection of decoder states to the vocabulary, shared by all exits.
-        not_standard: reason why other programs cannot express the model; a clause.
+    predictions. An objective may average over exits; a search decodes from one. ``not_standard`` is the reason why
+    other programs cannot express the model; a clause.
     """
 
     projection: Projection

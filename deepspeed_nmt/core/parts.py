@@ -155,7 +155,6 @@ class SearchConfig(PartConfig):
     """Settings of a search.
 
     Attributes:
-        name: name of the search in its registry.
         left_to_right: True if the search decodes one token after another.
         needs_exits: named exits that the model must have.
         width_setting: setting that bounds the number of translations per sentence and list; None if there is only

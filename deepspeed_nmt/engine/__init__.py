@@ -15,11 +15,7 @@ from deepspeed_nmt.parallel.world import World
 
 
 def build_engine(settings: EngineSettings, module: TrainModule, world: World, dummy: Batch) -> Engine:
-    """Build an engine over a module whose weights are loaded already; ``dummy`` is a batch without target tokens.
-
-    Raises:
-        ConfigError: if the settings name DeepSpeed and it cannot be imported.
-    """
+    """Build an engine over a module whose weights are loaded already; ``dummy`` is a batch without target tokens."""
     if settings.ds_config is None:
         return PlainEngine(module, settings.optimizer, settings.precision, world)
     with without_dynamo():  # DeepSpeed imports some of its modules as it is initialised

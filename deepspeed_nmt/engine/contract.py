@@ -67,12 +67,9 @@ class ParameterState:
 
 @dataclass(frozen=True)
 class EngineScalars:
-    """The part of an engine's state that is not tensors.
+    """The part of an engine's state that is not tensors: steps without skipped ones, and fp16's loss scale.
 
-    Attributes:
-        optimizer_step: steps that the optimizer has counted, without skipped ones.
-        loss_scale: current factor on the loss.
-        good_updates: updates since the loss scale last changed.
+    ``good_updates`` are those since the scale last changed.
     """
 
     optimizer_step: int = 0

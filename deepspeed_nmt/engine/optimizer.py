@@ -45,11 +45,7 @@ class OptimizerConfig(Config):
         """
 
     def over(self, module: nn.Module) -> torch.optim.Optimizer:
-        """Build the optimizer over the trained parameters of a module.
-
-        Raises:
-            ConfigError: if it does not keep all of :attr:`states`.
-        """
+        """Build the optimizer over the trained parameters of a module; refuse one that lacks some :attr:`states`."""
         weight = nn.Parameter(torch.zeros(1))
         weight.grad = torch.zeros(1)
         probe = self.build([{"params": [weight], "weight_decay": 0.0}])

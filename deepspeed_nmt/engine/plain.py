@@ -101,7 +101,8 @@ class PlainEngine(Engine):
 
     @override
     def probe(self, batch: Batch) -> None:
-        self._empty_step()  # allocates the optimizer's states, and gradients as of earlier micro-batches
+        self._gradients()  # as of earlier micro-batches
+        self._step(0.0)  # allocates the optimizer's states
         self._run([batch], lambda moved, is_last: self._backward(moved, 0.0))
         self._optimizer.zero_grad(set_to_none=True)
         self._optimizer.state.clear()
@@ -112,7 +113,8 @@ class PlainEngine(Engine):
 
     @override
     def restore(self, saved: SavedState, scalars: EngineScalars) -> None:
-        self._empty_step()
+        self._gradients()
+        self._step(0.0)  # creates the optimizer's states
         self._optimizer.zero_grad(set_to_none=True)
         for name, parameter in self._named.items():
             state = self._optimizer.state[self._masters[name]]
@@ -159,12 +161,6 @@ class PlainEngine(Engine):
         master = self._masters[name]
         states = tuple(self._optimizer.state[master][which] for which in self._method.states)
         return Part(master, states, self._groups[self._named[name]])
-
-    def _empty_step(self) -> None:
-        """Create the optimizer's state by a step that changes no weight. Gradients are zero afterwards."""
-        for master in self._masters.values():
-            master.grad = torch.zeros_like(master)
-        self._step(0.0)
 
     @override
     def _states_of(self, name: str) -> Sequence[str]:

@@ -1,9 +1,8 @@
 """The fused operations, and the choice of the backends that carry them out.
 
-An operation is a method of :class:`Kernels`. A backend is a module beside this one (`torch_ops.py`, `triton_ops.py`,
-`apex_ops.py`, `onednn_ops.py`) with functions of the operations' names. torch has all of them.
-A choice is a function of the device, the dtype, the packages and the settings. Nothing is timed, so that a run that
-is started again computes the same.
+An operation is a method of :class:`Kernels`. A backend is a module beside this one (`torch_ops.py`, which has all of
+them, `triton_ops.py`, `apex_ops.py`, `onednn_ops.py`) with functions of the operations' names. A choice is a function
+of device, dtype, packages and settings. Nothing is timed, so that a run that is started again computes the same.
 
 Legend: D model width, E output width, B batch, H heads, T queries, S keys, K head width.
 """
@@ -111,7 +110,7 @@ def preferred_on_gpu(operation: str, capability: Capability, dtype: torch.dtype)
 
 
 def preferred_on_cpu(operation: str, dtype: torch.dtype) -> str:
-    """Return the backend to prefer on this CPU, a function of its vendor, its instructions and the build of torch.
+    """Return the backend to prefer on this CPU.
 
     oneDNN multiplies fp32 up to twice as fast as MKL on CPUs of AMD (measured on three generations), and no faster on
     those of Intel; it multiplies bf16 faster wherever the CPU has instructions for it.
@@ -278,28 +277,22 @@ class Kernels:
     For each operation, device type and dtype a backend is chosen once, the first of these that there is:
 
     1. the one in ``fixed``;
-    2. the one that the environment variable ``DEEPSPEED_NMT_KERNELS`` names, or else ``setting``: an error if it is
-       not available;
-    3. on a GPU, the one in :data:`MEASURED`, or in :data:`EXPECTED` if its capability has not been measured; it is
-       compared with torch on a few numbers first, and if it fails, torch is used and a warning logged: a GPU whose
-       Triton finds no C compiler must not end a program;
-    4. on a CPU, the one that :func:`preferred_on_cpu` gives;
-    5. torch.
+    2. the one that the environment variable ``DEEPSPEED_NMT_KERNELS`` names, or else ``setting``, which must be
+       available;
+    3. on a GPU, the one in :data:`MEASURED` or else :data:`EXPECTED`, unless it fails when it is compared with torch
+       on a few numbers; on a CPU, the one of :func:`preferred_on_cpu`;
+    4. torch.
 
     Models may share an instance. Give it to a model by :func:`use_kernels`.
 
     Args:
-        setting: "auto", a backend for all operations that it has, or ``operation=backend`` separated by commas;
-            operations that are not named are chosen automatically.
+        setting: as :func:`parse_setting` reads it; other operations are chosen automatically.
         attention: "sdpa" for ``torch.nn.functional.scaled_dot_product_attention``, which on a GPU takes
             FlashAttention or the memory-efficient kernel (the one of a V100) where it can, and holds no attention
             weights; "fused" for two products with softmax and dropout between them, which holds the weights; "auto"
             for SDPA where it has a kernel that holds no weights, else "fused".
         fixed: operation -> backend, used without any check.
         capability: of the GPU for which operations on the meta device allocate; None for a CPU.
-
-    Raises:
-        ConfigError: if ``setting`` names an unknown operation, or a backend that an operation does not have.
     """
 
     def __init__(
@@ -345,11 +338,7 @@ class Kernels:
         return self
 
     def implementation(self, operation: str, x: Tensor, dtype: torch.dtype | None = None) -> Function:
-        """Return the chosen backend's function for an operation where ``x`` is, in ``dtype`` or that of ``x``.
-
-        Raises:
-            ConfigError: if a backend is named that is not available there.
-        """
+        """Return the chosen backend's function for an operation where ``x`` is, in ``dtype`` or that of ``x``."""
         return self._choice(operation, x, dtype)[1]
 
     def backend(self, operation: str, x: Tensor, dtype: torch.dtype | None = None) -> str:
@@ -357,7 +346,7 @@ class Kernels:
         return self._choice(operation, x, dtype)[0]
 
     def choices(self, device: torch.device, dtype: torch.dtype) -> Choices:
-        """Return the backend of every operation on a device; raises as :meth:`implementation`."""
+        """Return the backend of every operation on a device."""
         x = torch.empty(0, dtype=dtype, device=device)
         return {operation: self.backend(operation, x) for operation in OPERATIONS}
 
@@ -380,8 +369,7 @@ class Kernels:
     def joins_products(self, x: Tensor) -> bool:
         """Return True if several matrix products of ``x`` are to be computed as one, by a copy of all weights.
 
-        On a GPU the copies are as many launches as they save, but the backward pass has half as many: one product for
-        the gradient of all weights, one for that of ``x``, and no sums. On a CPU that gains nothing.
+        On a GPU the backward pass then launches half as many kernels. On a CPU that gains nothing.
         """
         return torch.is_grad_enabled() and self.device_type(x) != "cpu"
 
@@ -470,10 +458,8 @@ class Kernels:
     ) -> bool:
         if self._attention != "auto":
             return self._attention == "sdpa"
-        if self.device_type(q) == "cpu":
-            return dropout_p == 0.0
         if q.device.type != "cuda":
-            return True
+            return dropout_p == 0.0 or self.device_type(q) != "cpu"
         key = (q.dtype, q.shape[-1], mask is None, causal, dropout_p > 0.0, q.requires_grad)
         if key not in self._sdpa_is_fused:
             self._sdpa_is_fused[key] = sdpa_is_fused(q, k, v, mask, causal, dropout_p)
@@ -494,20 +480,13 @@ DEFAULT = Kernels()
 
 
 class UsesKernels:
-    """Mixin of modules whose operations are carried out by :class:`Kernels`.
-
-    Attributes:
-        kernels: no part of the module's state; set from outside by :func:`use_kernels`.
-    """
+    """Mixin of modules whose operations are carried out by :class:`Kernels`; :func:`use_kernels` sets them."""
 
     kernels: Kernels = DEFAULT
 
 
 def use_kernels(model: nn.Module, kernels: Kernels) -> None:
-    """Have all operations of a model carried out by these kernels from now on.
-
-    Models made from it afterwards by ``at_exit`` share its modules, and so its kernels.
-    """
+    """Have all operations of a model carried out by these kernels from now on."""
     for module in model.modules():
         if isinstance(module, UsesKernels):
             module.kernels = kernels

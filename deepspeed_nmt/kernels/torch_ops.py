@@ -19,10 +19,8 @@ from torch import Tensor
 class VocabularySlice(Protocol):
     """The rows of the output matrix that a rank holds, and communication with the ranks that hold the others.
 
-    Attributes:
-        start: index of the first token held.
-        size: tokens of the whole vocabulary.
-        largest: tokens of the largest slice, the same on all ranks.
+    ``start`` is the index of the first token held; ``size`` and ``largest`` are the tokens of the whole vocabulary
+    and of the largest slice.
     """
 
     start: int
@@ -59,14 +57,10 @@ class ChunkRows(NamedTuple):
 
 
 class ChunkResult(NamedTuple):
-    """Losses and gradients of a chunk of rows.
+    """Label-smoothed losses, negative log-likelihoods (means over predictions) and symmetric KL, all without weights.
 
-    Attributes:
-        loss_N: label-smoothed loss, mean over the predictions, without weights.
-        nll_N: negative log-likelihood, mean over the predictions, without weights.
-        divergence_N: symmetric KL divergence between two predictions, without weights; None for one.
-        gradients: of the weighted sum of losses and divergences with respect to each prediction's logits (N,V), in
-            their dtype and possibly their memory; empty unless requested.
+    ``gradients`` are those of the weighted sum of losses and divergences with respect to each prediction's logits
+    (N,V), in their dtype and possibly their memory; empty unless requested.
     """
 
     loss_N: Tensor
@@ -169,10 +163,7 @@ def dropout(x: Tensor, p: float) -> Tensor:
 
 
 def _has_fast_dropout(x: Tensor) -> bool:
-    """Return True if torch's dropout is fast on the device of ``x``, as it is wherever it is compiled.
-
-    On the meta device ours keeps as much memory as on a CPU.
-    """
+    """Return True if torch's dropout is fast on the device of ``x``; where it is planned for, ours counts memory."""
     return x.device.type not in ("cpu", "meta") or torch.compiler.is_compiling()
 
 
@@ -180,8 +171,7 @@ def _mask(x: Tensor, p: float) -> Tensor:
     """Draw a dropout mask: 0 for a dropped element of ``x``, 1 / (1 - p) for a kept one.
 
     On a CPU, one random number for each element takes a seventh of a training step. Here one hashed counter
-    (SplitMix64, Steele et al. 2014) decides four elements, at a resolution of 2^-16 in ``p``; the scale uses the
-    rounded probability. The mask has the dtype of ``x``: products of different dtypes are far slower.
+    (SplitMix64, Steele et al. 2014) decides four elements, at a resolution of 2^-16 in ``p``, which the scale uses.
     """
     dropped = round(p * 65536)
     bits = torch.arange((x.numel() + 3) // 4, device=x.device)

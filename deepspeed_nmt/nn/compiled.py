@@ -24,11 +24,10 @@ than the sets of passes that may skip a sub-layer."""
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Have layers compiled when they are first run in training. In eval mode they run as before.
+    """Have layers compiled when they are first run in training; those of a class share their code.
 
-    Layers of a class share their code. Only ``forward`` is compiled: parameters keep their names, and hooks, by which
-    ZeRO-3 gathers a layer's parameters, run outside of it. A copy of a layer is compiled as well. Before layers that
-    are recomputed are run, :func:`check_compiler` must have been called.
+    Only ``forward`` is compiled: parameters keep their names, and hooks, by which ZeRO-3 gathers parameters, run
+    outside of it. Before layers that are recomputed are run, :func:`check_compiler` must have been called.
     """
     torch._dynamo.config.recompile_limit = _VARIANTS
     for fact in CONSTANTS:
@@ -42,11 +41,7 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Compile a function for a device.
-
-    Raises:
-        ConfigError: if that fails, for example without a C++ compiler.
-    """
+    """Compile a function for a device, or raise ConfigError."""
     try:
         own = os.getpid()  # makes the code new, so that the compiler runs, rather than torch's cache
         compiled = torch.compile(lambda x: x.sin() + own)

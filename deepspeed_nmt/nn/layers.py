@@ -317,34 +317,39 @@ class DecoderStep:
     def __init__(self, layer: DecoderLayer, weights: PackedWeights) -> None:
         own, network = layer.self_attention, layer.feed_forward
         self._head_dim = own.head_dim
-        self._around_self = _NormAround(layer.self_residual)
+        self._around_self = _around(layer.self_residual)
         self._keys_values_query = weights.of(own.k_proj, own.v_proj, own.q_proj)
         self._self_out = weights.of(own.out_proj)
         self._cross: MultiHeadAttention | None = None
         if layer.cross_attention is not None and layer.cross_residual is not None:
             self._cross = layer.cross_attention
-            self._around_cross = _NormAround(layer.cross_residual)
+            self._around_cross = _around(layer.cross_residual)
             self._query = weights.of(self._cross.q_proj)
             self._cross_out = weights.of(self._cross.out_proj)
-        self._around_feed_forward = _NormAround(layer.feed_forward_residual)
+        self._around_feed_forward = _around(layer.feed_forward_residual)
         self._activation: Activation = network.activation
         self._up, self._down = weights.of(network.up_proj), weights.of(network.down_proj)
 
     def __call__(self, x_R1D: Tensor, context: Context, cache: LayerCache) -> Tensor:
         """Decode the next position of each hypothesis; ``cache`` keeps it. Shape: (R,1,D) -> (R,1,D)."""
-        joint = self._keys_values_query(self._around_self.before(x_R1D))
-        keys_values, query = joint[..., : -x_R1D.shape[-1]], joint[..., -x_R1D.shape[-1] :]
-        known, mask = cache.append_joint(keys_values, self._head_dim)
-        attended = self._attend(query, known, mask)
-        x_R1D = self._around_self.after(self._self_out(attended, residual=self._around_self.residual(x_R1D)))
-        if self._cross is not None:
+
+        def self_attention(h: Tensor, residual: Tensor) -> Tensor:
+            joint, dim = self._keys_values_query(h), h.shape[-1]
+            known, mask = cache.append_joint(joint[..., :-dim], self._head_dim)
+            return self._self_out(self._attend(joint[..., -dim:], known, mask), residual=residual)
+
+        def cross_attention(h: Tensor, residual: Tensor) -> Tensor:
+            assert self._cross is not None
             source = cache.source.of(self._cross.project, context.memory_BSD)
-            query = self._query(self._around_cross.before(x_R1D))
-            attended = self._attend(query, source, cache.additive(context.mask, x_R1D.dtype))
-            x_R1D = self._around_cross.after(self._cross_out(attended, residual=self._around_cross.residual(x_R1D)))
-        around = self._around_feed_forward
-        inner = self._up(around.before(x_R1D), self._activation)
-        return around.after(self._down(inner, residual=around.residual(x_R1D)))
+            attended = self._attend(self._query(h), source, cache.additive(context.mask, h.dtype))
+            return self._cross_out(attended, residual=residual)
+
+        x_R1D = self._around_self(x_R1D, self_attention)
+        if self._cross is not None:
+            x_R1D = self._around_cross(x_R1D, cross_attention)
+        return self._around_feed_forward(
+            x_R1D, lambda h, residual: self._down(self._up(h, self._activation), residual=residual)
+        )
 
     def _attend(self, query_R1D: Tensor, to: KeysValues, mask: Tensor | None) -> Tensor:
         """Attend from the hypotheses of each sentence. Shape: (R,1,D), (B,H,P,K), (B,1,W,P) -> (R,1,D)."""
@@ -355,26 +360,17 @@ class DecoderStep:
         return attended_BHWK.transpose(1, 2).reshape(rows, 1, dim)
 
 
-class _NormAround:
-    """The operations around a sub-layer in eval mode; see :class:`Residual`."""
+def _around(residual: Residual) -> Callable[[Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]:
+    """Return a residual connection in eval mode around a function of its input and the residual branch."""
+    norm: LayerNorm = residual.norm
+    weights = (norm.weight.shape, norm.weight, norm.bias, norm.eps, False)
+    is_pre, alpha = residual.style == "pre", residual.alpha
 
-    def __init__(self, residual: Residual) -> None:
-        norm: LayerNorm = residual.norm
-        self._weights = (norm.weight.shape, norm.weight, norm.bias, norm.eps, False)
-        self._before = residual.style == "pre"
-        self._alpha = residual.alpha
+    def connect(x: Tensor, sublayer: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        total = sublayer(torch.layer_norm(x, *weights) if is_pre else x, x if alpha == 1.0 else x * alpha)
+        return total if is_pre else torch.layer_norm(total, *weights)
 
-    def before(self, x: Tensor) -> Tensor:
-        """Return the input of the sub-layer."""
-        return torch.layer_norm(x, *self._weights) if self._before else x
-
-    def residual(self, x: Tensor) -> Tensor:
-        """Return what is added to the output of the sub-layer."""
-        return x if self._alpha == 1.0 else x * self._alpha
-
-    def after(self, total: Tensor) -> Tensor:
-        """Return the output, given the sum."""
-        return total if self._before else torch.layer_norm(total, *self._weights)
+    return connect
 
 
 @dataclass(frozen=True)

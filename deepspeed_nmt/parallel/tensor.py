@@ -107,23 +107,23 @@ def _slice_rows_of(module: Any, ranks: TensorRanks) -> None:
 
 def _slice_attention(attention: Any, ranks: TensorRanks) -> None:
     heads = attention.q_proj.out_features // attention.head_dim
-    _check_divides(ranks, heads, f"{heads} heads")
-    for layer in (attention.q_proj, attention.k_proj, attention.v_proj):
-        _slice_rows_of(layer, ranks)
+    _slice_columns(ranks, heads, f"{heads} heads", attention.q_proj, attention.k_proj, attention.v_proj)
     attention.out_proj = RowParallelLinear(attention.out_proj, ranks)
 
 
 def _slice_feed_forward(network: Any, ranks: TensorRanks) -> None:
-    _check_divides(ranks, network.up_proj.out_features, f"ffn_dim {network.up_proj.out_features}")
-    _slice_rows_of(network.up_proj, ranks)
+    width = network.up_proj.out_features
+    _slice_columns(ranks, width, f"ffn_dim {width}", network.up_proj)
     network.down_proj = RowParallelLinear(network.down_proj, ranks)
 
 
-def _check_divides(ranks: TensorRanks, size: int, named: str) -> None:
-    if size % ranks.world.tensor_ranks:
+def _slice_columns(ranks: TensorRanks, units: int, named: str, *layers: Any) -> None:
+    if units % ranks.world.tensor_ranks:
         raise ConfigError(
             f"engine.tensor_parallel is {ranks.world.tensor_ranks}, which does not divide the model's {named}"
         )
+    for layer in layers:
+        _slice_rows_of(layer, ranks)
 
 
 SLICERS: dict[type[nn.Module], tuple[Callable[[Any, TensorRanks], None], tuple[str, ...]]] = {

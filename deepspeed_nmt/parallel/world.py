@@ -184,7 +184,6 @@ def meet(place: RankPlace, timeout_s: float, stop_requested: Callable[[], object
     """Wait until all ranks have registered at MASTER_ADDR and MASTER_PORT, and return the store that they share.
 
     Raises:
-        ConfigError: if MASTER_PORT is not a port, or rank 0 cannot listen there.
         TrainingError: if a rank is missing after ``timeout_s``.
         ReportedError: if a stop was requested of a rank before all had registered; all registered ranks raise it.
     """
@@ -273,8 +272,7 @@ def connect(place: RankPlace, pause: Callable[[str], None], timeout_s: float) ->
 def _connected(address: str, port: int, pause: Callable[[str], None], answer_s: float) -> Any:
     """Return the store at an address, or None if it does not answer.
 
-    In another thread, because torch waits without end for a service that says nothing, and so that this thread
-    notices signals.
+    Another thread connects, since torch waits without end for a silent service, and so that this one notices signals.
     """
     stores: list[Any] = []
 
