@@ -50,19 +50,8 @@ def _default(registry: Registry[Any]) -> Any:
 class RunConfig(Config):
     """Settings of a run, by section.
 
-    Attributes:
-        model: the model, chosen by ``model.name``.
-        layer: the decoder layer, chosen by ``layer.name``.
-        objective: one likelihood and any number of regularizers, by name.
-        optimizer: the optimizer, chosen by ``optimizer.name``.
-        schedule: the learning-rate schedule.
-        batch: sizes of updates and micro-batches.
-        mixture: training on several corpora.
-        training: the training loop.
-        engine: the engine, its layout and its precision.
-        validation: validation during training.
-        collapse: detection of decoders that ignore their source.
-        search: the search, chosen by ``search.name``.
+    ``name`` chooses the class of ``model``, ``layer``, ``optimizer`` and ``search``; ``objective`` has one likelihood
+    and any number of regularizers, by name.
     """
 
     model: SerializeAsAny[ModelConfig] = _default(MODELS)
@@ -86,13 +75,7 @@ class RunConfig(Config):
     def resolved(self, before: RunConfig | None = None) -> RunConfig:
         """Return the settings completed from files that the model refers to, such as the shape of a BERT.
 
-        Paths of validation sets become absolute.
-
-        Args:
-            before: settings that the run began with; None at its start.
-
-        Raises:
-            ConfigError: if a file cannot be read.
+        Paths of validation sets become absolute. ``before`` are the settings that the run began with.
         """
         model = self.model.resolved(None if before is None else before.model)
         return self.model_copy(update={"model": model, "validation": self.validation.located()})
@@ -164,11 +147,7 @@ def given_settings(settings: Sequence[str], problems: list[str]) -> list[dict[st
 
 
 def load_recorded(file: Path) -> RunConfig:
-    """Load the settings of a run, as `train` wrote them.
-
-    Raises:
-        ConfigError: if the file cannot be read, or was changed to something else.
-    """
+    """Load the settings of a run, as `train` wrote them; raise a ConfigError if they were changed to others."""
     return validate(read_yaml(file))
 
 
@@ -186,14 +165,7 @@ def setting_classes(section: str) -> Iterator[tuple[str, str, type[Config]]]:
 
 
 def validate(merged: Mapping[str, Any], problems: Sequence[str] = ()) -> RunConfig:
-    """Validate settings and return them as a configuration.
-
-    Args:
-        problems: messages to report with those found here.
-
-    Raises:
-        ConfigError: if there are problems; it lists all of them.
-    """
+    """Validate settings; raise a ConfigError that lists all problems, with those that are given."""
     outside = [
         key
         for name, content in merged.items()
@@ -230,13 +202,12 @@ def validate(merged: Mapping[str, Any], problems: Sequence[str] = ()) -> RunConf
 
 def _objective(content: dict[str, Any]) -> dict[str, PartConfig]:
     """Return the parts of an objective by name; null removes a part."""
-    named = content
     if not any(name in LIKELIHOODS and settings is not None for name, settings in content.items()):
-        named = {LIKELIHOODS.default: {}, **content}
+        content = {LIKELIHOODS.default: {}, **content}
     known = [*LIKELIHOODS, *REGULARIZERS]
     parts: dict[str, PartConfig] = {}
     problems: list[str] = []
-    for name, settings in named.items():
+    for name, settings in content.items():
         if name not in known:
             problems.append(f"objective has no part {shown(name)}{did_you_mean(name, known)}")
         elif settings is not None and not isinstance(settings, dict):

@@ -68,34 +68,22 @@ class AttentionImages:
 
             references = [[target] for _, target in self._pairs]
             token_log_probs([model], self._tokenizer.vocabulary, source_BS, padded, references, None, keep)
-        return {
-            f"attention/sentence_{number + 1}": self._draw(rows[number], target, layers, weights[number])
-            for number, (_, target) in enumerate(self._pairs)
-        }
-
-    def _draw(
-        self, source: list[int], target: list[int], layers: Sequence[int], weights: Sequence[Tensor]
-    ) -> NDArray[np.uint8]:
-        maps = [rows[: len(target) + 1, : len(source)].numpy() for rows in weights]
-        predicted = [*target, self._tokenizer.vocabulary.eos]
-        return heat_maps(
-            maps,
-            [f"decoder layer {layer}" for layer in layers],
-            self._tokenizer.pieces(predicted),
-            self._tokenizer.pieces(source, "source"),
-        )
+        titles = [f"decoder layer {layer}" for layer in layers]
+        images: Images = {}
+        for number, (_, target) in enumerate(self._pairs):
+            maps = [of[: len(target) + 1, : len(rows[number])].numpy() for of in weights[number]]
+            predicted = self._tokenizer.pieces([*target, self._tokenizer.vocabulary.eos])
+            words = self._tokenizer.pieces(rows[number], "source")
+            images[f"attention/sentence_{number + 1}"] = heat_maps(maps, titles, predicted, words)
+        return images
 
 
 def heat_maps(
     maps: Sequence[NDArray[np.float32]], titles: Sequence[str], rows: Sequence[str], columns: Sequence[str]
 ) -> NDArray[np.uint8]:
-    """Draw matrices of values from 0 (white) to 1 (black) beside one another, with the same words at their sides.
+    """Draw matrices from 0 (white) to 1 (black) beside one another, with the same words at their sides, in grey.
 
-    Args:
-        maps: the matrices. Shape: (rows,columns) each
-
-    Returns:
-        A grey image. Shape: (height,width)
+    Shape: (rows,columns) each -> (height,width)
     """
     from PIL import Image, ImageDraw
 

@@ -49,8 +49,7 @@ class CollapseMonitor:
 
     Args:
         grace: updates before the first check, used if the configuration leaves them open.
-        validation: validation set that the slice is taken from.
-        objective: objective of the run, whose likelihood is measured.
+        validation: set that the slice is taken from.
         remedies: settings to try against a decoder that ignores its source, for the warning.
     """
 
@@ -78,31 +77,24 @@ class CollapseMonitor:
         return self._config.every > 0 and update % self._config.every == 0 and len(self._sentences) > 1
 
     def __call__(self, update: int) -> dict[str, float]:
-        """Measure after ``update`` and return values by tag.
-
-        All ranks call it together and get the same values.
-        """
+        """Measure after ``update`` and return values by tag. All ranks call it together and get the same values."""
         started = time.monotonic()
-        with self._replica.at(update) as model:
-            values = self._measure(model)
-        values["collapse/seconds"] = time.monotonic() - started
-        return values
-
-    def _measure(self, model: TranslationModel) -> dict[str, float]:
-        norms = _SublayerNorms(model)
         sums = {"true": 0.0, "shuffled": 0.0, "tokens": 0.0}
-        for batch in self._validation.batches(self._sentences):
-            with norms.of(batch):
-                sums["true"] += self._nll(model, batch)
-            sums["tokens"] += batch.target_tokens
-        for batch in self._validation.batches(self._sentences, self._other_source):
-            sums["shuffled"] += self._nll(model, batch)
+        with self._replica.at(update) as model:
+            norms = _SublayerNorms(model)
+            for batch in self._validation.batches(self._sentences):
+                with norms.of(batch):
+                    sums["true"] += self._nll(model, batch)
+                sums["tokens"] += batch.target_tokens
+            for batch in self._validation.batches(self._sentences, self._other_source):
+                sums["shuffled"] += self._nll(model, batch)
         total = sum_over_ranks({**sums, **norms.sums}, self._world)
         nll, shuffled = (total[kind] / total["tokens"] for kind in ("true", "shuffled"))
         values = {RELIANCE: shuffled - nll, NLL: nll}
         for layer in norms.layers:
             attended, crossed, fed = (total[f"{part}/{layer}"] for part in _PARTS)
             values[f"collapse/cross_share/layer_{layer:02}"] = crossed / max(attended + crossed + fed, 1e-30)
+        values["collapse/seconds"] = time.monotonic() - started
         return values
 
     def check(self, update: int, values: dict[str, float], bad: int) -> tuple[int, str]:

@@ -31,10 +31,7 @@ def probe(wanted: Probe, engine: Engine, loader: TrainLoader) -> None:
     """Run the largest expected micro-batch, so that a run does not fail for lack of memory after days.
 
     Nothing changes: a run is the same to the bit with and without it. It must precede :meth:`Engine.restore`. All
-    ranks call it together.
-
-    Raises:
-        TrainingError: if the micro-batch does not fit.
+    ranks call it together, and fail if it does not fit.
     """
     device = engine.device
     if wanted == "never" or (wanted == "auto" and device.type != "cuda"):
@@ -59,11 +56,7 @@ def probe(wanted: Probe, engine: Engine, loader: TrainLoader) -> None:
 
 @contextmanager
 def explained(what: str, micro_batches: Sequence[Batch], device: torch.device, hint: str = "") -> Iterator[None]:
-    """Turn an out-of-memory error of ``what`` the block does into a message with sizes and settings to change.
-
-    Raises:
-        TrainingError: if memory runs out.
-    """
+    """Turn an out-of-memory error of ``what`` the block does into a message with sizes and settings to change."""
     try:
         yield
     except Exception as error:  # DeepSpeed, NCCL and CUDA libraries have errors of their own for it

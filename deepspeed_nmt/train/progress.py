@@ -20,20 +20,15 @@ class Progress:
 
     Attributes:
         update: number of updates made.
-        epoch: epoch of the next update, from 0.
-        epoch_update: index of the next update in its epoch, from 0.
-        target_tokens: target tokens seen so far.
+        epoch, epoch_update: position of the next update, both from 0.
         train_seconds: seconds spent in updates, over all restarts.
         best_score: score of the best validation so far, greater is better; None before the first validation, and
             -inf if no score is known.
-        best_loss: loss of that validation; None before it.
-        best_by: description of the measure that is the score; None before it.
-        best_update: update of that validation.
+        best_by: description of the measure that is the score.
         validations_since_best: number of validations since the best one, for early stopping; since the last
             significant gain if ``validation.significant`` is set.
         patience_update: update of that validation.
         skipped: number of consecutive skipped updates up to this one.
-        rollbacks: number of rollbacks so far.
         retries: number of rollbacks since the run last passed ``failed_at``.
         failed_at: update at which the run failed last; 0 before the first rollback.
         bad_measurements: number of consecutive bad measurements of the collapse monitor.
@@ -65,15 +60,10 @@ class LogState(Config):
     Attributes:
         sums: sums of losses, by name.
         tokens_of: target tokens of the updates that have each of these sums.
-        corpus_tokens: target tokens by corpus.
-        tokens: target tokens of updates that were not skipped.
-        worked: target tokens of all updates.
-        padded: positions in this rank's micro-batches.
-        real: those that are not padding.
-        waited: seconds of waiting for data.
-        elapsed: seconds of all updates.
-        skipped: skipped updates of the run.
-        spikes: loss spikes of the run.
+        tokens, worked: target tokens of updates that were not skipped, and of all.
+        padded, real: positions in this rank's micro-batches, and those that are not padding.
+        waited, elapsed: seconds of waiting for data, and of all updates.
+        skipped, spikes: of the run.
         losses: losses of the newest updates, nats per token, with which the next one is compared.
     """
 

@@ -10,7 +10,7 @@ import signal
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 from deepspeed_nmt.errors import EXIT_STOPPED
 from deepspeed_nmt.interruption import ONE_REQUEST_S
@@ -18,18 +18,14 @@ from deepspeed_nmt.interruption import ONE_REQUEST_S
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 STOP_FILE = "DEEPSPEED_NMT_STOP"
-"""Environment variable with the path of a file whose existence requests a stop.
+"""Environment variable of the scripts in launch/ with the path of a file whose existence requests a stop.
 
-Unlike a signal it reaches a process that has just started, and one whose launcher would die of the signal. The
-scripts in launch/ use it.
+Unlike a signal it reaches a process that has just started, and one whose launcher would die of the signal.
 """
-
-
 STATUS_FILE = "DEEPSPEED_NMT_STATUS"
-"""Environment variable with the path of a file for the exit status of training.
+"""Environment variable of the scripts in launch/ with the path of a file for the exit status of training.
 
-DeepSpeed's launcher returns success even if it is killed, and reports any other status of a rank as an error. The
-scripts in launch/ use it.
+DeepSpeed's launcher returns success even if it is killed, and reports any other status of a rank as an error.
 """
 
 
@@ -66,10 +62,9 @@ class StopRequest:
             self.signal_name, self._since = by or "a request to another rank", time.monotonic()
 
     def hand_over(self, status: int) -> int:
-        """Write the status of training that ended as it should to STATUS_FILE, if there is one.
+        """Write the status of training that ended as it should to STATUS_FILE, and return that for the launcher.
 
-        Returns:
-            The status for the launcher: 0 if ``status`` is written, otherwise ``status``.
+        It is 0 if ``status`` is written, otherwise ``status``.
         """
         path = os.environ.get(STATUS_FILE, "")
         if not path or status not in (0, EXIT_STOPPED) or self._launcher_lost:
@@ -96,9 +91,7 @@ class StopRequest:
             self._previous[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.agreed:
             # The same request may arrive again while the process ends. Python's handlers are gone then, and the
             # signal's default action would kill the process.

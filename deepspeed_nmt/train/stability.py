@@ -35,7 +35,6 @@ _SEARCH_SKIPS = 5
 _NAMED_LAYERS = 4
 _NO_LOG = LogState()
 _SPIKE_WINDOW, _SPIKE_HISTORY = 100, 10
-
 _ON_THE_SAME_RUN = (
     "Lower optimizer.lr, lengthen schedule.warmup_updates, or set optimizer.clip_norm, and start again on the same "
     "run (remove its newest checkpoints first to go further back). model.norm=pre helps, too, but needs a new --run "
@@ -99,10 +98,8 @@ def roll_back(
 ) -> None:
     """Roll back to the newest checkpoint from before the skipped updates, with the data after them.
 
-    All ranks call it together. ``progress`` is that after the last skipped update.
-
-    Raises:
-        TrainingError: if there is no such checkpoint, or ``max_rollbacks`` is reached.
+    All ranks call it together. ``progress`` is that after the last skipped update. If there is no such checkpoint, or
+    ``max_rollbacks`` is reached, the training has failed.
     """
     result = _roll_back(store, progress, max_rollbacks, events) if world.is_main else None
     problem, remedies = from_main(result, world)
@@ -139,17 +136,12 @@ def _roll_back(store: CheckpointStore, progress: Progress, max_rollbacks: int, e
     except (CheckpointError, OSError) as error:
         remedies = _WITH_A_DISK if isinstance(error, OSError) else _ON_A_NEW_RUN
         return f"going back to a checkpoint failed ({error})", remedies
+    back_to, retries = checkpoint.progress.update, checkpoint.progress.retries
     logger.warning(
-        "%d updates in a row skipped: rolling back from update %d to %d, and on with the data after them "
-        "(rollback %d of %d before update %d is passed)",
-        progress.skipped,
-        progress.update,
-        checkpoint.progress.update,
-        checkpoint.progress.retries,
-        max_rollbacks,
-        checkpoint.progress.failed_at,
+        f"{progress.skipped} updates in a row skipped: rolling back from update {progress.update} to {back_to}, and "
+        f"on with the data after them (rollback {retries} of {max_rollbacks} before update "
+        f"{checkpoint.progress.failed_at} is passed)"
     )
-    back_to = checkpoint.progress.update
     text = f"{progress.skipped} updates in a row skipped: rolled back from update {progress.update} to {back_to}"
     events.record("rollback", progress.update, text, to_update=back_to, rollbacks=progress.rollbacks + 1)
     return "", ""

@@ -29,8 +29,7 @@ class Choice:
 
     Attributes:
         by: description of the measure that chooses; scores by equal ones can be compared.
-        tags: tags of its values, whose mean is the score.
-        losses: tags of the losses, whose mean decides between equal scores.
+        tags, losses: tags of its values, whose mean is the score, and of losses that decide between equal ones.
         mean: tags under which these two means are logged; "" if they are those of one set.
         sign: -1 if smaller values are better.
         least: score below which only losses are compared.
@@ -47,16 +46,13 @@ class Choice:
 
     def validation(self, values: Mapping[str, float]) -> Validation:
         """Return the validation with values by tag, and means; one that is missing leaves the score unknown."""
-        values, score = dict(values), -math.inf
-        loss = fmean(values[tag] for tag in self.losses)
-        if self.mean[1]:
-            values[self.mean[1]] = loss
+        mean, score = {}, -math.inf
+        loss = mean[self.mean[1]] = fmean(values[tag] for tag in self.losses)
         if all(tag in values for tag in self.tags):
-            value = fmean(values[tag] for tag in self.tags)
+            value = mean[self.mean[0]] = fmean(values[tag] for tag in self.tags)
             score = self.sign * value
-            if self.mean[0]:
-                values[self.mean[0]] = value
-        return Validation(values, self, score, loss)
+        mean.pop("", None)
+        return Validation({**values, **mean}, self, score, loss)
 
     def rank(self, score: float, loss: float) -> tuple[float, float]:
         """Return a key that sorts validations, the best last; NaN is worse than any number."""
@@ -70,7 +66,6 @@ class Validation:
 
     Attributes:
         values: values for the log, by tag.
-        choice: choice of the best checkpoint.
         score: value that chooses, with its sign changed if smaller ones are better; -inf if it is not known.
         loss: validation loss, which decides between equal scores.
         awaits_score: True if the score comes later, for `choose-best`.
