@@ -18,44 +18,63 @@ _FEW_SENTENCES = 200
 _PAGES = (".html", ".htm")
 
 
+_TRANSLATING = "depths runs sweep"
+"""Kinds that translate a test set."""
+_OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("run", "run", {"type": Path, "metavar": "RUN", "help": "run directory"}),
+    ("runs", "collapse runs", {"nargs": "+", "type": Path, "metavar": "RUN", "help": "run directories"}),
+    ("sweep", "sweep", {"metavar": "SWEEP", "help": "name of the sweep"}),
+    ("--run", "depths", {"dest": "runs", "type": Path, "action": "extend", "nargs": "+", "required": True,
+     "metavar": "DIR", "help": "run directories, made by `train`"}),
+    ("--runs", "sweep", {"type": Path, "required": True, "metavar": "DIR",
+     "help": "directory of the run directories"}),
+    ("--data", _TRANSLATING, {"type": Path, "metavar": "DIR", "help": "data directory with a test set to translate"}),
+    ("--input", _TRANSLATING, {"type": Path, "metavar": "F", "help": "source text to translate"}),
+    ("--reference", _TRANSLATING, {"type": Path, "metavar": "F", "help": "reference translation of --input"}),
+    ("--recipe", "run", {"metavar": "NAME",
+     "help": "recipe to compare the settings with (default: that of the last start, or the nearest)"}),
+    ("--metric", "sweep", {"metavar": "M",
+     "help": "measure of validation that is the score: a metric or loss, of a named set as SET/METRIC, of the mean "
+     "as mean/METRIC (default: the first metric that any run has logged)"}),
+    ("--max-loss", "depths", {"type": float, "default": 0.5, "metavar": "B",
+     "help": "largest loss of BLEU that is accepted (default: %(default)s)"}),
+    ("--oracle", "depths", {"action": "store_true", "help": "count the sentences that each pair translates best"}),
+    ("--repeat", "depths", {"type": int, "default": 1, "metavar": "N",
+     "help": "number of measurements; times are their medians (default: %(default)s)"}),
+)  # fmt: skip
+"""Options with the kinds that have them."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of each kind."""
+    from deepspeed_nmt.commands.flags import add_flags
+    from deepspeed_nmt.search.decode_options import DecodeOptions
+
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
-    for name, (help, add_options, report) in _KINDS.items():
+    for name, (help, report) in _KINDS.items():
         kind = kinds.add_parser(
             name, help=help, description=inspect.getdoc(report), formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        add_options(kind)
+        for option, of, keywords in _OPTIONS:
+            if name in of.split():
+                kind.add_argument(option, **keywords)
+        if name in _TRANSLATING.split():
+            decoding = {"checkpoint": "best", "max_tokens": 4096}
+            add_flags(kind, DecodeOptions, tuple(decoding), defaults=decoding)
+        file, what = ("page.html", "page") if name == "run" else (f"{name}.png", "picture, .png, .svg or .pdf,")
+        kind.add_argument(
+            "--out", type=Path, default=Path(file), metavar="F", help=f"{what} to write (default: %(default)s)"
+        )
+        if name != "run":
+            form = kind.add_mutually_exclusive_group()
+            form.add_argument("--json", action="store_true", help="print JSON objects, one a line")
+            if name == "runs":
+                form.add_argument("--markdown", action="store_true", help="print the table in Markdown")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the report, and return the exit status."""
-    return _KINDS[arguments.kind][2](arguments)
-
-
-def _add_output(parser: argparse.ArgumentParser, default: str, *, of: str, markdown: bool = False) -> None:
-    """Declare the options for the picture and the table of a report."""
-    parser.add_argument(
-        "--out", type=Path, default=Path(default), metavar="F",
-        help="picture to write, .png, .svg or .pdf (default: %(default)s)",
-    )  # fmt: skip
-    form = parser.add_mutually_exclusive_group()
-    if markdown:
-        form.add_argument("--markdown", action="store_true", help="print the table in Markdown")
-    form.add_argument("--json", action="store_true", help=f"print a JSON object for each {of}, one a line")
-
-
-def _add_decoding(parser: argparse.ArgumentParser) -> None:
-    """Declare the options for the text that a report translates, and for its translation."""
-    from deepspeed_nmt.commands.flags import add_flags
-    from deepspeed_nmt.search.decode_options import DecodeOptions
-
-    parser.add_argument("--data", type=Path, metavar="DIR", help="data directory with a test set to translate")
-    parser.add_argument("--input", type=Path, metavar="F", help="source text to translate, one sentence a line")
-    parser.add_argument("--reference", type=Path, metavar="F", help="reference translation of --input")
-    add_flags(
-        parser, DecodeOptions, ("checkpoint", "max_tokens"), defaults={"checkpoint": "best", "max_tokens": 4096}
-    )
+    return _KINDS[arguments.kind][1](arguments)
 
 
 def _read_text(arguments: argparse.Namespace, runs: Iterable[Path]) -> ParallelText | None:
@@ -85,11 +104,6 @@ def _print(arguments: argparse.Namespace, rows: Iterable[Mapping[str, Any]], tex
     output("\n".join(map(json_line, rows)) if arguments.json else text())
     logger.info("picture: %s", arguments.out)
     return 0
-
-
-def _add_collapse(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
-    _add_output(parser, "collapse.png", of="run")
 
 
 def _collapse(arguments: argparse.Namespace) -> int:
@@ -123,24 +137,6 @@ def _collapse(arguments: argparse.Namespace) -> int:
     titles = {key: key.replace("_", " ") for key in rows[0] if key != "cross_share"} | {"best_valid_score": "best"}
     cells = [list(titles.values()), *([cell(row[key]) for key in titles] for row in rows)]
     return _print(arguments, rows, lambda: table(cells))
-
-
-def _add_depths(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--run", type=Path, action="extend", nargs="+", required=True, metavar="DIR", dest="runs",
-        help="run directories, made by `train`",
-    )  # fmt: skip
-    _add_decoding(parser)
-    parser.add_argument(
-        "--max-loss", type=float, default=0.5, metavar="B",
-        help="largest loss of BLEU that is accepted (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument("--oracle", action="store_true", help="count the sentences that each pair translates best")
-    parser.add_argument(
-        "--repeat", type=int, default=1, metavar="N",
-        help="number of measurements; times are their medians (default: %(default)s)",
-    )  # fmt: skip
-    _add_output(parser, "depths.png", of="system")
 
 
 def _depths(arguments: argparse.Namespace) -> int:
@@ -188,17 +184,6 @@ def _depths(arguments: argparse.Namespace) -> int:
     return _print(arguments, reports, lambda: "\n\n".join(system.text(loss) for system in measured))
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
-    parser.add_argument(
-        "--out", type=Path, default=Path("page.html"), metavar="F", help="page to write (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--recipe", metavar="NAME",
-        help="recipe to compare the settings with (default: that of the last start, or the nearest)",
-    )  # fmt: skip
-
-
 def _run(arguments: argparse.Namespace) -> int:
     """Make a page of one run: one HTML file that needs no network and no other file.
 
@@ -230,12 +215,6 @@ def _run(arguments: argparse.Namespace) -> int:
     output(f"{page.name}: {state}, {sentence}")
     logger.info("page: %s (%.1f MB)", arguments.out, len(content) / 1e6)
     return 0
-
-
-def _add_comparison(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
-    _add_decoding(parser)
-    _add_output(parser, "runs.png", of="run", markdown=True)
 
 
 def _runs(arguments: argparse.Namespace) -> int:
@@ -275,18 +254,6 @@ def _runs(arguments: argparse.Namespace) -> int:
     draw_curves(logs, panels, arguments.out)
     named = ({"run": name, **row} for name, row in rows.items())
     return _print(arguments, named, lambda: table(comparison_table(rows, measures), markdown=arguments.markdown))
-
-
-def _add_sweep(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("sweep", metavar="SWEEP", help="name of the sweep")
-    parser.add_argument("--runs", type=Path, required=True, metavar="DIR", help="directory of the run directories")
-    _add_decoding(parser)
-    parser.add_argument(
-        "--metric", metavar="M",
-        help="measure of validation that is the score: a metric or loss, of a named set as SET/METRIC, of the mean "
-        "as mean/METRIC (default: the first metric that any run has logged)",
-    )  # fmt: skip
-    _add_output(parser, "sweep.png", of="point")
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
@@ -329,11 +296,11 @@ def _sweep(arguments: argparse.Namespace) -> int:
     return _print(arguments, rows, lambda: table(sweeps.sweep_table(sweep, rows, titles)))
 
 
-_KINDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
-    "collapse": ("curves of runs: source reliance, loss, BLEU, cross-attention by layer", _add_collapse, _collapse),
-    "depths": ("BLEU and time at every depth of one or more runs", _add_depths, _depths),
-    "run": ("page of one run: curves, layers, translations, events, settings", _add_run, _run),
-    "runs": ("settings in which runs differ, and what came of it", _add_comparison, _runs),
-    "sweep": ("results of a sweep's runs against the setting swept", _add_sweep, _sweep),
+_KINDS: dict[str, tuple[str, Callable[[argparse.Namespace], int]]] = {
+    "collapse": ("curves of runs: source reliance, loss, BLEU, cross-attention by layer", _collapse),
+    "depths": ("BLEU and time at every depth of one or more runs", _depths),
+    "run": ("page of one run: curves, layers, translations, events, settings", _run),
+    "runs": ("settings in which runs differ, and what came of it", _runs),
+    "sweep": ("results of a sweep's runs against the setting swept", _sweep),
 }
-"""Kinds of reports: a line of help, and functions that declare the options and make the report."""
+"""Kinds of reports: a line of help, and the function that makes the report."""
