@@ -92,13 +92,7 @@ AnyConfig = TypeVar("AnyConfig", _BertConfig, MarianConfig)
 
 
 class TokenizerFile(NamedTuple):
-    """Tokenizer of a BERT.
-
-    Attributes:
-        content: JSON of the tokenizer, in the format of `tokenizers`.
-        special: numbers of the special tokens, by the names in :data:`SPECIAL`.
-        size: number of tokens.
-    """
+    """Tokenizer of a BERT: JSON in the format of `tokenizers`, numbers of special tokens by :data:`SPECIAL`, size."""
 
     content: str
     special: dict[str, int]
@@ -163,15 +157,7 @@ def load_vocabulary(name: str, option: str) -> TokenizerFile:
 
 
 class MarianFiles(NamedTuple):
-    """A MarianMT model.
-
-    Attributes:
-        config: its configuration.
-        weights: fp32, finite, by their names there, shared ones under each name.
-        numbers: number of each token; of the source's tokens if the target has its own.
-        target_numbers: number of each token of the target.
-        models: SentencePiece models of source and target.
-    """
+    """A MarianMT model: weights in fp32, number of each token of source and target, SentencePiece models of both."""
 
     config: MarianConfig
     weights: dict[str, Tensor]
@@ -244,15 +230,9 @@ def _load_config(kind: type[AnyConfig], model_type: str, name: str, option: str,
 def _load_weights(
     kind: str, name: str, option: str, what: str, optional: tuple[str, ...], own: str
 ) -> tuple[dict[str, Tensor], bool]:
-    """Load the weights of a model.
+    """Load the weights of a model, a class of `transformers`, which is `what`, for messages.
 
-    Args:
-        kind: name of the class.
-        name: of the model.
-        option: that has the name.
-        what: kind of the model, for messages.
-        optional: beginnings of the names of weights that may be missing.
-        own: pattern of the beginnings of the names of weights that the model must have a place for.
+    Weights whose names begin with `optional` may be missing. Those whose names match `own` must have a place.
 
     Returns:
         The weights in fp32, and True if optional ones are missing.

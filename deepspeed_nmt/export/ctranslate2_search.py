@@ -23,7 +23,7 @@ from pydantic import Field
 
 from deepspeed_nmt.core.parts import MAX_HYPOTHESES, SearchConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.errors import ConfigError, option
+from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.search.base import Hypothesis, LengthPenalty, PenaltyName, length_bound
 from deepspeed_nmt.search.lines import length_buckets
 
@@ -61,12 +61,6 @@ def import_ctranslate2() -> Any:
     return ctranslate2
 
 
-def check_device(device: str) -> None:
-    """Check that CTranslate2 has a device, or raise a ConfigError."""
-    if device == "cuda" and not import_ctranslate2().get_cuda_device_count():
-        raise ConfigError(f"{option('device')} is cuda, but CTranslate2 finds no GPU; use cpu")
-
-
 class ExportBeamSettings(SearchConfig):
     """Settings of a beam search; those of :class:`deepspeed_nmt.search.beam.BeamSettings`."""
 
@@ -85,18 +79,9 @@ class ExportBeamSettings(SearchConfig):
 
 
 class CTranslate2Search:
-    """Beam search with an exported model.
+    """Beam search with an exported model of ``longest`` positions, in fp32 or int8, on the device auto, cpu or cuda.
 
-    Args:
-        directory: written by :func:`deepspeed_nmt.export.ctranslate2_weights.write_ctranslate2`.
-        vocabulary: special tokens.
-        pieces: text of each token of source and target.
-        longest: positions of the model.
-        precision: fp32 or int8.
-        device: auto, cpu or cuda.
-
-    Attributes:
-        device: cpu or cuda.
+    ``pieces`` are the texts of all tokens of source and target; ``self.device`` is cpu or cuda.
 
     Raises:
         ConfigError: if CTranslate2 is not installed, or does not support the precision on the device.

@@ -71,13 +71,7 @@ def write_ctranslate2(
 ) -> None:
     """Write a model as CTranslate2 reads it: ``model.bin``, ``config.json`` and ``*_vocabulary.json``.
 
-    Args:
-        directory: an existing one.
-        model: the model.
-        vocabulary: special tokens.
-        pieces: text of each token of the source and of the target.
-        longest: positions of the longest sentence that the model reads or writes, T.
-        precision: of the matrices: fp32, or int8 with one scale for each row.
+    ``longest`` is the number of positions, T. In int8, a matrix has one scale for each row.
 
     Raises:
         ConfigError: if CTranslate2 is not installed.

@@ -16,7 +16,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from typing_extensions import override
 
 from deepspeed_nmt.core.description import StandardTransformer
 from deepspeed_nmt.core.model import TranslationModel
@@ -62,24 +61,8 @@ class Subject:
         return self.tokenizer.all_pieces("source"), self.tokenizer.all_pieces("target")
 
 
-class Program(ABC):
-    """A program that translates."""
-
-    @abstractmethod
-    def translate(self, sources: Sentences, settings: ExportBeamSettings) -> list[Hypothesis]:
-        """Return the best translation of each sentence. A score may be NaN."""
-
-    @abstractmethod
-    def token_log_probs(self, sources: Sentences, targets: Sentences) -> list[list[float]]:
-        """Return the log-probabilities (nats) of the tokens of given translations and of the EOS after them."""
-
-
-class Format(Program):
-    """A format of exports. An instance is an export that the format's own program has opened.
-
-    Args:
-        directory: of the export.
-        subject: the model.
+class Format(ABC):
+    """A format of exports. An instance is an export in a directory that the format's own program has opened.
 
     Attributes:
         name: on the command line.
@@ -96,35 +79,34 @@ class Format(Program):
     @abstractmethod
     def __init__(self, directory: Path, subject: Subject) -> None: ...
 
+    @abstractmethod
+    def translate(self, sources: Sentences, settings: ExportBeamSettings) -> list[Hypothesis]:
+        """Return the best translation of each sentence. A score may be NaN."""
+
+    @abstractmethod
+    def token_log_probs(self, sources: Sentences, targets: Sentences) -> list[list[float]]:
+        """Return the log-probabilities (nats) of the tokens of given translations and of the EOS after them."""
+
     @staticmethod
     @abstractmethod
     def check(model: TranslationModel) -> None:
-        """Check that the format can express a model, whose parameters need no data.
-
-        Raises:
-            NotStandardError: if it cannot.
-        """
+        """Check that the format can express a model, whose parameters need no data, or raise NotStandardError."""
 
     @staticmethod
     @abstractmethod
     def write(directory: Path, subject: Subject) -> None:
-        """Write a model's files.
-
-        Raises:
-            NotStandardError: if the model cannot be expressed.
-            OSError: if a file cannot be written.
-        """
+        """Write a model's files, or raise NotStandardError or OSError."""
 
 
-class OwnProgram(Program):
-    """Beam search of this program with a model in eval mode, on the CPU."""
+class OwnProgram:
+    """Beam search of this program with a model in eval mode, on the CPU, with the methods of a format."""
 
     def __init__(self, model: TranslationModel, vocabulary: Vocabulary) -> None:
         prepare_to_decode(model, torch.device("cpu"), "fp32")
         self._model, self._vocabulary = model, vocabulary
 
-    @override
     def translate(self, sources: Sentences, settings: ExportBeamSettings) -> list[Hypothesis]:
+        """Return the best translation of each sentence."""
         search = BeamSearch(BeamConfig(**settings.model_dump()), self._model, self._vocabulary)
         translations: dict[int, Hypothesis] = {}
         for numbers in length_buckets([len(source) + 1 for source in sources], MAX_TOKENS):
@@ -134,8 +116,9 @@ class OwnProgram(Program):
                 translations[number] = best[0]
         return [translations[number] for number in range(len(sources))]
 
-    @override
     def token_log_probs(self, sources: Sentences, targets: Sentences) -> list[list[float]]:
+        """Return the log-probabilities (nats) of the tokens of given translations and of the EOS after them."""
+
         def score(source: Sequence[int], target: Sequence[int]) -> list[float]:
             source_BS = torch.tensor([[*source, self._vocabulary.source.eos]])
             return token_log_probs([self._model], self._vocabulary, source_BS, False, [[list(target)]])[0][0]

@@ -146,12 +146,6 @@ def check_class(model: StandardTransformer) -> None:
 def write_huggingface(directory: Path, model: StandardTransformer, vocabulary: Vocabulary, longest: int) -> None:
     """Write a model as ``transformers`` reads it: weights, ``config.json`` and ``generation_config.json``.
 
-    Args:
-        directory: an existing one.
-        model: the model.
-        vocabulary: special tokens.
-        longest: positions of the longest sentence, T.
-
     Raises:
         NotStandardError: if no class can have the model.
         OSError: if a file cannot be written.

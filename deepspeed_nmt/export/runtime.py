@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -13,7 +13,13 @@ from deepspeed_nmt.data.data_directory import open_tokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import ConfigError, DataError, check_installed, option
 from deepspeed_nmt.export.certificate import Certificate, ExportInfo
-from deepspeed_nmt.export.ctranslate2_search import EXTRA, RULES, CTranslate2Search, ExportBeamSettings, check_device
+from deepspeed_nmt.export.ctranslate2_search import (
+    EXTRA,
+    RULES,
+    CTranslate2Search,
+    ExportBeamSettings,
+    import_ctranslate2,
+)
 from deepspeed_nmt.registry import problem_of
 from deepspeed_nmt.search.base import Translation
 from deepspeed_nmt.search.decode_options import DecodeOptions, identity_of, marked
@@ -65,24 +71,14 @@ def check_options(options: DecodeOptions) -> None:
         )
     any_run = ExportBeamSettings(beam=1, length_penalty="none", max_length_ratio=1.0, max_length_extra=0)
     changed_settings(any_run, options.settings)
-    check_device(options.device)
+    if options.device == "cuda" and not import_ctranslate2().get_cuda_device_count():
+        raise ConfigError(f"{option('device')} is cuda, but CTranslate2 finds no GPU; use cpu")
 
 
-class ExportDecoding(NamedTuple):
-    """Settings of a translation; no form keeps the text as the model writes it."""
+def choose(options: DecodeOptions, info: ExportInfo, place: Path) -> tuple[ExportBeamSettings, Tags, TextForm | None]:
+    """Return what the options make of a run's settings: search, tags, form of plain text if any.
 
-    search: ExportBeamSettings
-    tags: Tags
-    form: TextForm | None
-
-
-def choose(options: DecodeOptions, info: ExportInfo, place: Path) -> ExportDecoding:
-    """Return what the options make of a run's settings.
-
-    Args:
-        options: of the translation.
-        info: of the export.
-        place: directory of the run or the export, for messages.
+    The run or the export is in the directory `place`.
 
     Raises:
         ConfigError: if CTranslate2 does not have what they ask for, or an option is wrong.
@@ -111,16 +107,11 @@ def choose(options: DecodeOptions, info: ExportInfo, place: Path) -> ExportDecod
             "by the run with torch"
         )
     form = None if options.detokenise is None else plain_form(info.text, options.detokenise, place)
-    return ExportDecoding(settings, tags, form)
+    return settings, tags, form
 
 
 class ExportedTranslator:
-    """Translator of sentences by CTranslate2; it is used as ``Translator``.
-
-    Args:
-        place: directory of the export.
-        certificate: of the export.
-        options: of the translation.
+    """Translator of sentences by CTranslate2 with the export in a directory; it is used as ``Translator``.
 
     Raises:
         ConfigError: if an option is wrong, or CTranslate2 is not installed.

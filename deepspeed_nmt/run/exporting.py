@@ -41,7 +41,7 @@ from deepspeed_nmt.export.certificate import (
 )
 from deepspeed_nmt.export.ctranslate2_search import RULES, ExportBeamSettings
 from deepspeed_nmt.export.ctranslate2_weights import CTranslate2Format
-from deepspeed_nmt.export.formats import Format, OwnProgram, Program, Sentences, Subject
+from deepspeed_nmt.export.formats import Format, OwnProgram, Sentences, Subject
 from deepspeed_nmt.export.huggingface_weights import HuggingFaceFormat
 from deepspeed_nmt.files import check_utf8_name, replacing, staged
 from deepspeed_nmt.manifest import FileRecord
@@ -361,7 +361,7 @@ def _compare(
     return tuple(comparisons), logit_difference
 
 
-def _logit_difference(here: OwnProgram, program: Program, sources: Sentences, own: Sequence[Hypothesis]) -> float:
+def _logit_difference(here: OwnProgram, program: Format, sources: Sentences, own: Sequence[Hypothesis]) -> float:
     some = range(0, len(sources), max(1, len(sources) // _SCORED))
     pairs = [sources[number] for number in some], [own[number].tokens for number in some]
     both = zip(here.token_log_probs(*pairs), program.token_log_probs(*pairs), strict=True)

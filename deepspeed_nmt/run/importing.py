@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from deepspeed_nmt.build import build_meta_model
 from deepspeed_nmt.config import RunConfig, validate
-from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.data.marian_tokenizer import MarianTokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.engine.contract import EngineScalars, ParameterState
@@ -52,22 +51,11 @@ def check_new(out: Path) -> None:
 
 
 def write_run(
-    out: Path,
-    config: RunConfig,
-    tokenizer: Tokenizer,
-    states: Sequence[ParameterState],
-    origin: str,
-    text: TextForm,
+    out: Path, config: RunConfig, tokenizer: Tokenizer, states: Sequence[ParameterState], origin: str, text: TextForm
 ) -> None:
-    """Write a run with one checkpoint, which is its best and its last.
+    """Write a run with one checkpoint, which is its best and its last, into a directory that is new.
 
-    Args:
-        out: directory of the run, which :func:`check_new` has accepted.
-        config: settings of the run.
-        tokenizer: its vocabulary.
-        states: parameters of its model.
-        origin: name of the other program's model, recorded in place of the data.
-        text: form of the text that the model translates.
+    ``origin`` is the name of the other program's model, recorded in place of the data.
 
     Raises:
         OSError: if a file cannot be written; then nothing is left in the directory.
@@ -77,8 +65,7 @@ def write_run(
     data = DataRecord(path=origin, fingerprint=tokenizer.digest, text=text)
     out.mkdir(parents=True, exist_ok=True)
     try:
-        contents = {CONFIG_FILE: config.to_yaml().encode(), DATA_FILE: data.content(), **vocabulary}
-        replace_files(out, contents)
+        replace_files(out, {CONFIG_FILE: config.to_yaml().encode(), DATA_FILE: data.content(), **vocabulary})
         atomic_write_text(out / ENVIRONMENT_FILE, json.dumps(environment(), indent=1))
         record = RunRecord(
             config=config.model_dump(mode="json"),
@@ -110,8 +97,12 @@ def import_marian(name: str, out: Path) -> RunConfig:
     search = {"name": "beam", "beam": 5, "length_penalty": "power:1"}  # as `generate`
     config = validate({"model": _model_settings(files, name), "search": search})
     tokenizer = _tokenizer(files, name)
-    model = build_meta_model(config, tokenizer.vocabulary)
-    states = list(_states(model, files, name))
+    states = []
+    for own, parameter in build_meta_model(config, tokenizer.vocabulary).named_parameters():
+        weight = files.weights.get(there := name_there(own))
+        if own == "projection.bias" and weight is not None:
+            weight = weight.reshape(-1)
+        states.append(imported_state(own, parameter, there, weight, name))
     write_run(out, config, tokenizer, states, name, TextForm("raw"))
     return config
 
@@ -196,14 +187,6 @@ def _tokenizer(files: MarianFiles, name: str) -> MarianTokenizer:
         return MarianTokenizer(files.models, numbers, special)
     except DataError as error:
         raise ConfigError(f"{name}: {error}") from error
-
-
-def _states(model: TranslationModel, files: MarianFiles, name: str) -> Iterator[ParameterState]:
-    for own, parameter in model.named_parameters():
-        weight = files.weights.get(there := name_there(own))
-        if own == "projection.bias" and weight is not None:
-            weight = weight.reshape(-1)
-        yield imported_state(own, parameter, there, weight, name)
 
 
 def imported_state(

@@ -69,10 +69,7 @@ _OF_TENSORS = re.compile(
     r"torch\._utils\._rebuild_(tensor|tensor_v2|parameter)|torch\.(bool|bfloat16|u?int\d+|float(16|32|64))|"
     r"torch\.(cuda\.)?(Bool|Byte|Char|Short|Int|Long|Half|BFloat16|Float|Double)Storage"
 )
-"""Names of those that `torch.load(weights_only=True)` allows which are created here.
-
-The others make tensors of other kinds (sparse, quantized, nested, without storage) or memory of any size.
-"""
+"""Those of torch that are created. Others make tensors of other kinds, or memory of any size."""
 _GLOBAL = re.compile(r"\b(?:GLOBAL|class) ([\w.]+)")
 _CONVERT = (
     'write a copy where fairseq is installed: python -c "import sys, torch; from omegaconf import OmegaConf; '
