@@ -58,7 +58,9 @@ class _TqdmHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 def setup_logging(rank: int = 0) -> None:
     """Send the log of this package to stderr: all of it on rank 0, warnings and errors on other ranks."""
-    _remove_handlers()
+    for old in list(logger.handlers):
+        logger.removeHandler(old)
+        old.close()
     handler = _TqdmHandler()
     handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     prefix = "" if rank == 0 else f"[rank {rank}] "
@@ -116,13 +118,6 @@ def log_to(file: Path) -> None:
     handler = _LogFile(file, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
-
-
-def _remove_handlers() -> None:
-    """Remove and close all handlers of the log."""
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-        handler.close()
 
 
 def report(error: Exception) -> int:

@@ -56,19 +56,19 @@ class Verb(NamedTuple):
     perfect: tuple[str, ...] = ()
 
 
-def entries(table: str) -> list[Any]:
+def _entries(table: str) -> list[Any]:
     """Return the words of each entry of a table; ``_`` is a space inside an expression."""
     return [tuple(word.replace("_", " ") for word in entry.split()) for entry in table.split(",")]
 
 
-def add_s(expression: str) -> str:
-    """Return an English plural or third person: the first word with its ending ("throws away")."""
+def _add_s(expression: str) -> str:
+    # An English plural or third person: the first word with its ending ("throws away").
     word, *rest = expression.split()
     word = re.sub(r"(?<=[^aeiou])y$", "ie", word)
     return " ".join([word + ("es" if re.search(r"(s|sh|ch|x|o)$", word) else "s"), *rest])
 
 
-def conjugate(infinitive: str, changed: str) -> tuple[str, ...]:
+def _conjugate(infinitive: str, changed: str) -> tuple[str, ...]:
     """Return the German present by person; ``changed`` is the stem of du and er ("sieh"), or "" if it is the same."""
     stem = re.sub(r"e?n$", "", infinitive)
     link = "e" if not changed and re.search(r"([td]|[^aeioulrhm][nm]|chn)$", stem) else ""
@@ -77,20 +77,20 @@ def conjugate(infinitive: str, changed: str) -> tuple[str, ...]:
     return f"{stem}e", second, f"{changed}{link}t", infinitive, infinitive
 
 
-def read_noun(english: str, german: str, gender: str, plural: str = "") -> Noun:
+def _read_noun(english: str, german: str, gender: str, plural: str = "") -> Noun:
     """Read ``english[/plural] German gender [plural]``; a mass noun has no plural.
 
     A German plural that begins with ``-`` is an ending. ``w`` marks a weak noun (der Junge, den Jungen).
     """
     english, _, english_plural = english.partition("/")
-    english_plural = (english_plural or add_s(english)) if plural else ""
+    english_plural = (english_plural or _add_s(english)) if plural else ""
     plural = german + plural[1:] if plural.startswith("-") else plural
     oblique = plural if gender.endswith("w") else german
     forms = (german, oblique, oblique), (plural, plural, plural if plural.endswith(("n", "s")) else f"{plural}n")
     return Noun(english, english_plural, Gender("mfn".index(gender[0])), *forms)
 
 
-def read_verbs(frame: str, table: str) -> list[Verb]:
+def _read_verbs(frame: str, table: str) -> list[Verb]:
     """Read ``english past [prefix+]infinitive[/stem of du and er] [*]participle``; * marks a perfect with "sein".
 
     ``frame`` is ``subject kinds [> slot [> slot]]``, a slot ``[English preposition:German preposition:]case kinds``.
@@ -101,10 +101,10 @@ def read_verbs(frame: str, table: str) -> list[Verb]:
         english, german, case = role.split(":") if ":" in role else ("", "", role)
         slots.append(Slot(english, german, Case.DATIVE if case == "dat" else Case.ACCUSATIVE, tuple(kinds)))
     verbs = []
-    for english, past, german, participle in entries(table):
+    for english, past, german, participle in _entries(table):
         prefix, _, forms = german.rpartition("+")
         infinitive, _, changed = forms.partition("/")
-        forms = (infinitive, conjugate(infinitive, changed), participle.lstrip("*"))
+        forms = (infinitive, _conjugate(infinitive, changed), participle.lstrip("*"))
         perfect = SEIN if participle.startswith("*") else HABEN
         verbs.append(Verb(subjects, slots, english, past, prefix, *forms, perfect))
     return verbs
@@ -189,26 +189,26 @@ _TIMES = {
 _WEEKDAYS = """on_Monday am_Montag, on_Tuesday am_Dienstag, on_Wednesday am_Mittwoch, on_Thursday am_Donnerstag,
     on_Friday am_Freitag, on_Saturday am_Samstag, on_Sunday am_Sonntag"""
 
-NOUNS = {kind: [read_noun(*entry) for entry in entries(table)] for kind, table in _NOUNS.items()}
+NOUNS = {kind: [_read_noun(*entry) for entry in _entries(table)] for kind, table in _NOUNS.items()}
 ADJECTIVES = {
-    kind: [entry for kinds, table in _ADJECTIVES.items() if kind in kinds.split() for entry in entries(table)]
+    kind: [entry for kinds, table in _ADJECTIVES.items() if kind in kinds.split() for entry in _entries(table)]
     for kind in NOUNS
 }
-VERBS = [verb for frame, table in _VERBS.items() for verb in read_verbs(frame, table)]
-CLAUSE_VERBS = {conjunction: read_verbs("person", table) for conjunction, table in _CLAUSE_VERBS.items()}
+VERBS = [verb for frame, table in _VERBS.items() for verb in _read_verbs(frame, table)]
+CLAUSE_VERBS = {conjunction: _read_verbs("person", table) for conjunction, table in _CLAUSE_VERBS.items()}
 COPULA = Verb([], [])  # its forms are tenses
-TIMES = {tense: entries(f"{_WEEKDAYS}, {table}") for tense, table in _TIMES.items()}
+TIMES = {tense: _entries(f"{_WEEKDAYS}, {table}") for tense, table in _TIMES.items()}
 # English subject and object; German nominative, accusative and dative; person.
-_PRONOUNS = entries("""I me ich mich mir I, you you du dich dir YOU, he him er ihn ihm SHE, she her sie sie ihr SHE,
+_PRONOUNS = _entries("""I me ich mich mir I, you you du dich dir YOU, he him er ihn ihm SHE, she her sie sie ihr SHE,
     we us wir uns uns WE, they them sie sie ihnen THEY""")
-_NAMES = entries("""Anna, Maria, Julia, Laura, Emma, Sophie, Clara, Helena, Irene, Nora, Peter, Paul, Martin, David,
+_NAMES = _entries("""Anna, Maria, Julia, Laura, Emma, Sophie, Clara, Helena, Irene, Nora, Peter, Paul, Martin, David,
     Felix, Simon, Robert, Oscar, Daniel, Victor""")
-_POSSESSIVES = entries("my mein, your dein, his sein, her ihr, our unser, their ihr")
-_NUMBERS = entries("two zwei, three drei, four vier, five fünf, six sechs, seven sieben, eight acht, nine neun")
-COMPOUNDS = entries("""winter Winter, summer Sommer, spring Frühlings, night Nacht, Sunday Sonntags, island Insel,
+_POSSESSIVES = _entries("my mein, your dein, his sein, her ihr, our unser, their ihr")
+_NUMBERS = _entries("two zwei, three drei, four vier, five fünf, six sechs, seven sieben, eight acht, nine neun")
+COMPOUNDS = _entries("""winter Winter, summer Sommer, spring Frühlings, night Nacht, Sunday Sonntags, island Insel,
     Christmas Weihnachts, mountain Berg, harbor Hafen, market Markt, farm Bauernhof, desert Wüsten, luxury Luxus,
     monastery Kloster, family Familien, dream Traum, toy Spielzeug, festival Fest, travel Reise, theater Theater""")
-DEGREES = entries("very sehr, too zu, really wirklich, not nicht")
+DEGREES = _entries("very sehr, too zu, really wirklich, not nicht")
 
 
 Field = IntEnum("Field", "PRONOUN TIME OBJECT NEGATION PLACE PREPOSITION STATE", start=0)  # in German order
@@ -237,9 +237,9 @@ class NounPhrase(NamedTuple):
 
     def complement(self, slot: Slot) -> Part:
         """Return the phrase as an object, or after prepositions ("in dem Park" becomes "im Park")."""
-        german = words(slot.german, self.german[slot.case])
+        german = _words(slot.german, self.german[slot.case])
         german = re.sub(r"^\w+ \w+\b", lambda match: CONTRACTIONS.get(match[0], match[0]), german)
-        return Part(words(slot.english, self.object), german, Field.PREPOSITION if slot.german else self.field)
+        return Part(_words(slot.english, self.object), german, Field.PREPOSITION if slot.german else self.field)
 
 
 class Determiner(NamedTuple):
@@ -268,12 +268,11 @@ class Tense(Enum):
     MUST = "must must must must must", "muss musst muss müssen müssen"
 
 
-def words(*parts: str) -> str:
-    """Join the parts that are not empty by spaces."""
+def _words(*parts: str) -> str:
     return " ".join(filter(None, parts))
 
 
-def definite(case: int, gender: Gender) -> str:
+def _definite(case: int, gender: Gender) -> str:
     """Return a form of "der", the article and relative pronoun."""
     ending = STRONG[case][gender]
     return "d" + {"e": "ie", "es": "as"}.get(ending, ending)
@@ -289,10 +288,10 @@ def noun_phrase(noun: Noun, determiner: Determiner, adjective: tuple[str, str], 
         # "ein alter Mann", "ein altes Haus": the adjective takes the ending that "ein" lacks.
         lacks_ending = determiner.endings == "ein" and case != Case.DATIVE and strong in ("er", "es")
         bare = lacks_ending or not determiner.endings
-        article = definite(case, gender) if determiner == THE else determiner.german + ("" if bare else strong)
+        article = _definite(case, gender) if determiner == THE else determiner.german + ("" if bare else strong)
         ending = strong if bare else weak
-        german.append(words(article, adjective[1] and adjective[1].rstrip("e") + ending, form))
-    english = words(determiner.english, adjective[0], noun.english_plural if plural else noun.english)
+        german.append(_words(article, adjective[1] and adjective[1].rstrip("e") + ending, form))
+    english = _words(determiner.english, adjective[0], noun.english_plural if plural else noun.english)
     english = re.sub(r"^a (?=[aeiou])", "an ", english)
     return NounPhrase(english, english, tuple(german), Person.THEY if plural else Person.SHE, gender)
 
@@ -327,11 +326,11 @@ def clause(subject: NounPhrase, verb: Verb, tense: Tense, parts: list[Part], neg
     """Return the clause; ``parts`` are in English order, and a German negation is one of them."""
     person, simple = subject.person, tense in (Tense.PRESENT, Tense.PAST)
     auxiliary, negation = tense.value[0].split()[person], "not" if negative else ""
-    english = words(auxiliary, negation, verb.english)
+    english = _words(auxiliary, negation, verb.english)
     if simple and not negative:
-        present = add_s(verb.english) if person == Person.SHE else verb.english
+        present = _add_s(verb.english) if person == Person.SHE else verb.english
         english = present if tense is Tense.PRESENT else verb.past
-    rest = words(*(part.english for part in parts))
+    rest = _words(*(part.english for part in parts))
 
     if tense is Tense.PRESENT:
         finite, final = verb.present[person], verb.prefix
@@ -340,17 +339,17 @@ def clause(subject: NounPhrase, verb: Verb, tense: Tense, parts: list[Part], neg
     else:
         finite, final = tense.value[1].split()[person], verb.prefix + verb.infinitive
     german = subject.german[Case.NOMINATIVE]
-    middle = words(*(part.german for part in sorted(parts, key=lambda part: part.field)))
+    middle = _words(*(part.german for part in sorted(parts, key=lambda part: part.field)))
     return Clause(
         subject,
         tense,
-        statement=words(subject.subject, english, rest),
-        question=words(auxiliary, subject.subject, negation, verb.english, rest),
-        base=words(verb.english, rest),
-        main=words(german, finite, middle, final),
-        inverted=words(finite, german, middle, final),
-        subordinate=words(german, middle, final + finite if tense is Tense.PRESENT else words(final, finite)),
-        infinitive=words(middle, f"{verb.prefix}zu{verb.infinitive}" if verb.prefix else f"zu {verb.infinitive}"),
+        statement=_words(subject.subject, english, rest),
+        question=_words(auxiliary, subject.subject, negation, verb.english, rest),
+        base=_words(verb.english, rest),
+        main=_words(german, finite, middle, final),
+        inverted=_words(finite, german, middle, final),
+        subordinate=_words(german, middle, final + finite if tense is Tense.PRESENT else _words(final, finite)),
+        infinitive=_words(middle, f"{verb.prefix}zu{verb.infinitive}" if verb.prefix else f"zu {verb.infinitive}"),
     )
 
 
@@ -433,7 +432,7 @@ class Author:
         phrase = self.phrase(kind, pronouns=0.3)
         if phrase in PRONOUNS + NAMES or self.random() < 0.8:
             return phrase
-        german = definite(Case.NOMINATIVE, phrase.gender)
+        german = _definite(Case.NOMINATIVE, phrase.gender)
         pronoun = NounPhrase("who" if kind == "person" else "that", "", (german,), phrase.person)
         verbs = [verb for verb in VERBS if kind in verb.subjects]
         relative = self.clause(verbs, TENSES, pronoun)

@@ -66,15 +66,15 @@ def read_options(values: Mapping[str, Any]) -> PrepareOptions:
 def report(meta: Meta, out: Path) -> str:
     """Return a table of the pairs removed, by reason, and of the data directory's content."""
     from deepspeed_nmt.console import table
-    from deepspeed_nmt.data.clean import CleaningConfig, describe
+    from deepspeed_nmt.data.clean import CleaningConfig
     from deepspeed_nmt.data.filters import read_filters
 
-    cleaning, filters = CleaningConfig(**meta.options["cleaning"]), read_filters(meta.options.get("filters", {}))
+    reasons = CleaningConfig(**meta.options["cleaning"]).reasons(read_filters(meta.options.get("filters", {})))
     train, read = meta.splits["train"], meta.pairs_read
     counts = [["training pairs read", f"{read:,}", ""]]
     for reason, count in meta.removed.items():
         if count:
-            counts.append([f"removed: {describe(reason, cleaning, filters)}", f"{count:,}", f"{count / read:.2%}"])
+            counts.append([f"removed: {reasons[reason]}", f"{count:,}", f"{count / read:.2%}"])
     counts.append(["training pairs kept", f"{train.pairs:,}", f"{train.pairs / read:.2%}"])
     parts = [table(counts)]
     if meta.repaired:

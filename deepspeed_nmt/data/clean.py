@@ -100,23 +100,22 @@ class CleaningConfig(Config):
     # Identical sides are harmless names and numbers in small amounts.
     remove_identical: bool = Field(default=False, description="remove pairs whose source and target are equal")
 
-    def reasons(self) -> dict[str, str]:
-        """Describe all reasons to remove a pair, in the order in which they are checked."""
+    def reasons(self, filters: Mapping[str, Filter]) -> dict[str, str]:
+        """Describe all reasons to remove a pair, filters included, in the order in which they are checked."""
+        judging = {name: entry.describe() for name, entry in filters.items() if not entry.remembers}
+        remembering = {name: entry.describe() for name, entry in filters.items() if entry.remembers}
         return {
             "undecodable": "not UTF-8",
             "bad_character": "control characters or U+FFFD",
             "empty": "a side is empty",
             "identical": "source and target are the same",
             "too_long": f"more than {self.max_length} tokens",
+            **judging,
             "duplicate": "the same pair again",
+            **remembering,
             "too_short": f"fewer than {self.min_length} tokens",
             "ratio": f"one side over {self.max_ratio:g} times as long (above {self.ratio_from} tokens)",
         }
-
-
-def describe(reason: str, cleaning: CleaningConfig, filters: Mapping[str, Filter]) -> str:
-    """Describe a reason to remove a pair, which may be the name of a filter, for the report."""
-    return filters[reason].describe() if reason in filters else cleaning.reasons()[reason]
 
 
 def read_lines(paths: Sequence[Path]) -> Iterator[bytes]:
@@ -237,11 +236,9 @@ class PairCleaner:
         return self.read - self.removals.counts.total()
 
     @property
-    def reasons(self) -> tuple[str, ...]:
-        """All reasons for which pairs may be removed, in the order in which they are checked."""
-        filters, order = self.checker.filters, list(self.checker.config.reasons())
-        duplicate = order.index("duplicate")
-        return (*order[:duplicate], *filters.judging, "duplicate", *filters.remembering, *order[duplicate + 1 :])
+    def reasons(self) -> dict[str, str]:
+        """All reasons for which pairs may be removed, in the order in which they are checked, with descriptions."""
+        return self.checker.config.reasons(self.checker.filters.filters)
 
     def accept(self, checked: CheckedPairs, text_of: TextOf | None = None) -> npt.NDArray[np.bool_]:
         """Count the next pairs that ``checker`` has checked; return True for no repetitions. Shape: -> (N,).

@@ -264,10 +264,11 @@ class CorpusWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._source.close()
-        self._target.close()
-        if self._weights is not None:
-            _close(self._weights)
+        for file in (*self._source.files, *self._target.files, self._weights):
+            if file is not None:
+                with file:  # its content is to survive a power failure
+                    file.flush()
+                    os.fsync(file.fileno())
 
 
 class _SideWriter:
@@ -279,6 +280,7 @@ class _SideWriter:
         self._tokens = (directory / f"{stem}.{dtype}.bin").open("wb")
         self._offsets = (directory / f"{stem}.offsets.bin").open("wb")
         self._offsets.write(np.zeros(1, _OFFSET).tobytes())
+        self.files: tuple[BinaryIO, BinaryIO] = self._tokens, self._offsets
         self.count = self._end = self._unknown = self._longest = 0
 
     def append(self, sentences: Tokens) -> None:
@@ -295,17 +297,6 @@ class _SideWriter:
     @property
     def stats(self) -> SideStats:
         return SideStats(tokens=self._end, unknown=self._unknown, longest=self._longest)
-
-    def close(self) -> None:
-        _close(self._tokens)
-        _close(self._offsets)
-
-
-def _close(file: BinaryIO) -> None:
-    """Close a file whose content is to survive a power failure."""
-    with file:
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @dataclass(frozen=True)

@@ -120,15 +120,20 @@ def open_tokenizer(path: Path) -> Tokenizer:
                 return FairseqTokenizer.read(path)
         return SentencePieceTokenizer.read(path, info)
     except ValidationError as error:
-        first = error.errors()[0]
-        problem = problem_of(first, ".".join(map(str, first["loc"])) or "the file")
-        raise DataError(f"a JSON file of the vocabulary in {path} is damaged ({problem}); restore it") from error
+        raise DataError(
+            f"a JSON file of the vocabulary in {path} is damaged ({_first_problem(error)}); restore it"
+        ) from error
     except UserError:
         raise
     except (OSError, ValueError) as error:
         raise DataError(
             f"no vocabulary in {path} ({error}); give a directory that `prepare` has made, or import the model again"
         ) from error
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors()[0]
+    return problem_of(first, ".".join(map(str, first["loc"])) or "the file")
 
 
 class DataDirectory:
@@ -151,11 +156,9 @@ class DataDirectory:
         except DamagedRecordError as error:
             raise DataError(f"{error}; restore {path}, or move it away and run `prepare` again") from error
         except ValidationError as error:
-            first = error.errors()[0]
-            problem = problem_of(first, ".".join(map(str, first["loc"])) or "the file")
             raise DataError(
-                f"{meta_path} is not what this version's `prepare` writes: {problem} ({error.error_count()} such); "
-                "move it away and run `prepare` again"
+                f"{meta_path} is not what this version's `prepare` writes: {_first_problem(error)} "
+                f"({error.error_count()} such); move it away and run `prepare` again"
             ) from error
         directory = cls(path, meta)
         directory._check(verify=False)

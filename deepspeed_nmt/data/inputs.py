@@ -133,18 +133,10 @@ def unaligned_error(descriptions: Sequence[str], what: str = "source and target"
 
 
 class InputText(io.RawIOBase):
-    """The text of an input file, which is hashed, decompressed and counted while it is read.
+    """The text of an input file or a pipe, which is hashed, decompressed and counted while it is read.
 
-    Args:
-        path: of the file, or of a pipe; ``-`` is standard input.
-
-    Attributes:
-        name: of the file, for messages.
-        stream: the text, without a byte order mark.
-
-    Raises:
-        DataError: if it cannot be read, is of a compression that is not known, or is UTF-16.
-        ConfigError: if its compression needs a package that is not installed.
+    ``stream`` is the text, without a byte order mark; the path ``-`` is standard input. Text that cannot be read, or
+    is of an unknown compression or encoding, is a DataError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -262,8 +254,7 @@ def _state(file: BinaryIO) -> tuple[int, int] | None:
 
 PIECE_BYTES = 1 << 19
 """Bytes of the first file of a piece: about half a second of encoding."""
-_NUMBER = re.compile(rb"\s*\+?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*", re.ASCII)
-_SCORE = re.compile(rb"\s*-inf\s*|\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*", re.ASCII)
+_NUMBER = re.compile(rb"\s*(-inf|[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?)\s*", re.ASCII)
 
 FileSet = Mapping[str, Path]
 """Aligned files by ``<split>.<column>``."""
@@ -278,7 +269,6 @@ class Piece(NamedTuple):
     columns: tuple[bytes, ...]
     names: tuple[str, ...]
     first: int
-    lines: int
 
 
 def read_pieces(sets: Sequence[FileSet], records: dict[str, list[InputRecord]]) -> Iterator[Piece]:
@@ -295,7 +285,7 @@ def read_pieces(sets: Sequence[FileSet], records: dict[str, list[InputRecord]]) 
                     raise _unaligned_error(files, texts)
                 if not leading:
                     break
-                yield Piece(tuple(map(b"".join, columns)), names, first, len(leading))
+                yield Piece(tuple(map(b"".join, columns)), names, first)
                 first += len(leading)
             if any(text.stream.peek(1) for text in texts):
                 raise _unaligned_error(files, texts)
@@ -330,7 +320,7 @@ class TextLayout:
     ) -> tuple[list[tuple[bytes, bytes]], npt.NDArray[np.float32] | None, list[float] | None]:
         """Return pairs without line ends, and their weights and scores, if any. Shape of each: -> (N,)."""
         columns = [lines_of(column) for column in piece.columns]
-        scores = _scores(columns.pop(), piece.names[-1], piece.first) if self.scored else None
+        scores = _numbers("score", columns.pop(), piece.names[-1], piece.first).tolist() if self.scored else None
         weights: Sequence[bytes] | None = columns.pop() if self.weighted else None
         name = piece.names[-2 if self.scored else -1]
         if self.tsv:
@@ -338,7 +328,7 @@ class TextLayout:
             if len(columns) == 3:
                 weights = columns.pop()
         source, target = columns
-        values = None if weights is None else _weights(weights, name, piece.first)
+        values = None if weights is None else _numbers("weight", weights, name, piece.first).astype("<f4")
         return list(zip(source, target, strict=True)), values, scores
 
     def _split(self, lines: Sequence[bytes], piece: Piece) -> list[list[bytes]]:
@@ -348,12 +338,9 @@ class TextLayout:
         for number, row in enumerate(rows, piece.first):
             if len(row) < needed or (self.tsv_columns is None and len(row) > 2):
                 required = "source and target" if self.tsv_columns is None else f"{needed} or more columns"
-                advice = (
-                    "choose columns by --tsv-columns, for example 1,2" if len(row) > needed else "correct the line"
-                )
                 raise DataError(
                     f"line {number:,} of {piece.names[0]} has {counted(len(row), 'columns')} instead of "
-                    f"{required}, separated by tabs; {advice}"
+                    f"{required}, separated by tabs; correct it, or choose columns by --tsv-columns, for example 1,2"
                 )
         return [[row[column - 1] for row in rows] for column in self.tsv_columns or (1, 2)]
 
@@ -364,27 +351,17 @@ def lines_of(text: bytes) -> list[bytes]:
     return [line.rstrip(b"\r") for line in lines]
 
 
-def _weights(lines: Sequence[bytes], name: str, first: int) -> npt.NDArray[np.float32]:
-    """Return the weights on lines of text. Shape: (N,) -> (N,)."""
-    with np.errstate(over="ignore"):
-        values = np.array([float(line) if _NUMBER.fullmatch(line) else np.nan for line in lines], np.float64)
-        weights = values.astype("<f4")
-    wrong = np.flatnonzero(~((weights > 1e-37) & (weights < 1e38)))  # also of numbers that fp32 cannot hold
-    if len(wrong):
-        text = shown(lines[wrong[0]].decode("utf-8", errors="replace"))
-        raise DataError(
-            f"line {first + int(wrong[0]):,} of {name} has the weight {text}, which is no number between 1e-37 and "
-            "1e38; correct it, and remove pairs that should not count"
-        )
-    return weights
-
-
-def _scores(lines: Sequence[bytes], name: str, first: int) -> list[float]:
-    """Return the scores on lines of text. Shape: (N,) -> (N,)."""
-    for number, line in enumerate(lines, first):
-        if not _SCORE.fullmatch(line):
-            raise DataError(
-                f"line {number:,} of {name} has the score {shown(line.decode('utf-8', errors='replace'))}, which "
-                "is no number; of the output of `score-pairs`, take the fourth column (cut -f 4)"
-            )
-    return list(map(float, lines))
+def _numbers(what: str, lines: Sequence[bytes], name: str, first: int) -> npt.NDArray[np.float64]:
+    """Return the weights or scores on lines of text. Shape: (N,) -> (N,)."""
+    numbers = np.array([float(line) if _NUMBER.fullmatch(line) else np.nan for line in lines], np.float64)
+    if what == "weight":  # which fp32 must hold
+        wrong, kind = ~((numbers > 1e-37) & (numbers < 1e38)), "number between 1e-37 and 1e38"
+        advice = "correct it, and remove pairs that should not count"
+    else:
+        wrong, kind = np.isnan(numbers), "number"
+        advice = "of the output of `score-pairs`, take the fourth column (cut -f 4)"
+    if wrong.any():
+        place = int(wrong.argmax())
+        text = shown(lines[place].decode("utf-8", errors="replace"))
+        raise DataError(f"line {first + place:,} of {name} has the {what} {text}, which is no {kind}; {advice}")
+    return numbers

@@ -117,8 +117,8 @@ class Shares:
     def __init__(self, phase: Phase, update_tokens: int) -> None:
         self.phase = phase
         self.update_tokens = update_tokens
-        weights = [each for stream in phase.streams for each in stream.weights]
-        changes = {phase.first, *(each.first for each in weights), *(each.last + 1 for each in weights if each.last)}
+        weights = [weight for stream in phase.streams for weight in stream.weights]
+        changes = {phase.first, *(w.first for w in weights), *(w.last + 1 for w in weights if w.last)}
         firsts = sorted(change for change in changes if change >= phase.first)
         self.segments: list[Segment] = []
         starts = tuple(float(stream.start) for stream in phase.streams)

@@ -38,7 +38,6 @@ from deepspeed_nmt.data.clean import (
     CleaningConfig,
     PairChecker,
     PairCleaner,
-    describe,
     fits,
     read_lines,
 )
@@ -260,12 +259,8 @@ def _trained(options: PrepareOptions, files: Paths, pairs: int) -> SentencePiece
 
 def _check_some_left(cleaner: PairCleaner) -> None:
     if cleaner.kept == 0:
-        filters, counts = cleaner.checker.filters.filters, cleaner.removals.counts
-        reasons = "; ".join(
-            f"{counts[reason]}: {describe(reason, cleaner.checker.config, filters)}"
-            for reason in cleaner.reasons
-            if counts[reason]
-        )
+        counts = cleaner.removals.counts
+        reasons = "; ".join(f"{counts[name]}: {text}" for name, text in cleaner.reasons.items() if counts[name])
         raise DataError(
             f"no training pair is left after cleaning of {cleaner.read} ({reasons or 'the files are empty'}); check "
             "that the files are the right ones, or loosen the cleaning"
