@@ -201,10 +201,6 @@ class Scorer:
     Args:
         metrics: metrics to compute; programs, which take files, are left out.
         text: form of references and translations.
-        references: one reference of each sentence.
-
-    Raises:
-        ConfigError: if the text cannot be brought into the form that a metric requires.
     """
 
     def __init__(self, metrics: Sequence[Metric], text: TextForm, references: Sequence[str]) -> None:

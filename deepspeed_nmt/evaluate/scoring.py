@@ -68,11 +68,7 @@ class Score:
 def corpus_score(
     metric: TextMetric, hypotheses: Sequence[str], references: Sequence[Sequence[str]], *, lowercase: bool = False
 ) -> Score:
-    """Score translations, ignoring case if ``lowercase``; each of ``references`` is a list aligned with them.
-
-    Raises:
-        DataError: if there is nothing to score, or a reference has another number of lines.
-    """
+    """Score translations, ignoring case if ``lowercase``; each of ``references`` is a list aligned with them."""
     if not hypotheses or not references:
         raise DataError(f"{len(hypotheses)} hypotheses and {len(references)} references; give at least one of both")
     for number, reference in enumerate(references, 1):  # sacreBLEU would silently truncate them to the shortest
@@ -122,11 +118,7 @@ class ScoreReport:
 
 
 def read_sentences(name: str) -> list[str]:
-    """Read the sentences of a file. Only a line feed ends one: text may hold other Unicode line breaks.
-
-    Raises:
-        DataError: if the file cannot be read, is compressed, not UTF-8, or empty.
-    """
+    """Read the sentences of a file. Only a line feed ends one: text may hold other Unicode line breaks."""
     with open_text(name) as stream:
         data = b"".join(raw_lines(stream, name))
     try:

@@ -122,11 +122,7 @@ class RequestSearch(Search, Protocol):
 
 
 def check_finite(log_prob: float) -> None:
-    """Check a log-probability that a model predicts.
-
-    Raises:
-        CheckpointError: if it is no finite number.
-    """
+    """Check that a log-probability that a model predicts is finite, or raise a CheckpointError."""
     if not math.isfinite(log_prob):
         raise CheckpointError(
             "the model predicts NaN or infinity for a sentence; its weights are damaged "
@@ -162,11 +158,7 @@ class LengthPenalty:
 
     @classmethod
     def parse(cls, text: str) -> LengthPenalty:
-        """Parse the name of a penalty.
-
-        Raises:
-            ConfigError: if there is no such penalty, or its exponent is not a number from 0 to 10.
-        """
+        """Parse the name of a penalty, or raise a ConfigError."""
         if text in ("mean", "none"):
             return cls("power", 1.0 if text == "mean" else 0.0)
         match = re.fullmatch(r"(gnmt|power):(\d+(?:\.\d*)?|\.\d+)", text, flags=re.ASCII)

@@ -29,11 +29,7 @@ _LOGITS_AT_ONCE = 1 << 24
 
 
 def pad_sources(sources: Sequence[Sequence[int]], pad: int, device: torch.device | str) -> tuple[Tensor, bool]:
-    """Collate source sentences.
-
-    Returns:
-        One tensor, padded on the right, and True if any position is padding. Shape: -> (B,S)
-    """
+    """Return sources as one tensor, padded on the right, and True if any position is padding. Shape: -> (B,S)"""
     longest = max(map(len, sources))
     rows = [[*source, *[pad] * (longest - len(source))] for source in sources]
     padded = any(len(source) < longest for source in sources)
@@ -54,7 +50,6 @@ def token_log_probs(
 
     Args:
         models: a model at the exit that is to score, or the models of an ensemble, in eval mode.
-        vocabulary: special tokens.
         source_BS: source tokens, as in :meth:`~deepspeed_nmt.search.base.Search.search`.
         padded: False promises that no position is padding.
         translations: for each sentence any number of translations, without BOS and EOS.

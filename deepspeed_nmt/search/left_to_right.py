@@ -310,11 +310,7 @@ def _block_size(period: int) -> int:
 
 
 def best_of(hypotheses: Iterable[Hypothesis], most: int) -> list[Hypothesis]:
-    """Return at most ``most`` of a sentence's finished hypotheses, best first.
-
-    Raises:
-        CheckpointError: if there is none, because the model predicts NaN.
-    """
+    """Return at most ``most`` of a sentence's finished hypotheses, best first; a CheckpointError if there is none."""
     best = sorted(hypotheses, key=lambda hypothesis: -hypothesis.score)[:most]
     check_finite(best[0].score if best else math.nan)
     return best

@@ -141,11 +141,7 @@ class SourceLines:
         self.number = before
 
     def encode(self, line: str) -> list[int]:
-        """Encode the next line as tokens, without EOS.
-
-        Raises:
-            DataError: if it is too long or was not UTF-8, and ``strict`` is True.
-        """
+        """Encode the next line as tokens, without EOS, or refuse it by a DataError."""
         self.number += 1
         self.check_utf8(line, self.number)
         tokens, is_whole = self._beginning(line.rstrip("\r\n"))
@@ -179,11 +175,7 @@ class SourceLines:
         return self.tokenizer.encode(line), True
 
     def check_utf8(self, text: str, number: int, name: str = "source") -> None:
-        """Note a line that was not UTF-8, or refuse it, by its number from 1 and the name of its text.
-
-        Raises:
-            DataError: if it was not UTF-8, and ``strict`` is True.
-        """
+        """Note a line that was not UTF-8, or refuse it, by its number from 1 and the name of its text."""
         if not isinstance(text, DamagedLine):
             return
         line = f"line {number:,} of the {name}"
@@ -317,18 +309,14 @@ def warn_of_form(lines: Iterable[str], text: TextForm) -> Iterator[str]:
 
 
 def length_buckets(lengths: Sequence[int], max_tokens: int, width: int = 1) -> Iterator[list[int]]:
-    """Cut sentences into batches of similar length, the longest first.
+    """Cut sentences into batches of similar length, and yield their numbers.
 
-    With the longest first, a batch that does not fit into memory fails at once and not after an hour.
+    The longest are first, so that a batch that does not fit into memory fails at once and not after an hour.
 
     Args:
         lengths: length of each sentence in tokens.
-        max_tokens: bound of sentences times the longest of a batch; a longer sentence gets a batch of its own.
-        width: hypotheses of a sentence. Sentences times hypotheses have the same bound, so that a step of the search
-            has an end soon, and fits into memory.
-
-    Yields:
-        The sentences' numbers, each once.
+        max_tokens: bound of sentences times the longest of a batch, and of sentences times ``width``, the hypotheses
+            of each; a longer sentence gets a batch of its own.
     """
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     start = 0

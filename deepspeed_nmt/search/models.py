@@ -51,15 +51,11 @@ def mean_of(log_probs: Sequence[Tensor], weights: Sequence[float] | None) -> Ten
 
 
 class Ensemble(DecodableModel):
-    """An ensemble, which decodes with p(y) = weighted mean of the models' p_i(y).
-
-    Args:
-        models: models with the same vocabulary.
-        weights: one for each model, above 0; they are divided by their sum. None for equal weights.
+    """An ensemble of models with the same vocabulary, which decodes with p(y) = weighted mean of their p_i(y).
 
     Attributes:
         members: the models.
-        weights: their weights, whose sum is 1; None for equal weights.
+        weights: one for each model, above 0, divided by their sum; None for equal weights.
     """
 
     def __init__(self, models: Sequence[DecodableModel], weights: Sequence[float] | None = None) -> None:
