@@ -29,7 +29,7 @@ _LOGITS_AT_ONCE = 1 << 24
 
 
 def pad_sources(sources: Sequence[Sequence[int]], pad: int, device: torch.device | str) -> tuple[Tensor, bool]:
-    """Return sources as one tensor, padded on the right, and True if any position is padding. Shape: -> (B,S)"""
+    """Return sources as one tensor, padded on the right, and True if any position is padding. Shape: -> (B,S)."""
     longest = max(map(len, sources))
     rows = [[*source, *[pad] * (longest - len(source))] for source in sources]
     padded = any(len(source) < longest for source in sources)
