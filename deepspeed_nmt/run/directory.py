@@ -212,7 +212,6 @@ class DataRecord(Config):
 
     Attributes:
         path: data directory that the run was last trained on.
-        fingerprint: fingerprint of the data.
         longest_source: tokens of its longest source sentence, without EOS; 0 if it is not known.
         text: form of its text; None if it is not known.
         tags: symbols in front of all its sentences.
@@ -257,8 +256,6 @@ class RunManifest(Config):
     """The content of ``manifest.json`` of a run.
 
     Attributes:
-        format: version of the format.
-        files: the run's files.
         before: records of files that were being replaced when the manifest was written: a file may match either.
         seal: by which the user who started the run knows its commands again, see :mod:`deepspeed_nmt.run.start`.
     """

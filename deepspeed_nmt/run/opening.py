@@ -31,14 +31,9 @@ from deepspeed_nmt.text import Tags
 
 
 def search_settings(runs: Sequence[Run], changes: Mapping[str, Any], exits: Sequence[str]) -> SearchConfig:
-    """Return the search of the first run with changed settings.
+    """Return the search of the first run with changed settings; those that are None stay.
 
-    Args:
-        changes: settings by name; those that are None stay.
-        exits: options by which the user chooses an exit.
-
-    Raises:
-        ConfigError: if a setting is unknown or out of range, or the model lacks an exit that the search needs.
+    ``exits`` are the options by which the user chooses an exit.
     """
     run = runs[0]
     settings = run.config.search.model_dump()
@@ -101,11 +96,7 @@ def check_ensemble(runs: Sequence[Run], weights: Sequence[float] | None) -> None
 
 
 def warn_of_differences(runs: Sequence[Run], search: SearchConfig, given: Mapping[str, object]) -> None:
-    """Warn if the runs of an ensemble differ in what is taken from the first of them.
-
-    Args:
-        given: options and settings of the search by name; the runs do not matter for those that are not None.
-    """
+    """Warn if the runs of an ensemble differ in what is taken from the first of them, and not ``given``."""
     chosen = {name for name, value in given.items() if value is not None}
     fields = {*type(search).model_fields} - chosen
     first = runs[0]
@@ -183,10 +174,7 @@ def cut_at(run: Run, model: TranslationModel, exit: str) -> TranslationModel:
 
 
 def trained_exits(run: Run, model: TranslationModel) -> list[str]:
-    """Return the names of the exits that a run has trained, the top among them as the last.
-
-    Named exits come instead of the numbered ones that they stand for.
-    """
+    """Return the names of the exits that a run has trained, the top last; named ones instead of numbered ones."""
     if named := run.config.model.named_exits:
         return list(named)
     encoder, decoder = model.stages
@@ -297,16 +285,7 @@ def held_out_cross_entropy(sentences: Sequence[Sequence[Linked]]) -> float:
 
 @dataclass(frozen=True)
 class Opened:
-    """Runs that are decoded with.
-
-    Attributes:
-        runs: one, or those of an ensemble.
-        checkpoint: which checkpoint of each.
-        exit: exit of their models.
-        digests: hash of the weights of each.
-        precision: in which they decode.
-        aligning: layers that align best by exit, as far as they were asked for.
-    """
+    """Runs that are decoded with, one or an ensemble: the checkpoint of each, the exit, and hashes of the weights."""
 
     runs: tuple[Run, ...]
     checkpoint: str
@@ -314,6 +293,7 @@ class Opened:
     digests: tuple[str, ...] = ()
     precision: str = "fp32"
     aligning: dict[str, list[int]] = field(default_factory=dict)
+    """Layers that align best by exit, once they have been chosen."""
 
     def exits(self, models: Sequence[TranslationModel]) -> list[str]:
         """Return the names of the exits that all runs have trained, the top last."""

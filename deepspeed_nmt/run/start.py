@@ -55,7 +55,6 @@ from deepspeed_nmt.run.directory import (
     RunManifest,
     changed_fixed_settings,
     check_contents,
-    check_record,
     replace_files,
     verify_run,
 )
@@ -92,7 +91,7 @@ def begin(path: Path, config: RunConfig, data: TrainingData, *, restart: bool = 
 
     Raises:
         ConfigError: if a fixed setting has changed, or there are files that `train` did not write.
-        CheckpointError: if the newest checkpoint is of another run, or the checkpoints are gone.
+        CheckpointError: if the checkpoints are gone.
         DataError: if the data has changed, or a file of the run is a pipe or leads out of it.
     """
     if restart:
@@ -128,7 +127,7 @@ def begin(path: Path, config: RunConfig, data: TrainingData, *, restart: bool = 
 def recorded_data(path: Path) -> TrainingData:
     """Open the data directories that a run was last trained on."""
     record = DataRecord.read(path)
-    options = [each.option for each in record.corpora] or [DataOption(Path(record.path))]
+    options = [corpus.option for corpus in record.corpora] or [DataOption(Path(record.path))]
     for option in options:
         if not option.path.is_dir():
             raise DataError(
@@ -140,13 +139,12 @@ def recorded_data(path: Path) -> TrainingData:
 
 def _check_same(path: Path, config: RunConfig, data: TrainingData) -> None:
     recorded = DataRecord.read(path)
-    main = data.main
-    if recorded.fingerprint != main.fingerprint:
+    if recorded.fingerprint != data.main.fingerprint:
         raise DataError(
-            f"{main.path} is not, or no longer, the data that {path} began with, {recorded.path}, which has its "
+            f"{data.main.path} is not, or no longer, the data that {path} began with, {recorded.path}, which has its "
             "vocabulary and validation set; restore it and give it as the first --data, or start a new run"
         )
-    before_at = {each.path: each.fingerprint for each in recorded.corpora}
+    before_at = {corpus.path: corpus.fingerprint for corpus in recorded.corpora}
     for part in data.parts:
         where = str(part.directory.path.resolve())
         if before_at.get(where, part.directory.fingerprint) != part.directory.fingerprint:
@@ -168,12 +166,6 @@ def _check_same(path: Path, config: RunConfig, data: TrainingData) -> None:
         if key.startswith(_LEARNING) and before.get(key) != now[key]
     ]:
         logger.warning("%s continues with other settings: %s", path, ", ".join(changes))
-    store = CheckpointStore(path / CHECKPOINTS)
-    try:
-        newest = store.read(store.names()[-1], verify=False)
-    except CheckpointError:  # it is skipped later
-        return
-    check_record(newest, config, main.vocabulary)
 
 
 def last_saved(path: Path) -> int:
@@ -339,8 +331,6 @@ class Origin:
     """Run and checkpoint of a warm start.
 
     Attributes:
-        run: run directory.
-        checkpoint: best, last, average, or a path.
         grow: True if its model becomes the frozen bottom of the new one; False if its weights are trained further.
     """
 
@@ -399,12 +389,8 @@ def warm_start(model: TranslationModel, config: RunConfig, origin: Origin, data:
     With ``origin.grow`` they become the model's frozen bottom (depth growing). Otherwise they are the model's own,
     and layers above those of the other run keep their initial weights (direct stacking).
 
-    Returns:
-        Record for the new run.
-
     Raises:
         ConfigError: if vocabularies, shapes, or the computations with the weights differ.
-        CheckpointError: if the checkpoint does not exist or is damaged.
     """
     source = Run.open(origin.run, origin.option)
     if source.tokenizer.digest != data.tokenizer().digest:

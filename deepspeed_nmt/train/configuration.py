@@ -107,11 +107,7 @@ class TrainingConfig(Config):
 
 
 def words_of(command: str) -> list[str]:
-    """Split a command into words as a shell does.
-
-    Raises:
-        ValueError: if a quotation is not closed.
-    """
+    """Split a command into words as a shell does; raise a ValueError if a quotation is not closed."""
     try:
         return shlex.split(command)
     except ValueError as error:
@@ -141,11 +137,7 @@ _SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,49}")
 
 
 def check_set_name(name: str) -> str:
-    """Return the name of a validation set.
-
-    Raises:
-        ValueError: if it cannot be part of a tag and of a setting, or means something else there.
-    """
+    """Return the name of a validation set, unless it cannot be part of a tag and of a setting."""
     if not _SET_NAME.fullmatch(name):
         raise ValueError(f"has the name {shown(name)}; use letters, digits, - and _, 50 at most")
     if name in (MEAN, "auto", *LOSSES, *METRICS):
@@ -318,10 +310,6 @@ class ValidationConfig(Config):
 
     def chosen(self, text: TextForm, of: str = MAIN) -> tuple[tuple[Metric, ...], Metric | None]:
         """Return the metrics of a validation set, and the one that chooses the best checkpoint; None for the loss.
-
-        Args:
-            text: form of the set's text.
-            of: name of the set.
 
         Raises:
             ConfigError: if the text cannot be brought into the form that a metric requires.
