@@ -17,6 +17,22 @@ from tests.support import batch_of
 PAD, BOS, EOS = 0, 1, 2
 
 
+class Letters:
+    """Tokenizer with the letters from a to z as tokens from 4 up; all else is unknown."""
+
+    vocabulary = Vocabulary(30)
+    digest = "letters"
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text], "source")[0]
+
+    def encode_batch(self, texts: Sequence[str], side: str, threads: int = 1) -> list[list[int]]:
+        return [[4 + ord(each) - ord("a") if "a" <= each <= "z" else 3 for each in text.strip()] for text in texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(chr(ord("a") + token - 4) if token > 3 else "?" for token in tokens)
+
+
 def two_pairs(update: int = 1) -> Batch:
     """Return a batch of two sentence pairs of unequal lengths, of a vocabulary of at least 23 tokens."""
     source = torch.tensor([[7, 8, 9, 10, 11, 2], [12, 13, 14, 2, 0, 0]])

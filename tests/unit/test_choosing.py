@@ -283,12 +283,6 @@ def test_a_measure_that_no_set_has_is_refused(best_by: str) -> None:
     assert "news/ followed by a measure, mean/ followed by a measure" in problem
 
 
-def test_measures_of_sets_are_among_the_metrics_and_need_sets() -> None:
-    assert "add it to validation.metrics" in problem_of(sets={"news": "x"}, metrics=["bleu"], best_by="news/ter")
-    assert "validation.best_by is 'mean/bleu'" in problem_of(best_by="mean/bleu")
-    assert problem_of(sets={"mean": "x"}, best_by="news/bleu").startswith("validation.sets"), "reported once"
-
-
 def test_each_set_has_the_metrics_that_its_text_allows_and_the_one_that_chooses() -> None:
     assert chosen(TOKENISED, "news") == ["bleu_tokenised"] and chosen(RAW, "") == ["bleu"]
     assert chosen(RAW, "news", best_by="news/chrf") == ["bleu", "chrf"]

@@ -86,13 +86,6 @@ def test_settings_that_contradict_one_another_are_refused(settings: tuple[str, .
     assert problem in sentence
 
 
-def test_all_problems_are_reported_together() -> None:
-    found = problems("model.dim=0", "optimizer.lrr=1", "nonsense.x=1", "training.seed=-1")
-    assert len(found) == 4
-    with pytest.raises(ConfigError, match="4 settings are wrong"):
-        load_config(settings=["model.dim=0", "optimizer.lrr=1", "nonsense.x=1", "training.seed=-1"])
-
-
 def test_parts_of_an_objective_are_added_and_removed_by_name() -> None:
     config = load_config("deep_decoder_base_30", settings=["objective.ald=null", "objective.ddr.weight=5"])
     assert set(config.objective) == {"label_smoothed", "ddr"}

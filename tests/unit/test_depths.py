@@ -61,13 +61,6 @@ def test_runs_of_one_depth_are_one_system_beside_a_run_of_many() -> None:
     assert [pairs for _, pairs in many.pairs] == [[(1, 1), (1, 2), (2, 1), (2, 2)]]
 
 
-def test_systems_that_cannot_be_compared_are_refused() -> None:
-    with pytest.raises(ConfigError, match="a and b both have the depth 2-1"):
-        systems_of([run("a", 2, 1), run("b", 2, 1)])
-    with pytest.raises(ConfigError, match=r"v has one exit, and not several stages"):
-        systems_of([run("v", 1, 1)])
-
-
 def scored(path: str, form: TextForm, **vocabulary: str) -> Any:
     """A run of which only the form of its text and the hashes of its vocabulary are read."""
     metrics, _ = ValidationConfig().chosen(form)

@@ -23,8 +23,7 @@ from deepspeed_nmt.doctor import group_checks as hosts
 from deepspeed_nmt.doctor import host_checks as checks
 from deepspeed_nmt.doctor.examination import TOGETHER, Line, Result, begin_to_connect, meet
 from deepspeed_nmt.doctor.findings import Finding, HostGpu, JobContext, Output, fault, ok
-from deepspeed_nmt.doctor.group_checks import Exchange, Group, judge
-from deepspeed_nmt.doctor.trial import Outcome
+from deepspeed_nmt.doctor.group_checks import Exchange, Group
 from deepspeed_nmt.errors import ConfigError, TrainingError
 from deepspeed_nmt.parallel.hardware import HostMemory
 from deepspeed_nmt.parallel.launched import RankPlace, expanded, local_ranks
@@ -343,18 +342,6 @@ def test_locks_must_hold_on_other_hosts(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(hosts, "can_lock", lambda path: True)
     (finding,) = together(hosts.directory, groups([tmp_path] * 2))
     assert finding.level == "warning" and "node1 can lock what node0 has locked" in finding.text
-
-
-def test_a_trial_names_the_first_cause() -> None:
-    names = {rank: f"rank {rank} on node{rank}" for rank in range(3)}
-    outcomes = {0: Outcome(problem="no end within 9 s"), 1: Outcome(problem="no route to host")}
-    (finding,) = judge("nccl", outcomes, names, 2)
-    assert finding.level == "fault" and finding.text.startswith(
-        "rank 1 on node1 cannot add numbers by nccl (no route to"
-    )
-    assert "and 2 more cannot" in finding.text and "NCCL_SOCKET_IFNAME" in finding.text
-    (finding,) = judge("gloo", {0: Outcome()}, {0: "rank 0", 1: "rank 1"}, 2)
-    assert "rank 1 cannot" in finding.text and "(no answer)" in finding.text
 
 
 def test_torch_is_imported_before_a_second_thread_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,22 +104,6 @@ def test_another_program_gives_the_same_probabilities(
     assert largest_difference(format, made, tokenizer, tmp_path) < bound
 
 
-REFUSED = {
-    "recurrent": (
-        {"name": "recurrent", "encoder_loops": 2, "decoder_loops": 1},
-        "embedded tokens to the state again",
-    ),
-    "transparent": ({"name": "transparent_attention"}, "different mixtures of the encoder's layers"),
-    "growing": ({"name": "depth_growing"}, "its deep exit runs two models"),
-}
-
-
-@pytest.mark.parametrize(("model", "reason"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_expressed_is_refused_with_the_reason(model: Any, reason: str) -> None:
-    with pytest.raises(NotStandardError, match=reason):
-        build(model).described()
-
-
 def test_a_layer_that_computes_something_else_is_refused() -> None:
     class Other(DecoderLayer):
         pass

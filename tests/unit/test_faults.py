@@ -27,7 +27,7 @@ from deepspeed_nmt.train.faults import Replay, Witness, attribute, cause_of, che
 from deepspeed_nmt.train.optimizers.adam import AdamConfig
 from deepspeed_nmt.train.out_of_memory import probe
 from deepspeed_nmt.train.progress import Progress
-from deepspeed_nmt.train.stability import SpikeWatch, report_skip, roll_back, worth_explaining
+from deepspeed_nmt.train.stability import SpikeWatch, report_skip, roll_back
 from tests.support import random_corpus
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
@@ -173,11 +173,6 @@ def test_culprits_are_named_unless_the_loss_scale_may_be_the_cause(
     assert update.culprits == (("decoder.layers.1.feed_forward.down_proj.weight",) if named else ())
 
 
-def test_only_unusual_skips_are_explained() -> None:
-    assert [worth_explaining(skipped, 1.0) for skipped in (0, 1)] == [False, True]
-    assert [worth_explaining(skipped, 1024.0) for skipped in (0, 1, 4, 5)] == [False, False, False, True]
-
-
 def test_a_skip_names_losses_and_the_first_layers(caplog: pytest.LogCaptureFixture) -> None:
     parameters = [f"decoder.layers.{layer}.x.{kind}" for layer in range(12) for kind in ("weight", "bias")]
     cause = report_skip(update(7), result(torch.nan, True, 1.0, tuple(parameters[6:18])), 3, parameters, WORLD)
@@ -255,23 +250,14 @@ def chained() -> Exception:
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("NCCL error: Call to CUDA function failed: 'out of memory'"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"),
-        chained(),
-    ],
+    "error", [RuntimeError("NCCL error: Call to CUDA function failed: 'out of memory'"), chained()]
 )
 def test_out_of_memory_is_explained(loader: TrainLoader, error: Exception) -> None:
     with pytest.raises(TrainingError) as caught:
         probe("always", engine_with(error), loader)
     message, batch = str(caught.value), loader.largest()
-    assert message.startswith("the largest expected micro-batch ran out of the memory of RAM with ")
     assert f"{batch.rows} rows x {batch.longest} tokens, {batch.padded_tokens} of batch.micro_tokens" in message
-    assert str(error).split("\n")[0].rstrip(".") in message
-    for setting in ("batch.micro_tokens", "engine.recompute_decoder=1", "zero3", "engine.tensor_parallel"):
-        assert setting in message
-    assert "training.probe=never" in message
+    assert str(error) in message and "engine.recompute_decoder=1" in message
 
 
 def test_other_errors_are_not_changed(loader: TrainLoader) -> None:

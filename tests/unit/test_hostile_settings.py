@@ -1,22 +1,14 @@
 """Settings and options of no sensible value: refused by name, at once, in a sentence that shows them shortly."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from deepspeed_nmt.api import Translator
-from deepspeed_nmt.build import build_meta_model
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.config import load_config
-from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.engine.settings import EngineSettings
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.evaluate.metrics import METRICS as ALL_METRICS
-from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.run.resolve import check_size
-from deepspeed_nmt.train.optimizers.adam import AdamConfig
 
 LONG = "n" * 300
 KNOWN = ", ".join(ALL_METRICS)
@@ -66,30 +58,6 @@ def test_a_gpu_that_is_missing_is_not_replaced_by_the_cpu(
         Translator.open("RUN", device="gpu")
     assert main(["translate", "--run", "RUN", "--device", "cuda", "--input", __file__, "--output", "-"]) == 2
     assert "--device is cuda, but torch finds no GPU" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("run", "options", "problem"),
-    [
-        (5, {}, "`run` is 5"),
-        ("A", {"checkpoint": 5}, "`checkpoint`"),
-        ("A", {"decoder_layers": "6"}, "`decoder_layers` .* '6'"),
-        ("A", {}, "A .* `run`"),
-    ],
-)
-def test_arguments_of_another_type_are_refused(run: Any, options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{problem}"):
-        Translator.open(run, **options)
-
-
-@pytest.mark.timeout(60)
-def test_a_model_beyond_this_hosts_memory_is_refused_before_it_is_built() -> None:
-    widest = ["model.dim=65536", "model.ffn_dim=1048576", "model.encoder_layers=100"]
-    model = build_meta_model(load_config(settings=widest), Vocabulary(1000))
-    engine, world = EngineSettings("fp32", AdamConfig()), World(0, 1, 0, torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"more than this host's memory of .* lower the model"):
-        check_size(model, engine, world)
-    check_size(build_meta_model(load_config(), Vocabulary(1000)), engine, world)
 
 
 @pytest.mark.timeout(30)

@@ -10,7 +10,7 @@ import torch
 
 from deepspeed_nmt.errors import ConfigError, ReportedError
 from deepspeed_nmt.parallel import launched, world
-from deepspeed_nmt.parallel.hardware import prepare_gpu, runs_on
+from deepspeed_nmt.parallel.hardware import prepare_gpu
 from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, place
 from deepspeed_nmt.parallel.shared_work import local_store
 
@@ -105,21 +105,6 @@ def test_the_store_of_workers_listens_on_this_host_only() -> None:
 
 
 CUDA_13 = ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "compute_120"]
-
-
-@pytest.mark.parametrize(
-    ("capability", "architectures", "runs"),
-    [
-        ((7, 0), CUDA_13, False),
-        ((10, 3), CUDA_13, True),
-        ((7, 0), ["sm_50", "sm_60", "sm_70"], True),
-        ((8, 0), ["sm_86"], False),
-        ((9, 0), ["sm_80", "compute_80"], True),
-        ((10, 3), ["compute_100a"], False),
-    ],
-)
-def test_architectures_that_run_on_a_gpu(capability: tuple[int, int], architectures: list[str], runs: bool) -> None:
-    assert runs_on(capability, architectures) is runs
 
 
 def test_a_torch_without_kernels_for_its_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,15 +139,6 @@ def test_round_trip(tmp_path: Path, vocab_size: int, itemsize: int) -> None:
     assert corpus.target_lengths.tolist() == [len(target) + 1 for _, target in pairs]
 
 
-def test_empty_corpus_and_empty_sentences(tmp_path: Path) -> None:
-    _write(tmp_path, [], 10)
-    assert len(Corpus(tmp_path, "train")) == 0
-    _write(tmp_path, [([], []), ([], [])], 10)
-    corpus = Corpus(tmp_path, "train")
-    assert corpus.source_lengths.tolist() == [1, 1]
-    assert corpus.target(1).tolist() == []
-
-
 def test_damage_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"train\.source\.offsets\.bin is missing"):
         Corpus(tmp_path, "train")

@@ -141,14 +141,6 @@ def test_state(events: list[tuple[str, int, str]], updates: int, expected: str, 
         assert RunPage(run).status(now=time.time() + 3600).state == "silent"
 
 
-def test_state_of_a_collapsed_run(tmp_path: Path) -> None:
-    settings = ["training.max_updates=200", "collapse.threshold=0.2", "collapse.patience=2", "collapse.grace=100"]
-    collapsed = RunPage(write_run(tmp_path / "low", 200, *settings, reliance=0.01)).status()
-    assert collapsed.state == "collapsed" and "0.010 nats a token, below 0.2" in collapsed.sentence
-    early = RunPage(write_run(tmp_path / "early", 100, *settings, reliance=0.01)).status()
-    assert early.state == "running", "within the grace period"
-
-
 def test_page_shows_all_that_a_run_has(tmp_path: Path) -> None:
     charts = charts_of(full_run(tmp_path / "run"))
     names = {"loss", "metric-bleu", "reliance", "slice-loss", "rate", "norm", "speed", "memory", "shares", "mixture"}

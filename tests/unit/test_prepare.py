@@ -331,21 +331,6 @@ def test_segmented_round_trip(texts: dict[str, Any]) -> None:
     assert meta.round_trips["valid.target"].examples == (("leer", "⁇"), ("unbekannt 猫", "⁇ ⁇"))
 
 
-def test_normalization_is_recorded_unless_it_is_the_one_there_always_was(
-    texts: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    first = _prepare(texts)
-    assert "normalization" not in first.options
-    with caplog.at_level(logging.INFO, "deepspeed_nmt"):
-        assert _prepare(texts, normalization="nfkc") == first
-    assert "nothing to do" in caplog.text
-    with pytest.raises(DataError, match="differs in normalization; give --overwrite"):
-        _prepare(texts, normalization="nfc")
-    again = _prepare(texts, normalization="nfc", overwrite=True)
-    assert again.options["normalization"] == "nfc"
-    assert "120 tokens (SentencePiece, normalization nfc)" in report(again, texts["out"])
-
-
 def test_lines_that_do_not_survive_encoding_are_counted_and_shown(
     texts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,20 +65,3 @@ def test_filters_are_applied_recorded_and_reported(
     assert cli.main(words) == 0
     assert cli.main([*words, "--filters", "web"]) == EXIT_USER_ERROR
     assert cli.main([*words, "--unicode", "nfc"]) == EXIT_USER_ERROR
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--filters", "htlm"], "'htlm' of --filters"),
-        (["--filters", "script", "--source-lang", "en"], "no language of the target"),
-        (["--filters", "web", "--keep-duplicates"], "error: --keep-duplicates keeps pairs that the filter near_dup"),
-        (["--filters", "letters=1,html=0.9", "--max-ratio", "0"], "error: --max-ratio "),
-    ],
-)
-def test_wrong_options_are_refused(
-    more: list[str], message: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([*words, *more]) == EXIT_USER_ERROR
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "data").exists()

@@ -273,14 +273,6 @@ def test_a_weight_or_score_that_is_no_number_is_named(
     assert _directories(tmp_path) == []
 
 
-def test_weights_that_are_not_aligned_are_refused(texts: dict[str, Any], tmp_path: Path) -> None:
-    texts["train_weights"] = (_write(tmp_path / "weights", ["1"] * (len(SOURCE) - 1)),)
-    counts = r"train\.en has 192 lines, .*train\.de has 192 and .*weights has 191;"
-    with pytest.raises(DataError, match=rf"text and weights have .* lines: .*{counts}"):
-        _prepare(texts)
-    assert _directories(tmp_path) == []
-
-
 def test_a_disk_without_room_for_the_text_is_refused(
     texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

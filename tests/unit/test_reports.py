@@ -12,7 +12,6 @@ from deepspeed_nmt.cli import main
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.engine.contract import EngineScalars
 from deepspeed_nmt.reports.outcome import Outcome
-from deepspeed_nmt.run.directory import DataRecord
 from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.progress import Progress
 
@@ -111,17 +110,6 @@ def test_of_several_runs_of_a_point_the_one_nearest_to_the_recipe_is_taken(tmp_p
     assert report.rows[0]["run"] == str(tmp_path / "runs" / "9"), "an engine is no difference; names decide"
     assert "point 1 (model.decoder_layers=1) has several runs" in report.log and "not a, 1" in report.log
     assert "also differ in model.dim," in report.log
-
-
-def test_runs_of_other_data_or_validation_are_compared_with_a_warning(tmp_path: Path, sweep: Any) -> None:
-    for number, layers in enumerate((1, 3, 6)):
-        settings = ["validation.max_sentences=100", "validation.max_tokens=99"] if number == 2 else []
-        run = make_run(tmp_path / "runs" / str(number), f"model.decoder_layers={layers}", *settings, train_ppl=5.0)
-        record = DataRecord(path=f"data{number}", fingerprint="a" if number < 2 else "b")
-        (run / "data.json").write_bytes(record.content())
-    assert "also differ in validation.max_sentences, the data, and" in sweep().log
-    (tmp_path / "runs" / "2" / "config.yaml").unlink()
-    assert "also differ" not in sweep().log, "the same data in two directories"
 
 
 def test_runs_are_compared_by_what_differs_and_what_came_of_it(

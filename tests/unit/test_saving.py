@@ -12,7 +12,6 @@ import torch
 
 from deepspeed_nmt.engine.contract import EngineScalars, ParameterState
 from deepspeed_nmt.engine.transfer import HostBuffer
-from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train import checkpoint as store_module
@@ -20,7 +19,7 @@ from deepspeed_nmt.train import saving
 from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.configuration import Save, TrainingConfig
 from deepspeed_nmt.train.progress import Progress
-from deepspeed_nmt.train.saving import Saver, check_can_save
+from deepspeed_nmt.train.saving import Saver
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 SHAPE = (5, 3)
@@ -189,17 +188,3 @@ def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     found = SimpleNamespace(free=100 * GIB)
     monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: found)
     return found
-
-
-@pytest.mark.parametrize(("present", "needed"), [(0, 2), (5, 2), (9, 1)])
-def test_a_run_that_has_no_room_for_its_checkpoints_is_refused(
-    tmp_path: Path, free: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, present: int, needed: int
-) -> None:
-    monkeypatch.setattr(saving, "_reserve", lambda descriptor, size: True)
-    free.free = needed * GIB
-    check_can_save(tmp_path / "new", GIB, TrainingConfig(), present)
-    free.free -= 1
-    words = rf"has .* free, and {needed} more checkpoints? of 1.0 GiB are to come; free some space, "
-    with pytest.raises(ConfigError, match=words):
-        check_can_save(tmp_path / "new", GIB, TrainingConfig(), present)
-    assert not (tmp_path / "new").exists(), "nothing is left that was not there"

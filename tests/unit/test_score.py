@@ -141,27 +141,6 @@ def test_doubtful_lines_are_counted_and_warned_of(
     assert "gaps.de: 2 of 3 lines are empty" in err
 
 
-def test_text_of_another_form_or_case_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def warnings(hypothesis: list[str], reference: list[str], *options: str) -> str:
-        words = [
-            "--hypothesis",
-            write(tmp_path / "hyp", hypothesis),
-            "--reference",
-            write(tmp_path / "ref", reference),
-        ]
-        assert main(["score", *words, *options]) == 0
-        return capsys.readouterr().err
-
-    tokens = ["das haus ist alt .", "das ist gut"]
-    assert "hyp: 1 of 2 lines end in ' .' and look tokenised" in warnings(
-        tokens, ["das haus ist alt.", "das ist gut"]
-    )
-    assert warnings(tokens, tokens, "--tokenised") == ""
-    lower = [line.lower() for line in HYPOTHESIS]
-    said = warnings(lower, REFERENCE)
-    assert f"{tmp_path}/ref: 3 of 3 lines have upper case" in said and f"{tmp_path}/hyp is in lower case" in said
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

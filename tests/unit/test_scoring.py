@@ -17,25 +17,11 @@ from deepspeed_nmt.search.forced import score_lines, token_log_probs
 from deepspeed_nmt.search.mask_predict import MaskPredictConfig
 from deepspeed_nmt.search.models import Ensemble
 from tests import transformer_equations as equations
+from tests.models import Letters
 
 V = Vocabulary(30)
 SOURCE = torch.tensor([[7, 8, 9, 10, 2], [12, 13, 2, 0, 0], [5, 6, 7, 2, 0]])
 ASKED = [[(4, 5, 6), ()], [(9,)], [(4,), (5, 5), (6, 7, 8, 9)]]
-
-
-class Letters:
-    """Tokenizer with the letters of the alphabet as tokens from 4 up."""
-
-    vocabulary = V
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text], "source")[0]
-
-    def encode_batch(self, texts: Sequence[str], side: str, threads: int = 1) -> list[list[int]]:
-        return [[4 + ord(letter) - ord("a") for letter in text.strip()] for text in texts]
-
-    def decode(self, tokens: list[int]) -> str:
-        return "".join(chr(ord("a") + token - 4) for token in tokens)
 
 
 def plain(seed: int) -> TranslationModel:

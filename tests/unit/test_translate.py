@@ -10,7 +10,7 @@ from torch import Tensor
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import Memory, TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.errors import ConfigError, DataError, options_as_typed
+from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.search import streams as module
 from deepspeed_nmt.search.base import Translation
@@ -18,6 +18,7 @@ from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.search.decode_options import DecodeOptions
 from deepspeed_nmt.search.lines import warn_of_form
 from deepspeed_nmt.text import TextForm, text_of
+from tests.models import PAD, Letters
 
 
 def split(named: dict[str, Any]) -> tuple[DecodeOptions, dict[str, Any]]:
@@ -29,20 +30,6 @@ def split(named: dict[str, Any]) -> tuple[DecodeOptions, dict[str, Any]]:
 def translate_lines(model: Any, tokenizer: Any, lines: Any, config: Any, **named: Any) -> Iterator[list[Translation]]:
     options, others = split(named)
     return module.translate_lines(model, tokenizer, lines, config, options, **others)
-
-
-class Letters:
-    """Tokenizer with the letters of the alphabet as tokens from 4 up."""
-
-    pad = 0
-    vocabulary = Vocabulary(30, pad, bos=2, eos=3, unk=1)
-
-    def encode(self, text: str) -> list[int]:
-        assert "\n" not in text
-        return [4 + ord(letter) - ord("a") for letter in text.strip()]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(chr(ord("a") + token - 4) if token > 3 else "?" for token in ids)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +53,7 @@ def shapes(model: TranslationModel, monkeypatch: pytest.MonkeyPatch) -> list[tup
     encode, seen = model.encode, []
 
     def spy(source_BS: Tensor, padded: bool = True) -> Memory:
-        assert padded == bool(source_BS.eq(Letters.pad).any())
+        assert padded == bool(source_BS.eq(PAD).any())
         seen.append(tuple(source_BS.shape))
         memory: Memory = encode(source_BS, padded)
         return memory
@@ -133,13 +120,6 @@ def test_lines_are_read_on_demand(model: TranslationModel) -> None:
     assert len(read) == 8
 
 
-class Alphabet(Letters):
-    """Other letters than those of the alphabet are unknown."""
-
-    def encode(self, text: str) -> list[int]:
-        return [token if 4 <= token < 30 else self.vocabulary.unk for token in super().encode(text)]
-
-
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Warnings from now on."""
@@ -201,11 +181,11 @@ NOT_UTF8 = [text_of(line) for line in (b"ab\n", b"c\xe9\n", "c\ufffd\n".encode()
 
 
 def test_lines_that_are_not_utf8_are_counted(model: TranslationModel, warnings: list[str]) -> None:
-    list(translate_lines(model, Alphabet(), NOT_UTF8, CONFIG, buffer_lines=2))
+    list(translate_lines(model, Letters(), NOT_UTF8, CONFIG, buffer_lines=2))
     first, count = (each for each in warnings if "UTF-8" in each)
     assert first.startswith("line 2 of the source has bytes that are not UTF-8")
     assert count == "3 of 5 lines have bytes that are not UTF-8", "U+FFFD in the text is no damage"
-    found = translate_lines(model, Alphabet(), NOT_UTF8, CONFIG, buffer_lines=1, strict=True)
+    found = translate_lines(model, Letters(), NOT_UTF8, CONFIG, buffer_lines=1, strict=True)
     next(found)
     with pytest.raises(DataError, match="line 2 of the source is not UTF-8"):
         next(found)
@@ -213,9 +193,9 @@ def test_lines_that_are_not_utf8_are_counted(model: TranslationModel, warnings: 
 
 def test_many_unknown_tokens_are_told_once(model: TranslationModel, warnings: list[str]) -> None:
     rare = ["abcdefghijklmnopqrstu", "猫", "abcdefghijklmnopqrstu", "a"]
-    list(translate_lines(model, Alphabet(), rare, CONFIG))
+    list(translate_lines(model, Letters(), rare, CONFIG))
     assert not warnings, "1 of 44"
-    list(translate_lines(model, Alphabet(), ["日本語です", "ab", *rare, "日本"], CONFIG, buffer_lines=2))
+    list(translate_lines(model, Letters(), ["日本語です", "ab", *rare, "日本"], CONFIG, buffer_lines=2))
     assert len(warnings) == 1
     assert "5 of the 7 tokens up to line 2 (71%) are unknown to the vocabulary" in warnings[0]
 
@@ -235,14 +215,3 @@ def test_a_source_of_another_form_than_the_training_text_is_warned_of(
 ) -> None:
     assert list(warn_of_form(iter(lines), text)) == lines
     assert [said in each for each in warnings] == [True] * bool(said)
-
-
-def test_invalid_numbers_are_reported_together_before_reading(model: TranslationModel) -> None:
-    lines = iter(["a"])
-    with options_as_typed(), pytest.raises(ConfigError) as error:
-        translate_lines(model, Letters(), lines, CONFIG, max_tokens=0, buffer_lines=-1, max_source_tokens="x")
-    assert len(error.value.problems) == 3
-    assert all(name in str(error.value) for name in ("--max-tokens", "--buffer-lines", "--max-source-tokens", "'x'"))
-    with pytest.raises(ConfigError, match=r"`nbest` is 4.* 3; raise `beam` to 4"):
-        translate_lines(model, Letters(), lines, CONFIG, nbest=4)
-    assert list(lines) == ["a"]

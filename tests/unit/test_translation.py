@@ -36,22 +36,10 @@ from deepspeed_nmt.run.translation import (
 from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.search.decode_options import DecodeOptions
 from deepspeed_nmt.text import DamagedLine, Tags, text_of
+from tests.models import Letters
 
 LONG, UNKNOWN = "abcdefghijkl", "?????"
 LINES = [*("abc", "", "de", LONG, "fghi") * 4, LONG, *(UNKNOWN,) * 3, "end"]
-
-
-class Letters:
-    """Tokenizer with the letters of the alphabet as tokens from 4 up; all else is unknown."""
-
-    vocabulary = Vocabulary(30, 0, bos=2, eos=3, unk=1)
-    digest = "letters"
-
-    def encode(self, text: str) -> list[int]:
-        return [4 + ord(letter) - ord("a") if letter.isalpha() else 1 for letter in text.strip()]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(chr(ord("a") + token - 4) if token > 3 else "?" for token in ids)
 
 
 @pytest.fixture(scope="module")
