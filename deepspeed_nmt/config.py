@@ -259,12 +259,9 @@ def _unknown(keys: Sequence[str]) -> Iterator[str]:
             yield f"{key} is a setting of {' or '.join(names)} only; set that, too, or leave it out"
             continue
         same = [other for other in known if other.rpartition(".")[2] == last]
-        # Within a section only the names are compared, of which few letters may differ.
-        inside = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
-        word, choices = (last, inside) if inside else (key, dict(zip(known, known, strict=True)))
-        close = same or [choices[name] for name in difflib.get_close_matches(word, choices, n=1, cutoff=0.6)]
-        listed = ", ".join(inside.values() or RunConfig.model_fields)
-        hint = f"did you mean '{close[0]}'?" if close else f"known: {listed}"
+        inside = [other for other in known if other.rpartition(".")[0] == section]
+        close = same or difflib.get_close_matches(key, inside or known, n=1, cutoff=0.75)
+        hint = f"did you mean '{close[0]}'?" if close else f"known: {', '.join(inside or RunConfig.model_fields)}"
         yield f"there is no setting {shown(key)}; {hint}"
     if len(keys) > _MAX_HINTS:
         yield f"{len(keys) - _MAX_HINTS:,} more settings are unknown"
