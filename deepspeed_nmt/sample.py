@@ -16,8 +16,7 @@ from deepspeed_nmt.files import atomic_write_text
 Case = IntEnum("Case", "NOMINATIVE ACCUSATIVE DATIVE", start=0)
 Gender = IntEnum("Gender", "MASCULINE FEMININE NEUTER PLURAL", start=0)  # columns of endings
 Person = IntEnum("Person", "I YOU SHE WE THEY", start=0)  # "you" is always "du"
-HABEN = ("habe", "hast", "hat", "haben", "haben")
-SEIN = ("bin", "bist", "ist", "sind", "sind")
+HABEN, SEIN = ("habe", "hast", "hat", "haben", "haben"), ("bin", "bist", "ist", "sind", "sind")
 
 
 class Noun(NamedTuple):

@@ -154,11 +154,7 @@ class TextForm:
         return f"{verb} by Moses' rules for {self.target_lang}" if verb else ""
 
     def convert(self, kind: Kind, lines: Sequence[str]) -> list[str]:
-        """Make lines of the target side plain, or tokenised.
-
-        Raises:
-            ConfigError: if that is not possible, or sacremoses is required and not installed.
-        """
+        """Make lines of the target side plain, or tokenised; raise a ConfigError if that is not possible."""
         if reason := self.problem(kind):
             raise ConfigError(
                 f"{kind} text is needed, but {reason}; run `prepare` again with --text and --target-lang"

@@ -29,15 +29,9 @@ Special = dict[Side, dict[str, int]]
 
 
 class BertTokenizer(Tokenizer):
-    """The tokenizers of two BERTs.
+    """The tokenizers of two BERTs: JSON of each side's, in the format of the library `tokenizers`.
 
-    Args:
-        contents: JSON of each side's tokenizer, in the format of the library `tokenizers`.
-        special: special tokens by side and by name in :data:`deepspeed_nmt.huggingface.SPECIAL`.
-
-    Raises:
-        DataError: if a tokenizer cannot be read, or the two have different padding tokens.
-        ConfigError: if `tokenizers` is not installed.
+    ``special`` has the special tokens by side and by name in :data:`deepspeed_nmt.huggingface.SPECIAL`.
     """
 
     def __init__(self, contents: Contents, special: Special) -> None:

@@ -53,11 +53,7 @@ class SplitStats(Config):
 
 
 class Corpus:
-    """Sentence pairs of a split in the order of the text.
-
-    Raises:
-        DataError: if files are missing, or their sizes contradict one another.
-    """
+    """Sentence pairs of a split in the order of the text; files that are missing or damaged are a DataError."""
 
     def __init__(self, directory: Path, split: str) -> None:
         self._source = _Side(directory, f"{split}.source")

@@ -78,14 +78,8 @@ class FairseqTokenizer(Tokenizer):
     """The tokenizer of a model of fairseq.
 
     Text consists of the dictionary's symbols, separated by spaces: words with ``@@ `` marks, or pieces of
-    SentencePiece. With the SentencePiece models, it is raw text.
-
-    Args:
-        symbols: symbols of the dictionaries of source and target by number, special ones included.
-        models: SentencePiece models of source and target; None for text that is segmented already.
-
-    Raises:
-        DataError: if a model cannot be read, or has other pieces than the dictionary.
+    SentencePiece. With the SentencePiece models, it is raw text. Symbols are those of the dictionaries of source and
+    target by number, special ones included.
     """
 
     def __init__(

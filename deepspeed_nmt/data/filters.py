@@ -82,15 +82,10 @@ class Repetitions:
     def remove(
         self, count: int, hashes: Mapping[str, Hashes], removals: Removals, text_of: TextOf
     ) -> npt.NDArray[np.bool_]:
-        """Return True for pairs that repeat no earlier one, and count the others as removed. Shape: -> (N,).
+        """Return True for those of ``count`` pairs that repeat no earlier one, and count the others as removed.
 
-        A pair that is removed for one reason is not remembered for the next ones.
-
-        Args:
-            count: number of pairs, N.
-            hashes: of the pairs' keys, by reason. Shape of each: (N,)
-            removals: to which repetitions are added.
-            text_of: is called for the examples only.
+        A pair that is removed for one reason is not remembered for the next ones. ``text_of`` is called for the
+        examples only. Shape of hashes by reason: (count,) -> (count,).
         """
         keep = np.ones(count, dtype=np.bool_)
         for reason, seen in self._seen.items():

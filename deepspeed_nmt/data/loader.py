@@ -247,13 +247,9 @@ class TrainLoader:
     def __init__(
         self, order: UpdateOrder, config: BatchConfig, rank: int, ranks: int, vocabulary: Vocabulary
     ) -> None:
-        self.order = order
-        self.corpora = order.corpora
+        self.order, self.corpora, self.config = order, order.corpora, config
+        self.rank, self.ranks, self.vocabulary = rank, ranks, vocabulary
         self.longest = check_lengths(self.corpora, config)
-        self.config = config
-        self.rank = rank
-        self.ranks = ranks
-        self.vocabulary = vocabulary
 
     @classmethod
     def of_corpus(
@@ -363,10 +359,8 @@ class ValidationSet:
     """
 
     def __init__(self, corpus: Corpus, vocabulary: Vocabulary, config: BatchConfig, rank: int, ranks: int) -> None:
-        self.corpus = corpus
-        self.vocabulary = vocabulary
-        self._rank = rank
-        self._ranks = ranks
+        self.corpus, self.vocabulary = corpus, vocabulary
+        self._rank, self._ranks = rank, ranks
         longest = int(max(corpus.source_lengths.max(), corpus.target_lengths.max()))
         self._limits = config.model_copy(update={"micro_tokens": max(longest, config.micro_tokens)})
 

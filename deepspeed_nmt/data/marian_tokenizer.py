@@ -30,13 +30,8 @@ _LANGUAGE = re.compile(r">>[^<\s]+<<")
 class MarianTokenizer(Tokenizer):
     """The tokenizer of a MarianMT model.
 
-    Args:
-        models: SentencePiece models of source and target.
-        numbers: number of each token of the source, and of the target; equal if they share a vocabulary.
-        special: numbers of the special tokens by the names pad, bos, eos and unk.
-
-    Raises:
-        DataError: if a model cannot be read, or numbers are missing.
+    Models of SentencePiece and numbers of tokens are those of source and target; numbers are equal if they share a
+    vocabulary. ``special`` has the numbers of the special tokens by the names pad, bos, eos and unk.
     """
 
     def __init__(

@@ -169,7 +169,7 @@ def _two_shapes(full: Indices, totals: Sizes, longest: int, ranks: int, config: 
     count = ranks * max(1, -(-int(_SPARE * totals.max()) // (ranks * max(1, bound - _MULTIPLE))))
 
     def size(tokens: float) -> int:
-        return min(bound, _rounded(max(longest, _SPARE * tokens / count) + 1))
+        return min(bound, -(-int(np.ceil(max(longest, _SPARE * tokens / count) + 1)) // _MULTIPLE) * _MULTIPLE)
 
     candidates = sorted({size(tokens) for tokens in np.quantile(full, _QUANTILES)})
     pairs = itertools.combinations_with_replacement(candidates, 2)
@@ -303,8 +303,3 @@ def _loads(lengths: Sizes, row_of: Indices, count: int) -> Sizes:
     """Return the source and target tokens in each of some rows. Shape: -> (count, 2)."""
     sides = (np.bincount(row_of, weights=side, minlength=count) for side in lengths.T)
     return np.stack(list(sides), axis=1).astype(np.int64)
-
-
-def _rounded(size: float) -> int:
-    """Round up to a multiple of _MULTIPLE."""
-    return -(-int(np.ceil(size)) // _MULTIPLE) * _MULTIPLE

@@ -289,14 +289,8 @@ SIDE_MODEL_FILES: Mapping[Side, str] = {"source": "vocabulary.source.model", "ta
 class SentencePieceTokenizer(Tokenizer):
     """A tokenizer of one vocabulary for both sides, or of one a side, with the special tokens PAD, BOS, EOS and UNK.
 
-    Args:
-        model: A serialised SentencePiece model, of the target or of both sides.
-        segmented: True if text is already segmented in the ``@@ `` style, so that tokens are its words.
-        source_model: model of the source; None if both sides share one.
-        symbols: texts that are single tokens of the vocabularies.
-
-    Raises:
-        DataError: if a model cannot be read, has other special tokens, or lacks a symbol.
+    Models are serialised; without a ``source_model`` both sides share one. A model that cannot be read, has other
+    special tokens, or lacks one of the symbols, is a DataError.
     """
 
     def __init__(

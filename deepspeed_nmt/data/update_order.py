@@ -119,9 +119,7 @@ class UpdateOrder(ABC):
     """A division of the training text into updates of ``update_tokens`` target tokens, by the seed of the run."""
 
     def __init__(self, corpora: Corpora, seed: int, update_tokens: int) -> None:
-        self.corpora = corpora
-        self.seed = seed
-        self.update_tokens = update_tokens
+        self.corpora, self.seed, self.update_tokens = corpora, seed, update_tokens
 
     @abstractmethod
     def updates_in(self, epoch: int) -> int:

@@ -152,9 +152,6 @@ def train_words(
 
     Of the most frequent tokens it has ``vocab_size``, special ones and ``symbols`` included; None keeps all. Tokens
     spelt like special ones (``<s>``, ``<unk>``) are not in it and become unknown.
-
-    Raises:
-        DataError: if there is no text, it has fewer tokens than ``vocab_size``, or it was segmented by SentencePiece.
     """
     counts: Counter[str] = Counter()
     for line in lines:
