@@ -106,10 +106,9 @@ class ExportInfo(Config):
 
 
 class Difference(Config):
-    """A sentence that the two programs translate differently.
+    """A sentence that the two programs translate differently, the ``line``-th, from 1.
 
     Attributes:
-        line: number of the sentence, from 1.
         margin: difference of log-probabilities (nats), or of scores, by which this program decided: the smallest one
             of `kind`; None if another rule of the program explains the difference.
         kind: of the decision: between the two translations, between their first different tokens, or between
@@ -129,7 +128,6 @@ class Comparison(Config):
     """Translations of both programs with one beam size.
 
     Attributes:
-        identical: number of sentences with the same tokens.
         score_difference: largest difference of scores among identical translations; None if the other program gives
             none.
         tolerance: largest margin of a near-tie.
@@ -207,10 +205,8 @@ class Certificate(Config):
     Attributes:
         exit: exit of the model; "" for the top.
         hashes: SHA-256 of the run's config, of its vocabulary, of the weights, and of the text; all of them.
-        text: description of the text.
         metric: name of the metric; "" without references.
         logit_difference: largest difference of log-probabilities of tokens of this program's translations.
-        comparisons: one for each beam size.
         problems: reasons why it is not passed; empty if it is.
     """
 

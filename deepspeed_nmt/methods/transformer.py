@@ -187,7 +187,7 @@ class Transformer(TranslationModel):
         return states
 
     @override
-    def at_exit(self, name: str) -> Transformer:
+    def at_exit(self, name: str) -> TranslationModel:
         if name == TOP:
             return self
         encoder, _, decoder = name.partition("-")

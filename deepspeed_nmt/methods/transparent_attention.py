@@ -30,10 +30,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from typing_extensions import override
 
-from deepspeed_nmt.core.model import TOP, Exits, Memory
+from deepspeed_nmt.core.model import Exits, Memory, TranslationModel
 from deepspeed_nmt.core.parts import Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.segments import Segments, mask_between
 from deepspeed_nmt.methods.transformer import SMALL, Transformer, TransformerShape, build_transformer
 from deepspeed_nmt.nn.cache import KeysValues, LayerCache
@@ -140,13 +139,8 @@ class TransparentTransformer(Transformer):
         return super().decode(target_input_BT, memory, draw, segments=segments)
 
     @override
-    def at_exit(self, name: str) -> TransparentTransformer:
-        if name != TOP:
-            raise ConfigError(
-                f"the exit is '{name}', but each decoder layer of model.name=transparent_attention attends to all "
-                f"encoder layers; use {TOP}, or omit it"
-            )
-        return self
+    def at_exit(self, name: str) -> TranslationModel:
+        return TranslationModel.at_exit(self, name)  # each decoder layer attends to all encoder layers
 
 
 def build_transparent_attention(

@@ -92,13 +92,9 @@ class ExportText(NamedTuple):
 def export_run(
     request: ExportRequest, out: Path, overwrite: bool, check: Callable[[ExportInfo], object] = lambda info: None
 ) -> Certificate:
-    """Export a run, compare translations, and write the certificate into the export.
+    """Export a run into a directory, compare translations, and write the certificate there.
 
-    Args:
-        request: the run, and how to export it.
-        out: directory of the export.
-        overwrite: True to replace an older export.
-        check: refuses a run by what the export will say of it, before anything is written.
+    ``check`` refuses a run by what the export will say of it, before anything is written.
 
     Raises:
         ConfigError: if the model cannot be expressed, the directory is in use, or an option does not fit.
