@@ -98,18 +98,10 @@ def context_of(place: RankPlace, run: Path | None, limit_s: float) -> JobContext
         if nodes.status == 0 and nodes.text and job.isdecimal():
             os.environ.setdefault("MASTER_ADDR", nodes.text.split()[0])
             os.environ.setdefault("MASTER_PORT", str(20000 + int(job) * 7 % 10000))
-    gpus, problem = query_gpus(os.environ.get("PATH"))
-    environment = dict(os.environ)
-    return JobContext(
-        place=place,
-        host=platform.node(),
-        directory=existing(run or Path.cwd()),
-        limit_s=limit_s,
-        environment=environment,
-        local_ranks=local_ranks(environment) if place.ranks > 1 else 1,
-        gpus=gpus,
-        driver_problem=problem,
-    )
+    environment, directory = dict(os.environ), existing(run or Path.cwd())
+    ranks_here = local_ranks(environment) if place.ranks > 1 else 1
+    smi = query_gpus(environment.get("PATH"))
+    return JobContext(place, platform.node(), directory, limit_s, environment, ranks_here, *smi)
 
 
 def examine(context: JobContext) -> Result | None:
@@ -248,7 +240,8 @@ def _lead(context: JobContext, exchange: Any, began: float) -> Result:
     others = sorted(set(facts) - {0})
     lines = [Line(*line) for answer in answers.values() for line in answer[1]]
     exchange.put("members", facts)
-    lines += _missing(context, facts)
+    checks = _group_checks()
+    lines += _lines(TOGETHER, "connection", partial(checks.connection, checks.Group(context, exchange, facts)))
     if others:
         lines += _together(context, exchange, facts)
     # The lines about several hosts that other ranks have found.
@@ -265,17 +258,3 @@ def _together(context: JobContext, exchange: Any, facts: Mapping[int, Mapping[st
         logger.info("all hosts together: %s", name)
         lines += _lines(TOGETHER, name, partial(check, group))
     return lines
-
-
-def _missing(context: JobContext, facts: Mapping[int, Mapping[str, Any]]) -> list[Line]:
-    from deepspeed_nmt.parallel.world import listed_ranks
-
-    ranks, hosts_of = context.place.ranks, {rank: of_rank["host"] for rank, of_rank in facts.items()}
-    missing = [rank for rank in range(ranks) if rank not in facts]
-    if not missing:
-        return []
-    where = _group_checks().missing_hosts(context, hosts_of, missing)
-    hosts = f" ({', '.join(where)})" if where else ""
-    text = f"{listed_ranks(missing)} of {ranks} did not connect within {context.limit_s:.0f} s{hosts}"
-    remedy = "look there for a message, and check that the host reaches rank 0"
-    return [Line(TOGETHER, "connection", *fault(f"{text}; {remedy}"))]

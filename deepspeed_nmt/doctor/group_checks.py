@@ -24,7 +24,7 @@ from deepspeed_nmt.doctor.host_checks import infiniband, scratch
 from deepspeed_nmt.doctor.trial import Outcome, run_trial, trial_on_this_host
 from deepspeed_nmt.errors import TrainingError, counted
 from deepspeed_nmt.parallel.launched import RankPlace, expanded
-from deepspeed_nmt.parallel.world import connect, restart
+from deepspeed_nmt.parallel.world import connect, listed_ranks, restart
 
 _CLOCK_S = 1.0
 """Difference of clocks in seconds from which on logs and files are confusing."""
@@ -272,6 +272,18 @@ def judge(backend: str, outcomes: Mapping[int, Outcome], names: Mapping[int, str
     if hosts > 1 and "NET/Socket" in transports and (devices := infiniband()):
         text = f"NCCL uses sockets between hosts, which are many times slower than InfiniBand ({', '.join(devices)})"
         yield warning(f"{text}; check NCCL_IB_DISABLE, NCCL_IB_HCA, and the limit of locked memory")
+
+
+def connection(group: Group) -> Iterator[Finding]:
+    """Name the ranks that have not connected, and their hosts."""
+    context = group.context
+    missing = [rank for rank in range(context.place.ranks) if rank not in group.facts]
+    if missing:
+        where = missing_hosts(context, {rank: group.host(rank) for rank in group.facts}, missing)
+        hosts = f" ({', '.join(where)})" if where else ""
+        ranks = f"{listed_ranks(missing)} of {context.place.ranks}"
+        text = f"{ranks} did not connect within {context.limit_s:.0f} s{hosts}; look there for a message"
+        yield fault(f"{text}, and check that the host reaches rank 0")
 
 
 def missing_hosts(context: JobContext, group_hosts: Mapping[int, str], missing: Sequence[int]) -> list[str]:

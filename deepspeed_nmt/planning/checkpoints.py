@@ -91,16 +91,13 @@ class IntervalPlan:
 
     def as_json(self) -> dict[str, object]:
         """Return the plan as values for JSON."""
-        return {
-            "mtbf_s": self.mtbf_s,
-            "saving_s": self.saving_s,
-            "restart_s": self.restart_s,
+        given = {key: value for key, value in vars(self).items() if key != "update_s"}
+        interval = {
             "interval_s": self.interval_s,
             "interval_first_order_s": young_interval(self.saving_s, self.mtbf_s),
-            "save_every": self.save_every,
-            "goodput": self.goodput(),
-            "goodput_without_restarts": self.goodput(0.0),
         }
+        goodput = {"goodput": self.goodput(), "goodput_without_restarts": self.goodput(0.0)}
+        return {**given, **interval, "save_every": self.save_every, **goodput}
 
     def __str__(self) -> str:
         every = f" (training.save_every={self.save_every})" if self.save_every is not None else ""
