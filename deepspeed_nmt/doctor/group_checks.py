@@ -260,14 +260,9 @@ def judge(backend: str, outcomes: Mapping[int, Outcome], names: Mapping[int, str
     slowest = min(outcome.gigabytes_per_s for outcome in outcomes.values())
     version = next((outcome.nccl for outcome in outcomes.values() if outcome.nccl), "")
     transports = sorted({name for outcome in outcomes.values() for name in outcome.transports})
-    # NCCL names the sockets that it starts with even if it uses InfiniBand.
-    kinds = {name.split()[0].partition("/")[2] for name in transports if name.startswith("NET/")}
-    networks = {network for outcome in outcomes.values() for network in outcome.networks}
-    through = "; ".join(sorted(network for network in networks if network.partition(":")[0] in kinds))
     text = f"{len(outcomes)} ranks on {counted(hosts, 'hosts')} add numbers by "
     text += f"NCCL {version}" if version else backend
     text += f" over {', '.join(transports)}" if transports else ""
-    text += f" ({through})" if through else ""
     yield ok(f"{text}: {slowest:.2f} GB/s")
     if hosts > 1 and "NET/Socket" in transports and (devices := infiniband()):
         text = f"NCCL uses sockets between hosts, which are many times slower than InfiniBand ({', '.join(devices)})"

@@ -28,12 +28,11 @@ _MIB = {"gloo": 4, "nccl": 256}
 _TIMES = 3
 """Number of timed sums."""
 _CHANNEL = re.compile(r"Channel \d+(?:/\d+)? : .* via (\S+)")
-_NETWORK = re.compile(r"NET/(\w+) ?: Using (.+)")
 
 
 @dataclass
 class Outcome:
-    """Result of a trial on one rank: the reason if it could not take part, and what NCCL uses between ranks.
+    """Result of a trial on one rank: the reason if it could not take part, and NCCL's transports.
 
     The bandwidth is that of a sum over all ranks as each rank sees it: what it sends in a ring.
     """
@@ -42,19 +41,16 @@ class Outcome:
     problem: str = ""
     nccl: str = ""
     transports: list[str] = field(default_factory=list)
-    networks: list[str] = field(default_factory=list)
 
     def read_log(self, lines: Iterable[str]) -> None:
-        """Take transports and networks from NCCL's log."""
-        transports, networks = set(), set()
+        """Take transports from NCCL's log."""
+        transports = set()
         for line in lines:
             if match := _CHANNEL.search(line):
                 parts = match.group(1).split("/")
                 direct = " with GPUDirect" if "GDRDMA" in parts else ""
                 transports.add("/".join(parts[:2] if parts[0] in ("NET", "P2P") else parts[:1]) + direct)
-            elif match := _NETWORK.search(line):
-                networks.add(f"{match.group(1)}: {match.group(2).strip()}")
-        self.transports, self.networks = sorted(transports), sorted(networks)
+        self.transports = sorted(transports)
 
 
 def run_trial(

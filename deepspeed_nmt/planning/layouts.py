@@ -54,10 +54,15 @@ def estimates(
     """
     # The last update of an epoch may be what is left.
     sample = range(0, max(1, len(updates) - 1), max(1, len(updates) // updates_sampled))
-    return [
-        _estimate(layout, [*_micro_batches(layout, updates, longest, sample, config, ranks)], len(sample) * ranks)
-        for layout in layouts
-    ]
+    made = []
+    for layout in layouts:
+        micro_batches = [*_micro_batches(layout, updates, longest, sample, config, ranks)]
+        tokens, count = sum(tokens for *_, tokens in micro_batches), len(micro_batches)
+        positions = sum(rows * (source + target) for rows, source, target, _ in micro_batches)
+        shapes = len({tuple(shape) for *shape, _ in micro_batches})
+        of = len(sample) * ranks
+        made.append(LayoutEstimate(layout, count / of, tokens / count, 1.0 - tokens / positions, shapes))
+    return made
 
 
 def prefers_padded(padded: LayoutEstimate, packed: LayoutEstimate) -> bool:
@@ -85,11 +90,3 @@ def _micro_batches(
                 for group in filter(len, groups):
                     s, t = source[group], target[group]
                     yield len(group), int(s.max()), int(t.max()), int(s.sum() + t.sum())
-
-
-def _estimate(layout: str, micro_batches: Sequence[_MicroBatch], of: int) -> LayoutEstimate:
-    tokens = sum(tokens for *_, tokens in micro_batches)
-    positions = sum(rows * (source + target) for rows, source, target, _ in micro_batches)
-    shapes = len({tuple(shape) for *shape, _ in micro_batches})
-    count = len(micro_batches)
-    return LayoutEstimate(layout, count / of, tokens / count, 1.0 - tokens / positions, shapes)

@@ -1,4 +1,4 @@
-"""Figures of a run's page by plotly: which series of the log belong together, heat maps by layer, histograms.
+"""Figures of a run's page by plotly: which series of the log belong together, and heat maps by layer.
 
 Colours of text and background are added in the browser, which knows if the page is dark; so are the marks of events,
 and the positions on another axis than updates.
