@@ -17,10 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepspeed_nmt.console import output
+from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.files import shown_name
+from deepspeed_nmt.text import Kind, check_language, join_segments
+
 if TYPE_CHECKING:
     from deepspeed_nmt.evaluate.nbest import Converter
     from deepspeed_nmt.evaluate.scoring import ScoreInputs
-    from deepspeed_nmt.text import Kind
 
 HELP = "score translations: sacreBLEU and chrF with their signatures"
 
@@ -72,14 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read the files, score them, and print the scores.
-
-    Raises:
-        ConfigError: if an option has no meaning with another.
-        DataError: if a file is missing, empty, not UTF-8, or not aligned with the others.
-    """
-    from deepspeed_nmt.console import output
-    from deepspeed_nmt.errors import ConfigError
+    """Read the files, score them, and print the scores."""
     from deepspeed_nmt.evaluate import scoring
 
     tokenised, lowercase = arguments.tokenised or arguments.segmented, arguments.lowercase
@@ -101,8 +98,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _tune(arguments: argparse.Namespace, tokenised: bool) -> str:
-    """Return the report of --tune-rerank."""
-    from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.evaluate.nbest import tune
 
     if arguments.metrics is not None:
@@ -124,9 +119,7 @@ def _tune(arguments: argparse.Namespace, tokenised: bool) -> str:
 
 def _read(arguments: argparse.Namespace, tokenised: bool) -> ScoreInputs:
     """Read all files of the command line, each once."""
-    from deepspeed_nmt.errors import DataError
     from deepspeed_nmt.evaluate.scoring import ScoreInputs, read_sentences
-    from deepspeed_nmt.files import shown_name
 
     names = [*dict.fromkeys(arguments.hypothesis), *dict.fromkeys(arguments.reference)]
     names += [arguments.source] if arguments.source else []
@@ -151,8 +144,6 @@ def _read(arguments: argparse.Namespace, tokenised: bool) -> ScoreInputs:
 
 def _converters(arguments: argparse.Namespace, tokenised: bool) -> tuple[Converter, Converter, str | None]:
     """Return functions that bring translations, and references, into the form to score, and the target language."""
-    from deepspeed_nmt.errors import ConfigError
-    from deepspeed_nmt.text import check_language, join_segments
 
     def join(lines: Sequence[str]) -> list[str]:
         return [join_segments(line) for line in lines] if arguments.segmented else list(lines)
@@ -165,7 +156,6 @@ def _converters(arguments: argparse.Namespace, tokenised: bool) -> tuple[Convert
     if arguments.like is None:
         return join, join, language
     from deepspeed_nmt.data.data_directory import open_tokenizer
-    from deepspeed_nmt.errors import DataError
     from deepspeed_nmt.run.text_form import recorded_form, verify_vocabulary
 
     verify_vocabulary(arguments.like)

@@ -16,6 +16,10 @@ from contextlib import ExitStack, nullcontext
 from itertools import tee
 from typing import TYPE_CHECKING
 
+from deepspeed_nmt.console import counting
+from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.files import atomic_writer, text_lines
+
 if TYPE_CHECKING:
     from deepspeed_nmt.api import Translator
     from deepspeed_nmt.search.forced import ScoredTranslation
@@ -51,16 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Score the pairs.
-
-    Raises:
-        UserError: if options contradict each other, or a run or a file cannot be opened, or the files have different
-            numbers of lines; the pairs before are scored.
-    """
+    """Score the pairs; if the files have different numbers of lines, those before."""
     from deepspeed_nmt.api import Translator
-    from deepspeed_nmt.console import counting
-    from deepspeed_nmt.errors import DataError
-    from deepspeed_nmt.files import atomic_writer, text_lines
     from deepspeed_nmt.run.translation import open_aligned, output_path
     from deepspeed_nmt.search.base import MisalignedError
     from deepspeed_nmt.search.decode_options import DecodeOptions
@@ -90,8 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
         ]
         try:
             for number, scored in enumerate(zip(*streams, strict=True)):
-                for name, each in zip(exits, scored, strict=True):
-                    output.write(_line(number, name, each, translator, arguments) + "\n")
+                for name, pair in zip(exits, scored, strict=True):
+                    output.write(_line(number, name, pair, translator, arguments) + "\n")
         except MisalignedError as error:  # what was scored is kept
             problem = error
         output.flush()

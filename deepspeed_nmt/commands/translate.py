@@ -39,11 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Translate the input.
-
-    Raises:
-        UserError: if options contradict each other, or a run or a file cannot be opened.
-    """
+    """Translate the input."""
     from deepspeed_nmt.cli import execute
     from deepspeed_nmt.parallel.launched import once_per_host, place
     from deepspeed_nmt.parallel.shared_work import run_workers

@@ -102,7 +102,7 @@ class SharedWork:
         return int(self._ask(lambda: self._store.add("done", 0)))
 
     def complete(self) -> None:
-        """Tell the other ranks that the work is complete, so that they stop waiting for more."""
+        """Tell the other ranks that the work is complete."""
         self._ask(lambda: self._store.set("complete", "yes"))
 
     def is_complete(self) -> bool:
