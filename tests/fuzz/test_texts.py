@@ -1,6 +1,5 @@
 """No text loses a line, and all output is UTF-8."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from hypothesis.strategies import SearchStrategy
 
 from deepspeed_nmt.data.data_directory import DataDirectory
 from tests.fuzz.conftest import Explore
-from tests.fuzz.program import Outcome, run_program
+from tests.fuzz.program import run_program
 
 # fmt: off
 SPECIAL = [
@@ -135,29 +134,6 @@ def check_translation(tiny: Path, place: Path, content: list[bytes], ends: Ends,
         assert not any(new for old, new in zip(content, lines, strict=False) if not old), repr(text)
 
 
-def check_score(tiny: Path, place: Path, content: Pairs, ends: Ends, options: str, piped: bool) -> None:
-    """Score text against other text and against itself."""
-    clear(place)
-    write_pairs(place, content, ends)
-    words = ["score", "--hypothesis", "a", "b", "--reference", "b", "--source", "a", "--json", *options.split()]
-    for row in scores(run_program(words, place, named=repr(content))):
-        scored = [row[name]["score"] for name in ("bleu", "chrf", "tokenised_bleu") if name in row]
-        assert scored and all(0.0 <= score <= 100.001 for score in scored), row
-
-
-def write_pairs(place: Path, content: Pairs, ends: Ends) -> None:
-    """Write the files a and b."""
-    for side, name in enumerate(("a", "b")):
-        (place / name).write_bytes(joined([pair[side] for pair in content], ends))
-
-
-def scores(outcome: Outcome) -> list[dict[str, Any]]:
-    """Rows of scores as strict JSON."""
-    if outcome.status != 0:
-        return []
-    return [json.loads(line, parse_constant=pytest.fail) for line in outcome.out.decode().split("\n")[:-1]]
-
-
 OPTIONS = {
     "prepare": [
         *["--vocab-from {}"] * 2,
@@ -167,7 +143,6 @@ OPTIONS = {
         "--vocab-from {} --filters web,script=Latin/Latin --unicode nfc,drop_control,drop_zero_width,drop_bidi",
     ],
     "translate": ["", "", "--nbest 2", "--max-tokens 9", "--exit 1-1", "--beam 1"],
-    "score": ["", "--tokenised", "--segmented", "--lowercase"],
 }
 
 
@@ -177,7 +152,6 @@ def test_texts(kind: str, tiny: Path, place: Path, explore: Explore) -> None:
     content, check, number = {
         "prepare": (st.tuples(pairs(), pairs(), pairs()), check_prepare, 8),
         "translate": (pairs().map(lambda lines: [line for line, _ in lines]), check_translation, 15),
-        "score": (pairs(), check_score, 15),
     }[kind]
     examples = st.tuples(content, ENDS, options, st.booleans())
     explore(lambda case: check(tiny, place, *case), examples, number, 180.0)

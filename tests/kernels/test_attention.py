@@ -3,8 +3,6 @@
 Legend: B sentences, H heads, T queries, S keys, K head width.
 """
 
-from unittest import mock
-
 import pytest
 import torch
 from torch import Tensor
@@ -60,32 +58,6 @@ def test_dropout_keeps_the_mean(way: AttentionChoice, device: torch.device) -> N
     out = Kernels(attention=way).attention(q, k, torch.ones_like(k), dropout_p=0.3)
     assert float(out.mean()) == pytest.approx(1.0, abs=0.01)
     assert float(out.std()) == pytest.approx((0.3 / 0.7 / 32) ** 0.5, rel=0.05)
-
-
-def test_auto_uses_sdpa_if_it_has_a_kernel_that_stores_no_weights(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device
-) -> None:
-    taken: list[str] = []
-    real = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(
-        torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: taken.append("sdpa") or real(*a, **k)
-    )
-    q = torch.randn(1, 2, 5, 16, device=device)
-    kernels = Kernels()
-    kernels.attention(q, q, q, causal=True)
-    assert taken == ["sdpa"]
-    if device.type == "cpu":
-        kernels.attention(q, q, q, causal=True, dropout_p=0.1)
-        assert taken == ["sdpa"], "on a CPU SDPA with dropout has slow masks"
-    cuda = torch.backends.cuda
-    for name in ("can_use_flash_attention", "can_use_efficient_attention", "can_use_cudnn_attention"):
-        monkeypatch.setattr(cuda, name, lambda *arguments: False)
-    monkeypatch.setattr(cuda, "SDPAParams", lambda *arguments: arguments)
-    fake = mock.Mock(device=torch.device("cuda"), dtype=torch.float16, shape=(1, 2, 5, 3), requires_grad=True)
-    assert not kernels._takes_sdpa(fake, fake, fake, None, False, 0.0)
-    monkeypatch.setattr(cuda, "can_use_efficient_attention", lambda *arguments: True)
-    assert not kernels._takes_sdpa(fake, fake, fake, None, False, 0.0), "the answer is cached"
-    assert Kernels()._takes_sdpa(fake, fake, fake, None, False, 0.0)
 
 
 @pytest.mark.parametrize("keys", [8, 13])

@@ -174,11 +174,6 @@ def test_a_trial_works_in_any_mode_of_autograd(monkeypatch: pytest.MonkeyPatch, 
     assert found and set(found) == {None}
 
 
-def test_kernels_only_overrides_all_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ENVIRONMENT, "triton")
-    assert set(chosen(Kernels.only("torch"), CPU).values()) == {"torch"}
-
-
 @pytest.mark.parametrize("variable", ["auto", "softmax=triton"])
 def test_fall_back_to_torch_overrides_all_settings(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, variable: str
@@ -190,18 +185,6 @@ def test_fall_back_to_torch_overrides_all_settings(
     expected = chosen(kernels) | {"softmax": "torch", "cross_entropy": "torch"}
     assert chosen(kernels)["softmax"] == "triton" and chosen(derived) == expected
     assert chosen(derived.planned_for((8, 0)), META) == expected
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("softmx=triton", "operation is 'softmx'.* did you mean 'softmax'"),
-        ("softmax=cuda", "softmax is 'cuda'.*torch or triton or apex"),
-    ],
-)
-def test_an_invalid_setting_is_refused(setting: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Kernels(setting)
 
 
 def test_a_plan_for_a_gpu_counts_its_kernels(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,15 +63,6 @@ def test_the_options_of_other_commands_exist() -> None:
                 parsed(shlex.split(command))
 
 
-def test_figures_are_reports_of_their_sweeps() -> None:
-    for row in rows():
-        reported = {command.split()[2] for command in row.commands if command.startswith("report sweep")}
-        if any(command.startswith("train $(plan") and "--point I" in command for command in row.commands):
-            depths = any(command.startswith("report depths") for command in row.commands)
-            assert depths or reported == {sweep for sweep, _ in row.points()}, row.name
-            assert all("--checkpoint average" in each for each in row.commands if each.startswith("report")), row.name
-
-
 @pytest.mark.parametrize("page", PAPERS, ids=lambda page: page.stem)
 def test_the_settings_of_recipes_are_those_of_the_table(page: Path) -> None:
     table, problems = settings(page), []

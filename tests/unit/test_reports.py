@@ -91,17 +91,6 @@ def test_a_sweep_is_reported_by_settings_and_missing_runs_are_named(tmp_path: Pa
     assert "no validation bleu is logged by 2, 3" in log, "the metric of the report is that of six"
 
 
-def test_a_sweep_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_run(tmp_path / "run", "model.decoder_layers=5")
-    words = ["deep_decoder_fig1", "--out", str(tmp_path / "x.png"), "--runs"]
-    for command, message in (
-        ([*words, str(tmp_path)], "none of the 1 run in"),
-        ([*words, str(tmp_path / "none")], "there is no directory"),
-    ):
-        assert main(["report", "sweep", *command]) == 2
-        assert message in capsys.readouterr().err
-
-
 def test_of_several_runs_of_a_point_the_one_nearest_to_the_recipe_is_taken(tmp_path: Path, sweep: Any) -> None:
     for name, more in (("1", ["optimizer.lr=1e-4"]), ("a", []), ("9", ["engine.name=plain"])):
         make_run(tmp_path / "runs" / name, "model.decoder_layers=1", *more, train_ppl=5.0)

@@ -124,15 +124,6 @@ def test_bytes_that_break_lines_become_spaces(character: str) -> None:
     assert tokenizer.decode([*word, *map(int, numbers), *word]) == "river  river"  # type: ignore[arg-type]
 
 
-def test_sizes_count_symbols_and_bytes() -> None:
-    with pytest.raises(DataError, match=r"4 special tokens and 2 symbols are \d+"):
-        train_subwords(ENGLISH, 20, symbols=SYMBOLS)
-    with pytest.raises(DataError, match="is 200, no more than the 4 special tokens and 256 bytes"):
-        train_subwords(ENGLISH, 200, byte_fallback=True)
-    with pytest.raises(DataError, match=r"is 900, but the text supports \d+"):
-        train_subwords(ENGLISH, 900, vocabulary_type="unigram")
-
-
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "char"])
 def test_a_model_of_the_users_keeps_its_segmentations(kind: str, tmp_path: Path) -> None:
     model = foreign(model_type=kind, vocab_size=70 if kind != "char" else 40, control_symbols=["<2de>"])
