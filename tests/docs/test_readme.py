@@ -16,15 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
-from deepspeed_nmt import __version__, cli
+from deepspeed_nmt import cli
 from deepspeed_nmt.cli import module_of
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.evaluate.metrics import METRICS
 from deepspeed_nmt.recipes import recipes, sweeps
 from deepspeed_nmt.run.validation_sets import given_sets
-from tests.docs.pages import INCLUDE, PAGES, anchors, blocks, prose
+from tests.docs.pages import PAGES, anchors, blocks, prose
 from tests.support import ROOT
 from tests.test_architecture import MAY_IMPORT
 
@@ -85,75 +84,25 @@ def test_command_is_valid(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_imported_names_exist(page: Path) -> None:
-    """Blocks of Python compile, and the names that they import from the package exist."""
-    for block in blocks(page.read_text(encoding="utf-8"), "python"):
+def test_imported_names_links_and_named_files_exist(page: Path) -> None:
+    """Blocks of Python compile. Paths in code spans are relative to the repository or to the package."""
+    text = page.read_text(encoding="utf-8")
+    for block in blocks(text, "python"):
         for node in ast.walk(ast.parse(textwrap.dedent(block))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("deepspeed_nmt"):
                 module = importlib.import_module(node.module or "")
                 assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
-
-
-def test_the_pages_have_commands() -> None:
-    assert len(COMMANDS) > 40
-    assert {command.values[0][0] for command in COMMANDS} >= {"prepare", "train", "translate", "score", "plan"}
-
-
-def test_scripts_of_the_pages_exist() -> None:
-    for page in PAGES:
-        for script in re.findall(r"\blaunch/[\w/]+\.(?:sh|sbatch)\b", page.read_text(encoding="utf-8")):
-            assert (ROOT / script).is_file(), f"{page.name}: {script}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_are_valid(page: Path) -> None:
-    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page.read_text(encoding="utf-8"))):
-        if link.startswith(("http://", "https://")):
-            continue
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(text)):
         name, _, anchor = link.partition("#")
         target = (page.parent / name) if name else page
-        assert target.exists(), f"{page.name}: {link}"
-        if anchor:
-            assert anchor in anchors(target.read_text(encoding="utf-8")), f"{page.name}: {link}"
-
-
-def test_includes_are_valid() -> None:
-    """A formatter may have changed an include that it took for code."""
-    included = [name for page in PAGES for name in INCLUDE.findall(page.read_text(encoding="utf-8"))]
-    assert included == ["benchmarks/RESULTS.md"]
-    assert all((ROOT / name).is_file() for name in included)
-    for page in PAGES:
-        text = INCLUDE.sub("", page.read_text(encoding="utf-8"))
-        assert not re.search(r"-+8 *<", text), f"{page.name} has an include that the site does not support"
-
-
-def test_excerpts_are_in_the_files_that_they_name() -> None:
-    """Each block of Python in the page is preceded by a link to a file that contains all lines of the block.
-
-    `...` stands for code that the page leaves out.
-    """
-    page = ROOT / "docs" / "add-a-method.md"
-    before, excerpts = "", 0
-    for part in re.split(r"(^```python\n.*?^```$)", page.read_text(encoding="utf-8"), flags=re.M | re.S):
-        if not part.startswith("```python"):
-            before = part
-            continue
-        name = re.findall(r"\]\(([^)]+\.py)\)", before)[-1]
-        lines = (page.parent / name).read_text(encoding="utf-8").splitlines()
-        shown = [line.removesuffix(" ...") for line in part.splitlines()[1:-1] if line.strip() not in ("", "...")]
-        assert [line for line in shown if line not in lines] == [], name
-        excerpts += 1
-    assert excerpts > 4
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_named_files_exist(page: Path) -> None:
-    """Paths in code spans are relative to the repository or to the package."""
-    for name in re.findall(
-        r"`([\w.-]+/[\w./-]+\.(?:py|sh|sbatch|md|txt|yaml|json|toml))`", prose(page.read_text("utf-8"))
-    ):
+        if not link.startswith(("http://", "https://")):
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+    for name in re.findall(r"`([\w.-]+/[\w./-]+\.(?:py|sh|sbatch|md|txt|yaml|json|toml))`", prose(text)):
         if not name.isupper() and name.split("/")[0] not in ("RUN", "DATA", "tensorboard"):
-            assert (ROOT / name).exists() or (ROOT / "deepspeed_nmt" / name).exists(), f"{page.name}: {name}"
+            assert (ROOT / name).exists() or (ROOT / "deepspeed_nmt" / name).exists(), name
+    for script in re.findall(r"\blaunch/[\w/]+\.(?:sh|sbatch)\b", text):
+        assert (ROOT / script).is_file(), script
 
 
 def test_every_recipe_and_sweep_is_documented() -> None:
@@ -247,16 +196,3 @@ def test_the_plans_of_a_large_model_are_up_to_date() -> None:
     table = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
     assert table in page, "run `python launch/docs/tables.py`"
-
-
-def test_the_citation_has_the_papers() -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert citation["version"] == __version__
-    assert len(citation["references"]) == 5
-    assert [entry for entry in citation["references"] if entry["title"] not in README.read_text("utf-8")] == []
-
-
-def test_hooks_download_nothing() -> None:
-    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
-    assert [each["repo"] for each in hooks["repos"]] == ["local"]
-    assert {hook["language"] for each in hooks["repos"] for hook in each["hooks"]} == {"system"}

@@ -128,14 +128,6 @@ def test_links_between_pages_are_valid(site: Path) -> None:
             assert not anchor or target not in names or anchor in names[target], f"{page}: {link}"
 
 
-def test_the_check_finds_addresses_that_a_page_loads() -> None:
-    page = """<link rel="stylesheet" href="https://a/x.css"><script src="//b/x.js"></script><img src="own.png">
-        <style>@import "https://c/x.css"; p { background: url(https://d/x.png) }</style><a href="https://e/">link</a>
-        <pre class="mermaid">flowchart LR</pre>"""
-    hosts = [re.sub(r"(https?:)?//([^/]+).*", r"\2", address) for address in foreign(Loads(page).found)]
-    assert hosts == ["a", "b", "c", "d", "script-for-mermaid"]
-
-
 def test_diagrams_and_equations_are_drawn(site: Path) -> None:
     assert "<svg" in (site / "architecture.html").read_text(encoding="utf-8").split('class="diagram"')[1][:200]
     assert (site / "papers" / "deep-decoder.html").read_text(encoding="utf-8").count("<math") == 3

@@ -131,13 +131,6 @@ def test_a_job_that_crashes_is_queued_again_up_to_a_limit(
     assert cluster.job(number, "Restarts") == "1" and cluster.job(number, "ExitCode") == "9:0"
 
 
-def test_a_user_error_is_not_retried(cluster: Cluster, data: Path, tmp_path: Path) -> None:
-    made = Job(cluster, data, tmp_path, "model.heds=4")
-    assert cluster.ended(made.number, 200) == "FAILED"
-    assert cluster.job(made.number, "Restarts") == "0" and cluster.job(made.number, "ExitCode") == "2:0"
-    assert made.said().count("did you mean 'model.heads'?") == 2, "the first rank of each host reports it"
-
-
 def test_a_chain_of_jobs_prepares_trains_and_translates(
     cluster: Cluster, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

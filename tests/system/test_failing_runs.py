@@ -62,12 +62,11 @@ def test_a_run_is_rolled_back_and_skips_the_bad_data(rolled_back: Path) -> None:
     assert (progress.update, progress.epoch, progress.epoch_update) == (4, 0, 8), "the position after the bad data"
 
 
-@pytest.mark.parametrize("stop_at", [7, 10], ids=["while skipping", "after the rollback"])
 def test_a_run_with_bad_data_resumes_to_the_bit(
-    data: Path, rolled_back: Path, bad: None, tmp_path: Path, small: list[str], stop_at: int
+    data: Path, rolled_back: Path, bad: None, tmp_path: Path, small: list[str]
 ) -> None:
     settings = [*small, *PATIENT, "training.validate_every=100", "training.save_every=4"]
-    for last in (stop_at, 12):
+    for last in (7, 10, 12):  # while updates are skipped, and after the rollback
         assert main(train_words(data, tmp_path / "run", *settings, f"training.max_updates={last}")) == 0
     end = newest(tmp_path / "run")
     assert (end.progress.update, end.progress.rollbacks) == (12, 1)
@@ -113,17 +112,13 @@ def test_a_run_without_progress_stops_with_a_reason(
     refused(train_words(data, tmp_path / "new", *settings), capsys, "update 2", "no checkpoint", status=1)
 
 
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
-def test_ranks_are_rolled_back_together(data: Path, tmp_path: Path, small: list[str], stage: str) -> None:
+def test_ranks_are_rolled_back_together(data: Path, tmp_path: Path, small: list[str]) -> None:
     run = tmp_path / "run"
     run.mkdir()
     worker = [str(ROOT / "tests/system/bad_data.py"), ",".join(map(str, BAD)), str(data)]
-    settings = [*small, *PATIENT, f"engine.ds_config={stage}"]
+    settings = [*small, *PATIENT, "engine.ds_config=zero3"]
     outputs = run_ranks([*worker, *train_words(data, run, *settings)], 2, run)
     assert outputs[0].count("rolling back from update 8 to 4") == 1 and "rolling back" not in outputs[1]
-    at_fault = "; the loss is not finite on rank " if stage == "zero2" else " ("  # ZeRO-3 has no replicas
-    assert f"update 6 skipped: loss is not finite{at_fault}" in outputs[0]
-    assert "update 7 skipped: loss is not finite; the gradient of decoder.final_norm, " in outputs[0]
     end = newest(run)
     assert all(torch.isfinite(weight).all() for weight in end.weights().values())
     assert (end.progress.update, end.progress.rollbacks, end.scalars.optimizer_step) == (12, 1, 12)
@@ -139,15 +134,6 @@ def test_a_faulty_device_is_named(data: Path, tmp_path: Path, small: list[str], 
     assert ("rank 0 on " in said) == (kind == "flip"), "of two replicas nobody knows which one is right"
     last = log_of(tmp_path / "run", "events")[-1]
     assert last["event"] == "failure" and what in last["text"] and last["update"] == (3 if kind == "loss" else 4)
-
-
-def test_only_one_rank_reports_divergence(data: Path, tmp_path: Path, small: list[str]) -> None:
-    worker = [str(ROOT / "tests/system/bad_data.py"), ",".join(map(str, BAD)), str(data)]
-    settings = [*small, *PATIENT, "training.max_rollbacks=0", "engine.name=plain"]
-    words = [*worker, *train_words(data, tmp_path / "run", *settings)]
-    outputs = run_ranks(words, 2, tmp_path, status=1)
-    assert outputs[0].count("3 updates in a row, up to update 8") == 1
-    assert "stopped" not in outputs[1] and "Traceback" not in outputs[0] + outputs[1]
 
 
 def test_a_probe_changes_nothing(data: Path, tmp_path: Path, small: list[str]) -> None:

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -70,16 +69,12 @@ def test_local_trains_and_ctrl_c_stops_it(data: Path, small: list[str], tmp_path
     assert sorted(path.name for path in (run / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
 
 
-@pytest.mark.parametrize("after", ["the script", "the launcher"])
-def test_ctrl_c_right_after_the_start_stops_the_run(after: str, data: Path, small: list[str], tmp_path: Path) -> None:
+def test_ctrl_c_right_after_the_start_stops_the_run(data: Path, small: list[str], tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = start(endless(data, small, tmp_path / "run"), log)
     try:
         await_until(lambda: "ranks on CPU" in log.read_text(), process, log)
-        if after == "the script":
-            time.sleep(0.3)
-        else:
-            await_until(lambda: len(below(process, "--local_rank=")) == 2, process, log)
+        await_until(lambda: len(below(process, "--local_rank=")) == 2, process, log)
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(timeout=300) == EXIT_STOPPED, log.read_text()
     finally:
@@ -130,26 +125,15 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     local, multinode = str(ROOT / "launch/local.sh"), str(ROOT / "launch/multinode.sh")
     assert "after --" in fails(local)
     assert "no --hostfile" in fails(multinode, "--", "--recipe", "x")
-    nowhere = ["--hostfile", str(tmp_path / "x"), "--", "--recipe", "x"]
-    assert "check --hostfile" in fails(multinode, *nowhere)
-    assert "unknown option --recipe; arguments of" in fails(multinode, "--recipe", "x")
-    for script in ("train", "translate", "prepare", "doctor"):
-        assert "submit this script with sbatch" in fails(str(ROOT / f"launch/{script}.sbatch"), "--recipe", "x")
+    assert "--recipe" in fails(multinode, "--recipe", "x")
+    assert "submit this script with sbatch" in fails(str(ROOT / "launch/train.sbatch"), "--recipe", "x")
     assert "--ranks is '0'" in fails(local, "--ranks", "0", "--", "x")
-    assert "--ranks is ''" in fails(local, "--ranks")
-    assert "unknown option --rank; arguments of" in fails(local, "--rank", "2", "--", "x")
     hostfile = tmp_path / "hostfile"
-    hostfile.write_text("# nobody\n")
-    rest = ["--hostfile", str(hostfile), "--node-rank", "2", "--", "x"]
-    assert "names no host" in fails(multinode, *rest)
     hostfile.write_text("one slots=1\ntwo\n")
+    rest = ["--hostfile", str(hostfile), "--node-rank", "2", "--", "x"]
     assert "2:two" in fails(multinode, *rest)
     hostfile.write_text("one slots=1\ntwo slots=1\n")
     assert "--node-rank is 2" in fails(multinode, *rest)
-    tensorboard = str(ROOT / "launch/tensorboard.sh")
-    assert "unknown option --prot" in fails(tensorboard, "--prot", "3", str(tmp_path))
-    (tmp_path / "a,b").mkdir()
-    assert "a,b has a comma" in fails(tensorboard, str(tmp_path), str(tmp_path / "a,b"))
 
 
 PROGRAMS = {
