@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import ROOT, random_corpus, run_ranks
 
-ENGINES = ["plain", "plain:bf16", "zero0", "zero1", "zero2", "zero3", "zero1:bf16", "zero2:bf16", "zero3:bf16"]
+ENGINES = ["plain", "plain:bf16", "zero0", "zero2", "zero3", "zero1:bf16", "zero3:bf16"]
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +20,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = directory / "report.json"
     worker = [str(ROOT / "tests/distributed/state_worker.py"), str(directory), str(out)]
     run_ranks([*worker, *ENGINES], 2, directory)
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+    content: dict[str, Any] = json.loads(out.read_text())
+    return content
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -44,8 +44,5 @@ def test_the_state_of_a_layer_is_gathered_by_one_collective(report: dict[str, An
     # Four layers, and the parameters before, between and after those of encoder and decoder.
     assert gathered["weights"] == gathered["state"] == (7 if sharded else 0)
     assert gathered["count"] > 60 and not gathered["differing"]
-
-
-@pytest.mark.parametrize("name", [name for name in ENGINES if name.startswith("zero")])
-def test_zero3_partitions_a_model_before_deepspeed_moves_it_to_the_device(report: dict[str, Any], name: str) -> None:
-    assert report[name]["whole"] == [0 if name.startswith("zero3") else report[name]["trained"]]
+    if name.startswith("zero"):  # ZeRO-3 partitions a model before DeepSpeed moves it to the device
+        assert report[name]["whole"] == [0 if name.startswith("zero3") else report[name]["trained"]]

@@ -47,7 +47,6 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 @pytest.mark.parametrize(
     ("words", "needed"),
     [
-        (["--version"], set()),
         (["--help"], set()),
         (["train", "--help"], set()),
         (["sample-data", "--train", "1", "--valid", "1", "--test", "1", "--out", "OUT"], set()),
@@ -71,11 +70,6 @@ def test_translation_imports_nothing_that_only_training_needs(trained: tuple[Pat
     text = str(data.parent / "text" / "test.en")
     found = modules_of("translate", "--run", str(trained[0]), "--device", "cpu", "--input", text, "--output", "-")
     assert found & LIBRARIES == {"torch", "numpy", "pydantic", "sentencepiece", "yaml", "safetensors"}
-
-
-def test_a_plan_does_not_import_the_compiler() -> None:
-    found = modules_of("plan", "--recipe", "transformer_base")
-    assert found & TRAINING == set()
 
 
 def test_training_with_plain_torch_does_not_import_deepspeed(trained: tuple[Path, set[str]]) -> None:

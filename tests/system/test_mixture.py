@@ -79,18 +79,6 @@ def test_a_mixture_is_trained_on_recorded_and_changed_on_resume(
     assert logged(run, "data/small/share")[16] == pytest.approx(1 / 3, abs=0.1)
 
 
-def test_a_corpus_is_added_to_a_run_of_one(data: Path, second: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert train(run, str(data), "training.max_updates=4") == 0
-    assert "data/data/share" not in (run / "metrics.jsonl").read_text()
-    assert train(run, str(data), str(second), "training.max_updates=8") == 0
-    (phase,) = checkpoint(run, 8).progress.phases
-    assert phase.first == 5 and 60 < phase.streams[0].start < 200 and phase.streams[1].start == 0
-    # Back to one corpus; the run keeps to its mixtures.
-    assert train(run, str(data), "training.max_updates=9") == 0
-    assert [each.corpus for each in checkpoint(run, 9).progress.phases[1].absent] == [phase.streams[1].corpus]
-
-
 def test_other_vocabularies_and_repeated_corpora_are_refused(
     data: Path, second: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,7 +88,6 @@ def test_other_vocabularies_and_repeated_corpora_are_refused(
         ((str(data), str(other)), ["vocabulary", str(other)]),
         ((str(data), f"{data}=2"), ["are the same"]),
         ((str(data), f"{second}@<none>"), ["<none>"]),
-        ((str(data), f"{second}=0"), ["weight above 0"]),
         ((f"{data}=1:1-3", f"{second}=1:6-"), ["from update 4 to 5"]),
     ):
         refused(words_of(tmp_path / "run", *words), capsys, *names)

@@ -113,12 +113,3 @@ def test_the_policy_stops_foreign_code_and_requests(browser: Chromium, full_page
     assert browser("window.foreign") is None
     assert any("script-src" in problem for problem in browser.problems)
     assert any("img-src" in problem for problem in browser.problems)
-
-
-def test_an_old_browser_is_told(browser: Chromium, full_page: Path, tmp_path: Path) -> None:
-    changed = tmp_path / "changed.html"
-    text = full_page.read_text(encoding="utf-8")
-    changed.write_text(text.replace('id="drawer">', 'id="drawer">damaged'), encoding="utf-8")
-    open_page(browser, changed)
-    assert browser("document.documentElement.dataset.drawn") == "failed"
-    assert "could not be drawn" in browser("document.querySelector('.plot').innerText")

@@ -20,7 +20,7 @@ from deepspeed_nmt.run.exporting import ExportRequest, export_text
 from deepspeed_nmt.sample import write_sample
 from deepspeed_nmt.search.decode_options import DecodeOptions
 from deepspeed_nmt.text import NO_TAGS, Tags
-from tests.commands import logged, refused, translate
+from tests.commands import logged, translate
 from tests.support import ROOT, prepare_sample
 from tests.system.conftest import SMALL
 
@@ -114,12 +114,6 @@ def test_exports_know_the_tags(run: Path, tmp_path: Path, capsys: pytest.Capture
     here = Translator.open(run, device="cpu", precision="fp32", tag_target="")
     lines = (run.parent / "text" / "test.en").read_text(encoding="utf-8").splitlines()
     assert [best[0].tokens for best in there.stream(lines)] == [each.tokens for each in here.translate(lines)]
-
-
-def test_an_unknown_tag_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["translate", "--run", str(run), "--input", str(run.parent / "text" / "test.en"), "--output"]
-    refused([*words, str(tmp_path / "out"), "--tag", "<2xx>"], capsys, "'<2xx>'", "did you mean '<2de>'")
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_script_of_a_multilingual_model(tmp_path: Path) -> None:
