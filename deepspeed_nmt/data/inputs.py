@@ -12,7 +12,7 @@ import sys
 import zlib
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
@@ -116,20 +116,18 @@ def copy_text(paths: Sequence[Path], destination: Path) -> tuple[InputRecord, ..
     return tuple(records)
 
 
-def unaligned(counts: Sequence[tuple[str, int]]) -> str | None:
-    """Describe aligned files, by name and number of lines; None if the numbers are equal."""
-    if len({lines for _, lines in counts}) < 2:
-        return None
-    first, *others, last = (f"{name} has {lines}" for name, lines in counts)
-    return f"{', '.join([f'{first} lines', *others])} and {last}"
-
-
-def unaligned_error(descriptions: Sequence[str], what: str = "source and target") -> DataError:
-    """Return the error of files that are not aligned, described by :func:`unaligned`."""
-    return DataError(
-        f"{what} have different numbers of lines: {'; '.join(descriptions)}; find where one lost or gained lines "
-        "(only \\n ends a line here)"
-    )
+def check_aligned(groups: Iterable[Sequence[tuple[str, int]]], what: str = "source and target") -> None:
+    """Raise a DataError unless the files of each group, by name and number of lines, have equally many lines."""
+    problems = []
+    for group in groups:
+        if len({lines for _, lines in group}) > 1:
+            first, *others, last = (f"{name} has {lines}" for name, lines in group)
+            problems.append(f"{', '.join([f'{first} lines', *others])} and {last}")
+    if problems:
+        raise DataError(
+            f"{what} have different numbers of lines: {'; '.join(problems)}; find where one lost or gained lines "
+            "(only \\n ends a line here)"
+        )
 
 
 class InputText(io.RawIOBase):
@@ -278,27 +276,19 @@ def read_pieces(sets: Sequence[FileSet], records: dict[str, list[InputRecord]]) 
             texts = [stack.enter_context(InputText(path)) for path in files.values()]
             names = tuple(text.name for text in texts)
             first = 1
-            while True:
-                leading = texts[0].stream.readlines(PIECE_BYTES)
+            while leading := texts[0].stream.readlines(PIECE_BYTES):
                 columns = [leading, *(list(islice(text.stream, len(leading))) for text in texts[1:])]
                 if any(len(column) != len(leading) for column in columns):
-                    raise _unaligned_error(files, texts)
-                if not leading:
                     break
                 yield Piece(tuple(map(b"".join, columns)), names, first)
                 first += len(leading)
-            if any(text.stream.peek(1) for text in texts):
-                raise _unaligned_error(files, texts)
+            for text in texts:
+                text.skip_rest()
+            others = [name.removeprefix("train.") for name in files if name in ("train.weights", "train.scores")]
+            what = " and ".join(["text", *others]) if others else "source and target"
+            check_aligned([[(text.name, text.lines) for text in texts]], what)
             for name, text in zip(files, texts, strict=True):
                 records.setdefault(name, []).append(text.record())
-
-
-def _unaligned_error(files: FileSet, texts: Sequence[InputText]) -> DataError:
-    for text in texts:
-        text.skip_rest()
-    others = [name.removeprefix("train.") for name in files if name in ("train.weights", "train.scores")]
-    what = "source and target" if not others else " and ".join(["text", *others])
-    return unaligned_error([unaligned([(text.name, text.lines) for text in texts]) or ""], what)
 
 
 @dataclass(frozen=True)

@@ -51,13 +51,12 @@ from deepspeed_nmt.data.inputs import (
     Paths,
     Piece,
     TextLayout,
+    check_aligned,
     check_inputs,
     copy_text,
     inspect_inputs,
     lines_of,
     read_pieces,
-    unaligned,
-    unaligned_error,
 )
 from deepspeed_nmt.data.options import DEFAULT_VOCAB_SIZE, PrepareOptions, input_option
 from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
@@ -188,14 +187,13 @@ def _fill(
 def _copy_held_out(staging: Path, options: PrepareOptions) -> dict[str, tuple[InputRecord, ...]]:
     """Copy the text of validation and test set, and return records of its files."""
     records: dict[str, tuple[InputRecord, ...]] = {}
-    problems = []
+    pairs: list[list[tuple[str, int]]] = []
     for split in ("valid", "test") if options.test_source else ("valid",):
         for side, paths in zip(SIDES, options.paths(split), strict=True):
             records[f"{split}.{side}"] = copy_text(paths, staging / f"{split}.{side}")
-        pairs = zip(*(records[f"{split}.{side}"] for side in SIDES), strict=True)
-        problems += [unaligned([(record.path, record.lines) for record in pair]) for pair in pairs]
-    if different := [problem for problem in problems if problem is not None]:
-        raise unaligned_error(different)
+        files = zip(*(records[f"{split}.{side}"] for side in SIDES), strict=True)
+        pairs += [[(record.path, record.lines) for record in pair] for pair in files]
+    check_aligned(pairs)
     for side, paths in zip(SIDES, options.paths("valid"), strict=True):
         with (staging / f"valid.{side}").open("rb") as text:
             if not any(map(bytes.strip, text)):
