@@ -91,10 +91,6 @@ OnMicroBatch = Callable[[int], object]
 """Callback that receives the index of a micro-batch, from 0, before the micro-batch runs."""
 
 
-def ignore_micro_batch(index: int) -> None:
-    """Do nothing before a micro-batch."""
-
-
 class Engine(ABC):
     """Carries out updates of a module with loaded weights, and exposes the training state independent of its layout.
 
@@ -120,7 +116,7 @@ class Engine(ABC):
         target_tokens: int,
         lr: float,
         explain: bool = False,
-        on_micro_batch: OnMicroBatch = ignore_micro_batch,
+        on_micro_batch: OnMicroBatch = lambda index: None,
         measure: bool = False,
     ) -> UpdateResult:
         """Carry out one update. Collective, as most methods: all ranks must call it.
@@ -146,7 +142,7 @@ class Engine(ABC):
         self,
         micro_batches: Sequence[Batch],
         run: Callable[[Batch, bool], LossOutput],
-        on_micro_batch: OnMicroBatch = ignore_micro_batch,
+        on_micro_batch: OnMicroBatch = lambda index: None,
     ) -> dict[str, Tensor]:
         """Train on micro-batches, each by ``run``, which is told the last; return sums of losses and metrics."""
         sums: dict[str, Tensor] = {}

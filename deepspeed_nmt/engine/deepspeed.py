@@ -44,7 +44,6 @@ from deepspeed_nmt.engine.contract import (
     SavedState,
     TensorKey,
     UpdateResult,
-    ignore_micro_batch,
     not_finite,
     set_steps,
     steps_of,
@@ -133,7 +132,7 @@ class DeepSpeedEngine(Engine):
         target_tokens: float,
         lr: float,
         explain: bool = False,
-        on_micro_batch: OnMicroBatch = ignore_micro_batch,
+        on_micro_batch: OnMicroBatch = lambda index: None,
         measure: bool = False,
     ) -> UpdateResult:
         # DeepSpeed averages gradients over the ranks; the contract is the sum over the update's tokens.

@@ -19,7 +19,6 @@ from deepspeed_nmt.engine.contract import (
     SavedState,
     TensorKey,
     UpdateResult,
-    ignore_micro_batch,
     not_finite,
     set_steps,
     steps_of,
@@ -62,7 +61,7 @@ class PlainEngine(Engine):
         target_tokens: int,
         lr: float,
         explain: bool = False,
-        on_micro_batch: OnMicroBatch = ignore_micro_batch,
+        on_micro_batch: OnMicroBatch = lambda index: None,
         measure: bool = False,
     ) -> UpdateResult:
         scale, clip_norm = self._scale, self._method.clip_norm

@@ -137,19 +137,15 @@ def uses_deepspeed(config: EngineConfig, ranks: int) -> bool:
 
 
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_KNOWN_KEYS = {
-    *_BATCH_KEYS,
-    *("gradient_clipping", "fp16", "bf16", "zero_optimization", "optimizer", "scheduler", "steps_per_print"),
-    *("wall_clock_breakdown", "dump_state", "communication_data_type", "prescale_gradients", "aio", "comms_logger"),
-    *("gradient_predivide_factor", "sparse_gradients", "zero_allow_untested_optimizer", "flops_profiler"),
-    *("zero_force_ds_cpu_optimizer", "data_types", "seq_parallel_communication_data_type", "memory_breakdown"),
-    *("disable_allgather", "activation_checkpointing", "tensorboard", "csv_monitor", "wandb", "checkpoint"),
-    *("compile", "torch_autocast", "tensor_parallel", "elasticity", "autotuning", "data_efficiency"),
-    *("gradient_allreduce_op", "disable_python_gc", "log_level", "timers", "hybrid_engine"),
-    *("managed_gradient_accumulation", "bfloat16", "amp", "weight_quantization", "expert_parallel", "pipeline"),
-    *("use_data_before_expert_parallelism", "datastates_ckpt", "curriculum_learning", "compression_training"),
-}
-"""Top-level keys of DeepSpeed's configuration. Other versions of DeepSpeed may have more."""
+_OTHER_KEYS = """
+aio autotuning bf16 checkpoint comms_logger communication_data_type compile compression_training csv_monitor
+curriculum_learning data_efficiency data_types datastates_ckpt disable_allgather disable_python_gc dump_state
+expert_parallel flops_profiler fp16 gradient_clipping gradient_predivide_factor hybrid_engine log_level
+memory_breakdown pipeline prescale_gradients seq_parallel_communication_data_type sparse_gradients
+steps_per_print tensor_parallel timers use_data_before_expert_parallelism wall_clock_breakdown wandb
+weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
+"""
+"""Top-level keys of DeepSpeed's configuration besides those that the run decides. Other versions may have more."""
 _ALIKE = 0.85
 """Similarity from which a key is a misspelling of a known one."""
 _FORBIDDEN_KEYS = {
@@ -228,14 +224,15 @@ def complete_ds_config(
             with ZeRO stage 0.
     """
     problems = []
+    known = {*_BATCH_KEYS, *_FORBIDDEN_KEYS, *_OTHER_KEYS.split()}
     for key in content:
         if key in _FORBIDDEN_KEYS:
             problems.append(
                 f"'{key}' is in the DeepSpeed configuration, but decided by {_FORBIDDEN_KEYS[key]}; remove it there"
             )
-        elif key not in _KNOWN_KEYS and (close := difflib.get_close_matches(key, _KNOWN_KEYS, 1, _ALIKE)):
+        elif key not in known and (close := difflib.get_close_matches(key, known, 1, _ALIKE)):
             problems.append(f"'{key}' in the DeepSpeed configuration looks misspelt; did you mean '{close[0]}'?")
-        elif key not in _KNOWN_KEYS:
+        elif key not in known:
             logger.warning("'%s' in the DeepSpeed configuration is not known here; DeepSpeed gets it unchanged", key)
     owned: dict[str, tuple[Any, str]] = {
         "train_batch_size": (ranks, "batch.update_tokens"),

@@ -28,9 +28,10 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 def softmax(scores_BHTS: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     """Turn scores into attention weights; shapes that apex does not support fall back to torch."""
     batch, heads, queries, keys = scores_BHTS.shape
-    # Rows come in blocks that must be full: of queries, or for causal softmax of sentences and heads.
-    in_blocks = batch * heads if causal else queries
-    fits = in_blocks % _rows_per_block(keys) == 0 and (queries == keys if causal else queries > 1)
+    # Rows come in blocks of 128 threads that must be full: of queries, or for causal softmax of sentences and heads.
+    in_blocks, width = batch * heads if causal else queries, 1 << (keys - 1).bit_length()
+    rows_per_block = 128 // min(width, 32) * (2 if width <= 128 else 1)
+    fits = in_blocks % rows_per_block == 0 and (queries == keys if causal else queries > 1)
     if scores_BHTS.dtype == torch.float32 or keys > _LONGEST or not fits:
         return torch_ops.softmax(scores_BHTS, mask, causal, scale)
     if causal:
@@ -45,12 +46,6 @@ def softmax(scores_BHTS: Tensor, mask: Tensor | None, causal: bool, scale: float
     weights: Tensor = _Softmax.apply("scaled_masked_softmax_cuda", scores_BHTS, scale, hidden)  # type: ignore[no-untyped-call]
     # The weights of a query that sees nothing differ between versions of apex.
     return weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)
-
-
-def _rows_per_block(keys: int) -> int:
-    """Return the rows that apex's kernels give to a block of 128 threads."""
-    width = 1 << (keys - 1).bit_length()
-    return 128 // min(width, 32) * (2 if width <= 128 else 1)
 
 
 class _Softmax(torch.autograd.Function):

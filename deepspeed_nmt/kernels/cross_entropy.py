@@ -6,7 +6,7 @@ Legend: N rows (sentence positions), D model width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,35 +63,32 @@ def projected_cross_entropy(
     Shape: one or two (N,D), (V,D), (N,), bias (V,) -> scalar, (N,), scalar
     """
     assert len(states) in (1, 2)
-    options = _Options(targets_N, smoothing, ignore_index, divergence_weight, row_weights_N, vocabulary, kernels)
+    options = (targets_N, smoothing, ignore_index, divergence_weight, row_weights_N, vocabulary, kernels)
     if not torch.is_grad_enabled():
-        return _in_chunks(states, weight_VD, bias, options, with_gradient=False)[0]
+        return _in_chunks(states, weight_VD, bias, False, *options)[0]
     return _ProjectedCrossEntropy.apply(weight_VD, bias, options, *states)  # type: ignore[no-any-return,no-untyped-call]
 
 
 _Sums = tuple[Tensor, Tensor, Tensor]
 
 
-class _Options(NamedTuple):
-    """Arguments of :func:`projected_cross_entropy` that carry no gradient, by the same names."""
-
-    targets_N: Tensor
-    smoothing: float
-    ignore_index: int
-    divergence_weight: float
-    row_weights_N: Tensor | None
-    vocabulary: VocabularySlice | None
-    kernels: Kernels
-
-
 def _in_chunks(
-    states: Sequence[Tensor], weight_VD: Tensor, bias_V: Tensor | None, options: _Options, with_gradient: bool
+    states: Sequence[Tensor],
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    with_gradient: bool,
+    targets_N: Tensor,
+    smoothing: float,
+    ignore_index: int,
+    divergence_weight: float,
+    row_weights_N: Tensor | None,
+    vocabulary: VocabularySlice | None,
+    kernels: Kernels,
 ) -> tuple[_Sums, list[Tensor | None]]:
     """Compute the three results and, if requested, the gradients of the first by the matrix, the bias and the states.
 
     Those of matrix and bias are in fp32 or wider, and None if they are not needed.
     """
-    targets_N, smoothing, ignore_index, divergence_weight, row_weights_N, vocabulary, kernels = options
     of_weight, of_bias = (with_gradient and x is not None and x.requires_grad for x in (weight_VD, bias_V))
     rows, held = states[0].shape[0], weight_VD.shape[0]
     start_token, size = (0, held) if vocabulary is None else (vocabulary.start, vocabulary.size)
@@ -137,8 +134,8 @@ def _in_chunks(
 
 class _ProjectedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight_VD: Tensor, bias_V: Tensor | None, options: _Options, *states: Tensor) -> _Sums:
-        sums, gradients = _in_chunks(states, weight_VD, bias_V, options, with_gradient=True)
+    def forward(ctx: Any, weight_VD: Tensor, bias_V: Tensor | None, options: Any, *states: Tensor) -> _Sums:
+        sums, gradients = _in_chunks(states, weight_VD, bias_V, True, *options)
         ctx.save_for_backward(*gradients)
         ctx.dtype = weight_VD.dtype
         ctx.mark_non_differentiable(*sums[1:])

@@ -74,7 +74,7 @@ def cross_entropy(logits: list[Tensor], rows: ChunkRows, with_gradient: bool) ->
     Shape: one or two (N,V) -> (N,) each, gradients (N,V)
     """
     count, held = logits[0].shape
-    block = min(4096, _power_of_two(held))
+    block = min(4096, triton.next_power_of_2(held))
     places = torch.where(rows.here_N, rows.index_N, -1).to(torch.int32)
     log_totals, nlls, losses = [], [], []
     for z in logits:
@@ -122,7 +122,7 @@ class _Pointwise(torch.autograd.Function):
         width, rows = _sizes(x)
         y = torch.empty_like(x, dtype=x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
         seed = _seed(p)
-        block = min(512, _power_of_two(width))
+        block = min(512, triton.next_power_of_2(width))
         # Four elements per thread: with eight, four rows at once exceed its registers.
         flags = _flags(bias, residual, p, block, _warps(2 * block)) | {"ACTIVATION": activation}
         grid = (triton.cdiv(rows, 4), triton.cdiv(width, block))
@@ -275,20 +275,16 @@ def _summed(partial: Tensor, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     parameters, programs, width = partial.shape
     common = dtypes[0] if len(set(dtypes)) == 1 else torch.float32
     sums = torch.empty(parameters, width, dtype=common, device=partial.device)
-    block = min(32, _power_of_two(width))
+    block = min(32, triton.next_power_of_2(width))
     grid = (triton.cdiv(width, block), parameters)
     _launch(kernels.column_sums, grid, partial, sums, programs, width, ROWS=64, BLOCK=block)
     return [total.to(dtype) for total, dtype in zip(sums, dtypes, strict=True)]
 
 
-def _power_of_two(size: int) -> int:
-    return triton.next_power_of_2(size)  # type: ignore[no-any-return]
-
-
 def _block(width: int) -> int:
     """Return the elements that a program holds of a row: at least the four that it draws at a time."""
     assert width <= _WIDEST, f"rows of up to {_WIDEST} elements fit a program, but these have {width}"
-    return _power_of_two(max(4, width))
+    return int(triton.next_power_of_2(max(4, width)))
 
 
 def _warps(block: int) -> int:
@@ -300,7 +296,7 @@ def _tile(rows: int, keys: int) -> dict[str, int]:
     """Return the launch options of a row-wise kernel: short rows share a program, more of them in the interpreter."""
     block = _block(keys)
     size = 65536 if interpreting() else 2048
-    together = min(max(1, size // block), _power_of_two(max(1, rows)))
+    together = min(max(1, size // block), triton.next_power_of_2(max(1, rows)))
     return {"ROWS": together, "BLOCK": block, "num_warps": _warps(together * block)}
 
 

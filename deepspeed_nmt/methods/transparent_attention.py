@@ -35,8 +35,8 @@ from deepspeed_nmt.core.parts import Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.segments import Segments, mask_between
 from deepspeed_nmt.methods.transformer import SMALL, Transformer, TransformerShape, build_transformer
-from deepspeed_nmt.nn.cache import KeysValues, LayerCache
-from deepspeed_nmt.nn.layers import Context, DecoderBlock, Draw, Dropout, MakeDecoderLayer, make_decoder_layer
+from deepspeed_nmt.nn.cache import LayerCache
+from deepspeed_nmt.nn.layers import Context, Draw, Dropout, MakeDecoderLayer, make_decoder_layer
 from deepspeed_nmt.registry import Entry, SelfTest
 
 
@@ -84,11 +84,6 @@ class MixtureLayer(nn.Module):
         """
         states_BTD: Tensor = self.layer(x_BTD, self._context(context), cache)
         return states_BTD
-
-    def project_source(self, context: Context) -> KeysValues | None:
-        """Project the mixture for all steps of a search."""
-        assert isinstance(self.layer, DecoderBlock)
-        return self.layer.project_source(self._context(context))
 
     def _context(self, context: Context) -> Context:
         """Return the context with this layer's mixture."""

@@ -37,6 +37,7 @@ from deepspeed_nmt.parallel.world import World
 _PACKAGE = Path(__file__).parents[1]
 # Under torchrun the store outlives ranks that it restarts. A key per restart keeps them apart.
 _KEY = f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+_VERDICT = f"{_KEY}/verdict"
 _GONE = "rank 0, which hosts the TCP store, is gone or stopped: {}"
 _GRACE = 1.5
 """Intervals that rank 0 stays after a verdict, so that the other ranks can read it from the store."""
@@ -145,7 +146,7 @@ class Watchdog:
             beat += 1
             try:
                 self._send(beat)
-                verdict = self._verdict()
+                verdict = self._store.get(_VERDICT).decode() if self._store.check([_VERDICT]) else ""
                 if not verdict and self._world.is_main and (verdict := self._judge(heard)):
                     self._publish(verdict)
                 elif not verdict:
@@ -175,12 +176,8 @@ class Watchdog:
         heartbeat["waits"] = waits or self._lost
         self._store.set(f"{_KEY}/{self._world.rank}", json.dumps(heartbeat))
 
-    def _verdict(self) -> str:
-        key = f"{_KEY}/verdict"
-        return self._store.get(key).decode() if self._store.check([key]) else ""
-
     def _publish(self, text: str) -> None:
-        self._store.compare_set(f"{_KEY}/verdict", "", text)
+        self._store.compare_set(_VERDICT, "", text)
 
     def _judge(self, heard: dict[int, tuple[int, float, str]]) -> str:
         """Return the verdict on the heartbeats of all ranks; "" if no rank is lost or stuck.
