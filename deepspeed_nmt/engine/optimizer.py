@@ -64,12 +64,7 @@ class OptimizerConfig(Config):
         )
 
     def squared_changes(
-        self,
-        weights: list[Tensor],
-        states: list[list[Tensor]],
-        group: Mapping[str, Any],
-        lr: float,
-        step: int,
+        self, weights: list[Tensor], states: list[list[Tensor]], group: Mapping[str, Any], lr: float, step: int
     ) -> Tensor | None:
         """Return the sum of squares of each weight's change in the newest step; None if it does not follow from them.
 
