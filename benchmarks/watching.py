@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> Results:
             works: dict[str, Callable[[], object]] = {
                 "values": lambda: metrics.log(Progress(update=1), values),
                 "drawn": lambda: draw(model, world.device),
-                "images": lambda: metrics.draw(1, images),
+                "images": lambda: metrics.show(1, {}, images),
                 "event": lambda: events.record("best", 1, "best"),
             }
             taken = in_turns({name: lambda _, work=work: work for name, work in works.items()}, rounds)

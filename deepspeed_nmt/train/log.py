@@ -223,6 +223,11 @@ class Workload(NamedTuple):
     target_flops: float
     peak_flops: float
 
+    def utilisation(self, source_tokens: float, target_tokens: float, gpu_seconds: float) -> float:
+        """Return the MFU: the model's operations as a share of the GPUs' peak."""
+        done = self.source_flops * source_tokens + self.target_flops * target_tokens
+        return done / (gpu_seconds * self.peak_flops)
+
 
 _COUNTS = ("skipped", "tokens_of", "corpus_tokens", "tokens", "worked", "waited", "elapsed")
 """Attributes of a window that are not summed over ranks."""
@@ -318,9 +323,8 @@ class LogWindow:
             "perf/memory": memory_gib,
         }
         if self._workload is not None:
-            load = self._workload  # the model's operations as a share of the GPUs' peak
-            done = load.source_flops * (real - self.worked) + load.target_flops * self.worked
-            values["perf/mfu"] = done / (self.elapsed * world.ranks * load.peak_flops)
+            gpu_seconds = self.elapsed * world.ranks
+            values["perf/mfu"] = self._workload.utilisation(real - self.worked, self.worked, gpu_seconds)
         self._clear()
         return values
 
