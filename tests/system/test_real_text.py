@@ -25,14 +25,7 @@ LANGUAGES = ("en", "de")
 
 
 def learn(directory: Path, corpus: dict[str, Path], prepare: list[str], *settings: str) -> Path:
-    """Prepare a corpus, train on two ranks under ZeRO-2, and return the translation of its test set.
-
-    Args:
-        directory: empty directory for all results.
-        corpus: paths of train, valid and test without the suffixes of the languages.
-        prepare: options of `prepare`.
-        settings: recipe and settings of the run.
-    """
+    """Prepare a corpus, train on two ranks under ZeRO-2, and return the translation of its test set."""
     data, run, hypothesis = directory / "data", directory / "run", directory / "hypothesis"
     words = ["prepare", "--out", str(data), *prepare]
     for split, path in corpus.items():
@@ -111,20 +104,13 @@ def lines_of(path: Path) -> list[str]:
 
 @needs_multi30k
 def test_multi30k(tmp_path: Path) -> None:
-    corpus = {
-        split: MULTI30K / name for split, name in (("train", "train"), ("valid", "valid"), ("test", "test.2016"))
-    }
+    corpus = {"train": MULTI30K / "train", "valid": MULTI30K / "valid", "test": MULTI30K / "test.2016"}
     settings = ["training.max_updates=300", "training.validate_every=300", "schedule.warmup_updates=150"]
-    settings += ["model.encoder_layers=2", "model.decoder_layers=2"]
+    settings += ["model.encoder_layers=1", "model.decoder_layers=1"]
     hypothesis = learn(tmp_path, corpus, ["--segmented"], "multi30k_cpu", *settings)
     reference = lines_of(MULTI30K / "test.2016.de")
-    assert METRICS["bleu_tokenised"].score(lines_of(hypothesis), reference) > MULTI30K_BLEU
-
-
-@needs_multi30k
-@pytest.mark.parametrize("name", ["copy", "constant"])
-def test_copies_and_constants_stay_below_the_threshold(name: str) -> None:
-    reference = lines_of(MULTI30K / "test.2016.de")
+    score = METRICS["bleu_tokenised"].score
     frequent = "ein mann in einem blauen hemd steht auf einer leiter und putzt ein fenster ."
-    hypotheses = lines_of(MULTI30K / "test.2016.en") if name == "copy" else [frequent] * len(reference)
-    assert METRICS["bleu_tokenised"].score(hypotheses, reference) < MULTI30K_BLEU / 2
+    assert score(lines_of(hypothesis), reference) > MULTI30K_BLEU
+    for worthless in (lines_of(MULTI30K / "test.2016.en"), [frequent] * len(reference)):
+        assert score(worthless, reference) < MULTI30K_BLEU / 2
