@@ -19,11 +19,30 @@ from deepspeed_nmt.planning.gpus import GPUS
 from deepspeed_nmt.planning.memory import GIB
 from deepspeed_nmt.recipes import recipes
 from deepspeed_nmt.run.plans import Plans
-from deepspeed_nmt.search.decode_options import RULES, SEARCH, option_rows
+from deepspeed_nmt.search.decode_options import DecodeOptions
 
 LARGE = "deep_decoder_big_54_stabilised"
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 BEGIN, END = "<!-- written by launch/docs/tables.py -->\n\n", "<!-- end of what it writes -->\n"
+
+PAGES = {
+    "export.md#translate-with-ctranslate2": "export runtime",
+    "#n-best-lists": "nbest",
+    "translation.md#alignments": "alignment",
+    "papers/depth-growing.md": "exit rerank",
+    "papers/multi-layer-softmaxing.md": "encoder-layers decoder-layers",
+    "multilingual.md#symbols-and-tags": "tag tag-target",
+    "translation.md#text-that-is-not-utf-8": "strict",
+    "#pieces": "workers",
+    "translation.md": "search",
+    "translation.md#diverse-beam-search": "groups diversity",
+    "translation.md#sampling": "samples",
+    "translation.md#minimum-bayes-risk": "utility",
+    "papers/parallel-decoder.md": "iterations length-beam",
+    "translation.md#rules": "prefix",
+    "translation.md#lexical-constraints": "constraints",
+}
+"""Pages, or sections of this one, that say more of an option of `translate`."""
 
 
 def recipe_table() -> str:
@@ -63,11 +82,20 @@ def plan_table() -> str:
 
 def option_tables() -> str:
     """Return the tables of the options of `translate`."""
+    more = {name: f" ([more]({page}))" for page, names in PAGES.items() for name in names.split()}
+    groups: dict[str, list[str]] = {}
+    for field, info in DecodeOptions.model_fields.items():
+        if info.description is None:
+            continue
+        name, extra, text = field.replace("_", "-"), info.json_schema_extra, info.description
+        if "(default" not in text and info.default not in (None, False, True):
+            text += f" ({info.default:,})" if isinstance(info.default, int) else f" ({info.default})"
+        typed = f"--{name} {extra['metavar']}".strip()
+        row = f"| `{typed}` | {text.replace('(default: ', '(')}{more.get(name, '')} |\n"
+        groups.setdefault(extra.get("group", ""), []).append(row)
     head = "| option | effect |\n|---|---|\n"
-    titles = {"": "", SEARCH: "\n**Search**\n\n", RULES: "\n**Rules of the translation**\n\n"}
-    return "".join(
-        title + head + "".join(f"{row}\n" for row in option_rows(group)) for group, title in titles.items()
-    )
+    titles = {group: f"\n**{group.capitalize()}**\n\n" if group else "" for group in groups}
+    return "".join(titles[group] + head + "".join(rows) for group, rows in groups.items())
 
 
 def with_table(page: str, table: str) -> str:
