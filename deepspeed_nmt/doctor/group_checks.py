@@ -276,9 +276,9 @@ def connection(group: Group) -> Iterator[Finding]:
     if missing:
         where = missing_hosts(context, {rank: group.host(rank) for rank in group.facts}, missing)
         hosts = f" ({', '.join(where)})" if where else ""
-        ranks = f"{listed_ranks(missing)} of {context.place.ranks}"
-        text = f"{ranks} did not connect within {context.limit_s:.0f} s{hosts}; look there for a message"
-        yield fault(f"{text}, and check that the host reaches rank 0")
+        ranks, limit_s = context.place.ranks, context.limit_s
+        text = f"{listed_ranks(missing)} of {ranks} did not connect within {limit_s:.0f} s{hosts}"
+        yield fault(f"{text}; look there for a message, and check that the host reaches rank 0")
 
 
 def missing_hosts(context: JobContext, group_hosts: Mapping[int, str], missing: Sequence[int]) -> list[str]:
