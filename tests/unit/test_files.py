@@ -1,6 +1,7 @@
 """Reading text once, and replacing files whatever happens."""
 
 import fcntl
+import io
 import os
 import resource
 import shutil
@@ -263,3 +264,26 @@ def test_only_an_export_as_it_was_written_is_replaced(change: str, tmp_path: Pat
     with pytest.raises(DataError, match=f"--out .* has .*{change.split('/')[0]}.*; move"):
         Certificate.check_own(export)
     assert (export / change).read_text() == "mine"
+
+
+def test_the_temporary_file_of_a_living_writer_stays(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with files.atomic_writer(path, "w") as slow:
+        slow.write("of the slow writer")
+        atomic_write_text(path, "of the fast one")
+        assert path.read_text() == "of the fast one" and len(list(tmp_path.iterdir())) == 2
+    assert path.read_text() == "of the slow writer" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_lock_file_removed_by_its_holder_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, locked = fcntl.flock, []
+
+    def late(file: io.IOBase, operation: int) -> None:
+        locked.append(file)
+        if len(locked) == 1:  # the holder ends in the moment between opening and locking
+            (tmp_path / "lock").unlink()
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with exclusive(tmp_path / "lock", "") as held:
+        assert held and len(locked) == 2 and (tmp_path / "lock").exists()

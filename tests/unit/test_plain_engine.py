@@ -179,3 +179,25 @@ def test_on_a_gpu_the_next_batch_is_copied_before_this_one_is_used(monkeypatch: 
         *("wait", "copy 2", "use 1"),
         *("wait", "use 2"),
     ]
+
+
+def test_gradients_of_micro_batches_are_added_in_fp32(update: Update, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine()
+    parts: list[torch.Tensor] = []
+    weight = made.module.model.decoder.layers[0].feed_forward.up_proj.weight
+    weight.register_hook(lambda gradient: parts.append(gradient.clone()))
+    found: list[torch.Tensor] = []
+    step = made._optimizer.step
+
+    def look() -> None:
+        masters = dict(zip(made._named, made._optimizer.param_groups[0]["params"], strict=True))
+        found.append(masters["decoder.layers.0.feed_forward.up_proj.weight"].grad.clone())
+        step()
+
+    monkeypatch.setattr(made._optimizer, "step", look)
+    made.update(update.micro_batches, update.target_tokens, 1e-3)
+    assert len(parts) == len(update.micro_batches) and parts[0].dtype == torch.bfloat16
+    total = torch.stack([part.float() for part in parts]).sum(0)
+    torch.testing.assert_close(found[0], total, rtol=1e-6, atol=0)
+    assert not torch.equal(found[0], found[0].bfloat16().float())
+    assert weight.grad is None

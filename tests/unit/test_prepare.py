@@ -438,3 +438,20 @@ def test_the_form_of_the_text_is_recorded(texts: dict[str, Any], capsys: pytest.
     assert "valid.target: 2 of 4 lines end in ' .' and look tokenised" in capsys.readouterr().err
     _prepare(texts, overwrite=True, **moses)
     assert "look tokenised" not in capsys.readouterr().err
+
+
+def test_an_interrupt_between_the_renames_changes_nothing(
+    texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meta = _prepare(texts)
+    rename = Path.rename
+
+    def interrupt(path: Path, target: Path) -> Path:
+        if ".partial-" in path.name:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        _prepare(texts, vocab_size=110, overwrite=True)
+    assert _left_behind(tmp_path) == ["data"] and DataDirectory.open(texts["out"]).meta == meta

@@ -1,5 +1,6 @@
 """Forced decoding against single sentences: token by token, at exits, by ensembles, over a stream."""
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -11,7 +12,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.search import forced
-from deepspeed_nmt.search.beam import BeamConfig
+from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from deepspeed_nmt.search.decode_options import DecodeOptions
 from deepspeed_nmt.search.forced import score_lines, token_log_probs
 from deepspeed_nmt.search.mask_predict import MaskPredictConfig
@@ -96,3 +97,11 @@ def test_what_cannot_be_scored_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     masked = Translator(model, Letters(), MaskPredictConfig(), torch.device("cpu"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="needs a run that translates from left to right"):
         masked.score(["a"], ["b"])
+
+
+def test_forced_scores_are_those_of_the_beam() -> None:
+    model = plain(3)
+    found = BeamSearch(BeamConfig(beam=3), model, V).search(SOURCE)
+    again = token_log_probs([model], V, SOURCE, True, [[each.tokens for each in row] for row in found])
+    for row, each in zip(found, again, strict=True):
+        assert [math.fsum(values) for values in each] == pytest.approx([h.log_prob for h in row], rel=1e-5)

@@ -355,3 +355,18 @@ def test_two_translations_to_one_output(translator: Translator, source: Path) ->
         pytest.raises(DataError, match=r"target is in use: process \d+ on "),
     ):
         translate(translator, source)
+
+
+def test_a_piece_damaged_while_others_are_translated(
+    translator: Translator, source: Path, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    write = Pieces.write
+
+    def damaged(self: Pieces, piece: int, *content: Any) -> None:
+        write(self, piece, *content)
+        if piece == 2 and "is damaged" not in caplog.text:
+            self.file(piece).write_bytes(b"{}")
+
+    monkeypatch.setattr(Pieces, "write", damaged)
+    assert translate(translator, source) == 0 and source.with_name("target").read_text() == expected
+    assert "piece-0000002 is damaged; it is translated again" in caplog.text
