@@ -43,6 +43,7 @@ from deepspeed_nmt.reports.page_figures import (
     Chart,
     curves,
     heat_maps,
+    histogram,
     marks,
     theme,
     words_of,
@@ -150,9 +151,10 @@ class RunPage:
         environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
         source, drawer = _drawer()
         charts = {"curves": self.curves(), "layers": heat_maps(self.log)}
+        spreads = [_histograms(number, texts) for number, texts in enumerate(self.texts)]
         signs = marks(self.events, self.best)
         data = {
-            "figures": [chart.specification for part in charts.values() for chart in part],
+            "figures": [chart.specification for part in [*charts.values(), *spreads] for chart in part],
             "marks": signs,
             "positions": self.log.positions(),
             "themes": {
@@ -163,7 +165,7 @@ class RunPage:
         names = {trace["name"] for trace in signs}
         page = environment.get_template("page.html").render(
             page=self, version=__version__, status=self.status(), charts=charts, data=data, drawer=drawer,
-            events=self.events[-_MAX_EVENTS:],
+            texts=list(zip(self.texts, spreads, strict=True)), events=self.events[-_MAX_EVENTS:],
             events_file=EVENTS_FILE, looks=[look for look in MARKS.values() if look.words in names],
             policy=lambda script: _policy(str(script), source), marked=marked_words,
             starts=STARTS, words=_words,
@@ -358,7 +360,7 @@ class RunPage:
         if (record := self.outcome.data_record) is None:
             return []
         corpora = {corpus.path: corpus for corpus in record.corpora}
-        rows, removed = [], []
+        rows, removed, inputs = [], [], []
         for path in dict.fromkeys([record.path, *corpora]):
             meta, corpus = self._metas.get(path), corpora.get(path)
             weight = "-" if corpus is None else ", ".join(f"{change.value:g}" for change in corpus.weights)
@@ -368,12 +370,18 @@ class RunPage:
                 tokens = (train.pairs, train.source.tokens, train.target.tokens) if train else (None, None, None)
                 sizes = [cell(size) for size in (*tokens, valid and valid.pairs, meta.vocabulary_size)]
                 removed += [[reason, f"{count:,}", path] for reason, count in meta.removed.items() if count]
+                inputs += [
+                    [name, f"{file.lines:,}", file.sha256[:12], file.path]
+                    for name, files in meta.inputs.items()
+                    for file in files
+                ]
             rows.append([path, *sizes, weight, (corpus or record).fingerprint[:12]])
         head = ["directory", "pairs", "source tokens", "target tokens", "validation pairs", "vocabulary", "weight"]
         note = "" if self._metas else "The data directory cannot be reached from here."
         return _filled(
             Table("Corpora", [*head, "fingerprint"], rows, note=note),
             Table("Pairs removed by `prepare`", ["reason", "pairs", "from"], removed),
+            Table("Input files", ["text", "lines", "sha256", "file"], inputs, folded=True),
         )
 
     @cached_property
@@ -542,6 +550,24 @@ def marked_words(sentence: Sentence) -> list[tuple[str, bool]]:
     known = set(sentence.reference.split())
     words = re.split(r"(\s+)", shortened(sentence.translation, _MAX_SHOWN))
     return [(word, bool(word.strip()) and word not in known) for word in words]
+
+
+def _histograms(number: int, texts: TextSet) -> list[Chart]:
+    """Return histograms of lengths and scores of the newest translations of a set."""
+    newest = texts.newest
+    if not newest:
+        return []
+    lengths = {
+        f"{side}s": [float(len(getattr(sentence, side).split())) for sentence in newest]
+        for side in ("translation", "reference")
+    }
+    most = sorted(lengths["references"])[int(0.99 * (len(newest) - 1))]
+    caption = f"Update {texts.updates[-1]:,}, {len(newest):,} sentences of the set {texts.name}."
+    chrf = {"chrF": [sentence.chrf for sentence in newest]}
+    return [
+        histogram(f"lengths-{number}", "Words of a sentence", caption, lengths, max(10.0, 1.4 * most)),
+        histogram(f"scores-{number}", "chrF of a sentence", caption, chrf, 100.0),
+    ]
 
 
 def _policy(*scripts: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -82,17 +82,18 @@ class Best(NamedTuple):
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure of the page, over updates."""
+    """A figure of the page; the horizontal axis of a timeline is updates."""
 
     id: str
     title: str
     caption: str
     figure: graph_objects.Figure
+    timeline: bool = True
 
     @property
     def specification(self) -> dict[str, Any]:
         """The figure for plotly.js."""
-        return {"id": self.id, **self.figure.to_plotly_json()}
+        return {"id": self.id, "timeline": self.timeline, **self.figure.to_plotly_json()}
 
 
 def theme(ink: str, faint: str, lines: str, card: str) -> dict[str, Any]:
@@ -281,6 +282,22 @@ def _layer(row: str) -> tuple[str, int]:
     match = _LAYER.fullmatch(row)
     words = (match[1] if match else row).replace("_", " ").replace("/", " ").strip()
     return words, int(match[2]) if match else -1
+
+
+def histogram(name: str, title: str, caption: str, values: Mapping[str, Sequence[float]], high: float) -> Chart:
+    """Return a histogram of each list of values from 0, as shares; the last bin has all values from ``high`` on."""
+    size = high / 25
+    figure = _figure(
+        hovermode="x unified", showlegend=len(values) > 1, barmode="overlay", xaxis={"title_text": title}
+    )
+    for (label, numbers), colour in zip(values.items(), (_BLUE, _ORANGE), strict=False):
+        figure.add_histogram(
+            x=[round(min(number, high - size / 2), 4) for number in numbers], name=label, marker_color=colour,
+            xbins={"start": 0, "end": high, "size": size}, histnorm="probability", opacity=0.65,
+            hovertemplate="%{x}: %{y:.1%}<extra>" + label + "</extra>",
+        )  # fmt: skip
+    figure.update_yaxes(title_text="share of sentences", tickformat=".0%")
+    return Chart(name, title, caption, figure, timeline=False)
 
 
 def marks(events: Sequence[Event], best: Best | None) -> list[dict[str, Any]]:
