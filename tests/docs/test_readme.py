@@ -196,3 +196,22 @@ def test_the_plans_of_a_large_model_are_up_to_date() -> None:
     table = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
     assert table in page, "run `python launch/docs/tables.py`"
+
+
+def test_excerpts_are_in_the_files_that_they_name() -> None:
+    """Each block of Python in the page is preceded by a link to a file that contains all lines of the block.
+
+    `...` stands for code that the page leaves out.
+    """
+    page = ROOT / "docs" / "add-a-method.md"
+    before, excerpts = "", 0
+    for part in re.split(r"(^```python\n.*?^```$)", page.read_text(encoding="utf-8"), flags=re.M | re.S):
+        if not part.startswith("```python"):
+            before = part
+            continue
+        name = re.findall(r"\]\(([^)]+\.py)\)", before)[-1]
+        lines = (page.parent / name).read_text(encoding="utf-8").splitlines()
+        shown = [line.removesuffix(" ...") for line in part.splitlines()[1:-1] if line.strip() not in ("", "...")]
+        assert [line for line in shown if line not in lines] == [], name
+        excerpts += 1
+    assert excerpts > 4
