@@ -129,7 +129,7 @@ class TextForm:
         forms = {self.form, other.form} - {"unknown"}
         sources = {self.source_lang, other.source_lang} - {None}
         targets = {self.target_lang, other.target_lang} - {None}
-        return any(len(each) > 1 for each in (forms, sources, targets))
+        return any(len(values) > 1 for values in (forms, sources, targets))
 
     def problem(self, kind: Kind) -> str:
         """Return the reason why translations cannot be made plain or tokenised, as a clause; "" if they can.

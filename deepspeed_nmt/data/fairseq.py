@@ -145,7 +145,7 @@ class FairseqTokenizer(Tokenizer):
         else:
             pieces = [text.split() for text in texts]  # at any white space, as fairseq does
         number_of = self._words[side].get
-        return [[number_of(piece, UNK) for piece in each] for each in pieces]
+        return [[number_of(piece, UNK) for piece in line] for line in pieces]
 
     @override
     def _decoded(self, tokens: Iterable[int], side: Side) -> str:

@@ -70,7 +70,7 @@ _BLOCK_BYTES = 1 << 20
 
 def check_inputs(files: Mapping[str, Paths]) -> None:
     """Check that all input files, by the option that names them, can be there to be read; they are not opened."""
-    paths = [(option, path) for option, each in files.items() for path in each if path != STANDARD_INPUT]
+    paths = [(option, path) for option, paths in files.items() for path in paths if path != STANDARD_INPUT]
     wrong = [
         f"{path} {'is a directory' if path.is_dir() else 'does not exist'}"
         for _, path in paths
@@ -95,7 +95,7 @@ def inspect_inputs(files: Mapping[str, Paths]) -> dict[str, tuple[InputRecord, .
         with InputText(path) as text:
             text.skip_rest()
             records[name].append(text.record())
-    return {name: tuple(found) for name, found in records.items()}
+    return {name: tuple(files) for name, files in records.items()}
 
 
 def copy_text(paths: Sequence[Path], destination: Path) -> tuple[InputRecord, ...]:

@@ -168,7 +168,7 @@ class Shares:
         """Return the share of each corpus in an update; all are 0 if none has a weight."""
         streams, temperature = self.phase.streams, self.phase.temperature
         total = sum(stream.tokens for stream in streams)
-        sizes = [(each.tokens / total) ** (1.0 / temperature) if temperature else 1.0 for each in streams]
+        sizes = [(stream.tokens / total) ** (1.0 / temperature) if temperature else 1.0 for stream in streams]
         values = [
             size * next((weight.value for weight in stream.weights if weight.holds(update)), 0.0)
             for size, stream in zip(sizes, streams, strict=True)
@@ -253,12 +253,12 @@ def next_phase(phases: Sequence[Phase], mixture: Phase, before: Mapping[str, int
     if phases and phases[-1].same_mixture(mixture):
         return tuple(phases)
     known = [*phases[-1].streams, *phases[-1].absent] if phases else []
-    streams = [each.model_copy(update={"start": before.get(each.corpus, 0)}) for each in mixture.streams]
-    now = {each.corpus for each in streams}
+    streams = [stream.model_copy(update={"start": before.get(stream.corpus, 0)}) for stream in mixture.streams]
+    now = {stream.corpus for stream in streams}
     absent = [
-        each.model_copy(update={"weights": (), "start": before[each.corpus]})
-        for each in known
-        if each.corpus not in now
+        stream.model_copy(update={"weights": (), "start": before[stream.corpus]})
+        for stream in known
+        if stream.corpus not in now
     ]
     return (*phases, mixture.model_copy(update={"streams": tuple(streams), "absent": tuple(absent)}))
 

@@ -153,10 +153,10 @@ class UnigramSampler(SegmentationSampler):
             return [1.0], [word]
         text = "".join(map(self._texts.__getitem__, word)).replace(SPACE, " ").strip()
         best = self._processor.nbest_encode(text, nbest_size=_BEST, return_type="proto").nbests if text else []
-        lists = [tuple(piece.id for piece in each.pieces) for each in best]
+        lists = [tuple(piece.id for piece in pieces.pieces) for pieces in best]
         if word not in lists:
             return [1.0], [word]
-        weights = [math.exp(self._alpha * (each.score - best[0].score)) for each in best]
+        weights = [math.exp(self._alpha * (pieces.score - best[0].score)) for pieces in best]
         return list(accumulate(weights)), lists
 
     def _draw(self, word: Word, random: Random) -> Sequence[int]:
@@ -172,9 +172,9 @@ def sampler_of(model: bytes, processor: Any, alpha: float) -> SegmentationSample
 
     content = sentencepiece_model.ModelProto.FromString(model)
     spec, normal = content.trainer_spec, sentencepiece_model.ModelProto.SentencePiece.NORMAL
-    pieces = {each.piece: number for number, each in enumerate(content.pieces) if each.type == normal}
+    pieces = {piece.piece: number for number, piece in enumerate(content.pieces) if piece.type == normal}
     if spec.model_type == spec.BPE:
-        scores = {each.piece: each.score for each in content.pieces if each.type == normal}
+        scores = {piece.piece: piece.score for piece in content.pieces if piece.type == normal}
         return BpeSampler(processor, pieces, scores, alpha)
     if spec.model_type == spec.UNIGRAM:
         return UnigramSampler(processor, pieces, alpha)
@@ -261,7 +261,9 @@ class SentencePieceModel:
         numbers = [int(token) for token in tokens if token > EOS]
         if self._segmented:
             return joined(" ".join(self.pieces(numbers)))
-        front = next((place for place, each in enumerate(numbers) if each not in self._symbol_numbers), len(numbers))
+        front = next(
+            (place for place, number in enumerate(numbers) if number not in self._symbol_numbers), len(numbers)
+        )
         rest: str = self._processor.decode(numbers[front:])
         if not front:
             return rest

@@ -177,7 +177,7 @@ class EpochOrder(UpdateOrder):
         """Return the first windows: one, or several if they are small."""
         windows, updates = self._shape(0)
         number = min(windows, _SAMPLED_WINDOWS, max(1, _SAMPLED_TOKENS // (updates * self.update_tokens)))
-        return Window.joined([self.window((0, each)) for each in range(number)])
+        return Window.joined([self.window((0, place)) for place in range(number)])
 
     def _shape(self, epoch: int) -> tuple[int, int]:
         """Return the number of windows of an epoch, and of updates in each."""

@@ -74,14 +74,14 @@ def nfc_rules() -> dict[str, str]:
     Unicode has no composition, and a composable mark after that, keeps its spelling.
     """
     every = map(chr, range(sys.maxunicode + 1))
-    characters = [each for each in every if not unicodedata.is_normalized("NFD", each)]
-    texts = {unicodedata.normalize("NFD", each) for each in characters}
+    characters = [character for character in every if not unicodedata.is_normalized("NFD", character)]
+    texts = {unicodedata.normalize("NFD", character) for character in characters}
     marks: defaultdict[str, set[str]] = defaultdict(set)
     for text in texts:
         marks[text[0]].update(mark for mark in text[1:] if unicodedata.combining(mark))
     for base, own in marks.items():
         texts.update(unicodedata.normalize("NFD", base + first + second) for first in own for second in own)
-    rules = {each: unicodedata.normalize("NFC", each) for each in characters}
+    rules = {character: unicodedata.normalize("NFC", character) for character in characters}
     for text in texts:
         composed = unicodedata.normalize("NFC", text)
         rules.update((spelling, composed) for spelling in _spellings(text))
@@ -270,7 +270,7 @@ def _adopted(path: Path, symbols: Sequence[str]) -> bytes:
         raise _no_model(path)
     if spec.model_type == spec.WORD:
         raise DataError(f"--sentencepiece {path} has a vocabulary of words; train one of type bpe or unigram")
-    by_text = {each.piece: each for each in content.pieces}
+    by_text = {piece.piece: piece for piece in content.pieces}
     special = {PAD: spec.pad_piece, BOS: spec.bos_piece, EOS: spec.eos_piece, UNK: spec.unk_piece}
     first = []
     for number, text in sorted(special.items()):

@@ -182,12 +182,12 @@ class ExportedTranslator:
         return SourceLines(self.tokenizer, longest, self._longest_source, options.strict, counts, before)
 
     def _translations(self, hypotheses: Sequence[Any]) -> list[Translation]:
-        texts = [self.tokenizer.decode(each.tokens) for each in hypotheses]
+        texts = [self.tokenizer.decode(hypothesis.tokens) for hypothesis in hypotheses]
         if self._plain is not None:
             texts = self._plain.convert("plain", texts)
         return [
-            Translation(text, each.score, each.tokens, each.log_prob)
-            for text, each in zip(texts, hypotheses, strict=True)
+            Translation(text, hypothesis.score, hypothesis.tokens, hypothesis.log_prob)
+            for text, hypothesis in zip(texts, hypotheses, strict=True)
         ]
 
 
@@ -210,4 +210,6 @@ def changed_settings(settings: ExportBeamSettings, changes: Mapping[str, Any]) -
     try:
         return ExportBeamSettings.model_validate({**settings.model_dump(), **given})
     except ValidationError as error:
-        raise ConfigError([problem_of(each, option(str(each["loc"][0]))) for each in error.errors()]) from error
+        raise ConfigError(
+            [problem_of(problem, option(str(problem["loc"][0]))) for problem in error.errors()]
+        ) from error

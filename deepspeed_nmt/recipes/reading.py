@@ -132,7 +132,7 @@ def _too_large(source: str) -> ConfigError:
 def _plain(value: Any) -> Any:
     """Return a value with strings as keys of its mappings, and with numbers for text that is a number."""
     if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _plain(inner) for key, inner in value.items()}
     return _number(value) if isinstance(value, str) else value
 
 

@@ -56,7 +56,10 @@ def search_settings(runs: Sequence[Run], changes: Mapping[str, Any], exits: Sequ
         search = kind.model_validate({key: value for key, value in settings.items() if key in kind.model_fields})
     except ValidationError as error:
         raise ConfigError(
-            [problem_of(each, option(str(each["loc"][0])) if each["loc"] else "") for each in error.errors()]
+            [
+                problem_of(problem, option(str(problem["loc"][0])) if problem["loc"] else "")
+                for problem in error.errors()
+            ]
         ) from error
     assert isinstance(search, SearchConfig)
     if not set(search.needs_exits) <= set(run.config.model.named_exits):

@@ -94,7 +94,7 @@ def digest(sets: Mapping[str, DataDirectory]) -> str:
 
 def check_sets_agree(sets: Mapping[str, DataDirectory], world: World) -> None:
     """Check that all ranks have the validation sets of rank 0, since each host may have files of its own."""
-    own = {name: [digest({name: each}), each.text_form.form] for name, each in sets.items()}
+    own = {name: [digest({name: data}), data.text_form.form] for name, data in sets.items()}
     main = from_main(own, world)
     with fail_together(world):
         if differing := [name for name, value in own.items() if value != main.get(name)]:
