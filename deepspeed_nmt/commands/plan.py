@@ -196,7 +196,7 @@ def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gp
     from deepspeed_nmt.console import logger
     from deepspeed_nmt.kernels.choice import is_installed
     from deepspeed_nmt.kernels.precision import DTYPES
-    from deepspeed_nmt.planning.planner import as_text, plan_for
+    from deepspeed_nmt.planning.planner import as_text, notes_on, plan_for
 
     if not is_installed("softmax", "triton"):
         logger.warning(
@@ -212,6 +212,7 @@ def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gp
     speed = None if engine.precision == "fp32" else advised.tokens_per_second(gpu, ranks, arguments.mfu)
     updates, tokens = config.training.max_updates, config.batch.update_tokens
     days = None if speed is None else updates * tokens / speed * ranks / 86_400
+    advice, notes = planner.settings(advised), notes_on(advised, tokens, gpu)
     result = {
         "gpu": gpu.name,
         "num_gpus": ranks,
@@ -220,7 +221,8 @@ def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gp
         "tokens_per_s": speed,
         "max_updates": updates,
         "gpu_days": days,
-        "advice": planner.settings(advised),
+        "advice": advice,
+        "notes": notes,
         **{name: plan.as_json(gpu) for name, plan in (("as_set", plain), ("advised", advised))},
     }
     chosen = kernels.describe(torch.device("meta"), DTYPES[engine.precision])
@@ -228,5 +230,5 @@ def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gp
     words = "" if speed is None else f"; at an MFU of {arguments.mfu:g}, {speed:,.0f} target tokens/s"
     if days is not None:
         words += f", and training.max_updates={updates} in {days:,.1f} GPU-days ({days / ranks:,.1f} days)"
-    text = as_text(columns, planner.settings(advised), tokens, gpu, words)
+    text = as_text(columns, advice, notes, gpu, words)
     return result, f"{head}\n\n{text}"

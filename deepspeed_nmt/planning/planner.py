@@ -15,6 +15,8 @@ from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.memory import GIB, PARTS, Layout, host_bytes, state_bytes, validation_bytes
 
 _MICRO_TOKENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+_BUSY_TOKENS = 2048
+"""Least target tokens of a micro-batch that keep a GPU busy and hide its communication. A rule of thumb."""
 _RANKS_OF_A_HOST = 8
 """Largest number of GPUs that are assumed to be in one host."""
 _RECOMPUTE = (0, 4, 2, 1)
@@ -184,8 +186,34 @@ class Planner:
         return [*engine, *recompute, f"batch.micro_tokens={plan.micro_tokens}"]
 
 
-def as_text(columns: Mapping[str, Plan], advice: list[str], update_tokens: int, gpu: Gpu, speed: str) -> str:
-    """Return a table of plans by title, the memory of one GPU by part, and the settings to use for "advised".
+def notes_on(plan: Plan, update_tokens: int, gpu: Gpu) -> list[str]:
+    """Return warnings about an advised plan: too large for the GPU, or too few tokens for it."""
+    notes, layout = [], plan.layout
+    if not plan.fits(gpu.usable_gib):
+        notes.append(
+            "no plan fits; this is the smallest: use larger GPUs, more of them (perhaps with "
+            "engine.tensor_parallel), or offload (engine.name=deepspeed engine.ds_config=zero3_offload)"
+        )
+    share = update_tokens * layout.tensor_ranks // layout.ranks
+    slow = "too few to keep it busy, so expect a lower MFU"
+    if share < _BUSY_TOKENS:
+        suitable = _BUSY_TOKENS * layout.ranks // layout.tensor_ranks
+        ranks = update_tokens // _BUSY_TOKENS * layout.tensor_ranks
+        fewer = f", or use at most {ranks} GPUs" if ranks else ""
+        notes.append(
+            f"an update of {update_tokens:,} tokens leaves {share:,} for a GPU, {slow}: set "
+            f"batch.update_tokens={suitable}{fewer}"
+        )
+    elif plan.micro_tokens < _BUSY_TOKENS:
+        notes.append(
+            f"micro-batches have {plan.micro_tokens:,} tokens, for a GPU {slow}; larger ones do not fit, or "
+            "cost more recomputation: use larger GPUs, or engine.tensor_parallel"
+        )
+    return notes
+
+
+def as_text(columns: Mapping[str, Plan], advice: list[str], notes: list[str], gpu: Gpu, speed: str) -> str:
+    """Return a table of plans by title, the memory of one GPU by part, and the settings and notes for "advised".
 
     ``speed`` is a phrase that ends the last line; "" if the speed is unknown.
     """
@@ -206,16 +234,6 @@ def as_text(columns: Mapping[str, Plan], advice: list[str], update_tokens: int, 
         lines.append(f"(a host is assumed to have {plan.host_ranks} GPUs)")
     lines.append("(in parentheses: not held at the peak; validation has no activations and logits)")
     lines += ["", f"set: {' '.join(advice)}"]
-    if not plan.fits(gpu.usable_gib):
-        lines.append(
-            "no plan fits; this is the smallest: use larger GPUs, more of them (perhaps with "
-            "engine.tensor_parallel), or offload (engine.name=deepspeed engine.ds_config=zero3_offload)"
-        )
-    share = update_tokens * plan.layout.tensor_ranks // plan.layout.ranks
-    if share < _MICRO_TOKENS[0]:
-        lines.append(
-            f"an update of {update_tokens:,} tokens leaves {share} for a GPU, too few to be fast: use fewer GPUs, or "
-            "raise batch.update_tokens"
-        )
+    lines += notes
     lines.append(f"{plan.flops_per_token / 1e9:,.2f} GFLOP for each target token{speed}")
     return "\n".join(lines)

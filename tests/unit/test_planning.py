@@ -38,7 +38,7 @@ from deepspeed_nmt.planning.counting import (
 )
 from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.memory import GIB, Layout, state_bytes
-from deepspeed_nmt.planning.planner import Plan, advise, plan_for
+from deepspeed_nmt.planning.planner import Plan, advise, notes_on, plan_for
 from deepspeed_nmt.run.plans import MeasuredTimes
 from deepspeed_nmt.run.resolve import resolve_recomputation
 from deepspeed_nmt.train.goodput import Entry
@@ -189,6 +189,27 @@ def test_advice_is_the_fastest_plan_that_fits() -> None:
     assert not advised(1.1)[3]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "tensor_ranks", "gib", "phrases"),
+    [
+        (16, 1, 80.0, []),
+        (64, 1, 80.0, ["32,768 tokens leaves 512 for", "batch.update_tokens=131072", "at most 16 GPUs"]),
+        (64, 2, 80.0, ["32,768 tokens leaves 1,024 for", "batch.update_tokens=65536", "at most 32 GPUs"]),
+        (8, 1, 2.9, ["micro-batches have 1,024 tokens"]),
+    ],
+)
+def test_few_tokens_for_a_gpu_are_noted(ranks: int, tensor_ranks: int, gib: float, phrases: list[str]) -> None:
+    def work(tokens: int, recompute: RecomputedLayers) -> Work:
+        return Work(tokens, int(tokens * 1e6), 0, int(tokens * 1e9))
+
+    gpu, counts = Gpu("some", gib, 100.0), Counts(work, 100_000_000, 0)
+    zero = {stage: {"reduce_bucket_size": 0} for stage in (1, 2, 3)}
+    plan = advise(counts, gpu, Layout(None, ranks, tensor_ranks), 32768, zero)
+    notes = notes_on(plan, 32768, gpu)
+    assert plan.fits(gpu.usable_gib) and len(notes) == min(1, len(phrases))
+    assert all(phrase in notes[0] for phrase in phrases)
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     shallow = [*SHALLOW, "layer.drop_depth=1"]
     words = ["plan", "--recipe", "deep_decoder_base_30", *NARROW, *shallow, "--vocab-size", "500"]
@@ -201,6 +222,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["checkpoint_bytes"] == 12 * found["parameters"]
     assert found["disk_bytes"] == 7 * found["checkpoint_bytes"], "five newest, the best, and one being written"
     assert found["save_seconds"] == pytest.approx(found["checkpoint_bytes"] / 300e6)
+    assert found["notes"] == [], "4,096 tokens for a GPU are enough"
     tokens = found["max_updates"] * load_config("deep_decoder_base_30").batch.update_tokens
     assert found["gpu_days"] == pytest.approx(8 * tokens / found["tokens_per_s"] / 86400)
     assert main([*words, "--gpu", "some:0.5", "--num-gpus", "8", "engine.tensor_parallel=2"]) == 0
