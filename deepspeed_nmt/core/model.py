@@ -21,7 +21,7 @@ from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.compiled import compile_layers
 from deepspeed_nmt.nn.embedding import Projection
-from deepspeed_nmt.nn.layers import Context, DecoderBlock, Draw
+from deepspeed_nmt.nn.layers import AttentionRecord, Context, DecoderBlock, Draw
 from deepspeed_nmt.nn.stack import LayerStack
 
 Exits = Sequence[int] | None
@@ -44,11 +44,13 @@ class Memory:
         mask: bool (B,1,1,S), True for positions that are not padding; the sentences of packed rows; None if no
             position is padding.
         below_BSD: states to which the bottom decoder attends, for a model of two modules; None for other models.
+        record: the decoder layers whose attention weights are to be recorded; None for none.
     """
 
     states_BSD: Tensor
     mask: Tensor | Segments | None
     below_BSD: Tensor | None = None
+    record: AttentionRecord | None = None
 
     def select(self, sentences_B: Tensor) -> Memory:
         """Return the memory of the sentences (in the packed layout, the rows) with the given indices."""
@@ -60,7 +62,8 @@ class Memory:
 
     def context(self, draw: Draw | None = None, segments: Segments | None = None) -> Context:
         """Return what the layers of a decoder share; ``segments`` are the sentences of packed targets."""
-        return Context(mask_between(segments, self.mask), self.states_BSD, draw, mask_between(segments, segments))
+        target_mask = mask_between(segments, segments)
+        return Context(mask_between(segments, self.mask), self.states_BSD, draw, target_mask, record=self.record)
 
 
 class DecodableModel(nn.Module, ABC):
@@ -191,6 +194,19 @@ class TranslationModel(DecodableModel):
         layers = self.cross_attending()
         return {
             number: layer.cross_attention for number, layer in layers.items() if layer.cross_attention is not None
+        }
+
+    def attention_layers(self) -> dict[int, nn.Module]:
+        """Return each layer of the decoder's stacks whose attention weights training can read, by its number, from 1.
+
+        Its cross-attention is applied in every update.
+        """
+        layers = [layer for stack in self.stacks[1] for layer in stack.layers]
+        layer_of = {part: layer for layer in layers for part in layer.modules()}
+        return {
+            number: layer_of[block]
+            for number, block in self.cross_attending().items()
+            if block in layer_of and block.always_attends
         }
 
     def source_mask(

@@ -21,6 +21,7 @@ Legend: B sentences, S source length, T target length, D model width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -30,10 +31,12 @@ from typing_extensions import override
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, TranslationModel, exit_name
-from deepspeed_nmt.nn.layers import Draw
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.nn.layers import AttentionRecord, Draw
 
 States = Sequence[Mapping[str, Tensor]]
-"""Decoder states, (B,T,D), of each pass by the exit's name, the top one also as TOP; and further outputs."""
+"""Decoder states, (B,T,D), of each pass by the exit's name, the top one also as TOP; and further outputs, such as
+the attention weights, (B,T,S), of :meth:`Passes.request_attention`."""
 
 
 class Passes:
@@ -56,6 +59,7 @@ class Passes:
         self.divergence = 0.0
         self._sources_BS = [batch.source_BS]
         self._source_of_pass = [0]
+        self._attentions: dict[str, nn.Module] = {}
 
     def add_source(self, source_BS: Tensor) -> int:
         """Request that another source of the same targets be encoded, and return its number. Shape: (B,S)."""
@@ -67,12 +71,34 @@ class Passes:
         self._source_of_pass.append(source)
         return len(self._source_of_pass) - 1
 
+    def request_attention(self, layer: int) -> str:
+        """Request the weights of a decoder layer's cross-attention in all passes; return their name among the states.
+
+        They are the mean of the heads, before dropout, at the exit of all encoder layers, and have a gradient. In
+        either layout each sentence is a row, as in :attr:`Batch.target_mask` and :meth:`Batch.source_rows`; what
+        padding attends to is arbitrary. Shape of each pass: fp32 (B,T,S)
+
+        Args:
+            layer: its number, from 1 at the bottom.
+
+        Raises:
+            ConfigError: if the model cannot hand them over.
+        """
+        layers = self.model.attention_layers()
+        if layer not in layers:
+            raise ConfigError(
+                f"decoder layer {layer} does not hand over attention weights in every update; those that do are "
+                f"{', '.join(map(str, layers)) or 'none'}"
+            )
+        self._attentions[f"attention/{layer}"] = layers[layer]
+        return f"attention/{layer}"
+
     def run(self) -> list[dict[str, Tensor]]:
         """Compute the decoder states of each pass, (B,T,D), by the exit's name; those of the top exit also as TOP."""
         batch, model = self.batch, self.model
         sources, passes, encoders = len(self._sources_BS), len(self._source_of_pass), len(self.encoder_exits)
         top = exit_name(*model.stages)
-        if passes == len(self.decoder_exits) == encoders == 1:
+        if passes == len(self.decoder_exits) == encoders == 1 and not self._attentions:
             states_once = model.single_pass(batch)
             return [{**states_once, top: states_once[TOP]}]
         rows = batch.source_BS.shape[0]
@@ -86,6 +112,8 @@ class Passes:
             device = batch.source_BS.device
             ranges = [torch.arange(block * rows, (block + 1) * rows, device=device) for block in blocks]
             memory = memory.select(torch.cat(ranges))
+        if self._attentions:
+            memory = replace(memory, record=AttentionRecord(self._attentions.values()))
         update = batch.update
         draw = Draw(update.seed, update.number, tuple(range(passes)) * encoders, update.micro_batch)
         targets = batch.target_input_BT.repeat(len(blocks), 1)
@@ -97,6 +125,12 @@ class Passes:
                 states_of_pass[number % passes][exit_name(encoder_exit, decoder_exit)] = block_BTD
         for by_exit in states_of_pass:
             by_exit[TOP] = by_exit[top]
+        first = self.encoder_exits.index(model.stages[0]) * passes
+        for name, layer in self._attentions.items():
+            assert memory.record is not None
+            weights_of_block = memory.record.weights[layer].chunk(len(blocks))
+            for number, by_name in enumerate(states_of_pass):
+                by_name[name] = weights_of_block[first + number]
         return states_of_pass
 
 

@@ -89,6 +89,10 @@ class Segments:
         """
         return x.flatten(dim, dim + 1).index_select(dim, self._place_of_token)
 
+    def heads_to_rows(self, x_PHNK: Tensor) -> Tensor:
+        """Copy queries, keys or values into a padded row for each sentence. Shape: (P,H,N,K) -> (P B,H,L,K)."""
+        return self.to_rows(x_PHNK, 2).transpose(1, 2).flatten(0, 1)
+
     def sums(self, x_ND: Tensor, counted_N: Tensor) -> Tensor:
         """Sum the tokens of each sentence that count, those of the tail never; rows would take far more memory.
 
@@ -139,6 +143,10 @@ class SegmentPair(NamedTuple):
     queries: Segments
     keys: Segments
 
+    def row_mask(self, rows: int) -> Tensor:
+        """Return the mask of keys in padded rows, for the sentences of P ``rows``. Shape: -> bool (P B,1,1,S)."""
+        return self.keys.real_positions[:, None, None, :].repeat(rows, 1, 1, 1)
+
 
 Mask = Tensor | SegmentPair | None
 """Keys that attention sees: bool, broadcastable to (B,H,T,S), True where a query sees a key; or those of the same
@@ -169,13 +177,10 @@ def attention_by_rows(
     Shape: (P,H,N,K), (P,H,M,K), (P,H,M,K) -> (P,H,N,K)
     """
     rows, heads, _, width = q_PHNK.shape
-
-    def padded(x_PHNK: Tensor, segments: Segments) -> Tensor:
-        return segments.to_rows(x_PHNK, 2).transpose(1, 2).flatten(0, 1)
-
     # Sources are padded on the right, so that causal attention sees no padding.
-    mask_XHTS = None if causal else pair.keys.real_positions[:, None, None, :].repeat(rows, 1, 1, 1)
-    q_XHLK, (k_XHSK, v_XHSK) = padded(q_PHNK, pair.queries), (padded(x, pair.keys) for x in (k_PHMK, v_PHMK))
+    mask_XHTS = None if causal else pair.row_mask(rows)
+    q_XHLK = pair.queries.heads_to_rows(q_PHNK)
+    k_XHSK, v_XHSK = (pair.keys.heads_to_rows(x) for x in (k_PHMK, v_PHMK))
     out_XHLK = attention(q_XHLK, k_XHSK, v_XHSK, mask_XHTS, causal, dropout_p)
     out_PHBLK = out_XHLK.view(rows, len(pair.queries), heads, -1, width).transpose(1, 2)
     return pair.queries.from_rows(out_PHBLK, 2)

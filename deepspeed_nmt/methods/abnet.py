@@ -202,6 +202,10 @@ class AbNet(MaskedModel):
         return [self.encoder], [self.decoder]
 
     @override
+    def attention_layers(self) -> dict[int, nn.Module]:
+        return {}  # a pass has the logits of lengths, too
+
+    @override
     def encode(
         self, source_BS: Tensor, padded: bool = True, exits: Exits = None, segments: Segments | None = None
     ) -> Memory:

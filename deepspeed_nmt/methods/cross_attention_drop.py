@@ -97,6 +97,7 @@ class CrossAttentionDropLayer(DecoderLayer):
         coins_per: period of its random choices.
     """
 
+    always_attends = False
     number: int
     rate: float
     coins_per: CoinPeriod

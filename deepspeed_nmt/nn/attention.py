@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_nmt.kernels.choice import UsesKernels
-from deepspeed_nmt.kernels.segments import Mask
+from deepspeed_nmt.kernels.segments import Mask, SegmentPair
 from deepspeed_nmt.nn.cache import KeysValues, LayerCache
 from deepspeed_nmt.nn.linear import Linear, Product, Sliceable, project
 
@@ -100,16 +100,23 @@ class MultiHeadAttention(nn.Module, UsesKernels, Sliceable):
         return KeysValues(*map(self._split, project(self.ranks.copy(memory_BSD), self.k_proj, self.v_proj)))
 
     def weights(self, query_BTD: Tensor, memory: Tensor | KeysValues, mask: Mask = None) -> Tensor:
-        """Compute the attention weights of whole sentences in the padded layout, as the mean of the heads.
+        """Compute the attention weights of whole sentences before dropout, as the mean of the heads of all ranks.
 
-        Shape: (B,T,D), (B,S,D) -> fp32 (B,T,S)
+        Packed sentences have a padded row each; what padding attends to is arbitrary.
+
+        Shape: (B,T,D), (B,S,D) -> fp32 or wider (B,T,S)
         """
         keys_BHSK = (memory if isinstance(memory, KeysValues) else self.project(memory)).keys
-        query_BHTK = self._split(self.q_proj(query_BTD))
-        scores_BHTS = torch.matmul(query_BHTK, keys_BHSK.transpose(2, 3)).float() / math.sqrt(self.head_dim)
+        query_BHTK = self._split(self.q_proj(self.ranks.copy(query_BTD)))
+        if isinstance(mask, SegmentPair):
+            query_BHTK, keys_BHSK = mask.queries.heads_to_rows(query_BHTK), mask.keys.heads_to_rows(keys_BHSK)
+            mask = mask.row_mask(query_BTD.shape[0])
+        scores_BHTS = torch.matmul(query_BHTK, keys_BHSK.transpose(2, 3))
+        wide = torch.promote_types(scores_BHTS.dtype, torch.float32)
+        scores_BHTS = scores_BHTS.to(wide) / math.sqrt(self.head_dim)
         if isinstance(mask, Tensor):
             scores_BHTS = scores_BHTS.masked_fill(~mask, -torch.inf)
-        return scores_BHTS.softmax(dim=3).mean(dim=1)
+        return self.ranks.mean(scores_BHTS.softmax(dim=3).mean(dim=1))
 
     def _split(self, x_BTD: Tensor) -> Tensor:
         batch, length, _ = x_BTD.shape

@@ -5,9 +5,9 @@ Legend: B sentences, S source length, T target length, D model width, F inner wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -158,6 +158,8 @@ class Context:
         kept: indices of the passes whose rows attend to the source in a layer; None if it has not chosen them yet.
         source: keys and values that a layer projects ``memory_BSD`` to, for all its applications; None if each
             application projects them.
+        record: the layers whose attention weights a stack is to record; None for none.
+        weights: receives the attention weights of the layer that is applied; None if they are not recorded.
     """
 
     mask: Mask = None
@@ -166,6 +168,8 @@ class Context:
     target_mask: Mask = None
     kept: tuple[int, ...] | None = None
     source: KeysValues | None = None
+    record: AttentionRecord | None = None
+    weights: list[Tensor] | None = None
 
     def of_passes(self, kept: Sequence[int]) -> Context:
         """Return the context of the rows of some of the passes, given by their indices, without a draw."""
@@ -183,6 +187,17 @@ def select_blocks(x: Tensor, count: int, kept: Sequence[int]) -> Tensor:
     if list(kept) == list(range(kept[0], kept[-1] + 1)):
         return x[kept[0] * rows : (kept[-1] + 1) * rows]
     return torch.cat([x[index * rows : (index + 1) * rows] for index in kept])
+
+
+class AttentionRecord:
+    """Weights of the cross-attention of some decoder layers, with their gradient; those of its newest application.
+
+    They are :meth:`MultiHeadAttention.weights`: the mean of the heads, a row for each sentence in either layout.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self.layers = frozenset(layers)
+        self.weights: dict[nn.Module, Tensor] = {}
 
 
 class EncoderLayer(nn.Module):
@@ -204,8 +219,13 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Base of decoder layers, whose sub-layers can be observed; a layer may lack some of them."""
+    """Base of decoder layers, whose sub-layers can be observed; a layer may lack some of them.
 
+    Attributes:
+        always_attends: False if the layer may skip its cross-attention in training.
+    """
+
+    always_attends: ClassVar[bool] = True
     cross_attention: MultiHeadAttention | None
     self_residual: Residual | None
     cross_residual: Residual | None
@@ -222,7 +242,16 @@ class DecoderBlock(nn.Module):
         if cache is not None:
             memory = cache.source.of(attention.project, context.memory_BSD)
         assert memory is not None
-        crossed: Tensor = self.cross_residual(x_BTD, lambda h: attention(h, memory, context.mask), onto_BTD)
+        if context.weights is not None and not isinstance(memory, KeysValues):
+            memory = attention.project(memory)
+
+        def attend(h_BTD: Tensor) -> Product:
+            if context.weights is not None:
+                context.weights.append(attention.weights(h_BTD, memory, context.mask))
+            product: Product = attention(h_BTD, memory, context.mask)
+            return product
+
+        crossed: Tensor = self.cross_residual(x_BTD, attend, onto_BTD)
         return crossed
 
     def choose(self, context: Context) -> Context:

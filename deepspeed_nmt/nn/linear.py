@@ -96,6 +96,10 @@ class OneRank:
         """Return a replicated input of sliced products, whose gradient is summed over ranks."""
         return x
 
+    def mean(self, x: Tensor) -> Tensor:
+        """Return the mean over ranks of a result that each computes from its slices; it is replicated."""
+        return x
+
     def lookup(self, tokens_BT: Tensor, weight_VD: Tensor) -> Tensor:
         """Look up rows of an embedding matrix. Shape: (B,T), (V,D) -> (B,T,D)."""
         return F.embedding(tokens_BT, weight_VD)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +108,11 @@ class LayerStack(nn.Module):
             if number in self.order.inputs_at:
                 x_BTD = x_BTD + input_BTD
             layer, shared = self.layers[index], contexts.get(index, context)
-            if keeps_graph and self.recomputes(number):
+            recomputed = keeps_graph and self.recomputes(number)
+            if shared.record is not None and layer in shared.record.layers:
+                apply = partial(checkpoint, _with_weights, use_reentrant=False) if recomputed else _with_weights
+                x_BTD, shared.record.weights[layer] = apply(layer, x_BTD, shared)
+            elif recomputed:
                 x_BTD = checkpoint(layer, x_BTD, shared, use_reentrant=False)
             else:
                 x_BTD = layer(x_BTD, shared, None if caches is None else caches[number])
@@ -125,3 +130,10 @@ class LayerStack(nn.Module):
             for index, count in Counter(indices).items()
             if count > 1 and isinstance(layer := self.layers[index], DecoderBlock)
         }
+
+
+def _with_weights(layer: nn.Module, x_BTD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+    """Apply a layer, and return its attention weights too, so that recomputation repeats both. Shape: -> (B,T,S)."""
+    weights: list[Tensor] = []
+    x_BTD = layer(x_BTD, replace(context, weights=weights))
+    return x_BTD, weights[0]

@@ -127,7 +127,7 @@ def _slice_columns(ranks: TensorRanks, units: int, named: str, *layers: Any) -> 
 
 
 SLICERS: dict[type[nn.Module], tuple[Callable[[Any, TensorRanks], None], tuple[str, ...]]] = {
-    MultiHeadAttention: (_slice_attention, ("forward", "heads", "project")),
+    MultiHeadAttention: (_slice_attention, ("forward", "heads", "project", "weights")),
     FeedForward: (_slice_feed_forward, ("forward", "inner")),
     TokenEmbedding: (_slice_rows_of, ("forward",)),
     LearnedEmbedding: (_slice_rows_of, ("forward",)),
@@ -165,6 +165,10 @@ class TensorRanks(OneRank):
     @override
     def copy(self, x: Tensor) -> Tensor:
         return _Copy.apply(x, self.world.tensor_group)  # type: ignore[no-any-return,no-untyped-call]
+
+    @override
+    def mean(self, x: Tensor) -> Tensor:
+        return _Sum.apply(x / self.world.tensor_ranks, self.world.tensor_group)  # type: ignore[no-any-return,no-untyped-call]
 
     @override
     def lookup(self, tokens_BT: Tensor, weight_VD: Tensor) -> Tensor:

@@ -169,10 +169,31 @@ def own_attention(world: World) -> dict[str, Any]:
     return {"differences": differences, "refusal": ""}
 
 
+def attention_weights(world: World) -> list[float]:
+    """Return errors of a sliced attention's weights, as the mean over all heads, and of gradients from them."""
+    torch.manual_seed(8)
+    whole = MultiHeadAttention(32, 4).double()
+    sliced = copy.deepcopy(whole)
+    parallelize(sliced, world)
+    query, memory, factor = torch.randn(3, 2, 5, 32, dtype=torch.float64)
+    leaves = [(query.clone().requires_grad_(), memory.clone().requires_grad_()) for _ in range(2)]
+    weights = [layer.weights(x, m) for layer, (x, m) in zip((whole, sliced), leaves, strict=True)]
+    for of in weights:
+        (of * factor[..., :5]).sum().backward()
+    differences = [float((weights[0] - weights[1]).abs().max())]
+    differences += [float((a.grad - b.grad).abs().max()) for a, b in zip(*leaves, strict=True)]
+    for name in ("q_proj", "k_proj"):
+        ours, theirs = (getattr(layer, name).weight for layer in (sliced, whole))
+        assert theirs.grad.abs().max() > 1e-3
+        differences.append(float((ours.grad - scatter(theirs.grad, ours)).abs().max()))
+    return differences
+
+
 def main() -> None:
     world = join_world("cpu", timeout_s=300, tensor_ranks=2)
     report = {"training": training(Path(sys.argv[1]), world), "cross_entropy": sliced_cross_entropy(world)}
     report["own_attention"] = own_attention(world)
+    report["attention_weights"] = attention_weights(world)
     if world.is_main:
         Path(sys.argv[2]).write_text(json.dumps(report))
     leave_world()

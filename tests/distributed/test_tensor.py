@@ -54,6 +54,10 @@ def test_an_attention_of_ones_own_is_sliced_by_heads_if_it_has_no_weights_of_its
     assert "0.gate cannot be sliced" in report["own_attention"]["refusal"]
 
 
+def test_attention_weights_are_the_mean_of_the_heads_of_all_ranks(report: dict[str, Any]) -> None:
+    assert len(report["attention_weights"]) == 5 and max(report["attention_weights"]) < 1e-12
+
+
 def test_indivisible_dimensions_are_refused() -> None:
     for shape, ranks, said in (
         ({"heads": 4, "ffn_dim": 64}, 3, "3, .* 4 heads"),

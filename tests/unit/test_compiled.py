@@ -5,6 +5,7 @@ Layers are traced, but no code is generated for them.
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -20,7 +21,7 @@ from deepspeed_nmt.methods.cross_attention_drop import CrossAttentionDropConfig,
 from deepspeed_nmt.methods.transformer import Transformer, TransformerConfig, build_transformer
 from deepspeed_nmt.nn import compiled
 from deepspeed_nmt.nn.compiled import check_compiler
-from deepspeed_nmt.nn.layers import DecoderLayer, Draw, LayerParts
+from deepspeed_nmt.nn.layers import AttentionRecord, DecoderLayer, Draw, LayerParts
 from tests.varlen import use_varlen_on_a_cpu
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
@@ -141,6 +142,24 @@ def test_recomputation_repeats_the_masks_of_dropout(monkeypatch: pytest.MonkeyPa
     assert not torch.equal(states(faster, *FIRST[0]), states(faster, *FIRST[0])), "dropout is on"
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_attention_weights_are_handed_over_by_compiled_and_recomputed_layers() -> None:
+    model, faster = models()
+    faster.recompute(1, 1)
+    (lengths, size), results = FIRST[0], []
+    segments, source = Segments.of(lengths, size), torch.full((1, size), 5)
+    for each in (model, faster):
+        record = AttentionRecord(each.attention_layers().values())
+        memory = replace(each.encode(source, segments=segments), record=record)
+        each.decode(torch.full((1, size), 6), memory, Draw(1, 1), segments=segments)
+        weights = list(record.weights.values())
+        assert [of.shape for of in weights] == [(2, 9, 9)] * 2
+        gradient = torch.autograd.grad(sum(of[:, 1].square().sum() for of in weights), each.encoder.parameters())
+        results.append([*weights, *gradient])
+    assert graphs() > 0
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_only_training_is_compiled() -> None:
