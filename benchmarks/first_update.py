@@ -1,11 +1,11 @@
-"""Time and memory of the start of a run on a large corpus, up to its first update.
+"""Time and memory of ordering and batching a large corpus, up to the micro-batches of a run's first update.
 
     python benchmarks/run.py first_update [--pairs 1000000 10000000 40000000]
 
 A run starts at the beginning and in the middle of an epoch, each time in a process of its own: `first_update.py
 DIRECTORY padded|packed FROM`, where FROM is a share of the first epoch. Measured are seconds until the loader is
-ready, seconds until the first update, and MiB of its own memory at the peak, without pages of the corpus, which ranks
-of a host share.
+ready, seconds until the first micro-batches, and MiB of its own memory at the peak, without pages of the corpus,
+which ranks of a host share. Imports, hashes of the data, the engine and the update itself are not measured.
 """
 
 from __future__ import annotations

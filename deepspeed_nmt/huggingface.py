@@ -22,6 +22,8 @@ EXTRA = "pip install 'transformers>=5,<6'"
 """Command that installs `transformers`, for messages."""
 SPECIAL = ("pad", "cls", "sep", "unk", "mask")
 """Names of a BERT's special tokens."""
+_LEAST_SHARE = 0.5
+"""Share of a BERT's ``vocab_size`` that its tokenizer has at least: the rest fills the matrix up to a round size."""
 _MAX_POSITIONS = 1 << 16
 _MAX_VOCABULARY = 10_000_000
 
@@ -143,7 +145,7 @@ def load_vocabulary(name: str, option: str) -> TokenizerFile:
     """Load the tokenizer of a BERT.
 
     Raises:
-        ConfigError: if the tokenizer cannot be loaded, or lacks a special token or a vocabulary.
+        ConfigError: if the tokenizer cannot be loaded, or lacks a special token or most of the vocabulary.
     """
     tokenizer = _load("AutoTokenizer", name, option, "tokenizer of a BERT")
     numbers = {token: getattr(tokenizer, f"{token}_token_id", None) for token in SPECIAL}
@@ -153,7 +155,15 @@ def load_vocabulary(name: str, option: str) -> TokenizerFile:
     if backend is None or lacking or backend.get_vocab_size() <= len(SPECIAL):
         what = f"special tokens for {', '.join(lacking)}" if lacking else "a vocabulary (vocab.txt or tokenizer.json)"
         raise ConfigError(f"{option}: the tokenizer of {name} lacks {what}; name another BERT")
-    return TokenizerFile(backend.to_str(), special, backend.get_vocab_size())
+    size = backend.get_vocab_size()
+    if (Path(name).expanduser() / "config.json").is_file():
+        expected = _load_config(_BertConfig, "bert", name, option, "a BERT", "name a BERT").vocab_size
+        if size < _LEAST_SHARE * expected:
+            raise ConfigError(
+                f"{option}: the tokenizer of {name} has {size:,} tokens, but its config.json has "
+                f"vocab_size={expected:,}; restore its tokenizer.json"
+            )
+    return TokenizerFile(backend.to_str(), special, size)
 
 
 class MarianFiles(NamedTuple):
@@ -289,5 +299,6 @@ def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:
     try:
         return getattr(transformers, kind).from_pretrained(str(local) if local.is_dir() else name, **options)
     except Exception as error:  # a damaged file can raise any error
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = f"a file lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:300]
+        reason = reason or type(error).__name__
         raise ConfigError(f"{option}: the {what} could not be loaded from {name}: {reason}") from error

@@ -231,7 +231,7 @@ def _runs(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.console import table
     from deepspeed_nmt.evaluate.metrics import validation_tag
     from deepspeed_nmt.reports import run_log
-    from deepspeed_nmt.reports.outcome import Outcome, comparison_table, differing
+    from deepspeed_nmt.reports.outcome import Outcome, comparison_table, differing, legend
     from deepspeed_nmt.reports.pictures import draw_curves
     from deepspeed_nmt.reports.text_scores import all_scores
     from deepspeed_nmt.run.plans import Plans
@@ -251,7 +251,7 @@ def _runs(arguments: argparse.Namespace) -> int:
         run_log.VALID_PERPLEXITY: "validation perplexity",
         validation_tag(metric): f"validation {metric}",
     }
-    draw_curves(logs, panels, arguments.out)
+    draw_curves({legend(name, rows[name]["settings"]): log for name, log in logs.items()}, panels, arguments.out)
     named = ({"run": name, **row} for name, row in rows.items())
     return _print(arguments, named, lambda: table(comparison_table(rows, measures), markdown=arguments.markdown))
 

@@ -211,8 +211,8 @@ class BinarisedText:
             tokens = _mapped(data, kind, 0, count)
         except OSError as error:
             raise DataError(
-                f"the binarised text {path}.idx and {path}.bin cannot be read ({error.strerror or error}); give "
-                "the directory that fairseq-preprocess has made"
+                f"the binarised text {error.filename or path} cannot be read ({error.strerror or error}); give the "
+                "directory that fairseq-preprocess has made"
             ) from error
         if rest:
             raise _damaged(data, "its length is no multiple of its tokens'")

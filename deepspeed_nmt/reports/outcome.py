@@ -29,6 +29,7 @@ from deepspeed_nmt.reports.run_log import (
     VALID_PERPLEXITY,
     RunLog,
     read_file,
+    shortened,
     validation_metric,
 )
 from deepspeed_nmt.reports.text_scores import RecordedScore
@@ -49,6 +50,8 @@ RESULTS = {
     "source_reliance": ("source reliance", 3),
 }
 """Title and decimals of each result by key of the JSON."""
+_MAX_IN_LEGEND = 2
+"""Bound on the settings that name a curve."""
 _LOGGED = {
     "train_ppl": TRAIN_PERPLEXITY,
     "valid_loss": VALID_LOSS,
@@ -182,6 +185,14 @@ def differing(configs: Sequence[Mapping[str, object]]) -> list[str]:
     """Return the settings in which configurations differ, also those that some lack."""
     keys = dict.fromkeys(key for flat in configs for key in flat)
     return [key for key in keys if any(flat.get(key) != configs[0].get(key) for flat in configs)]
+
+
+def legend(name: str, settings: Mapping[str, object]) -> str:
+    """Return the words for a run's curve: its name, and the settings in which it differs if they are few."""
+    if not 0 < len(settings) <= _MAX_IN_LEGEND:
+        return name
+    values = (f"{key.rpartition('.')[2]}={shortened(setting(value), 40)}" for key, value in settings.items())
+    return f"{name} ({', '.join(values)})"
 
 
 def comparison_table(rows: Mapping[str, Mapping[str, Any]], measures: Sequence[str]) -> list[list[str]]:

@@ -303,7 +303,7 @@ def histogram(name: str, title: str, caption: str, values: Mapping[str, Sequence
 def marks(events: Sequence[Event], best: Best | None) -> list[dict[str, Any]]:
     """Return the marks on curves as plotly's traces, along the bottom, and lines across for some kinds.
 
-    The mark of the best validation has the tag of the curve that it lies on, and its height there.
+    The mark of the best validation has the tag of the curve that it lies on, the only place of it, and its height.
     """
     points: dict[str, list[tuple[int, str]]] = {kind: [] for kind in MARKS}
     for event in events:

@@ -464,7 +464,7 @@ def _binarised(directory: Path, languages: Languages) -> Iterator[tuple[str, Pat
     A directory of the reverse direction has the same text.
 
     Raises:
-        DataError: if there is no training or no validation text.
+        DataError: if there is no training or no validation text, also if there is other text.
     """
     names = _names(directory)
     pairs = [f"{languages.source}-{languages.target}", f"{languages.target}-{languages.source}"]
@@ -475,10 +475,15 @@ def _binarised(directory: Path, languages: Languages) -> Iterator[tuple[str, Pat
             if stem is not None:
                 yield split, directory / stem
             elif number == 0 and split != "test":
-                raise DataError(
-                    f"{directory} has no binarised text {stems[0]}.{languages.source}.idx; give the directory that "
-                    "fairseq-preprocess has made"
-                )
+                others = sorted({name.partition(".")[0] for name in names if _INDEX.fullmatch(name)})
+                lacking = f"{directory} has no binarised text {stems[0]}.{languages.source}.idx"
+                if others:
+                    raise DataError(
+                        f"{lacking}, which a data directory needs, but that of {' and '.join(others)} only; run "
+                        f"fairseq-preprocess with --{split}pref and its dictionaries (--srcdict, --tgtdict), or "
+                        "import the model alone (--run without --out)"
+                    )
+                raise DataError(f"{lacking}; give the directory that fairseq-preprocess has made")
             else:
                 break
 

@@ -40,7 +40,7 @@ from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
 from deepspeed_nmt.train.collapse import CollapseMonitor
 from deepspeed_nmt.train.events import NO_EVENTS, Detail, Events, check_progress
 from deepspeed_nmt.train.goodput import Ledger
-from deepspeed_nmt.train.log import Metrics
+from deepspeed_nmt.train.log import Metrics, label
 from deepspeed_nmt.train.loop import TrainingLoop
 from deepspeed_nmt.train.out_of_memory import probe
 from deepspeed_nmt.train.progress import Progress
@@ -251,7 +251,7 @@ class Trainer:
             return EXIT_STOPPED
         score, config = progress.best_score, self.config.validation
         score = None if score is None or not math.isfinite(score) else config.value_of(progress.best_by, score)
-        best = "" if score is None else f", best validation score {score:.2f}"
+        best = "" if score is None else f", best {label((progress.best_by or '').partition(' ')[0])} {score:.2f}"
         text = f"{update} updates, {progress.target_tokens:,} target tokens{best} (update {progress.best_update})"
         logger.info("done: %s", text)
         if self.world.is_main and (awaiting := LateScores(self.path, config).awaiting()):

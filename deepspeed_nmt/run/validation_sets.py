@@ -92,6 +92,20 @@ def digest(sets: Mapping[str, DataDirectory]) -> str:
     return total.hexdigest()[:8]
 
 
+def warn_of_repeated(sets: Mapping[str, DataDirectory]) -> None:
+    """Warn of validation sets that have the text of an earlier one: each is translated again for the same scores."""
+    first: dict[str, str] = {}
+    for name, data in sets.items():
+        other = first.setdefault(digest({"": data}), name)
+        if other != name:
+            logger.warning(
+                "%s has the text of %s, and its scores; leave it out (validation.sets.%s=null)",
+                title(name),
+                title(other) if other else f"that of the training data ({sets[MAIN].path})",
+                name,
+            )
+
+
 def check_sets_agree(sets: Mapping[str, DataDirectory], world: World) -> None:
     """Check that all ranks have the validation sets of rank 0, since each host may have files of its own."""
     own = {name: [digest({name: data}), data.text_form.form] for name, data in sets.items()}

@@ -42,13 +42,16 @@ from deepspeed_nmt.train.events import NO_EVENTS, Events
 from deepspeed_nmt.train.validation import Replica
 
 RELIANCE, NLL = "collapse/source_reliance", "collapse/nll"
+_FALLING = 0.5
+"""Share of the mean fall of the loss per update, from guessing on, above which it still falls as at the start."""
 
 
 class CollapseMonitor:
     """Measurement and check of source reliance.
 
     Args:
-        grace: updates before the first check, used if the configuration leaves them open.
+        grace: updates before the first check, used if the configuration leaves them open. Then there is none either
+            while the loss still falls as at the start: a decoder learns the language before it reads its source.
         validation: set that the slice is taken from.
         remedies: settings to try against a decoder that ignores its source, for the warning.
     """
@@ -97,12 +100,14 @@ class CollapseMonitor:
         values["collapse/seconds"] = time.monotonic() - started
         return values
 
-    def check(self, update: int, values: dict[str, float], bad: int) -> tuple[int, str]:
+    def check(self, update: int, values: dict[str, float], bad: int, before: float | None) -> tuple[int, str]:
         """Check a measurement.
 
         With ``action=warn``, warn after ``patience`` bad measurements in a row, and again after as many more. With
         ``action=stop``, ask for a stop after ``patience`` of them, and again after each further one: a run that is
         resumed without a remedy stops at its next measurement.
+
+        ``before`` is the NLL of the last measurement, None if this is the first.
 
         Returns:
             Bad measurements in a row including this one, of which ``bad`` came before, and the reason to stop or "".
@@ -110,7 +115,9 @@ class CollapseMonitor:
         config = self._config
         guessing = math.log(self._validation.vocabulary.size)
         low, lost = values[RELIANCE] < config.threshold, values[NLL] > guessing
-        if update <= self._grace or not (low or lost):
+        fall, newest = guessing - values[NLL], (guessing if before is None else before) - values[NLL]
+        is_falling = not config.grace and fall > 0.0 and newest / config.every > _FALLING * fall / update
+        if update <= self._grace or is_falling or not (low or lost):
             return 0, ""
         bad += 1
         if bad < config.patience or (config.action == "warn" and bad % config.patience):

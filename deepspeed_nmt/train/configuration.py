@@ -120,7 +120,12 @@ class CollapseConfig(Config):
     every: int = Field(default=500, ge=0, description="updates between measurements; 0: never")
     sentences: int = Field(default=128, ge=2, description="size of the slice of the validation set")
     threshold: float = Field(default=0.2, ge=0.0, description="source reliance, in nats per token, that is too low")
-    grace: int = Field(default=0, ge=0, description="updates before the first judgement; 0: twice the warm-up")
+    grace: int = Field(
+        default=0,
+        ge=0,
+        description="updates before the first judgement; 0: twice the warm-up, and as long as the loss falls as at "
+        "the start",
+    )
     patience: int = Field(default=2, ge=1, description="measurements in a row that must be bad")
     action: Literal["warn", "stop"] = Field(
         default="warn", description="what to do then: warn, or save and stop the run"

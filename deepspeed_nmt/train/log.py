@@ -153,11 +153,11 @@ def _shown(values: Mapping[str, float]) -> str:
     """Return the values that the console shows, with their words."""
     formats = {"train/lr": ".2e", "perf/target_tokens_per_s": ",.0f"}
     return ", ".join(
-        f"{label} {value:{formats.get(tag, '.3f')}}" for tag, value in values.items() if (label := _label(tag))
+        f"{words} {value:{formats.get(tag, '.3f')}}" for tag, value in values.items() if (words := label(tag))
     )
 
 
-def _label(tag: str) -> str:
+def label(tag: str) -> str:
     """Return the words for a tag on the console: those of ``_SHORT``, or of a metric's tag; "" if it is not shown.
 
     A value of a validation set with a name has the words for it, and the name.

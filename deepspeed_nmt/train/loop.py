@@ -16,7 +16,7 @@ from deepspeed_nmt.parallel.collectives import any_rank, fail_together, gather_l
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.checkpoint import CheckpointStore
-from deepspeed_nmt.train.collapse import CollapseMonitor
+from deepspeed_nmt.train.collapse import NLL, CollapseMonitor
 from deepspeed_nmt.train.configuration import TrainingConfig
 from deepspeed_nmt.train.events import Events
 from deepspeed_nmt.train.faults import attribute, check_replicas, has_replicas, is_exact
@@ -213,8 +213,8 @@ class TrainingLoop:
         self.watchdog.at(f"measuring collapse after update {progress.update}", slow=True)
         measured = self.monitor(progress.update)
         self.metrics.log(progress, measured)
-        bad, fatal = self.monitor.check(progress.update, measured, progress.bad_measurements)
-        return replace(progress, bad_measurements=bad), fatal
+        bad, fatal = self.monitor.check(progress.update, measured, progress.bad_measurements, progress.monitored_nll)
+        return replace(progress, bad_measurements=bad, monitored_nll=measured[NLL]), fatal
 
     def _validate(self, progress: Progress) -> Progress:
         """Validate and log; a checkpoint that is the best, or awaits its score, is due."""

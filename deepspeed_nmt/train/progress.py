@@ -32,6 +32,7 @@ class Progress:
         retries: number of rollbacks since the run last passed ``failed_at``.
         failed_at: update at which the run failed last; 0 before the first rollback.
         bad_measurements: number of consecutive bad measurements of the collapse monitor.
+        monitored_nll: loss of its last measurement; None before the first.
         phases: mixtures of corpora that the run was trained on, the last one in force; none for a single corpus.
     """
 
@@ -51,6 +52,7 @@ class Progress:
     retries: Count = 0
     failed_at: Count = 0
     bad_measurements: Count = 0
+    monitored_nll: float | None = None
     phases: tuple[Phase, ...] = ()
 
 

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from deepspeed_nmt.data.data_directory import DataDirectory, open_tokenizer
 from deepspeed_nmt.data.fairseq import BinarisedText, FairseqTokenizer, read_dictionary
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.run.importing_fairseq import read_checkpoint
+from tests.commands import refused
 from tests.support import ROOT
 
 FIXTURES = ROOT / "tests" / "fixtures" / "fairseq"
@@ -393,6 +395,20 @@ def test_a_data_directory_has_the_tokens_of_the_binarised_text(runs: dict[str, P
                 rows = BinarisedText.open(directory / f"{split}.en-de.{lang}", 1000).rows()
                 assert [read(number).tolist() for number in range(len(corpus))] == list(rows)
         assert not any(".text-" in path.name for path in tmp_path.iterdir())
+
+
+def test_a_corpus_without_training_text_or_a_file_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = shutil.copytree(FIXTURES / "post" / "data-bin", tmp_path / "data-bin")
+    command = ["import-fairseq", "--data-bin", str(directory), "--out", str(tmp_path / "out")]
+    (directory / "valid.en-de.de.bin").rename(directory / "test.en-de.de.bin")
+    refused(command, capsys, f"the binarised text {directory}/valid.en-de.de.bin cannot be read (No such file")
+    for file in directory.glob("train.*"):
+        file.unlink()
+    shutil.copy(directory / "valid.en-de.en.idx", directory / "test.en-de.en.idx")
+    refused(command, capsys, "no binarised text train.en-de.en.idx", "that of test and valid only", "--trainpref")
+    assert not (tmp_path / "out").exists()
 
 
 def test_raw_text_is_segmented_by_the_sentencepiece_model(tmp_path: Path) -> None:

@@ -137,10 +137,14 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
 
 
 PROGRAMS = {
-    # As at a time limit; the script passes the signal on, which ends this.
-    "srun": '[ -z "$STATUS" ] || exit "$STATUS"; kill -USR1 $PPID; sleep 5',
+    # As at a time limit; the script passes the signal on, which ends this. Tasks of a preempted job get TERM, too.
+    "srun": """case "$STATUS" in
+        "") kill -USR1 $PPID; sleep 5 ;;
+        preempted) kill -TERM $PPID; exit 75 ;;
+        *) exit "$STATUS" ;;
+    esac""",
     "scontrol": """case "$*" in
-        "show job"*) echo "JobState=RUNNING" ;;
+        "show job"*) echo "JobState=RUNNING PreemptTime=$PREEMPTED" ;;
         "show hostnames"*) echo localhost ;;
         *) echo "$@" >> "$CALLS" ;;
     esac""",
@@ -151,29 +155,36 @@ CRASHED, REQUEUED = "update JobId=7 Comment=crashes:1", "requeue 7"
 
 
 @pytest.mark.parametrize(
-    ("command", "status", "calls"),
+    ("command", "status", "seconds", "preempted", "calls"),
     [
-        ("translate", "", [CRASHED, REQUEUED]),  # it has kept no piece, so it would be queued again for ever
-        ("train", "", [REQUEUED]),
-        ("train", "70", [CRASHED, REQUEUED]),
-        ("train", "78", []),  # it got nowhere
+        ("translate", "", 100, "None", [CRASHED, REQUEUED]),  # it has kept no piece, so it would be queued for ever
+        ("train", "", 100, "None", [REQUEUED]),
+        ("train", "", 25, "None", [CRASHED, REQUEUED]),  # --time is too short
+        ("train", "", 25, "2026-11-24T12:00:00", [REQUEUED]),  # PreemptParameters=send_user_signal
+        ("train", "preempted", 25, "None", [REQUEUED]),
+        ("train", "70", 100, "None", [CRASHED, REQUEUED]),
+        ("train", "78", 100, "None", []),  # it got nowhere
     ],
 )
-def test_a_job_is_queued_again_by_its_status(command: str, status: str, calls: list[str], tmp_path: Path) -> None:
+def test_a_job_is_queued_again_by_its_status(
+    command: str, status: str, seconds: int, preempted: str, calls: list[str], tmp_path: Path
+) -> None:
     for name, content in PROGRAMS.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{content}\n")
         (tmp_path / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost", "DEEPSPEED_NMT_COMMAND": command}
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "SECONDS": "100"}
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "SECONDS": str(seconds)}
     (tmp_path / "calls").touch()
     script = str(ROOT / "launch/train.sbatch")
     done = subprocess.run(
         [script, "--run", "x"],
-        env=shell_environment(**job, **path, STATUS=status),
+        env=shell_environment(**job, **path, STATUS=status, PREEMPTED=preempted),
         capture_output=True,
         text=True,
     )
-    assert f"ended with status {status or 138}" in done.stdout, done.stdout + done.stderr
+    assert f"ended with status {75 if status == 'preempted' else status or 138}" in done.stdout, (
+        done.stdout + done.stderr
+    )
     assert (tmp_path / "calls").read_text().splitlines() == calls
 
 

@@ -1,14 +1,16 @@
 """The tokenizer with the vocabularies of two BERTs."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from deepspeed_nmt import huggingface
 from deepspeed_nmt.data.bert_tokenizer import BertTokenizer
 from deepspeed_nmt.data.data_directory import open_tokenizer
 from deepspeed_nmt.data.tokenizer import INFO_FILE
-from deepspeed_nmt.errors import DataError
-from tests.berts import make_bert
+from deepspeed_nmt.errors import ConfigError, DataError
+from tests.berts import SPECIAL, make_bert
 
 ENGLISH = ["the old house stands by the river .", "a dog runs , it ' s well - known !"] * 5
 GERMAN = ["das alte haus steht am fluss .", "ein hund läuft zum haus !"] * 5
@@ -65,3 +67,13 @@ def test_a_saved_tokenizer_is_restored(both: BertTokenizer, tmp_path: Path) -> N
     (tmp_path / INFO_FILE).write_text("[]")
     with pytest.raises(DataError, match=r"JSON file of the vocabulary in"):
         open_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_with_few_of_the_tokens_is_refused(berts: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(berts[0], tmp_path / "bert")
+    (folder / "vocab.txt").write_text("".join(f"{token}\n" for token in (*SPECIAL, "a", "b")))
+    with pytest.raises(ConfigError, match=r"has 7 tokens, but its config.json has vocab_size=\d+; restore its tok"):
+        huggingface.load_vocabulary(str(folder), "--tokenizer")
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"could not be loaded from .*: a file lacks 'added_tokens'"):
+        huggingface.load_vocabulary(str(folder), "--tokenizer")

@@ -64,14 +64,14 @@ def test_it_warns_after_grace_and_patience_and_again_if_the_collapse_persists(
     low, good, lost = {RELIANCE: 0.01, NLL: 2.0}, {RELIANCE: 0.9, NLL: 2.0}, {RELIANCE: 0.9, NLL: 4.0}
     bad = 0
     for update, values in ((100, low), (200, low), (300, good), (400, low)):
-        bad, fatal = check(update, values, bad)
+        bad, fatal = check(update, values, bad, 2.0)
         assert not fatal
     assert not caplog.messages, "no warning in the grace period, nor without two bad measurements in a row"
-    assert check(500, low, bad) == (2, "")
+    assert check(500, low, bad, 2.0) == (2, "")
     assert "update 500: the decoder ignores its source" in caplog.messages[0]
     assert "rises by only 0.010 nats a token (collapse.threshold is 0.2), in 2 measurements" in caplog.messages[0]
-    assert check(600, low, 2) == (3, "")
-    assert check(700, lost, 3) == (4, "")
+    assert check(600, low, 2, 2.0) == (3, "")
+    assert check(700, lost, 3, 2.0) == (4, "")
     assert "the decoder predicts worse than guessing. Its validation loss is 4.00 nats" in caplog.messages[1]
     assert "(guessing: 3.91)" in caplog.messages[1] and len(caplog.messages) == 2
 
@@ -79,8 +79,29 @@ def test_it_warns_after_grace_and_patience_and_again_if_the_collapse_persists(
 def test_a_resumed_run_stops_at_the_next_bad_measurement(tmp_path: Path) -> None:
     check = monitor(tmp_path, action="stop", patience=3).check
     low, good = {RELIANCE: 0.0, NLL: 1.0}, {RELIANCE: 0.9, NLL: 1.0}
-    assert [bool(check(500, low, bad)[1]) for bad in range(5)] == [False, False, True, True, True]
-    assert check(500, good, 4) == (0, "")
+    assert [bool(check(500, low, bad, 1.0)[1]) for bad in range(5)] == [False, False, True, True, True]
+    assert check(500, good, 4, 1.0) == (0, "")
+
+
+# Measured every 20 updates, on the sample corpus and on the same with shuffled training sources, warm-up 60.
+_LEARNING = ((3.934, 0.021), (3.605, 0.082), (3.383, 0.095), (3.155, 0.181), (3.013, 0.330), (2.887, 0.398))
+_COLLAPSED = ((3.935, 0.0), (3.594, 0.0), (3.405, 0.0), (3.263, 0.0), (3.186, 0.0), (3.107, 0.0))
+
+
+def test_there_is_no_alarm_while_the_loss_falls_as_at_the_start(tmp_path: Path) -> None:
+    def alarms(measured: tuple[tuple[float, float], ...], **settings: object) -> list[int]:
+        """Return the updates at which a monitor with a grace of 20 updates stops, of a vocabulary of 700."""
+        subject = monitor(tmp_path, action="stop", every=20, **settings)
+        subject._grace, subject._validation.vocabulary = 20, Vocabulary(700)
+        stops, bad, before = [], 0, 4.448
+        for update, (nll, reliance) in zip(range(100, 220, 20), measured, strict=True):
+            bad, fatal = subject.check(update, {RELIANCE: reliance, NLL: nll}, bad, before)
+            before = nll
+            stops += [update] * bool(fatal)
+        return stops
+
+    assert alarms(_LEARNING) == [] and alarms(_COLLAPSED) == [160, 180, 200]
+    assert alarms(_LEARNING, grace=20) == [120, 140, 160], "as it is set"
 
 
 def test_sources_are_shuffled_among_sentences(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.engine.contract import EngineScalars
-from deepspeed_nmt.reports.outcome import Outcome
+from deepspeed_nmt.reports.outcome import Outcome, legend
+from deepspeed_nmt.reports.run_log import run_names
 from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.progress import Progress
 
@@ -125,6 +126,16 @@ def test_runs_are_compared_by_what_differs_and_what_came_of_it(
     assert report.table[0] == ["", "one", "other"]
     for line in (["optimizer.lr", "0.0007", "0.0005"], ["validation chrf, best", "80.00", "-"]):
         assert line in report.table
+    drawn = (tmp_path / "runs.svg").read_text(encoding="utf-8")
+    assert "<!-- one (dropout=0.1, lr=0.0007) -->" in drawn, "curves are named by what differs"
+
+
+def test_runs_are_named_by_more_than_a_number() -> None:
+    numbers = [Path("/runs/lr/1"), Path("/runs/lr/2")]
+    assert run_names(numbers) == ["lr/1", "lr/2"]
+    assert run_names([*numbers, Path("/runs/depth/1")]) == ["lr/1", "lr/2", "depth/1"]
+    assert run_names([Path("/runs/a"), Path("/runs/b")]) == ["a", "b"]
+    assert legend("a", {}) == "a" == legend("a", dict.fromkeys("xyz"))
 
 
 def test_a_checkpoint_says_what_the_log_does_not(tmp_path: Path) -> None:
