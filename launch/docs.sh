@@ -41,5 +41,5 @@ if [ -n "$serve" ]; then
     exec "$VENV/bin/python" -m zensical serve --dev-addr "localhost:$port"
 fi
 rm -rf site
-"$VENV/bin/python" -m zensical build --strict --clean
+"$VENV/bin/python" launch/docs/strict.py
 say "the site is in $ROOT/site"

@@ -443,7 +443,8 @@ def test_no_file_names_a_package_registry() -> None:
     assert [(path, name) for path in tracked_files() for name in pattern.findall(path.read_bytes())] == []
 
 
-def test_wheel_contains_the_whole_package(tmp_path: Path) -> None:
+def test_wheel_is_whole_and_runs_where_it_is_installed(tmp_path: Path) -> None:
+    """Neither building nor installing needs a network, and the installed package needs nothing of the repository."""
     copy = tmp_path / "copy"
     copy.mkdir()
     for name in ("setup.py", "pyproject.toml", "README.md"):
@@ -461,3 +462,23 @@ def test_wheel_contains_the_whole_package(tmp_path: Path) -> None:
     files = {str(path.relative_to(ROOT)) for pattern in patterns for path in package.rglob(pattern)}
     files |= {f"deepspeed_nmt/ds_configs/{path.name}" for path in (ROOT / "ds_configs").glob("*.json")}
     assert files - packed == set()
+    assert {name.split("/")[0].removesuffix("-0.1.0.dist-info") for name in packed} == {"deepspeed_nmt"}
+
+    target = tmp_path / "target"
+    options = ["--quiet", "--no-deps", "--no-index", "--target", str(target)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True)
+    module = [sys.executable, "-m", "deepspeed_nmt"]
+    for command, text in (
+        ([*module, "recipes", "transformer_base"], "transformer_base"),
+        ([sys.executable, "-c", "import deepspeed_nmt; print(deepspeed_nmt.__file__)"], str(target)),
+        ([str(target / "bin" / "deepspeed-nmt"), "train", "--help"], "--recipe"),
+    ):
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(target)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0 and text in done.stdout, done.stderr

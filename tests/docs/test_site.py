@@ -16,6 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.chromium import chromium, find_chromium
 from tests.support import ROOT
 
 if importlib.util.find_spec("zensical") is None:
@@ -102,6 +103,45 @@ def test_lock_is_complete() -> None:
 def test_every_page_is_built(site: Path) -> None:
     for page in (ROOT / "docs").rglob("*.md"):
         assert (site / page.relative_to(ROOT / "docs").with_suffix(".html")).is_file(), page
+
+
+def test_navigation_has_every_page_once() -> None:
+    navigation = (
+        (ROOT / "zensical.toml").read_text(encoding="utf-8").partition("nav = [")[2].partition("[project.")[0]
+    )
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(re.findall(r'"([^"]+\.md)"', navigation)) == sorted(pages)
+
+
+def test_a_warning_fails_the_build(tmp_path: Path) -> None:
+    """Zensical only prints a warning of a docstring, also with --strict."""
+    texts = {
+        "docs/index.md": "# Home\n\n::: module\n",
+        "module.py": 'def call():\n    """Call it.\n\n    Args:\n        gone: no parameter.\n    """\n',
+        "zensical.toml": '[project]\nsite_name = "n"\n[project.plugins.mkdocstrings.handlers.python]\npaths = ["."]\n',
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    command = [sys.executable, str(ROOT / "launch" / "docs" / "strict.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "'gone' does not appear" in done.stderr, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(find_chromium() is None, reason="needs Chromium")
+def test_dark_mode_and_blocks_of_code_that_fit(site: Path) -> None:
+    """Lines that are too long for a screen or a telephone wrap."""
+    too_wide = (
+        "[...document.querySelectorAll('pre > code')].filter(code => code.scrollWidth > code.clientWidth + 1).length"
+    )
+    ground = "getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).reduce((sum, x) => sum + Number(x), 0)"
+    with chromium() as page:
+        for name in ("index", "tutorial", "launch", "directories"):
+            for width, dark in ((1280, True), (420, False)):
+                page.open(site / f"{name}.html", width, dark=dark)
+                assert page(too_wide) == 0, f"{name} at {width} pixels"
+                assert (page(ground) < 100) == dark
+        assert page.requests == []
 
 
 def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
