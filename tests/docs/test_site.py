@@ -118,7 +118,7 @@ def test_a_warning_fails_the_build(tmp_path: Path) -> None:
     texts = {
         "docs/index.md": "# Home\n\n::: module\n",
         "module.py": 'def call():\n    """Call it.\n\n    Args:\n        gone: no parameter.\n    """\n',
-        "zensical.toml": '[project]\nsite_name = "n"\n[project.plugins.mkdocstrings.handlers.python]\npaths = ["."]\n',
+        "zensical.toml": '[project]\nsite_name=""\n[project.plugins.mkdocstrings.handlers.python]\npaths = ["."]\n',
     }
     for name, text in texts.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
