@@ -259,6 +259,7 @@ class Translator:
             inputs=LineInputs(*beside, first_line, tags=self.tags),
             alignment_layers=self._alignment_layers(chosen),
             lock=self._lock,
+            target_lang=self.text.target_lang,
         )
         return translations if self.detokenise is None else _plain(translations, self.detokenise)
 

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "kernels": set(),
     "nn": {"kernels"},
     "core": {"kernels", "nn"},
-    "search": {"kernels", "nn", "core"},
+    "search": {"kernels", "nn", "core", "evaluate"},
     "methods": {"kernels", "nn", "core", "search"},
     "data": {"core"},
     "parallel": {"kernels", "nn"},

@@ -134,8 +134,13 @@ def check_finite(log_prob: float) -> None:
 class RanksTexts(Protocol):
     """A search that ranks its hypotheses by their texts."""
 
-    def rank(self, hypotheses: Sequence[Hypothesis], texts: Sequence[str]) -> list[tuple[Hypothesis, str]]:
-        """Rank the hypotheses of a sentence by their texts. Return different ones, best first, at least one."""
+    def rank(
+        self, hypotheses: Sequence[Hypothesis], texts: Sequence[str], language: str | None = None
+    ) -> list[tuple[Hypothesis, str]]:
+        """Rank the hypotheses of a sentence by their texts, in a language; None if it is not known.
+
+        Return different ones, best first, at least one.
+        """
         ...
 
 

@@ -11,15 +11,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from typing import Literal
+from functools import cache
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from deepspeed_nmt.core.parts import MAX_HYPOTHESES
+from deepspeed_nmt.evaluate.metrics import METRICS, TextMetric, in_language
 from deepspeed_nmt.search.base import Hypothesis
 from deepspeed_nmt.search.sampling import SampledSentence, Sampling, SamplingSettings
+
+if TYPE_CHECKING:
+    from sacrebleu.metrics.bleu import BLEU
 
 UtilityName = Literal["chrf", "bleu"]
 Matrix = NDArray[np.float64]
@@ -59,11 +64,22 @@ def _chrf(texts: Sequence[str]) -> Matrix:
     return score
 
 
-def _bleu(texts: Sequence[str]) -> Matrix:
+@cache
+def _metric_in(language: str | None) -> BLEU:
+    """Return BLEU with the tokenizer of a language, which may take a second to load."""
     from sacrebleu.metrics.bleu import BLEU
+
+    metric = in_language(METRICS["bleu"], language)
+    assert isinstance(metric, TextMetric)
+    bleu = metric.make(False)
+    assert isinstance(bleu, BLEU)
+    return bleu
+
+
+def _bleu(texts: Sequence[str], language: str | None) -> Matrix:
     from sacrebleu.metrics.helpers import extract_all_word_ngrams
 
-    metric = BLEU(effective_order=True)
+    metric = _metric_in(language)
     ngrams = [extract_all_word_ngrams(metric.tokenizer(text.rstrip()), 1, metric.max_ngram_order) for text in texts]
     by_order = [
         _matches([Counter({ngram: n for ngram, n in counts.items() if len(ngram) == order}) for counts, _ in ngrams])
@@ -83,15 +99,18 @@ def _bleu(texts: Sequence[str]) -> Matrix:
     return np.array([[score(row, column) for column in range(len(texts))] for row in range(len(texts))])
 
 
-def pairwise(name: UtilityName, texts: Sequence[str]) -> Matrix:
+def pairwise(name: UtilityName, texts: Sequence[str], language: str | None = None) -> Matrix:
     """Return the utility (0 to 100) of each text (row) with each text (column) as its reference.
 
     - chrf: sentence chrF2 with sacreBLEU's defaults
-    - bleu: sentence BLEU with effective order, 13a and exponential smoothing, sacreBLEU's defaults
+    - bleu: sentence BLEU with effective order and exponential smoothing, and sacreBLEU's tokenizer of the language
 
     Shape: -> (N,N)
+
+    Raises:
+        ConfigError: if the tokenizer of the language is not installed.
     """
-    return _chrf(texts) if name == "chrf" else _bleu(texts)
+    return _chrf(texts) if name == "chrf" else _bleu(texts, language)
 
 
 class MinimumBayesRiskConfig(SamplingSettings):
@@ -111,7 +130,9 @@ class MinimumBayesRisk(Sampling):
         """Return all samples of a sentence, in the order in which they were drawn, for :meth:`rank`."""
         return self.in_order(sentence)
 
-    def rank(self, hypotheses: Sequence[Hypothesis], texts: Sequence[str]) -> list[tuple[Hypothesis, str]]:
+    def rank(
+        self, hypotheses: Sequence[Hypothesis], texts: Sequence[str], language: str | None = None
+    ) -> list[tuple[Hypothesis, str]]:
         """Rank different texts by expected utility, their score; see :meth:`RanksTexts.rank`.
 
         Of samples with the same text, the most probable one is returned. The feature ``samples`` is their number.
@@ -123,7 +144,7 @@ class MinimumBayesRisk(Sampling):
             if text not in best or hypothesis.log_prob > best[text].log_prob:
                 best[text] = hypothesis
         weights = np.array(list(counts.values())) / len(texts)
-        expected = pairwise(self.config.utility, list(counts)) @ weights
+        expected = pairwise(self.config.utility, list(counts), language) @ weights
         ranked = [
             (Hypothesis(best[text].tokens, float(utility), best[text].log_prob, {"samples": float(count)}), text)
             for (text, count), utility in zip(counts.items(), expected, strict=True)

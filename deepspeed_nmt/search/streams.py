@@ -111,6 +111,7 @@ def translate_lines(
     inputs: LineInputs | None = None,
     alignment_layers: Sequence[int] | None = None,
     lock: AbstractContextManager[object] | None = None,
+    target_lang: str | None = None,
 ) -> Iterator[list[Translation]]:
     """Translate lines one by one, as they are asked for.
 
@@ -126,6 +127,7 @@ def translate_lines(
         alignment_layers: for each model of an ensemble, the number of the decoder layer whose cross-attention aligns;
             None for no alignment.
         lock: held while the model is used, and at no other time; a lock of all users of the model in several threads.
+        target_lang: language of the translations, by which a search compares them; None if it is not known.
 
     Returns:
         For each line, in order, at least one and at most ``nbest`` translations, best first.
@@ -151,7 +153,9 @@ def translate_lines(
     def best_of(hypotheses: list[Hypothesis]) -> _Best:
         kept = hypotheses if isinstance(search, RanksTexts) else hypotheses[: options.nbest]
         texts = [tokenizer.decode(hypothesis.tokens) for hypothesis in kept]
-        ranked = search.rank(kept, texts) if isinstance(search, RanksTexts) else list(zip(kept, texts, strict=True))
+        ranked = list(zip(kept, texts, strict=True))
+        if isinstance(search, RanksTexts):
+            ranked = search.rank(kept, texts, target_lang)
         return [
             Translation(text, one.score, one.tokens, one.log_prob, one.features)
             for one, text in ranked[: options.nbest]

@@ -30,6 +30,17 @@ def test_utilities_are_those_of_sacrebleu(name: UtilityName) -> None:
     np.testing.assert_allclose(pairwise(name, TEXTS), expected, rtol=1e-9, atol=1e-9)
 
 
+def test_bleu_divides_text_as_the_target_language_needs() -> None:
+    texts = ["我们去北京。", "我们明天去北京。", "他们去上海。"]
+    metric = BLEU(effective_order=True, tokenize="zh")
+    expected = [[metric.sentence_score(text, [other]).score for other in texts] for text in texts]
+    np.testing.assert_allclose(pairwise("bleu", texts, "zh"), expected, rtol=1e-9)
+    assert pairwise("bleu", texts)[0, 1] == 0.0 < expected[0][1], "13a takes a sentence for a word"
+    samples = [Hypothesis([4 + number], -1.0, -1.0) for number in range(3)]
+    ranked = search(utility="bleu").rank(samples, texts, "zh")
+    assert [one.score for one, _ in ranked] == pytest.approx(sorted(np.mean(expected, axis=1), reverse=True))
+
+
 def search(**settings: object) -> MinimumBayesRisk:
     model = build_transformer(
         TransformerConfig(dim=16, ffn_dim=16, heads=2, encoder_layers=1, decoder_layers=1), Vocabulary(20)
