@@ -1,56 +1,74 @@
 #!/usr/bin/env bash
 # Install the package, prepare a corpus, train a translation model, translate its test set, and score the translation.
 #
-#   launch/quickstart.sh [--fresh] [--system] [--lock LOCK] [--wheelhouse DIR] [SOURCE TARGET]
+#   launch/quickstart.sh [--minutes N] [--fresh] [--system] [--lock LOCK] [--wheelhouse DIR] [SOURCE TARGET] \
+#       [-- key=value ...]
 #
 #   SOURCE TARGET   your own text, one sentence a line: line N of TARGET translates line N of SOURCE. 5% of the pairs
 #                   (at most 500) are held out for validation, and as many for the test. Also as SOURCE=... TARGET=...
 #                   [a generated sample corpus]
+#   --minutes N     about how long to train, validation included; once trained, a larger number trains on
+#                   [15 to 60, depending on the size of the text and the device]
+#   -- key=value    settings of training, such as optimizer.lr=1e-3, which override all others
 #   --fresh         remove what an earlier run of this script made in OUT, and start over [resume after the last
 #                   completed step]
 #   --system        install missing system packages (python3, python3-venv) with apt-get [never]
 #   --lock LOCK     requirements to install: cpu, cuda or v100; also as LOCK=... [chosen for this machine]
 #   --wheelhouse D  install without a network from the directory D of launch/wheelhouse.sh; also as WHEELHOUSE=...
 #
-# Training runs under DeepSpeed with ZeRO-2 (launch/local.sh). Ctrl-C, SIGTERM and SIGHUP (the terminal is lost) end the
+# Recipe, vocabulary and length for your own text follow from its size, the device, the minutes, and the speed of 30
+# updates (deepspeed_nmt/recipes/own_text.py); OUT/plan has them, with the reason. What pip and the launcher print goes
+# to OUT/log. Training runs under DeepSpeed with ZeRO-2 (launch/local.sh). Ctrl-C, SIGTERM and SIGHUP (the terminal is lost) end the
 # current step, and the same command without --fresh resumes. The exit status is then 75 if training was saved, in
 # another step 130, 143 or 129; after an error it is that of the step which failed.
 #
 # Settings from the environment:
 #
-#   RECIPE           recipe to train [sample_quick; for your own text sample_small]
+#   RECIPE           recipe to train, for as long as it says [sample_quick; for your own text a planned one]
 #   OUT              directory of the results: new, empty, or written by this script [quickstart/]
 #   RANKS            number of processes [one for each GPU; without a GPU 2]
-#   VOCAB_SIZE       tokens of the joint vocabulary [500, 2,000 or 8,000, depending on the size of the text]
+#   VOCAB_SIZE       tokens of the joint vocabulary [500, 2,000 or 8,000, depending on the size of the text, and more
+#                    for scripts of many characters]
 #   VENV             virtual environment [.venv]
 #   PYTHON           Python that makes the virtual environment [python3]
 #   SKIP_INSTALL=1   use the virtual environment as it is
 
 set -euo pipefail
+environment=() # to repeat in the command that trains on
+for name in OUT RECIPE RANKS VENV PYTHON WHEELHOUSE SKIP_INSTALL; do
+    [ -z "${!name:-}" ] || environment+=("$name=${!name}")
+done
 # shellcheck source=launch/lib.sh
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 MIN_LINES=200
-STEPS=(corpus prepare train translate) # their numbers begin at 2
+STEPS=(corpus prepare train translate) # the second and following; the last one is `score`
 
-fresh=""
+fresh="" minutes="" texts=() settings=() lock_option=()
 while [ $# -gt 0 ]; do
     case "$1" in
     -h | --help) print_help "${BASH_SOURCE[0]}" && exit ;;
+    --minutes) minutes="$(number "$@")" || exit; shift ;;
     --fresh) fresh=yes ;;
     --system) SYSTEM=yes ;;
-    --lock) LOCK="$(lock_named "$@")" || exit; shift ;;
+    --lock) LOCK="$(lock_named "$@")" || exit; lock_option=("$1" "$2"); shift ;;
     --wheelhouse) WHEELHOUSE="$(directory_named "$@")" || exit; shift ;;
+    --) shift; settings=("$@"); break ;;
     -*) die "unknown option $1; see --help" ;;
-    *) break ;;
+    *) texts+=("$1") ;;
     esac
     shift
 done
-case $# in
+case ${#texts[@]} in
 0) ;;
-2) SOURCE="$1" TARGET="$2" ;;
-*) die "$# arguments are given; give the files SOURCE and TARGET, or none" ;;
+2) SOURCE="${texts[0]}" TARGET="${texts[1]}" ;;
+*) die "${#texts[@]} arguments are given; give the files SOURCE and TARGET, or none" ;;
 esac
+for setting in ${settings[@]+"${settings[@]}"}; do
+    [[ "$setting" =~ ^[A-Za-z_]+\.[A-Za-z_.]+= ]] || die "$setting is no setting; after -- write section.key=value"
+done
+[ -z "$minutes" ] || [ -z "${RECIPE:-}" ] ||
+    die "RECIPE has a length of its own, but --minutes is given; leave out one of them"
 SOURCE="${SOURCE:-}" TARGET="${TARGET:-}" OUT="${OUT:-$ROOT/quickstart}"
 export LC_ALL="${LC_ALL:-C.UTF-8}"
 
@@ -75,7 +93,7 @@ check_text() {
     [ "$sources" -ge "$MIN_LINES" ] || die "$SOURCE has $sources lines, fewer than $MIN_LINES; add more text"
     # Also by another name, as a link: what is here may be overwritten or removed.
     for file in "$SOURCE" "$TARGET"; do
-        [ -z "$(find -L "$MARKER" "$TEXT" "$OUT/data" "$RUN" "$OUT/test.translation" -samefile "$file" 2>/dev/null)" ] ||
+        [ -z "$(find -L "$MARKER" "$TEXT" "$OUT/data" "$OUT/speed" "$RUN" "$OUT"/{log,plan,test.translation} -samefile "$file" 2>/dev/null)" ] ||
             die "$file is among the files of OUT, $OUT;" \
                 "copy it elsewhere, or set OUT to another path"
     done
@@ -114,33 +132,74 @@ claim_out() {
 
 # Remove what this script makes in $OUT, by name. Other files there stay, as do directories that have some.
 remove_results() {
-    rm -f "$OUT"/.done-* "$OUT/test.translation" "$TEXT/parts" "$TEXT"/{train,valid,test}.{en,de,source,target}
+    local run
+    rm -f "$OUT"/.done-* "$OUT"/{log,plan,test.translation} "$TEXT/parts" "$TEXT"/{train,valid,test}.{en,de,source,target}
     rm -f "$OUT/data"/meta.json{,.sha256} "$OUT/data"/vocabulary.{model,json,*.json} \
         "$OUT/data"/{train,valid,test}.{source,target}{,.*.bin}
-    rm -f "$RUN"/{config.yaml,{data,resolved,environment,origin,manifest}.json,manifest.json.sha256,{metrics,events,goodput}.jsonl,.lock} \
-        "$RUN"/vocabulary.{model,json,*.json}
-    rm -rf "$RUN"/{checkpoints,logs,tensorboard,validation}
-    rmdir "$TEXT" "$OUT/data" "$RUN" 2>/dev/null || true
+    for run in "$RUN" "$OUT/speed"; do
+        rm -f "$run"/{config.yaml,{data,resolved,environment,origin,manifest}.json,manifest.json.sha256,{metrics,events,goodput}.jsonl,.lock} \
+            "$run"/vocabulary.{model,json,*.json}
+        rm -rf "$run"/{checkpoints,logs,tensorboard,validation}
+    done
+    rmdir "$TEXT" "$OUT/data" "$RUN" "$OUT/speed" 2>/dev/null || true
 }
 
-# step NUMBER OUTPUT...: run the function that STEPS names, unless an earlier run of this script has completed it and
-# each OUTPUT still exists. The steps after one that runs are done again.
+# step NAME KEY OUTPUT...: run the function NAME of STEPS, unless an earlier run of this script has completed it with the
+# same KEY and each OUTPUT still exists. The steps after one that runs are done again.
 step() {
-    local name="${STEPS[$1 - 2]}" complete=yes file
-    for file in "$OUT/.done-$name" "${@:2}"; do
+    local name="$1" key="$2" number=0 complete=yes file
+    while [ "${STEPS[$number]}" != "$name" ]; do
+        number=$((number + 1))
+    done
+    for file in "$OUT/.done-$name" "${@:3}"; do
         [ -e "$file" ] || complete=""
     done
-    if [ -n "$complete" ]; then
-        say "$1/6 $name: done before"
+    if [ -n "$complete" ] && [ "$(cat "$OUT/.done-$name")" = "$key" ]; then
+        say "$((number + 2))/$LAST $name: done before"
         return
     fi
-    for file in "${STEPS[@]:$1-2}"; do
+    for file in "${STEPS[@]:number}"; do
         rm -f "$OUT/.done-$file"
     done
-    say "$1/6 $name"
-    attend_step "$name"
-    touch "$OUT/.done-$name"
+    say "$((number + 2))/$LAST $name"
+    in_log=yes
+    if [ "$name" = train ]; then attend_training; else attend_step logged "$name"; fi
+    in_log=""
+    printf '%s' "$key" >"$OUT/.done-$name"
     [ -z "$stopped" ] || exit "$stopped"
+}
+
+# logged COMMAND...: run a command, whose output goes to $LOG.
+logged() {
+    exec >>"$LOG" 2>&1
+    set -f # words of settings are no patterns
+    "$@"
+}
+
+# Train. All that the launcher prints goes to $LOG, the lines of validations also to our output.
+attend_training() {
+    local reader status=0
+    exec 4> >(show_validations)
+    reader=$!
+    attend forward train || status=$?
+    exit_on_signals
+    exec 4>&-
+    wait "$reader" 2>/dev/null || true # its last lines
+    return "$status"
+}
+
+# Signals and a lost terminal must not end this before the training, which would then have nowhere to print.
+show_validations() {
+    # shellcheck disable=SC2086 # several names
+    trap '' $SIGNALS PIPE
+    local line
+    while IFS= read -r line || [ -n "$line" ]; do
+        printf '%s\n' "$line" >>"$LOG"
+        case "$line" in
+        *" update "*": valid "*) say "update ${line#* update }" 2>/dev/null || true ;;
+        *" warning: "*) say "${line#* }" 2>/dev/null || true ;;
+        esac
+    done
 }
 
 # attend_step FUNCTION [ARGUMENT...]: run a function in the background, forwarding signals to it. Its last command
@@ -182,7 +241,10 @@ on_exit() {
     70 | 75 | 129 | 130 | 138 | 143)
         say "stopped with status $status; start the same command again${fresh:+ without --fresh} to resume"
         ;;
-    *) say "failed with status $status; see the error above" ;;
+    *)
+        [ -z "$in_log" ] || { echo "the end of $LOG:" && tail -n 15 "$LOG"; }
+        say "failed with status $status; see the error above"
+        ;;
     esac >&2 2>/dev/null || true
 }
 
@@ -212,7 +274,7 @@ split_text() {
         { print ($0 in held_out) ? "left-out" : "train" }' "$SOURCE" "$SOURCE" >"$TEXT/parts"
     split_side "$SOURCE" source
     split_side "$TARGET" target
-    say "of $lines pairs: $(sort "$TEXT/parts" | uniq -c | tr -s " \n" " ")"
+    say "of $lines pairs: $(sort "$TEXT/parts" | uniq -c | tr -s " \n" " ")" >&3
 }
 
 # split_side FILE SUFFIX: copy line N of FILE to the file with SUFFIX that line N of $TEXT/parts names.
@@ -221,26 +283,63 @@ split_side() {
         { getline part <parts; print >(text "/" part "." suffix) }' "$1"
 }
 
-# Print a vocabulary size that is small compared to the training text.
-vocab_size() {
-    count_lines "$TEXT/train.$SOURCE_SUFFIX" | awk '{ print $1 < 2000 ? 500 : $1 < 50000 ? 2000 : 8000 }'
-}
+# plan COMMAND ARGUMENT...: print what the rules for own text say.
+plan() { "$VENV/bin/python" -m deepspeed_nmt.recipes.own_text "$@"; }
 
 prepare() {
-    exec deepspeed-nmt prepare --out "$OUT/data" --vocab-size "${VOCAB_SIZE:-$(vocab_size)}" \
+    local vocabulary="--vocab-size 2000" # of the sample corpus
+    [ -z "$SOURCE" ] || vocabulary="$(plan vocabulary "$TEXT/train.$SOURCE_SUFFIX" "$TEXT/train.$TARGET_SUFFIX")" || return
+    # shellcheck disable=SC2086 # several words
+    exec deepspeed-nmt prepare --out "$OUT/data" $vocabulary ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"} \
         --train-source "$TEXT/train.$SOURCE_SUFFIX" --train-target "$TEXT/train.$TARGET_SUFFIX" \
         --valid-source "$TEXT/valid.$SOURCE_SUFFIX" --valid-target "$TEXT/valid.$TARGET_SUFFIX" \
         --test-source "$TEXT/test.$SOURCE_SUFFIX" --test-target "$TEXT/test.$TARGET_SUFFIX"
 }
 
-train() {
-    local options=() preset=zero2
+# launch_training RUN ARGUMENT...: train in the directory RUN with these arguments, and the settings of the command line.
+launch_training() {
+    local run="$1" options=() preset=zero2
+    shift
     [ "$lock" != cpu ] || options+=(--cpu) preset=cpu
     [ -z "${RANKS:-}" ] || options+=(--ranks "$RANKS")
-    say "its curves: $(quoted "$VENV/bin/tensorboard" --logdir "$RUN")"
     # The seconds in the messages of both scripts count from the start of this one.
-    exec env SECONDS="$SECONDS" "$ROOT/launch/local.sh" ${options[@]+"${options[@]}"} -- --recipe "$RECIPE" --data "$OUT/data" --run "$RUN" \
-        engine.name=deepspeed engine.ds_config="$preset"
+    exec env SECONDS="$SECONDS" "$ROOT/launch/local.sh" ${options[@]+"${options[@]}"} -- "$@" --data "$OUT/data" --run "$run" \
+        engine.name=deepspeed engine.ds_config="$preset" ${settings[@]+"${settings[@]}"} ${measuring[@]+"${measuring[@]}"}
+}
+measuring=() # settings that override those of the command line
+
+# Measure how fast updates are, from which follows how many the minutes have room for.
+speed() {
+    local words
+    words="$(plan recipe "$OUT/data" "$device" "$metric")" || return
+    rm -f "$OUT/plan"
+    measuring=(training.max_updates=30 training.log_every=10 training.validate_every=30 "validation.metrics=[]" collapse.every=0)
+    # shellcheck disable=SC2086 # several words
+    launch_training "$OUT/speed" $words
+}
+
+# Write $OUT/plan, unless it is there for as many minutes: a reason, the minutes, and arguments of `train`, one a line.
+make_plan() {
+    local before=""
+    [ ! -f "$OUT/plan" ] || before="$(sed -n 2p "$OUT/plan")"
+    if [ -z "$before" ] || { [ -n "$minutes" ] && [ "$minutes" != "$before" ]; }; then
+        plan plan "$OUT/data" "$device" "$metric" "$OUT/speed" ${minutes:+"$minutes"} >"$OUT/plan.new"
+        mv "$OUT/plan.new" "$OUT/plan"
+    fi
+    say "$(sed -n 1p "$OUT/plan")"
+    minutes="$(sed -n 2p "$OUT/plan")"
+}
+
+train() {
+    exec >&4 2>&1 4>&-
+    set -f
+    say "its curves: $(quoted "$VENV/bin/tensorboard" --logdir "$RUN")" >&3
+    if [ -n "$planned" ]; then
+        # shellcheck disable=SC2046 # several words
+        launch_training "$RUN" $(sed 1,2d "$OUT/plan")
+    else
+        launch_training "$RUN" --recipe "$RECIPE"
+    fi
 }
 
 # quoted WORD...: print words as the shell reads them.
@@ -252,13 +351,36 @@ translate() {
 }
 
 score() {
-    exec deepspeed-nmt score --hypothesis "$OUT/test.translation" \
+    local metrics=()
+    [ "$metric" = bleu ] || metrics=(--metrics "$metric" chrf)
+    exec deepspeed-nmt score ${metrics[@]+"${metrics[@]}"} --hypothesis "$OUT/test.translation" \
         --reference "$TEXT/test.$TARGET_SUFFIX" --source "$TEXT/test.$SOURCE_SUFFIX"
+}
+
+# Say whether the validation score still rises, and the command that trains on.
+say_outlook() {
+    local outlook longer=() words=()
+    outlook="$(plan outlook "$RUN")"
+    [ -n "$outlook" ] || return 0
+    words=(${settings[@]+"${settings[@]}"})
+    if [ -n "$planned" ]; then
+        longer=(--minutes $((2 * minutes)))
+    else
+        words+=("training.max_updates=$((2 * $(sed -n 2p <<<"$outlook")))")
+    fi
+    say "$(sed -n 1p <<<"$outlook")"
+    say "train on: $(quoted ${environment[@]+env "${environment[@]}"} "$ROOT/launch/quickstart.sh" ${longer[@]+"${longer[@]}"} \
+        ${lock_option[@]+"${lock_option[@]}"} ${SOURCE:+"$SOURCE" "$TARGET"} ${words[@]+-- "${words[@]}"})"
 }
 
 case "$OUT" in /*) ;; *) OUT="$PWD/$OUT" ;; esac # the launcher's processes may have another working directory
 TEXT="$OUT/text" RUN="$OUT/run" MARKER="$OUT/.quickstart" SOURCE_SUFFIX=en TARGET_SUFFIX=de
-[ -z "$SOURCE" ] || SOURCE_SUFFIX=source TARGET_SUFFIX=target RECIPE="${RECIPE:-sample_small}"
+LOG="$OUT/log" LAST=6 device=cpu planned="" metric=bleu
+[ -z "$SOURCE" ] || SOURCE_SUFFIX=source TARGET_SUFFIX=target
+if [[ -z "${RECIPE:-}" && -n "$SOURCE$minutes" ]]; then
+    STEPS=(corpus prepare speed train translate) LAST=7 planned=yes
+    [ "$lock" = cpu ] || [ -z "$(list_gpus)" ] || device=gpu
+fi
 RECIPE="${RECIPE:-sample_quick}"
 compgen -G "$ROOT/deepspeed_nmt/recipes/*/$RECIPE.yaml" >/dev/null ||
     die "no recipe '$RECIPE'; docs/recipes.md lists the names for RECIPE"
@@ -266,23 +388,33 @@ compgen -G "$ROOT/deepspeed_nmt/recipes/*/$RECIPE.yaml" >/dev/null ||
 claim_out
 
 stopped="" # the exit status once a signal has come
+in_log="" # "yes" while what is done prints to $LOG
+exec 3>&1 # our output, for functions whose own goes to $LOG
 trap on_exit EXIT
 exit_on_signals
 
-say "1/6 install (for this machine: requirements/$lock.txt)"
+say "1/$LAST install (for this machine: requirements/$lock.txt); all output: $LOG"
+in_log=yes
 if [ "$SYSTEM" = yes ]; then
-    install "$lock" # in the foreground, because sudo may ask for a password
+    (install "$lock") >>"$LOG" 2>&1 # in the foreground, because sudo may ask for a password
 else
-    attend_step install_lock_of_machine
+    attend_step logged install_lock_of_machine
     [ -z "$stopped" ] || exit "$stopped"
 fi
+in_log=""
 use_venv
+if [ ${#settings[@]} -gt 0 ]; then # a mistake in them should not show after minutes
+    deepspeed-nmt plan --recipe "$RECIPE" "${settings[@]}" >>"$LOG"
+fi
 
-step 2 "$TEXT"/{train,valid,test}."$SOURCE_SUFFIX" "$TEXT"/{train,valid,test}."$TARGET_SUFFIX"
-step 3 "$OUT/data/meta.json"
-step 4 "$RUN/checkpoints"
-step 5 "$OUT/test.translation"
-say "6/6 score"
+step corpus "" "$TEXT"/{train,valid,test}."$SOURCE_SUFFIX" "$TEXT"/{train,valid,test}."$TARGET_SUFFIX"
+step prepare "" "$OUT/data/meta.json"
+[ -z "$SOURCE" ] || metric="$(plan metric "$TEXT/valid.$TARGET_SUFFIX")"
+[ -z "$planned" ] || step speed "" "$OUT/speed/metrics.jsonl"
+[ -z "$planned" ] || make_plan
+step train "$([ -z "$planned" ] || sed 1d "$OUT/plan")${settings[*]+${settings[*]}}" "$RUN/checkpoints"
+step translate "" "$OUT/test.translation"
+say "$LAST/$LAST score"
 attend_step score
 for number in 1 2 3; do
     printf '%s\n' "" "source       $(sed -n "${number}p" "$TEXT/test.$SOURCE_SUFFIX")" \
@@ -291,5 +423,5 @@ for number in 1 2 3; do
 done
 echo
 say "done; the run is in $RUN"
-say "its curves: $(quoted "$VENV/bin/tensorboard" --logdir "$RUN")"
 say "translate other text: $(quoted "$VENV/bin/deepspeed-nmt" translate --run "$RUN")--input FILE --output FILE"
+say_outlook

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -168,10 +169,21 @@ output() { sed -n "s/.*--$1 \\([^ ]*\\).*/\\1/p" <<<"$all"; }
 all="$*"
 case "$(basename "$0") $1" in
 *sample-data) mkdir -p "$(output out)" && touch "$(output out)"/{train,valid,test}.{en,de} ;;
-*prepare) mkdir -p "$(output out)" && touch "$(output out)/meta.json" ;;
+*prepare)
+    mkdir -p "$(output out)"
+    echo '{"splits": {"train": {"pairs": 900, "target": {"tokens": 9000}}}}' >"$(output out)/meta.json"
+    ;;
 *translate) touch "$(output output)" ;;
-"deepspeed "*) mkdir -p "$(output run)/checkpoints" ;;
+"deepspeed "*)
+    mkdir -p "$(output run)/checkpoints"
+    for update in 10 20 30; do
+        printf '{"update": %d, "perf/target_tokens_per_s": 1000.0, "valid/bleu": %d.5, ' "$update" "$update"
+        echo '"valid/loss": 2.0}'
+    done >"$(output run)/metrics.jsonl"
+    echo "12:00:00 update 10/30: valid loss 2.000" # what the launcher prints
+    ;;
 esac
+echo "noise of $1"
 """
 
 
@@ -356,6 +368,38 @@ def test_quickstart_splits_off_held_out_text(stubs: dict[str, str], tmp_path: Pa
     assert other.returncode == 2 and "made from other text" in other.stderr
 
 
+def test_quickstart_plans_the_training_of_own_text(stubs: dict[str, str], tmp_path: Path) -> None:
+    """The recipe and the length follow from text, device, minutes and speed. More minutes train on."""
+    text = [write_text(tmp_path / "a", 1000), write_text(tmp_path / "b", 1000, "Wort")]
+    log, plan = Path(stubs["STUB_LOG"]), Path(stubs["OUT"]) / "plan"
+
+    def last_training(*arguments: str) -> list[str]:
+        done = run_script("quickstart.sh", *arguments, **stubs)
+        assert done.returncode == 0, done.stderr
+        shown.append(done.stdout)
+        words = [
+            line.split() for line in log.read_text(encoding="utf-8").splitlines() if line.startswith("deepspeed ")
+        ]
+        log.unlink()
+        return words[-1]
+
+    shown: list[str] = []
+    first = last_training(*text, "--minutes", "2")
+    assert {"multi30k_cpu", "model.dropout=0.3", "batch.update_tokens=1024", "training.max_updates=96"} <= set(first)
+    assert "10.5 20.5 30.5; still improves" in shown[0] and "--minutes 4" in shown[0]
+    assert "update 10/30: valid loss" in shown[0] and len(shown[0].splitlines()) < 40
+    assert "noise" not in shown[0].replace("noise of score", "")
+    assert "noise of prepare" in (Path(stubs["OUT"]) / "log").read_text(encoding="utf-8")
+    assert run_script("quickstart.sh", *text, **stubs).returncode == 0
+    assert "deepspeed-nmt translate" not in commands(stubs), "all is done, also if no minutes are given"
+    longer = last_training("--minutes", "4", *text, "--", "optimizer.lr=1e-3")
+    assert "training.max_updates=198" in longer and "optimizer.lr=1e-3" in longer[longer.index("--recipe") :]
+    assert plan.read_text(encoding="utf-8").splitlines()[1] == "4"
+    assert shlex.split(shown[1].splitlines()[-1])[-2:] == ["--", "optimizer.lr=1e-3"]
+    failed = run_script("quickstart.sh", "--fresh", *text, FAIL_AT="prepare", FAIL_WITH="2", **stubs)
+    assert failed.returncode == 2 and f"the end of {stubs['OUT']}/log" in failed.stderr
+
+
 def test_quickstart_refuses_what_it_cannot_use(stubs: dict[str, str], tmp_path: Path) -> None:
     long, longer, short = (write_text(tmp_path / str(n), n) for n in (300, 301, 199))
     cases: list[tuple[tuple[str, ...], dict[str, str], str]] = [
@@ -368,6 +412,9 @@ def test_quickstart_refuses_what_it_cannot_use(stubs: dict[str, str], tmp_path: 
         ((), {"OUT": f"{long}/below"}, "below cannot be written"),
         ((), {"RECIPE": "sample_smal"}, "'sample_smal'"),
         ((), {"RANKS": "two"}, "RANKS is 'two'"),
+        (("--minutes", "soon"), {}, "'soon'"),
+        (("--minutes", "5"), {"RECIPE": "sample_small"}, "RECIPE has a length"),
+        (("--", "lr"), {}, "lr is no setting"),
     ]
     for arguments, settings, message in cases:
         done = run_script("quickstart.sh", *arguments, **{**stubs, **settings})
