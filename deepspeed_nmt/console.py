@@ -14,10 +14,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from tqdm import tqdm
 from typing_extensions import override
@@ -182,6 +182,25 @@ def _finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def progress_bar(**options: Any) -> tqdm[NoReturn]:
+    """Return a bar of `tqdm` on stderr. A terminal without a size, as some have at the start, counts as 80 x 24.
+
+    `tqdm` by itself would then show nothing, and not ask for the size again.
+    """
+    bar = tqdm(dynamic_ncols=True, **options)
+    if not bar.disable:
+        bar.ncols, bar.nrows = _terminal_size(sys.stderr)
+    bar.dynamic_ncols = _terminal_size  # type: ignore[assignment]  # asked at each refresh; typed as the option
+    return bar
+
+
+def _terminal_size(stream: Any) -> tuple[int, int]:
+    columns, lines = 0, 0
+    with suppress(OSError, ValueError):  # a terminal that is closed
+        columns, lines = os.get_terminal_size(stream.fileno())
+    return columns or 80, lines or 24
+
+
 def progress(items: Iterable[T], description: str, unit: str, total: int | None = None) -> Iterator[T]:
     """Iterate over ``items`` and show progress."""
     with counting(description, unit, total) as advance:
@@ -196,9 +215,7 @@ def counting(
 ) -> Iterator[Callable[[int], object]]:
     """Show the progress of the block, of which ``before`` units were done earlier; yield a function to count more."""
     if sys.stderr.isatty():
-        with tqdm(
-            desc=description, unit=f" {unit}", total=total, initial=before, dynamic_ncols=True, unit_scale=True
-        ) as bar:
+        with progress_bar(desc=description, unit=f" {unit}", total=total, initial=before, unit_scale=True) as bar:
             yield bar.update
         return
     start = last = time.monotonic()

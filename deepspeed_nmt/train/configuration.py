@@ -97,6 +97,13 @@ class TrainingConfig(Config):
         words_of(notify)
         return notify
 
+    def updates_left(self, progress: Progress, epoch_updates: int) -> int:
+        """Return the updates until training is over by its length, with ``epoch_updates`` in each epoch."""
+        left = self.max_updates - progress.update
+        if self.max_epochs:
+            left = min(left, (self.max_epochs - progress.epoch) * epoch_updates - progress.epoch_update)
+        return max(0, left)
+
     def ends_at(self, progress: Progress) -> bool:
         """Return True if training is over at this progress, by its length or by early stopping."""
         return (

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from deepspeed_nmt.console import ON_BAR, logger
+from deepspeed_nmt.console import ON_BAR, logger, progress_bar
 from deepspeed_nmt.core.batch import CORPUS_SUM
 from deepspeed_nmt.data.loader import Update
 from deepspeed_nmt.engine.contract import UpdateResult, add_sums
@@ -81,9 +80,7 @@ class Metrics:
         self._purge_from = update + 1 if update else None
         self._reported = False
         without_bar = None if update is not None else True  # None: on a terminal there is one
-        self._bar = tqdm(
-            total=max_updates, initial=update or 0, unit=" updates", dynamic_ncols=True, disable=without_bar
-        )
+        self._bar = progress_bar(total=max_updates, initial=update or 0, unit=" updates", disable=without_bar)
 
     def log(self, progress: Progress, values: Mapping[str, float], note: str = "") -> None:
         """Log values after an update."""

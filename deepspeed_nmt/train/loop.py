@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.batch import Batch
@@ -29,6 +31,9 @@ from deepspeed_nmt.train.schedule import ScheduleConfig, learning_rate
 from deepspeed_nmt.train.signals import StopRequest
 from deepspeed_nmt.train.stability import SpikeWatch, report_skip, roll_back, worth_explaining
 from deepspeed_nmt.train.validation import Validator, record_best, update_best
+
+_MAX_LEFT_S = 1e10
+"""Bound on the time left, far above any training."""
 
 
 @dataclass
@@ -58,6 +63,7 @@ class TrainingLoop:
     ledger: Ledger
     workload: Workload | None = None
     log: tuple[LogState, ...] = ()
+    _start: tuple[float, int] = field(default=(0.0, 0), init=False)
     _skip_cause: str = field(default="", init=False)
     _validation_due: bool = field(default=False, init=False)
     _save_due: bool = field(default=False, init=False)
@@ -85,6 +91,7 @@ class TrainingLoop:
             OSError: if the last checkpoint cannot be written.
         """
         config, saver = self.config, self.saver
+        self._start = time.monotonic(), progress.update
         if self._stop_requested():  # during set-up
             return progress
         self.ledger.write(progress.update, must=True)
@@ -170,7 +177,8 @@ class TrainingLoop:
         self._window.add(update, result, waited=started - waiting, elapsed=time.monotonic() - waiting)
         if progress.skipped < config.max_skipped:  # otherwise the run is rolled back
             if update.number % config.log_every == 0:
-                self.metrics.log(progress, self._values(progress, lr), f" (epoch {progress.epoch + 1})")
+                note = f" (epoch {progress.epoch + 1}){self._time_left(progress)}"
+                self.metrics.log(progress, self._values(progress, lr), note)
             if result.squares is not None:
                 self.metrics.log(progress, norms_by_layer(result.squares))
         self.ledger.write(progress.update)
@@ -187,6 +195,22 @@ class TrainingLoop:
 
         with explained(f"update {update.number}", update.micro_batches, self.world.device):
             return attribute(self.engine.module, micro_batches_of, result, self.world)
+
+    def _time_left(self, progress: Progress) -> str:
+        """Return the words for the time left by the mean pace since this start, validations and checkpoints included.
+
+        They also say when the job ends, if SLURM ends it earlier.
+        """
+        began, first = self._start
+        left = self.config.updates_left(progress, self.loader.order.updates_in(progress.epoch))
+        if not left:
+            return ""
+        seconds = min(left * (time.monotonic() - began) / (progress.update - first), _MAX_LEFT_S)
+        words = f", {timedelta(seconds=round(seconds))} left"
+        end = os.environ.get("SLURM_JOB_END_TIME", "")
+        if end.isdecimal() and len(end) < 12 and (of_job := int(end) - time.time()) < seconds:
+            words += f", {timedelta(seconds=max(0, round(of_job)))} until the job's time limit"
+        return words
 
     def _values(self, progress: Progress, lr: float) -> dict[str, float]:
         """Return the values since the last line of the log by tag."""

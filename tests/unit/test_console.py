@@ -1,13 +1,17 @@
 """Standard streams that are closed, full, or not UTF-8, log files that cannot be written, and bare surroundings."""
 
+import fcntl
 import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
 
-from deepspeed_nmt.console import log_to, logger, setup_logging
+from deepspeed_nmt.console import log_to, logger, progress_bar, setup_logging
 from tests.support import ROOT
 
 CLOSED = """
@@ -61,3 +65,23 @@ def test_a_log_file_that_cannot_be_written_is_reported_once(capsys: pytest.Captu
     error = capsys.readouterr().err
     assert error.count("/dev/full could not be written (No space left on device)") == 1
     assert "one\n" in error and "two\n" in error and "Traceback" not in error
+
+
+def test_a_terminal_whose_size_comes_late_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn() -> str:
+        bar.refresh()
+        return os.read(terminal, 4096).decode()
+
+    def set_size(columns: int) -> None:
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    terminal, side = pty.openpty()
+    set_size(0)
+    with os.fdopen(side, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        bar = progress_bar(total=9, initial=3, disable=None)
+        assert "33%|" in drawn() and len(drawn()) > 60, "80 columns"
+        set_size(40)
+        assert len(drawn().rstrip()) <= 45
+        bar.close()
+    os.close(terminal)

@@ -1,7 +1,9 @@
 """Speed in the log, and the choice of the best validation."""
 
 import math
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from deepspeed_nmt.engine.contract import UpdateResult
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.configuration import TrainingConfig
 from deepspeed_nmt.train.log import LogWindow, Workload
+from deepspeed_nmt.train.loop import TrainingLoop
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.validation import Choice, Validation, update_best
 
@@ -80,3 +83,25 @@ def test_scores_by_another_measure_are_not_compared() -> None:
 def test_nan_is_never_better() -> None:
     assert validated((-math.nan, math.nan), (-5.0, 5.0), (-math.nan, math.nan))[0] == [1, 2]
     assert validated((0.0, math.nan), (0.0, 5.0), (0.0, math.nan))[0] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("max_epochs", "end", "words"),
+    [
+        (0, "", ", 0:03:00 left"),  # 90 updates, 2 s each
+        (3, "", ", 0:00:50 left"),  # 2 epochs of 10 updates and half of one
+        (0, "1060", ", 0:03:00 left, 0:01:00 until the job's time limit"),
+        (0, "1200", ", 0:03:00 left"),
+        (0, "soon", ", 0:03:00 left"),
+    ],
+)
+def test_the_log_has_the_time_left(max_epochs: int, end: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = object.__new__(TrainingLoop)
+    loop.config = TrainingConfig(max_updates=100, max_epochs=max_epochs)
+    loop.loader = SimpleNamespace(order=SimpleNamespace(updates_in=lambda epoch: 10))
+    loop._start = (500.0, 5)
+    monkeypatch.setattr(time, "monotonic", lambda: 510.0)
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", end)
+    assert loop._time_left(Progress(update=10, epoch=0, epoch_update=5)) == words
+    assert loop._time_left(Progress(update=100, epoch=9)) == ""
