@@ -24,7 +24,7 @@ from deepspeed_nmt.config import RunConfig, validate
 from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
-from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
+from deepspeed_nmt.data.corpus import Corpus, CorpusWriter, Tokens
 from deepspeed_nmt.data.loader import TrainLoader, collate
 from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine import build_engine
@@ -77,7 +77,10 @@ class Saved:
 
 
 def write_corpus(directory: Path, pairs: int = 300, longest: int = 30) -> None:
-    """Write a training corpus of random tokens, of at most ``longest`` in a sentence, the same on every machine."""
+    """Write a training corpus of random tokens, of at most ``longest`` in a sentence, the same on every machine.
+
+    Two of three pairs have word alignments, which link three of four target tokens, to one or two source tokens.
+    """
 
     def tokens(count: int, *parts: int) -> list[int]:
         low = VOCABULARY.unk + 1
@@ -86,8 +89,15 @@ def write_corpus(directory: Path, pairs: int = 300, longest: int = 30) -> None:
     lengths = 1 + (randomness.keys(pairs, 1) % np.uint64(longest - 4)).astype(int)
     sources = [tokens(length, 2, pair) for pair, length in enumerate(lengths)]
     targets = [tokens(length + pair % 3, 3, pair) for pair, length in enumerate(lengths)]
-    with CorpusWriter(directory, "train", VOCABULARY.size) as writer:
-        writer.append(sources, targets)
+    links = [
+        [n for t in range(len(target)) if t % 4 for k in range(1 + t % 2) for n in ((5 * t + k) % len(source), t)]
+        if pair % 3
+        else []
+        for pair, (source, target) in enumerate(zip(sources, targets, strict=True))
+    ]
+    size = VOCABULARY.size
+    with CorpusWriter(directory, "train", size, positions=longest) as writer:
+        writer.append_tokens(Tokens.of(sources, size), Tokens.of(targets, size), links=Tokens.of(links, longest))
 
 
 def loader_of(directory: Path, world: World, engine: str = "plain", batch: BatchConfig = BATCH) -> TrainLoader:

@@ -65,6 +65,8 @@ class Batch:
         target_tokens: tokens of ``target_output_BT`` that are not padding; 0 in an empty batch.
         source_segments: sentences of the source's row in the packed layout; None in the padded layout.
         weights_B: factor on each pair's loss; None if all are 1. See :meth:`weighted` and :attr:`token_weights`.
+        links_L3: L links of tokens: the pair's number in the batch, position in the target, and position in the
+            source, each from 0 in either layout; None if the data has no word alignments.
         corpora: number of corpora that the run is trained on.
         corpora_B: number of the corpus of each pair; None if there is one.
     """
@@ -80,6 +82,7 @@ class Batch:
     source_segments: Segments | None = None
     target_segments: Segments | None = None
     weights_B: Tensor | None = None
+    links_L3: Tensor | None = None
     corpora: int = 1
     corpora_B: Tensor | None = None
 

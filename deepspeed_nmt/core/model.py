@@ -209,6 +209,16 @@ class TranslationModel(DecodableModel):
             if block in layer_of and block.always_attends
         }
 
+    def attention_layer(self, number: int) -> nn.Module:
+        """Return one of :meth:`attention_layers`, or raise a ConfigError."""
+        layers = self.attention_layers()
+        if number not in layers:
+            raise ConfigError(
+                f"decoder layer {number} does not hand over attention weights in every update; those that do are "
+                f"{', '.join(map(str, layers)) or 'none'}"
+            )
+        return layers[number]
+
     def source_mask(
         self, source_BS: Tensor, padded: bool, segments: Segments | None = None
     ) -> Tensor | Segments | None:

@@ -31,7 +31,6 @@ from typing_extensions import override
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, TranslationModel, exit_name
-from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.nn.layers import AttentionRecord, Draw
 
 States = Sequence[Mapping[str, Tensor]]
@@ -84,13 +83,7 @@ class Passes:
         Raises:
             ConfigError: if the model cannot hand them over.
         """
-        layers = self.model.attention_layers()
-        if layer not in layers:
-            raise ConfigError(
-                f"decoder layer {layer} does not hand over attention weights in every update; those that do are "
-                f"{', '.join(map(str, layers)) or 'none'}"
-            )
-        self._attentions[f"attention/{layer}"] = layers[layer]
+        self._attentions[f"attention/{layer}"] = self.model.attention_layer(layer)
         return f"attention/{layer}"
 
     def run(self) -> list[dict[str, Tensor]]:
@@ -193,6 +186,10 @@ class Regularizer(Protocol):
     weight: float
     every: int = 1
 
+    def check_model(self, model: TranslationModel) -> None:
+        """Refuse a model, which may be on the meta device, by a ConfigError."""
+        return
+
     def request_passes(self, passes: Passes) -> Callable[[States], Tensor] | None:
         """Request passes, and return a function from the states of all passes to the value.
 
@@ -210,6 +207,11 @@ class Objective:
     def __init__(self, likelihood: Likelihood, regularizers: Sequence[Regularizer] = ()) -> None:
         self._likelihood = likelihood
         self._regularizers = tuple(part for part in regularizers if part.weight > 0.0)
+
+    def check_model(self, model: TranslationModel) -> None:
+        """Refuse a model that a regularizer cannot be computed with, by a ConfigError."""
+        for part in self._regularizers:
+            part.check_model(model)
 
     def __call__(self, model: TranslationModel, batch: Batch) -> LossOutput:
         """Compute the loss of a micro-batch."""

@@ -146,9 +146,14 @@ class LikelihoodConfig(PartConfig):
 
 
 class RegularizerConfig(PartConfig):
-    """Settings of a regularizer; ``weight`` is the factor of its value in the loss, 0 disables it."""
+    """Settings of a regularizer; ``weight`` is the factor of its value in the loss, 0 disables it.
+
+    Attributes:
+        reads_links: True if it needs data with word alignments.
+    """
 
     weight: float
+    reads_links: ClassVar[bool] = False
 
 
 class SearchConfig(PartConfig):

@@ -4,7 +4,9 @@ Opening them is instant, and processes share the pages. A split (``train``, ``va
 
 - ``<split>.<side>.<uint16|int32>.bin``: tokens of all sentences, one after another, without BOS and EOS;
 - ``<split>.<side>.offsets.bin``: int64, the first token of each sentence, and finally the end of the last sentence;
-- ``<split>.weights.bin``, if it has weights: float32, the factor of each pair's loss.
+- ``<split>.weights.bin``, if it has weights: float32, the factor of each pair's loss;
+- ``<split>.links.<uint16|int32>.bin`` and ``<split>.links.offsets.bin``, if it has word alignments: source and target
+  position of each link of tokens, in turn, in the form of the tokens' files.
 """
 
 from __future__ import annotations
@@ -70,6 +72,13 @@ class Corpus:
             raise DataError(
                 f"{path} holds {len(self.weights)} weights of {len(self)} pairs; it was damaged: run `prepare` again"
             )
+        path = directory / f"{split}.links.offsets.bin"
+        self._links = _Side(directory, f"{split}.links") if path.is_file() else None
+        self._links_path = path
+        if self._links is not None and len(self._links) != len(self):
+            raise DataError(
+                f"{path} has links of {len(self._links)} of {len(self)} pairs; it was damaged: run `prepare` again"
+            )
 
     def __len__(self) -> int:
         return len(self._source)
@@ -103,6 +112,29 @@ class Corpus:
     def weights_of(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float32] | None:
         """Return the weights of some pairs; None if the split has none. Shape: (B,) -> (B,)."""
         return None if self.weights is None else self.weights[indices]
+
+    @property
+    def aligned(self) -> bool:
+        """True if the split has word alignments; a pair may have none."""
+        return self._links is not None
+
+    def links_of(self, indices: Indices) -> Indices | None:
+        """Return the linked tokens of some pairs: place among ``indices``, target and source position, from 0.
+
+        None if the split has no word alignments. Shape: (B,) -> (L,3)
+        """
+        if self._links is None:
+            return None
+        numbers, counts = self._links.copy_of(indices)
+        of_pair = np.repeat(np.arange(len(indices)), counts // 2)
+        if not (counts % 2).any():
+            source, target = numbers.astype(np.int64).reshape(-1, 2).T
+            ends = [lengths[of_pair] - 1 for lengths in self.lengths(indices)]
+            if ((source >= 0) & (source < ends[0]) & (target >= 0) & (target < ends[1])).all():
+                return np.stack([of_pair, target, source], axis=1)
+        raise DataError(
+            f"{self._links_path.parent} has links of tokens that its pairs lack; it was damaged: run `prepare` again"
+        )
 
     def lengths(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Return source and target lengths of some pairs, EOS included. Shape: (B,) -> (B,), (B,)."""
@@ -215,7 +247,7 @@ class CorpusWriter:
     """Writer of a new split, for use in a ``with`` statement.
 
     ``vocab_size`` is that of the larger vocabulary; ``unknown`` are the unknown tokens of source and target, which
-    are counted.
+    are counted. ``positions`` is a bound on the positions of linked tokens; None if pairs have no links.
     """
 
     def __init__(
@@ -225,11 +257,14 @@ class CorpusWriter:
         vocab_size: int,
         unknown: tuple[int, int] = (UNK, UNK),
         weighted: bool = False,
+        positions: int | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._source = _SideWriter(directory, f"{split}.source", token_dtype(vocab_size), unknown[0])
         self._target = _SideWriter(directory, f"{split}.target", token_dtype(vocab_size), unknown[1])
         self._weights = (directory / weights_file(split)).open("wb") if weighted else None
+        dtype = token_dtype(positions or 0)
+        self._links = None if positions is None else _SideWriter(directory, f"{split}.links", dtype, -1)
 
     def append(
         self,
@@ -240,8 +275,14 @@ class CorpusWriter:
         """Append pairs of token numbers, without BOS and EOS. Shape of weights: (N,)."""
         self.append_tokens(Tokens.of(sources, self._vocab_size), Tokens.of(targets, self._vocab_size), weights)
 
-    def append_tokens(self, source: Tokens, target: Tokens, weights: npt.NDArray[np.floating] | None = None) -> None:
-        """Append pairs in the form of the files; see :meth:`append`."""
+    def append_tokens(
+        self,
+        source: Tokens,
+        target: Tokens,
+        weights: npt.NDArray[np.floating] | None = None,
+        links: Tokens | None = None,
+    ) -> None:
+        """Append pairs in the form of the files; see :meth:`append`. ``links`` has two numbers for each link."""
         pairs = len(source.lengths)
         assert pairs == len(target.lengths), f"{pairs} sources for {len(target.lengths)} targets"
         assert (weights is None) == (self._weights is None), "either all pairs have weights or none"
@@ -250,6 +291,10 @@ class CorpusWriter:
         if self._weights is not None and weights is not None:
             assert pairs == len(weights), f"{len(weights)} weights for {pairs} pairs"
             self._weights.write(weights.astype(_WEIGHT).tobytes())
+        assert (links is None) == (self._links is None), "either all pairs have links or none"
+        if self._links is not None and links is not None:
+            assert pairs == len(links.lengths), f"links of {len(links.lengths)} pairs for {pairs}"
+            self._links.append(links)
 
     @property
     def stats(self) -> SplitStats:
@@ -260,7 +305,8 @@ class CorpusWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for file in (*self._source.files, *self._target.files, self._weights):
+        links = () if self._links is None else self._links.files
+        for file in (*self._source.files, *self._target.files, *links, self._weights):
             if file is not None:
                 with file:  # its content is to survive a power failure
                     file.flush()
@@ -396,6 +442,19 @@ class Corpora:
             if (weights := of_part[number]) is not None:
                 result[chosen] = weights[indices]
         return result
+
+    def links_of(self, rows: Indices) -> Indices | None:
+        """Return the linked tokens of some rows, as :meth:`Corpus.links_of`, tags included; None if none has any."""
+        if not any(corpus.aligned for _, corpus in self._corpora):
+            return None
+        all_links: list[Indices] = [np.empty((0, 3), dtype=np.int64)]
+        for number, corpus, chosen, indices in self._by_corpus(rows):
+            if (links := corpus.links_of(indices)) is not None:
+                part = self.parts[number]
+                tags = [0, part.target_tag is not None, part.source_tag is not None]
+                links[:, 0] = chosen[links[:, 0]]
+                all_links.append(links + np.array(tags, dtype=np.int64))
+        return np.concatenate(all_links)
 
     def part_of(self, rows: Indices) -> Indices:
         """Return the number of the corpus of each row. Shape: (B,) -> (B,)."""

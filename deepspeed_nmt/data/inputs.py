@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from deepspeed_nmt.console import progress
 from deepspeed_nmt.data.tokenizer import Count
+from deepspeed_nmt.data.word_alignments import check_links
 from deepspeed_nmt.errors import ConfigError, DataError, counted, shown
 from deepspeed_nmt.files import MAX_LINE_BYTES, check_plain, check_utf8_name, shown_name, skip_byte_order_mark
 from deepspeed_nmt.registry import Config
@@ -254,6 +255,8 @@ PIECE_BYTES = 1 << 19
 """Bytes of the first file of a piece: about half a second of encoding."""
 _NUMBER = re.compile(rb"\s*(-inf|[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?)\s*", re.ASCII)
 
+_PER_PAIR = ("train.weights", "train.scores", "train.alignments")
+"""Files with something of each pair of the training text, besides that."""
 FileSet = Mapping[str, Path]
 """Aligned files by ``<split>.<column>``."""
 
@@ -284,7 +287,7 @@ def read_pieces(sets: Sequence[FileSet], records: dict[str, list[InputRecord]]) 
                 first += len(leading)
             for text in texts:
                 text.skip_rest()
-            others = [name.removeprefix("train.") for name in files if name in ("train.weights", "train.scores")]
+            others = [name.removeprefix("train.") for name in files if name in _PER_PAIR]
             what = " and ".join(["text", *others]) if others else "source and target"
             check_aligned([[(text.name, text.lines) for text in texts]], what)
             for name, text in zip(files, texts, strict=True):
@@ -297,29 +300,35 @@ class TextLayout:
 
     With ``tsv``, the first file has source and target, separated by tabs. ``tsv_columns`` are the numbers of the
     columns with source, target, and optionally weights, from 1; others are ignored. None: source and target, and no
-    further column. If ``weighted``, a file after those of the text has weights; if ``scored``, the last one scores.
+    further column. Files after those of the text have weights if ``weighted``, then scores if ``scored``, then
+    alignments of words if ``aligned``.
     """
 
     tsv: bool = False
     tsv_columns: tuple[int, ...] | None = None
     weighted: bool = False
     scored: bool = False
+    aligned: bool = False
 
     def pairs(
         self, piece: Piece
-    ) -> tuple[list[tuple[bytes, bytes]], npt.NDArray[np.float32] | None, list[float] | None]:
-        """Return pairs without line ends, and their weights and scores, if any. Shape of each: -> (N,)."""
-        columns = [lines_of(column) for column in piece.columns]
-        scores = _numbers("score", columns.pop(), piece.names[-1], piece.first).tolist() if self.scored else None
+    ) -> tuple[list[tuple[bytes, bytes]], npt.NDArray[np.float32] | None, list[float] | None, list[bytes] | None]:
+        """Return pairs without line ends, and their weights, scores and links, if any. Shape of each: -> (N,)."""
+        columns, names = [lines_of(column) for column in piece.columns], list(piece.names)
+        links, links_name = (columns.pop(), names.pop()) if self.aligned else (None, "")
+        scores = _numbers("score", columns.pop(), names.pop(), piece.first).tolist() if self.scored else None
         weights: Sequence[bytes] | None = columns.pop() if self.weighted else None
-        name = piece.names[-2 if self.scored else -1]
+        name = names[-1]
         if self.tsv:
             columns = self._split(columns[0], piece)
             if len(columns) == 3:
                 weights = columns.pop()
         source, target = columns
         values = None if weights is None else _numbers("weight", weights, name, piece.first).astype("<f4")
-        return list(zip(source, target, strict=True)), values, scores
+        pairs = list(zip(source, target, strict=True))
+        if links is not None:
+            check_links(links, pairs, links_name, piece.first)
+        return pairs, values, scores, links
 
     def _split(self, lines: Sequence[bytes], piece: Piece) -> list[list[bytes]]:
         """Return the columns of a TSV file. Shape: (N,) -> (2 or 3, N)."""

@@ -226,8 +226,11 @@ def _ends_and_starts(sentences: Tokens) -> tuple[Indices, Indices]:
 
 
 def _per_pair(corpus: Corpus | Corpora, indices: Indices) -> dict[str, Any]:
-    """Return the weights of pairs, and what corpora they are of, as arguments of a batch."""
+    """Return the weights of pairs, their links, and what corpora they are of, as arguments of a batch."""
     values: dict[str, Any] = {}
+    links = corpus.links_of(indices)
+    if links is not None:
+        values["links_L3"] = torch.from_numpy(links)
     weights = corpus.weights_of(indices)
     if weights is not None and len(indices):
         values["weights_B"] = torch.from_numpy(weights)

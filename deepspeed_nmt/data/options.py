@@ -75,6 +75,9 @@ class PrepareOptions(Config):
         "weights of the training pairs, one positive number a line: factors of their loss", ()
     )
     train_scores: Paths = _option("scores of the training pairs, one number a line, for the filter score", ())
+    train_alignments: Paths = _option(
+        "word alignments of the training pairs, links such as 0-0 1-2 on a line, for objective.guided_alignment", ()
+    )
     out: Path = _option("data directory to make", ..., "DIR")
     segmented: bool = _option("the text is already segmented with '@@ ' marks", False)
     text: Literal["raw", "moses", "tokenised"] | None = _option(
@@ -226,9 +229,16 @@ class PrepareOptions(Config):
             if self.train_weights and len(columns) == 3:
                 yield "--train-weights and a third column of --tsv-columns are both weights; leave one out"
         files = len(self.tsv or self.train_source)
-        for name, paths in (("weights", self.train_weights), ("scores", self.train_scores)):
+        for name, paths in (
+            ("weights", self.train_weights), ("scores", self.train_scores), ("alignments", self.train_alignments)
+        ):  # fmt: skip
             if (count := len(paths)) not in (0, files):
                 yield f"--train-{name} has {counted(count, 'files')} for {files} of the training text"
+        if self.train_alignments and self.tokenizer is not None:
+            yield (
+                "--train-alignments needs tokens that show where words begin, unlike those of --tokenizer; leave out "
+                "one of them"
+            )
         scored = [name for name, entry in self.filters.items() if entry.reads_scores]
         if scored and not self.train_scores:
             yield f"no scores of the training pairs for the filter {scored[0]}; give --train-scores"
@@ -276,10 +286,11 @@ class PrepareOptions(Config):
 
     @property
     def inputs(self) -> dict[str, Paths]:
-        """All input files by ``<split>.<side>``, ``train.tsv``, ``train.weights`` and ``train.scores``."""
+        """All input files by ``<split>.<side>``, ``train.tsv``, and those of each pair, such as ``train.weights``."""
         named = {f"{split}.{side}": paths for split in ("train", "valid", "test")
                  for side, paths in zip(SIDES, self.paths(split), strict=True)}  # fmt: skip
         named |= {"train.tsv": self.tsv, "train.weights": self.train_weights, "train.scores": self.train_scores}
+        named |= {"train.alignments": self.train_alignments}
         return {name: paths for name, paths in named.items() if paths}
 
     @property
@@ -291,7 +302,13 @@ class PrepareOptions(Config):
     @property
     def layout(self) -> TextLayout:
         """Places of the pairs in the training text."""
-        return TextLayout(bool(self.tsv), self.tsv_columns, bool(self.train_weights), bool(self.train_scores))
+        return TextLayout(
+            bool(self.tsv),
+            self.tsv_columns,
+            weighted=bool(self.train_weights),
+            scored=bool(self.train_scores),
+            aligned=bool(self.train_alignments),
+        )
 
     def recorded(self, vocabulary: Tokenizer | None, sampling: SampledSegmentations | None = None) -> dict[str, Any]:
         """Collect the options that decide the result, besides the text, most of them only if not defaults."""

@@ -62,6 +62,7 @@ from deepspeed_nmt.data.options import DEFAULT_VOCAB_SIZE, PrepareOptions, input
 from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
 from deepspeed_nmt.data.tokenizer import SampledSegmentations, Tokenizer, TokenLists, split_name
 from deepspeed_nmt.data.vocabulary_training import adopt_models, train_subwords, train_words, type_of
+from deepspeed_nmt.data.word_alignments import token_links, tokens_of_words
 from deepspeed_nmt.errors import DataError, shown_bytes
 from deepspeed_nmt.files import replacing, resolved, staged
 from deepspeed_nmt.manifest import FileRecord, check_own, write_record
@@ -135,13 +136,14 @@ def _fill(
 
     cleaner = PairCleaner(PairChecker(options.cleaning, options.segmented, options.pair_filters(), options.unicode))
     records: dict[str, list[InputRecord]] = {}
-    files = (staging / "clean.source", staging / "clean.target")
+    names = ("source", "target", *(["links"] if options.train_alignments else []))
+    files = tuple(staging / f"clean.{name}" for name in names)
     pieces = read_pieces(options.training_sets, records)
     weights = clean_text(pieces, options.layout, cleaner, files, options.workers)
     inputs |= {name: tuple(of_name) for name, of_name in records.items()}
     _check_some_left(cleaner)
 
-    tokenizer = existing or _train_vocabulary(options, files, cleaner.kept)
+    tokenizer = existing or _train_vocabulary(options, files[:2], cleaner.kept)
     tokenizer.save(staging)
     encoder = PairEncoder(tokenizer, options.tags, sampling)
     encoded = encode_split(files, cleaner.kept, encoder, staging, "train", options.workers, cleaner, weights)
@@ -309,48 +311,62 @@ def _same_or_refuse(out: Path, recorded: dict[str, Any], inputs: dict[str, tuple
 class _Checked(NamedTuple):
     """Pairs of a piece whose text is acceptable, duplicates included.
 
-    ``pairs`` lacks the texts, since few long strings, ``sides``, are quickly handed to another process.
+    ``pairs`` lacks the texts, since few long strings, ``sides``, are quickly handed to another process; these are
+    followed by the links of words, if there are any.
     """
 
     pairs: CheckedPairs
-    sides: tuple[bytes, bytes]
+    sides: tuple[bytes, ...]
     weights: Weights | None
 
     def text(self, number: int) -> tuple[str, str]:
-        source, target = (side.split(b"\n", number + 1)[number].decode() for side in self.sides)
+        source, target = (side.split(b"\n", number + 1)[number].decode() for side in self.sides[:2])
         return source, target
 
 
 def _check(checker: PairChecker, layout: TextLayout, piece: Piece) -> _Checked:
-    pairs, weights, scores = layout.pairs(piece)
+    pairs, weights, scores, links = layout.pairs(piece)
     checked = checker.check(pairs, scores)
-    source, target = ("".join(f"{text[side]}\n" for text in checked.texts).encode() for side in (0, 1))
+    sides = ["".join(f"{text[side]}\n" for text in checked.texts).encode() for side in (0, 1)]
+    if links is not None:
+        rules = checker.unicode_rules  # they may leave nothing of a word, so that later ones have other numbers
+        own = (
+            links[place] if not rules or _have_same_words(pairs[place], text) else b""
+            for place, text in zip(checked.places, checked.texts, strict=True)
+        )
+        sides.append(b"".join(line + b"\n" for line in own))
     weights = None if weights is None else weights[checked.places]
-    return _Checked(checked._replace(texts=[]), (source, target), weights)
+    return _Checked(checked._replace(texts=[]), tuple(sides), weights)
+
+
+def _have_same_words(pair: tuple[bytes, bytes], text: tuple[str, str]) -> bool:
+    return all(len(old.decode().split()) == len(new.split()) for old, new in zip(pair, text, strict=True))
 
 
 def clean_text(
     pieces: Iterable[Piece],
     layout: TextLayout,
     cleaner: PairCleaner,
-    files: tuple[Path, Path],
+    files: Paths,
     workers: int,
 ) -> Weights | None:
-    """Write the clean pairs of the training text to two files, one line a pair, and return their weights, if any.
+    """Write the clean pairs of the training text, and links if there are any, to files, one line a pair.
+
+    Returns their weights, if any.
 
     ``cleaner`` receives the counts, and decides on duplicates.
     """
     work = partial(_check, cleaner.checker, layout)
     weights: list[Weights] = []
     with (
-        files[0].open("wb") as source,
-        files[1].open("wb") as target,
+        ExitStack() as stack,
         closing(ordered_map(work, pieces, workers, lambda piece: sum(map(len, piece.columns)))) as checked_pieces,
         counting("cleaning", "pairs") as advance,
     ):
+        opened = [stack.enter_context(file.open("wb")) for file in files]
         for checked in checked_pieces:
             keep = cleaner.accept(checked.pairs, checked.text)
-            for file, text in zip((source, target), checked.sides, strict=True):
+            for file, text in zip(opened, checked.sides, strict=True):
                 file.write(
                     text if keep.all() else b"".join(compress((line + b"\n" for line in text.split(b"\n")), keep))
                 )
@@ -408,9 +424,13 @@ class PairEncoder:
 
 
 class _Encoded(NamedTuple):
-    """Encoded pairs of a piece; sentences are those of pairs that fit, ``keep`` of shape (N,) says which."""
+    """Encoded pairs of a piece; sentences are those of pairs that fit, ``keep`` of shape (N,) says which.
 
-    segmentations: list[tuple[Tokens, Tokens]]
+    The links of tokens follow source and target, if there are any; ``unlinked`` pairs lost theirs.
+    """
+
+    segmentations: list[tuple[Tokens, ...]]
+    unlinked: int
     keep: npt.NDArray[np.bool_]
     removals: Removals
     round_trips: dict[Side, RoundTrip]
@@ -434,10 +454,10 @@ class _Encoding:
     def _encoder(self) -> PairEncoder:
         return PairEncoder(open_tokenizer(self.vocabulary), self.tags, self.sampling)
 
-    def __call__(self, piece: tuple[int, bytes, bytes]) -> _Encoded:
-        """Encode pairs: the place of the first, and the lines of both sides."""
+    def __call__(self, piece: tuple[int, list[bytes]]) -> _Encoded:
+        """Encode pairs: the place of the first, and the lines of both sides, and of links if there are any."""
         encoder, tokenizer, first = self._encoder, self._encoder.tokenizer, piece[0]
-        sides = [lines_of(text) for text in piece[1:]]
+        sides, links = [lines_of(text) for text in piece[1][:2]], [lines_of(text) for text in piece[1][2:]]
         texts = [[line.decode(errors="replace") for line in side] for side in sides]
         if self.cleaning is None:
             texts = [[normalise_whitespace(line, tokenizer.segmented) for line in side] for side in texts]
@@ -454,8 +474,34 @@ class _Encoding:
             side: self._round_trip(side, places, encoder.texts(compress(text, keep), side), kept[0][side])
             for side, text in zip(SIDES, texts, strict=True)
         }
-        segmentations = [(Tokens.of(of["source"], size), Tokens.of(of["target"], size)) for of in kept]
-        return _Encoded(segmentations, keep, removals, round_trips)
+        segmentations: list[tuple[Tokens, ...]] = [tuple(Tokens.of(of[side], size) for side in SIDES) for of in kept]
+        unlinked = 0
+        for lines in links:
+            lines, own = list(compress(lines, keep)), list(compress(pairs, keep))
+            linked = [self._linked(lines, own, of) for of in kept]
+            unlinked = sum(bool(line) and not of for line, of in zip(lines, linked[0], strict=True))
+            of_tokens = (Tokens.of(of, self.positions) for of in linked)
+            segmentations = [(*sides_of, of) for sides_of, of in zip(segmentations, of_tokens, strict=True)]
+        return _Encoded(segmentations, unlinked, keep, removals, round_trips)
+
+    @property
+    def positions(self) -> int:
+        """Bound on the positions of tokens."""
+        return 0 if self.cleaning is None else self.cleaning.max_length + 2
+
+    def _linked(self, lines: list[bytes], pairs: list[tuple[str, str]], encoded: EncodedPairs) -> TokenLists:
+        """Return the links of the tokens of pairs, from those of their words on ``lines``."""
+        source, target = (
+            [
+                tokens_of_words(tokens, pair[place], self._encoder.tokenizer, side, self.tags.of(side) is not None)
+                for tokens, pair in zip(encoded[side], pairs, strict=True)
+            ]
+            for place, side in enumerate(SIDES)
+        )
+        return [
+            [] if of_source is None or of_target is None else token_links(line, of_source, of_target)
+            for line, of_source, of_target in zip(lines, source, target, strict=True)
+        ]
 
     def _round_trip(self, side: Side, places: list[int], texts: Iterable[str], encoded: TokenLists) -> RoundTrip:
         """Compare some lines with what their tokens decode to."""
@@ -472,17 +518,18 @@ class _Encoding:
         return RoundTrip.of(lines, changed)
 
 
-def _pieces_of(files: tuple[Path, Path]) -> Iterator[tuple[int, bytes, bytes]]:
-    """Yield the place of the first pair, and the lines of both sides, of pieces of aligned files."""
+def _pieces_of(files: Paths) -> Iterator[tuple[int, list[bytes]]]:
+    """Yield the place of the first pair, and the lines of each file, of pieces of aligned files."""
     first = 0
-    with files[0].open("rb") as source, files[1].open("rb") as target:
+    with ExitStack() as stack:
+        source, *others = (stack.enter_context(file.open("rb")) for file in files)
         while lines := source.readlines(PIECE_BYTES):
-            yield first, b"".join(lines), b"".join(target.readline() for _ in lines)
+            yield first, [b"".join(lines), *(b"".join(file.readline() for _ in lines) for file in others)]
             first += len(lines)
 
 
 def encode_split(
-    files: tuple[Path, Path],
+    files: Paths,
     pairs: int,
     encoder: PairEncoder,
     directory: Path,
@@ -493,7 +540,8 @@ def encode_split(
 ) -> dict[str, tuple[SplitStats, dict[Side, RoundTrip]]]:
     """Write the tokens of a split, in all its segmentations, into a directory that has the files of the vocabulary.
 
-    Without a ``cleaner`` all pairs are kept, and any bytes are read as text.
+    ``files`` are of source and target, and of links if there are any. Without a ``cleaner`` all pairs are kept, and
+    any bytes are read as text.
 
     Returns:
         For each segmentation its statistics, and lines that encoding and decoding changes (of the first one).
@@ -504,14 +552,18 @@ def encode_split(
     work = _Encoding(directory, encoder.tags, encoder.sampling, cleaning, max(1, -(-pairs // SAMPLE_LINES)))
     round_trips: dict[Side, RoundTrip] = {side: RoundTrip() for side in SIDES}
     unknown, done = (vocabulary.source.unk, vocabulary.unk), 0
-    pieces = ordered_map(work, _pieces_of(files), workers, lambda piece: len(piece[1]) + len(piece[2]))
+    pieces = ordered_map(work, _pieces_of(files), workers, lambda piece: sum(map(len, piece[1])))
+    positions = work.positions if len(files) > 2 else None
+    unlinked = 0
     with (
         ExitStack() as opened,
         closing(pieces) as encoded_pieces,
         counting("encoding", "pairs", pairs) if split == "train" else nullcontext(lambda _: None) as advance,
     ):
         writers = [
-            opened.enter_context(CorpusWriter(directory, name, size, unknown, weights is not None and name == split))
+            opened.enter_context(
+                CorpusWriter(directory, name, size, unknown, weights is not None and name == split, positions)
+            )
             for name in names
         ]
         for encoded in encoded_pieces:
@@ -520,10 +572,16 @@ def encode_split(
                 cleaner.removals.merge(encoded.removals)
             own = None if weights is None else weights[done : done + count][encoded.keep]
             for name, writer, tokens in zip(names, writers, encoded.segmentations, strict=True):
-                writer.append_tokens(*tokens, own if name == split else None)
+                writer.append_tokens(tokens[0], tokens[1], own if name == split else None, *tokens[2:])
+            unlinked += encoded.unlinked
             round_trips = {side: trip.followed_by(encoded.round_trips[side]) for side, trip in round_trips.items()}
             done += count
             advance(count)
+        if unlinked:
+            logger.warning(
+                f"{unlinked:,} of {writers[0].stats.pairs:,} pairs lose their word alignments, because "
+                "the vocabulary divides their text into other words"
+            )
         return {
             name: (writer.stats, round_trips if name == split else {})
             for name, writer in zip(names, writers, strict=True)

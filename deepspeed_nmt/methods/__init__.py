@@ -15,6 +15,7 @@ from deepspeed_nmt.methods import (
     consistency,
     cross_attention_drop,
     depth_growing,
+    guided_alignment,
     label_smoothed,
     masked_tokens,
     multi_softmax,
@@ -47,7 +48,9 @@ LIKELIHOODS: Registry[Likelihood] = Registry(
     "likelihood", [label_smoothed.ENTRY, multi_softmax.ENTRY, masked_tokens.ENTRY]
 )
 # Builder: (config, vocabulary) -> regularizer. An objective has any number of regularizers.
-REGULARIZERS: Registry[Regularizer] = Registry("regularizer", [consistency.DDR, consistency.R_DROP, ald.ENTRY])
+REGULARIZERS: Registry[Regularizer] = Registry(
+    "regularizer", [consistency.DDR, consistency.R_DROP, ald.ENTRY, guided_alignment.ENTRY]
+)
 
 
 def _entries() -> Iterator[Entry[object]]:

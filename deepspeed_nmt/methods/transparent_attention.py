@@ -150,6 +150,10 @@ ENTRY = Entry(
     TransparentAttentionConfig,
     build_transparent_attention,
     SelfTest(
-        "transparent", {"model": {"name": "transparent_attention", **SMALL, "norm": "post", "mixture_dropout": 0.0}}
+        "transparent",
+        {
+            "model": {"name": "transparent_attention", **SMALL, "norm": "post", "mixture_dropout": 0.0},
+            "objective": {"guided_alignment": {"weight": 0.5}},
+        },
     ),
 )

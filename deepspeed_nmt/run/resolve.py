@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_nmt.build import build_kernels, build_meta_model
+from deepspeed_nmt.build import build_kernels, build_meta_model, build_objective
 from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
@@ -131,7 +131,9 @@ def resolve(
         if resumed is None:
             config.model.check_data(data.main.tokenizer())
         model = build_meta_model(config, vocabulary)
+        build_objective(config, vocabulary).check_model(model)
         check_size(model, engine, world)
+        _check_alignments(config, data)
         _check_lengths(config, model, data, sets)
         for name, directory in sets.items():
             metrics, _ = config.validation.chosen(directory.text_form, name)
@@ -145,6 +147,15 @@ def resolve(
     backends = kernels.describe(world.device, DTYPES[engine.precision])
     is_compiled = config.engine.compile == "layers"
     return Resolved(vocabulary, engine, batch, recompute, kernels, backends, is_compiled)
+
+
+def _check_alignments(config: RunConfig, data: TrainingData) -> None:
+    reading = [name for name, part in config.parts.active_regularizers().items() if part.reads_links]
+    if reading and not any(corpus.aligned for part in data.parts for corpus in part.directory.training_corpora()):
+        raise ConfigError(
+            f"objective.{reading[0]} needs word alignments, which {data} lacks; give prepare --train-alignments, or "
+            f"set objective.{reading[0]}=null"
+        )
 
 
 def _check_lengths(

@@ -113,6 +113,8 @@ def test_a_packed_batch(tmp_path: Path) -> None:
 
 def test_packed_batches_of_tagged_and_segmented_corpora_have_the_tokens_of_their_rows(tmp_path: Path) -> None:
     write_mixture(tmp_path)
+    for path in (tmp_path / "second").glob("train.links.*"):
+        path.unlink()
     with CorpusWriter(tmp_path / "second", "train", 50) as writer:  # the second pair has no words
         writer.append([[7, 8], [], [9]], [[10], [], [11, 12, 13]])
     first = CorpusPart("first", (Corpus(tmp_path, "train"), Corpus(tmp_path / "again", "train")))
