@@ -185,7 +185,9 @@ class Trainer:
             remedies=collapse_remedies(),
             events=self.events,
         )
-        metrics = stack.enter_context(Metrics(self.path, world.is_main, progress.update, config.training.max_updates))
+        measures = tuple(dict.fromkeys(("train/loss", "valid/loss", validator.measure)))
+        limit, settings = config.training.max_updates, config.flat()
+        metrics = stack.enter_context(Metrics(self.path, world.is_main, progress.update, limit, settings, measures))
         saver = stack.enter_context(
             Saver(
                 store=self.store,

@@ -47,6 +47,7 @@ class ModelValidator:
 
     Attributes:
         main: validation set of the training data, in batches.
+        measure: tag of the measure that chooses the best checkpoint.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class ModelValidator:
         chosen_by = data if chooses == MEAN else {chooses: data[chooses]}
         # Scores of other text are not compared. The main set is always the same one.
         self._choice = choice_by(self._best, chooses, data, "" if chooses == MAIN else f" of {digest(chosen_by)}")
+        self.measure = self._choice.by.partition(" ")[0]
         self._late = LateScores(run, config.validation)
         if world.is_main:
             for measured in self._sets.values():

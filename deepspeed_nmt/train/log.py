@@ -43,6 +43,8 @@ TENSORBOARD_DIR = "tensorboard"
 TARGET_TOKENS = "train/target_tokens"
 """Tag of the target tokens seen so far, in each entry: the axis of curves."""
 
+_MAX_SETTING = 200
+"""Bound on the characters of a setting in TensorBoard."""
 _SHORT = {
     "train/loss": "loss",
     "train/ppl": "ppl",
@@ -63,9 +65,19 @@ class Metrics:
     Metrics that cannot be written, for example on a full disk, are reported once; training continues.
 
     Entries after ``update``, of a run that died, are dropped; with None all stay.
+
+    ``settings`` and ``measures``, tags of scores, are what TensorBoard's page "HParams" compares runs by.
     """
 
-    def __init__(self, run: Path, active: bool, update: int | None, max_updates: int) -> None:
+    def __init__(
+        self,
+        run: Path,
+        active: bool,
+        update: int | None,
+        max_updates: int,
+        settings: Mapping[str, object] = MappingProxyType({}),
+        measures: Sequence[str] = (),
+    ) -> None:
         self._active = active
         if not active:
             return
@@ -78,6 +90,7 @@ class Metrics:
         self._run, self._max_updates = run, max_updates
         self._board: SummaryWriter | None = None
         self._purge_from = update + 1 if update else None
+        self._settings, self._measures = settings, measures
         self._reported = False
         without_bar = None if update is not None else True  # None: on a terminal there is one
         self._bar = progress_bar(total=max_updates, initial=update or 0, unit=" updates", disable=without_bar)
@@ -131,7 +144,22 @@ class Metrics:
             self._board = SummaryWriter(str(self._run / TENSORBOARD_DIR), purge_step=self._purge_from)
             self._purge_from = None
             self._board.add_custom_scalars(LAYOUT)
+            self._add_settings(self._board)
         return self._board
+
+    def _add_settings(self, board: SummaryWriter) -> None:
+        """Write the settings once for this start; the page takes the measures' newest values from their curves."""
+        from torch.utils.tensorboard.summary import hparams
+
+        if not self._settings:
+            return
+        values = {
+            key: value if isinstance(value, bool | int | float) else str(value)[:_MAX_SETTING]
+            for key, value in self._settings.items()
+        }
+        writer = board._get_file_writer()  # type: ignore[no-untyped-call]
+        for summary in hparams(values, dict.fromkeys(self._measures, 0.0)):  # type: ignore[no-untyped-call]
+            writer.add_summary(summary)
 
     def __enter__(self) -> Metrics:
         return self

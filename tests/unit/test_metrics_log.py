@@ -7,6 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from deepspeed_nmt.console import setup_logging
 from deepspeed_nmt.reports.run_log import RunLog
@@ -83,6 +85,27 @@ def test_the_log_is_valid_json_and_numbers_that_are_not_finite_are_read_as_nan(t
     assert log.damaged == 0 and log.tokens == 90
     for series in map(log.series, ("train/loss", "train/grad_norm")):
         assert series.updates == [1, 2] and not any(map(math.isfinite, series.values))
+
+
+def test_settings_are_in_tensorboard_for_comparisons(tmp_path: Path) -> None:
+    settings = {
+        "model.norm": "pre",
+        "optimizer.lr": 0.5,
+        "training.notify": "x" * 999,
+        "batch.exits": [1, 2],
+        "a.b": None,
+    }
+    for update in (0, 1):  # resumed
+        with Metrics(tmp_path, True, update, 9, settings, ("valid/bleu",)) as metrics:
+            metrics.log(Progress(update=update + 1), {"valid/bleu": 5.0})
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= board.summary_metadata.keys()
+    content = board.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    values = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert values["optimizer.lr"].number_value == 0.5 and values["model.norm"].string_value == "pre"
+    assert len(values["training.notify"].string_value) == 200 and values["batch.exits"].string_value == "[1, 2]"
+    content = board.summary_metadata["_hparams_/experiment"].plugin_data.content
+    assert [info.name.tag for info in HParamsPluginData.FromString(content).experiment.metric_infos] == ["valid/bleu"]
 
 
 BLACK, WHITE = 0, 255
