@@ -33,7 +33,7 @@ from deepspeed_nmt.parallel.launched import place
 
 COMMANDS = (
     *("sample-data", "prepare", "train", "translate", "score", "score-pairs", "average", "choose-best", "export"),
-    *("import", "import-fairseq", "recipes", "plan", "report", "selftest", "doctor"),
+    *("import", "import-fairseq", "recipes", "settings", "plan", "report", "selftest", "doctor"),
 )
 """Names of the commands.
 

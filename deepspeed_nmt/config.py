@@ -21,9 +21,11 @@ from deepspeed_nmt.engine.optimizer import OptimizerConfig
 from deepspeed_nmt.engine.settings import EngineConfig
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, REGULARIZERS
+from deepspeed_nmt.parallel.launched import once_per_host
+from deepspeed_nmt.plugins import load_plugins, plugins_of
 from deepspeed_nmt.recipes import load_recipe
 from deepspeed_nmt.recipes.reading import MAX_DEPTH, merge, parse_yaml, read_yaml
-from deepspeed_nmt.registry import Config, Registry, problem_of
+from deepspeed_nmt.registry import Config, Entry, Registry, problem_of
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.train.configuration import CollapseConfig, TrainingConfig, ValidationConfig
 from deepspeed_nmt.train.optimizers import OPTIMIZERS
@@ -71,6 +73,13 @@ class RunConfig(Config):
     def parts(self) -> Parts:
         """Sections that methods define and that are combined freely."""
         return Parts(self.model, self.layer, self.objective, self.search)
+
+    @property
+    def plugins(self) -> dict[str, str]:
+        """Hashes of the plug-ins that the settings use, by name."""
+        entries: list[Entry[Any]] = [registry[getattr(self, name).name] for name, registry in NAMED.items()]
+        entries += [(LIKELIHOODS if name in LIKELIHOODS else REGULARIZERS)[name] for name in self.objective]
+        return plugins_of(entries)
 
     def resolved(self, before: RunConfig | None = None) -> RunConfig:
         """Return the settings completed from files that the model refers to, such as the shape of a BERT.
@@ -144,11 +153,6 @@ def given_settings(settings: Sequence[str], problems: list[str]) -> list[dict[st
             parsed = {part: parsed}
         contents.append(parsed)
     return contents
-
-
-def load_recorded(file: Path) -> RunConfig:
-    """Load the settings of a run, as `train` wrote them; raise a ConfigError if they were changed to others."""
-    return validate(read_yaml(file))
 
 
 def setting_classes(section: str) -> Iterator[tuple[str, str, type[Config]]]:
@@ -273,3 +277,7 @@ def _all_keys() -> Iterator[str]:
             f"{prefix}.{field}" for prefix, _, config in setting_classes(section) for field in config.model_fields
         }
         yield from sorted(keys)
+
+
+with once_per_host():
+    load_plugins()

@@ -10,7 +10,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.contract import Engine, ParameterState
 from deepspeed_nmt.engine.norms import Squares
 from deepspeed_nmt.engine.settings import EngineConfig, load_ds_config, resolve_engine
+from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
 from deepspeed_nmt.kernels.precision import capability_of, has_bf16
 from deepspeed_nmt.methods import self_tests
@@ -47,9 +48,19 @@ BATCH = BatchConfig(update_tokens=700, micro_tokens=260)
 _CLIP_NORM = 0.5
 
 
-def methods(quick: bool = False) -> list[str]:
-    """Return the names of all cases, or of the quick ones."""
-    return [name for name, case in self_tests().items() if case.quick or not quick]
+def methods(quick: bool = False, only: str | None = None) -> list[str]:
+    """Return the names of all cases, of the quick ones, or of those of a method or of a case that ``only`` names."""
+    cases = self_tests()
+    if only is None:
+        return [name for name, case in cases.items() if case.quick or not quick]
+    known: dict[str, list[str]] = {}
+    for name, case in cases.items():
+        parts = {part["name"] for part in case.settings.values() if "name" in part}
+        for word in {name, *parts, *case.settings.get("objective", ())}:
+            known.setdefault(word, []).append(name)
+    if only not in known:
+        raise ConfigError(f"--only is {shown(only)}, which `selftest` does not know{did_you_mean(only, known)}")
+    return known[only]
 
 
 def settings_of(method: str, dropout: float = 0.0) -> RunConfig:
@@ -229,13 +240,13 @@ def engines(world: World, method: str) -> Iterator[tuple[str, int]]:
         yield from ((name, 2) for name in shared)
 
 
-def rows(world: World, quick: bool = False) -> Iterator[Row]:
-    """Yield the comparison of each method, or each quick one, and engine. All ranks get the same rows together."""
+def rows(world: World, cases: Sequence[str]) -> Iterator[Row]:
+    """Yield the comparison of each case and engine. All ranks get the same rows together."""
     grids = {1: world, **({2: world.regrouped(2)} if world.ranks % 2 == 0 else {})}
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         write_corpus(directory)
-        for method in methods(quick):
+        for method in cases:
             alone = World(0, 1, world.local_rank, world.device)
             # The reference runs on torch's own operations, the others on the kernels chosen for this machine.
             plain = build(method, "plain", alone, directory, kernels=Kernels.only("torch"))

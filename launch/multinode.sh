@@ -15,8 +15,8 @@
 # Ranks wait for each other for engine.timeout_s seconds and name the rank that they wait for. Ctrl-C on one host
 # saves and stops on all hosts; a second Ctrl-C stops at once. The exit status is that of `train`.
 #
-# Settings from the environment: VENV as in launch/local.sh; OMP_NUM_THREADS, DEEPSPEED_NMT_KERNELS and NCCL's
-# variables are passed to all hosts.
+# Settings from the environment: VENV as in launch/local.sh; OMP_NUM_THREADS, DEEPSPEED_NMT_KERNELS,
+# DEEPSPEED_NMT_PLUGINS and NCCL's variables are passed to all hosts.
 
 set -euo pipefail
 # shellcheck source=launch/lib.sh
@@ -67,7 +67,8 @@ else
     launcher+=(--launcher pdsh --force_multi)
     # The launcher passes NCCL's variables to the hosts by itself, and other variables only if this file has them.
     export DS_ENV_FILE="$SCRATCH/environment"
-    for name in GLOO_SOCKET_IFNAME OMP_NUM_THREADS DEEPSPEED_NMT_KERNELS DEEPSPEED_NMT_STOP DEEPSPEED_NMT_STATUS PATH; do
+    for name in GLOO_SOCKET_IFNAME OMP_NUM_THREADS DEEPSPEED_NMT_KERNELS DEEPSPEED_NMT_PLUGINS \
+        DEEPSPEED_NMT_STOP DEEPSPEED_NMT_STATUS PATH; do
         [ -z "${!name:-}" ] || printf '%s=%s\n' "$name" "${!name}" >>"$DS_ENV_FILE"
     done
     on_hosts() { PDSH_RCMD_TYPE=ssh pdsh -w "$hosts" "$1" </dev/null; }

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 import deepspeed_nmt
+from deepspeed_nmt.plugins import load_plugins
 
 LIBRARIES = (
     "deepspeed.module_inject.auto_ep_layer",
@@ -129,6 +130,7 @@ def _run(command: list[str], environment: dict[str, str], log: str) -> None:
     os.close(stream)
     os.environ.clear()
     os.environ.update(environment)
+    load_plugins()  # a real start does so when it imports the package
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
     try:
         if command[0] == "-m":

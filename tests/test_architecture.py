@@ -35,9 +35,10 @@ MAY_IMPORT = {
 }
 PARTS = set(MAY_IMPORT)
 COMPOSITION = {
-    "config": PARTS,
+    "plugins": PARTS,
+    "config": PARTS | {"plugins"},
     "build": PARTS | {"config"},
-    "run": PARTS | {"config", "build"},
+    "run": PARTS | {"plugins", "config", "build"},
     "parity": PARTS | {"config", "build"},
     "api": PARTS | {"config", "build", "run"},
     "reports": PARTS | {"config", "build", "run", "api"},

@@ -2,6 +2,7 @@
 
     deepspeed-nmt selftest --ranks 2                      # on one machine
     srun --ntasks 16 python -m deepspeed_nmt selftest     # on a cluster, started like training
+    deepspeed-nmt selftest --only recurrent               # one method, also one of a plug-in
 
 The reference process uses torch's own operations, the others the fused kernels chosen for this machine. Losses and
 gradient norms of ten updates and the final weights must agree: within 1e-5 in fp32 on a CPU, 1e-3 in fp32 on a GPU,
@@ -30,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto: GPUs if there are any (default: %(default)s)",
     )
-    parser.add_argument("--quick", action="store_true", help="test only the quick methods")
+    some = parser.add_mutually_exclusive_group()
+    some.add_argument("--quick", action="store_true", help="test only the quick methods")
+    some.add_argument("--only", metavar="NAME", help="test only this method, or this case of the first column")
     parser.add_argument("--json", action="store_true", help="print a JSON object for each comparison, one a line")
 
 
@@ -45,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.errors import ConfigError, shown
     from deepspeed_nmt.parallel.hardware import uses_cuda
     from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, place
+    from deepspeed_nmt.parity import methods
 
     launched, ranks = place().ranks, arguments.ranks
     with once_per_host():
@@ -53,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         if launched > 1 and ranks not in (None, launched):
             raise ConfigError(f"--ranks is {ranks}, but a launcher has started {launched} processes; leave it out")
         on_gpu = uses_cuda(arguments.device, "--device")
+        methods(arguments.quick, arguments.only)
     if launched > 1 or "RANK" in os.environ:
         return _run_rank(arguments)
     import torch
@@ -75,7 +80,7 @@ def _run_rank(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.console import output, setup_logging
     from deepspeed_nmt.kernels.choice import DEFAULT
     from deepspeed_nmt.parallel.world import join_world, leave_world
-    from deepspeed_nmt.parity import rows
+    from deepspeed_nmt.parity import methods, rows
 
     failed = 0
     world = join_world(arguments.device, timeout_s=300.0)
@@ -85,7 +90,7 @@ def _run_rank(arguments: argparse.Namespace) -> int:
         if prints_table:
             output(f"kernels: {DEFAULT.describe(world.device, torch.float32)}")
             output(_HEAD)
-        for row in rows(world, quick=arguments.quick):
+        for row in rows(world, methods(arguments.quick, arguments.only)):
             failed += not row.passed
             if prints_table:
                 output(_line(row))

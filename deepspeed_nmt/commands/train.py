@@ -184,12 +184,12 @@ def _read(
 
     The last value has the settings that override those of a resumed run, by section; None if its own do not count.
     """
-    from deepspeed_nmt.config import given_settings, load_config, load_recorded
+    from deepspeed_nmt.config import given_settings, load_config
     from deepspeed_nmt.data.training import DataOption, TrainingData
     from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.files import check_utf8_name
     from deepspeed_nmt.run.batches import update_order_of
-    from deepspeed_nmt.run.directory import CHECKPOINTS, CONFIG_FILE, Run, verify_run
+    from deepspeed_nmt.run.directory import CHECKPOINTS, CONFIG_FILE, Run, recorded_config, verify_run
     from deepspeed_nmt.run.start import Origin, check_origin, has_begun, recorded_data
     from deepspeed_nmt.run.validation_sets import given_sets
     from deepspeed_nmt.train.checkpoint import CheckpointStore
@@ -206,8 +206,10 @@ def _read(
     CheckpointStore(arguments.run / CHECKPOINTS).restore()
     base, begun = arguments.config, not restart and has_begun(arguments.run)
     recorded = arguments.run / CONFIG_FILE
+    before = None
     if begun:
         verify_run(arguments.run)
+        before = recorded_config(arguments.run)
     elif origin is not None:
         Run.open(origin.run, origin.option)  # before anything is written
     if arguments.recipe is None and base is None and begun:
@@ -216,7 +218,6 @@ def _read(
         check_origin(arguments.run, origin)
     sets = {"validation": {"sets": given_sets(arguments.valid)}} if arguments.valid else {}
     config = load_config(arguments.recipe, base, arguments.settings, recorded if begun else None, sets)
-    before = load_recorded(recorded) if begun else None
     if not options and not begun:
         raise ConfigError(
             f"{arguments.run} has no checkpoint to resume from, and --data is not given; check --run, or give "

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from deepspeed_nmt import randomness
 from deepspeed_nmt.kernels.segments import Segments
-from deepspeed_nmt.randomness import Purpose
 
 CORPUS_SUM = "corpus/"
 """Beginning of the names of sums over the pairs of one corpus; its number follows."""
@@ -133,12 +132,12 @@ class Batch:
 
     # Random choices for sentences, functions of (seed, purpose, update, number of the pair).
 
-    def uniforms(self, count: int, purpose: Purpose) -> Tensor:
+    def uniforms(self, count: int, purpose: int) -> Tensor:
         """Draw ``count`` numbers in [0, 1) for each pair. Shape: -> fp64 (B, count)."""
         update = self.update
         return randomness.uniforms(self.sentence_ids_B, count, update.seed, purpose, update.number)
 
-    def random_ranks(self, chosen_BT: Tensor, purpose: Purpose) -> Tensor:
+    def random_ranks(self, chosen_BT: Tensor, purpose: int) -> Tensor:
         """Rank each sentence's chosen positions in a random order, from 0; the others come last. Shape: -> (B,T)."""
         draws_BT = self.uniforms(chosen_BT.shape[1], purpose)
         return draws_BT.masked_fill(~chosen_BT, 2.0).argsort(dim=1).argsort(dim=1)

@@ -139,7 +139,7 @@ class Draw:
     passes: tuple[int, ...] = (0,)
     micro_batch: int = 0
 
-    def uniform(self, purpose: randomness.Purpose, *key: int) -> list[float]:
+    def uniform(self, purpose: int, *key: int) -> list[float]:
         """Draw a number in [0, 1) for each pass, a function of (seed, purpose, update, pass, *key)."""
         return [randomness.uniform(self.seed, purpose, self.update, number, *key) for number in self.passes]
 

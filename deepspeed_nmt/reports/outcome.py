@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from deepspeed_nmt.config import RunConfig, load_recorded
+from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.console import cell, setting
 from deepspeed_nmt.data.data_directory import open_tokenizer
 from deepspeed_nmt.errors import CheckpointError, ConfigError, UserError
@@ -33,7 +33,7 @@ from deepspeed_nmt.reports.run_log import (
     validation_metric,
 )
 from deepspeed_nmt.reports.text_scores import RecordedScore
-from deepspeed_nmt.run.directory import CHECKPOINTS, CONFIG_FILE, DATA_FILE, DataRecord
+from deepspeed_nmt.run.directory import CHECKPOINTS, CONFIG_FILE, DATA_FILE, DataRecord, recorded_config
 from deepspeed_nmt.run.plans import Plans
 from deepspeed_nmt.train.checkpoint import CheckpointStore, Chosen
 from deepspeed_nmt.train.progress import Progress
@@ -87,7 +87,7 @@ class Outcome:
             raise ConfigError(
                 f"{path / CONFIG_FILE} leads out of the run, to {resolved(path / CONFIG_FILE)}; remove it"
             )
-        return cls(path, load_recorded(path / CONFIG_FILE), RunLog.read(path), *_progress(path))
+        return cls(path, recorded_config(path), RunLog.read(path), *_progress(path))
 
     @property
     def updates(self) -> int:

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from pydantic import Field, ValidationError
 
 from deepspeed_nmt.build import build_model
-from deepspeed_nmt.config import RunConfig, load_recorded, validate
+from deepspeed_nmt.config import RunConfig, validate
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.parts import LikelihoodConfig
@@ -36,9 +38,12 @@ from deepspeed_nmt.manifest import (
     DamagedRecordError,
     FileRecord,
     PlainName,
+    Sha256,
     read_record,
     write_record,
 )
+from deepspeed_nmt.plugins import PluginName, check_plugins
+from deepspeed_nmt.recipes.reading import read_yaml
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.search.decode_options import MAX_SOURCE_TOKENS
 from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
@@ -90,7 +95,7 @@ class Run:
             raise ConfigError(f"{path} {what}; give a directory made by `train` as {option}")
         check_utf8_name(path, option)
         files = verify_run(path)
-        return cls(path, load_recorded(path / CONFIG_FILE), open_tokenizer(path), files)
+        return cls(path, recorded_config(path), open_tokenizer(path), files)
 
     @property
     def checkpoints(self) -> CheckpointStore:
@@ -157,6 +162,17 @@ class Run:
             return True
         likelihoods = [part for part in self.config.objective.values() if isinstance(part, LikelihoodConfig)]
         return any(part.trains_exit(int(encoder), int(decoder), stages) for part in likelihoods)
+
+
+def recorded_config(run: Path) -> RunConfig:
+    """Load the settings of a run, as `train` wrote them.
+
+    Raises:
+        ConfigError: if they were changed to others, or are of a plug-in that is not loaded.
+    """
+    with suppress(DamagedRecordError, ValidationError):
+        check_plugins(RunManifest.read(run).plugins, run)
+    return validate(read_yaml(run / CONFIG_FILE))
 
 
 def check_record(checkpoint: Checkpoint, config: RunConfig, files: Mapping[str, FileRecord]) -> None:
@@ -258,12 +274,14 @@ class RunManifest(Config):
     Attributes:
         before: records of files that were being replaced when the manifest was written: a file may match either.
         seal: by which the user who started the run knows its commands again, see :mod:`deepspeed_nmt.run.start`.
+        plugins: hashes of the plug-ins by which the run was trained, by name.
     """
 
     format: Literal[1] = 1
     files: dict[PlainName, FileRecord]
     before: dict[PlainName, FileRecord] = Field(default={})
     seal: str = ""
+    plugins: dict[PluginName, Sha256] = Field(default={})
 
     @classmethod
     def read(cls, path: Path) -> RunManifest:
@@ -284,19 +302,31 @@ class RunManifest(Config):
         write_record(path / MANIFEST_FILE, self.model_dump_json(indent=1).encode())
 
 
-def replace_files(path: Path, contents: Mapping[str, bytes], seal: str | None = None, *, keep: bool = True) -> None:
+def replace_files(
+    path: Path,
+    contents: Mapping[str, bytes],
+    seal: str | None = None,
+    plugins: Mapping[str, str] = MappingProxyType({}),
+    *,
+    keep: bool = True,
+) -> None:
     """Replace files of a run; after a crash at any moment they match the manifest.
 
     Args:
         seal: of the commands; None for the one that the manifest has.
-        keep: True for files of the manifest without new content to stay; False to remove them.
+        plugins: hashes of the plug-ins that the settings use, by name.
+        keep: True for files and plug-ins of the manifest to stay, if nothing new replaces them; False to remove them.
     """
     try:
         old = RunManifest.read(path)
     except (DamagedRecordError, ValidationError):
         old = RunManifest(files={})
     records = {name: FileRecord.of(content) for name, content in contents.items()}
-    new = RunManifest(files={**(old.files if keep else {}), **records}, seal=old.seal if seal is None else seal)
+    new = RunManifest(
+        files={**(old.files if keep else {}), **records},
+        seal=old.seal if seal is None else seal,
+        plugins={**(old.plugins if keep else {}), **plugins},
+    )
     changed = [
         name for name in contents if old.files.get(name) != records[name] or records[name].problem(path / name)
     ]

@@ -37,6 +37,7 @@ from deepspeed_nmt.planning.counting import RecomputedLayers, count_rates
 from deepspeed_nmt.planning.gpus import kind_of, usable_gib
 from deepspeed_nmt.planning.memory import GIB, cpu_bytes, host_bytes
 from deepspeed_nmt.planning.planner import layout_of
+from deepspeed_nmt.plugins import PLUGINS_VARIABLE
 from deepspeed_nmt.run.batches import batch_on
 from deepspeed_nmt.run.directory import CHECKPOINTS
 from deepspeed_nmt.run.plans import make_planner
@@ -233,6 +234,7 @@ def check_ranks_agree(config: RunConfig, data: TrainingData, world: World) -> No
         "data": [data.main.text_form.form, *(f"{part.identity} {part.weights}" for part in data.parts)],
     }
     own["settings"]["validation"]["sets"] = list(config.validation.sets)  # at places of their own on each host
+    own["settings"][PLUGINS_VARIABLE] = config.plugins
     main = from_main(own, world)
     with fail_together(world):
         if differing := [name for name, value in own["settings"].items() if value != main["settings"][name]]:

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from deepspeed_nmt import __version__
-from deepspeed_nmt.config import RunConfig, load_recorded
+from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.data.data_directory import DataDirectory
@@ -55,6 +55,7 @@ from deepspeed_nmt.run.directory import (
     RunManifest,
     changed_fixed_settings,
     check_contents,
+    recorded_config,
     replace_files,
     verify_run,
 )
@@ -116,12 +117,13 @@ def begin(path: Path, config: RunConfig, data: TrainingData, *, restart: bool = 
         files |= {name: read_regular(data.main.path / name) for name in data.main.vocabulary}
     for directory in (path, path / CHECKPOINTS, *(path / CHECKPOINTS).glob("update-*/")):
         remove_orphans(directory)
-    replace_files(path, files, seal_of(commands_of(config)), keep=has_begun(path))
+    replace_files(path, files, seal_of(commands_of(config)), config.plugins, keep=has_begun(path))
     values = environment()
     atomic_write_text(path / ENVIRONMENT_FILE, json.dumps(values, indent=1))
     ours = f"deepspeed_nmt {__version__} (git {values['git'] or 'unknown'})"
     job = f", job {values['slurm']['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in values["slurm"] else ""
-    return f"{ours}, torch {values['packages']['torch']} on {platform.node()}{job}"
+    plugins = "".join(f", {name} {digest}" for name, digest in config.plugins.items())
+    return f"{ours}{plugins}, torch {values['packages']['torch']} on {platform.node()}{job}"
 
 
 def recorded_data(path: Path) -> TrainingData:
@@ -152,7 +154,7 @@ def _check_same(path: Path, config: RunConfig, data: TrainingData) -> None:
                 f"{where} has changed since {path} was trained on it; restore it, or give the new data another "
                 "directory"
             )
-    before = load_recorded(path / CONFIG_FILE).flat()
+    before = recorded_config(path).flat()
     now = config.flat()
     if problems := [
         f"{key} is {now.get(key, 'unset')}, but {path} has a checkpoint and stays at {before.get(key, 'unset')}; "
@@ -255,7 +257,7 @@ def check_trusted(path: Path, config: RunConfig, given: Sequence[Mapping[str, An
     Args:
         given: settings that the user gives now, each by its section.
     """
-    recorded = commands_of(load_recorded(path / CONFIG_FILE))
+    recorded = commands_of(recorded_config(path))
     own = {f"{section}.{key}" for content in given for section, keys in content.items() for key in keys or ()}
     foreign = [name for name in commands_of(config) if name in recorded and name.partition("=")[0] not in own]
     if not foreign:

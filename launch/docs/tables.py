@@ -9,9 +9,8 @@ import itertools
 import sys
 from pathlib import Path
 
-from settings_reference import settings_reference
-
 from deepspeed_nmt.commands.recipes import HEAD, cells
+from deepspeed_nmt.commands.settings import settings_reference
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.choice import is_installed
@@ -43,6 +42,17 @@ PAGES = {
     "translation.md#lexical-constraints": "constraints",
 }
 """Pages, or sections of this one, that say more of an option of `translate`."""
+
+
+def settings_page() -> str:
+    """Return the page of all settings."""
+    return f"""\
+# All settings
+
+Each setting with its default, the values it takes, and its meaning. [Settings](settings.md) explains how to give
+them. (This page is generated: `python launch/docs/tables.py` writes it from the code.)
+
+{settings_reference()}"""
 
 
 def recipe_table() -> str:
@@ -109,7 +119,7 @@ def main() -> None:
     """Write the pages."""
     if not is_installed("softmax", "triton"):  # the plans of the table are those with Triton's kernels
         sys.exit("Triton must be installed, but is not; run `pip install -r requirements/test.txt`")
-    pages = {"configuration.md": settings_reference()}
+    pages = {"configuration.md": settings_page()}
     for name, table in (("recipes.md", recipe_table()), ("scale.md", plan_table()), ("commands.md", option_tables())):
         pages[name] = with_table((DOCS / name).read_text(encoding="utf-8"), table)
     for name, page in pages.items():

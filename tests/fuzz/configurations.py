@@ -13,15 +13,18 @@ from pydantic.fields import FieldInfo
 
 from deepspeed_nmt.config import NAMED, RunConfig, setting_classes
 from deepspeed_nmt.methods import REGULARIZERS, self_tests
+from deepspeed_nmt.plugins import PLUGINS
 from deepspeed_nmt.recipes import load_recipe, recipes
 from deepspeed_nmt.registry import Config
 
+OWN = [entry for plugin in PLUGINS.values() for entry in plugin.entries]
+"""Entries of the plug-ins of DEEPSPEED_NMT_PLUGINS; if there are any, settings of no other method are drawn."""
 FIELDS = [
     (prefix, name, field, content.annotation, content)
     for section in RunConfig.model_fields
     for prefix, name, config in setting_classes(section)
     for field, content in config.model_fields.items()
-    if field != "name"
+    if field != "name" and (not OWN or config in [entry.config for entry in OWN])
 ]
 """All settings: prefix, name of the part or "", field, type, description."""
 HUGE = [2**31 - 1, 2**31, 2**63, 10**9, 10**20, 10**400, -(10**20), 1e308, 5e-324, math.inf, -math.inf, math.nan]
@@ -141,7 +144,7 @@ def fields_of(base: Mapping[str, Any]) -> list[Any]:
             return name in objective or name in REGULARIZERS
         return part == (base.get(section, {}).get("name", NAMED[section].default) if section in NAMED else "")
 
-    return [each for each in FIELDS if fits(each[0], each[1])]
+    return [each for each in FIELDS if fits(each[0], each[1])] or FIELDS
 
 
 @st.composite
@@ -186,7 +189,8 @@ def case_words(content: Mapping[str, Any]) -> list[str]:
     return [f"{section}={json.dumps(values)}" for section, values in content.items()]
 
 
-BASES = [case.settings for case in self_tests().values()]
+CASES = [entry.selftest for entry in OWN if entry.selftest] or self_tests().values()
+BASES = [case.settings for case in CASES]
 """Small models of every method."""
 
 

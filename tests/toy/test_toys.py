@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,32 +13,20 @@ from deepspeed_nmt.build import build_model, build_objective
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.config import validate
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, REGULARIZERS
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.registry import Entry, Registry
-from deepspeed_nmt.search import SEARCHES
+from deepspeed_nmt.plugins import registry_of
 from deepspeed_nmt.train.checkpoint import Checkpoint
-from deepspeed_nmt.train.optimizers import OPTIMIZERS
 from tests.models import two_pairs
 from tests.support import run_ranks
 from tests.system.conftest import SMALL
-from tests.toy import toy_attention, toy_layer, toy_loss, toy_model, toy_optimizer, toy_regularizer, toy_search
+from tests.toy import ENTRIES, toy_attention
 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepspeed_nmt.recipes.RECIPES", Path(__file__).parent)
-    tables: list[tuple[Registry[Any], Entry[Any]]] = [
-        (MODELS, toy_model.ENTRY),
-        (LAYERS, toy_layer.ENTRY),
-        (LAYERS, toy_attention.ENTRY),
-        (LIKELIHOODS, toy_loss.ENTRY),
-        (REGULARIZERS, toy_regularizer.ENTRY),
-        (SEARCHES, toy_search.ENTRY),
-        (OPTIMIZERS, toy_optimizer.ENTRY),
-    ]
-    for registry, entry in tables:
-        monkeypatch.setitem(registry, entry.name, entry)
+    for entry in ENTRIES:
+        monkeypatch.setitem(registry_of(entry), entry.name, entry)
 
 
 @pytest.mark.parametrize("recipe", ["toy", "toy_layers"])
@@ -62,12 +49,12 @@ def test_toys_are_trained_resumed_and_used_to_translate(recipe: str, data: Path,
 
 @pytest.mark.parametrize("engine", ["plain", "zero2"])
 def test_an_optimizer_of_one_state_is_trained_and_resumed_to_the_bit(engine: str, data: Path, tmp_path: Path) -> None:
-    words = ["-m", "tests.toy.with_lion", "train", "--data", str(data), *SMALL, "optimizer.name=lion"]
+    words = ["-m", "deepspeed_nmt", "train", "--data", str(data), *SMALL, "optimizer.name=lion"]
     words += ["optimizer.weight_decay=0.1", "optimizer.lr=1e-3", "training.norms_every=2", "validation.metrics=[]"]
     words += ["engine.name=plain"] if engine == "plain" else ["engine.name=deepspeed", f"engine.ds_config={engine}"]
     for run, updates in (("straight", 6), ("stopped", 3), ("stopped", 6)):
         command = [*words, f"training.max_updates={updates}", "--run", str(tmp_path / run)]
-        run_ranks(command, 1 if engine == "plain" else 2, tmp_path)
+        run_ranks(command, 1 if engine == "plain" else 2, tmp_path, DEEPSPEED_NMT_PLUGINS="tests.toy")
     straight, resumed = (
         Checkpoint(tmp_path / name / "checkpoints" / "update-0000006") for name in ("straight", "stopped")
     )
@@ -96,9 +83,8 @@ def test_toys_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_toys_have_self_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parity, "methods", lambda quick: ["toy", "gated"])
     monkeypatch.setattr(parity, "engines", lambda world, method: [("plain", 1), ("plain+recompute", 1)])
-    rows = list(parity.rows(World(0, 1, 0, torch.device("cpu"))))
+    rows = list(parity.rows(World(0, 1, 0, torch.device("cpu")), ["toy", "gated"]))
     assert [row.method for row in rows] == ["toy", "toy", "gated", "gated"]
     assert all(row.passed for row in rows), rows
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from deepspeed_nmt.cli import main
+from deepspeed_nmt.commands.settings import settings_reference
 from deepspeed_nmt.config import RunConfig, load_config
 from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine_for, uses_deepspeed
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.transformer import TransformerConfig
 from deepspeed_nmt.recipes import recipes
 from deepspeed_nmt.train.optimizers.adam import AdamConfig
-from launch.docs.settings_reference import settings_reference
 from tests.support import ROOT
 
 
@@ -170,7 +170,7 @@ def test_plan_counts_the_papers_parameters(
 
 
 def test_the_reference_is_up_to_date() -> None:
-    assert (ROOT / "docs/configuration.md").read_text(encoding="utf-8") == settings_reference()
+    assert (ROOT / "docs/configuration.md").read_text(encoding="utf-8").endswith(f"\n\n{settings_reference()}")
 
 
 def test_off_is_the_word_although_yaml_reads_it_as_false(tmp_path: Path) -> None:

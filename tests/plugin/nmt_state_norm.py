@@ -1,10 +1,11 @@
-"""A toy regularizer: the mean square of the decoder's top states.
+"""A regularizer outside the package: the mean square of the decoder's top states.
 
 With h_td element d of the top state at target position t, of N positions,
 
     L = 1/N sum_t 1/D sum_d h_td^2.
 
-The file shows what a regularizer needs: a configuration class, the regularizer, and the registry entry.
+The file shows what a regularizer needs: a configuration class, the regularizer, a case for `selftest`, and the
+registry entry; and what a plug-in needs: PLUGIN_API and ENTRIES.
 
 Legend: B sentences, T target length, D model width.
 """
@@ -20,7 +21,7 @@ from deepspeed_nmt.core.model import TOP
 from deepspeed_nmt.core.objective import Passes, Regularizer, States
 from deepspeed_nmt.core.parts import RegularizerConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.registry import Entry
+from deepspeed_nmt.registry import Entry, SelfTest
 
 
 class StateNormConfig(RegularizerConfig):
@@ -49,4 +50,9 @@ class StateNorm(Regularizer):
         return value
 
 
-ENTRY = Entry("state_norm", StateNormConfig, StateNorm)
+_SMALL = {"dim": 32, "ffn_dim": 64, "heads": 4, "encoder_layers": 1, "decoder_layers": 1}
+SELFTEST = SelfTest("state_norm", {"model": _SMALL, "objective": {"state_norm": {"weight": 0.5}}})
+ENTRY = Entry("state_norm", StateNormConfig, StateNorm, SELFTEST)
+
+PLUGIN_API = 1
+ENTRIES = [ENTRY]

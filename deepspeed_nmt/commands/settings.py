@@ -1,22 +1,25 @@
-"""Reference of all settings in Markdown, the content of docs/configuration.md; a test compares the two."""
+"""Print the settings of a run with their defaults, values and meanings, as tables in Markdown.
+
+    deepspeed-nmt settings [WORD ...]
+
+Words choose the tables, or else the settings, that have all of them in the name or the meaning: `settings search`,
+`settings transformer`, `settings warmup`. The settings of plug-ins that DEEPSPEED_NMT_PLUGINS names are among them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
-from deepspeed_nmt.config import NAMED, RunConfig, setting_classes
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
-_HEAD = """\
-# All settings
-
-Each setting with its default, the values it takes, and its meaning. [Settings](settings.md) explains how to give
-them. (This page is generated: `python launch/docs/tables.py` writes it from the code.)
-"""
+HELP = "list the settings"
+_HEAD = "| setting | default | values | meaning |\n|---|---|---|---|\n"
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _MEANINGS = {
     "model": "model",
@@ -26,20 +29,44 @@ _MEANINGS = {
 }
 
 
-def settings_reference() -> str:
-    """Return the page: a table of settings, defaults, values and meanings for each section.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument("words", nargs="*", metavar="WORD", help="part of a table's title, of a name or of a meaning")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the tables of settings that have all words."""
+    from deepspeed_nmt.console import output
+    from deepspeed_nmt.errors import UserError
+
+    if not (tables := settings_reference(arguments.words)):
+        raise UserError(f"no setting has {' '.join(arguments.words)}; `deepspeed-nmt settings` lists all")
+    output(tables.rstrip())
+    return 0
+
+
+def settings_reference(words: Sequence[str] = ()) -> str:
+    """Return a table of settings, defaults, values and meanings for each section.
 
     Settings that several parts of a section share are listed once.
     """
-    lines = [_HEAD]
+    from deepspeed_nmt.config import RunConfig
+
+    def chosen(text: str) -> bool:
+        return all(word.lower() in text.lower() for word in words)
+
+    tables = []
     for section in RunConfig.model_fields:
         for title, rows in _tables(section):
-            lines += [f"## {title}", "", "| setting | default | values | meaning |", "|---|---|---|---|", *rows, ""]
-    return "\n".join(lines)
+            if some := rows if chosen(title) else list(filter(chosen, rows)):
+                tables.append(f"## {title}\n\n{_HEAD}{''.join(f'{row}{chr(10)}' for row in some)}")
+    return "\n".join(tables)
 
 
 def _tables(section: str) -> Iterator[tuple[str, list[str]]]:
     """Yield the title and the rows of each table of a section."""
+    from deepspeed_nmt.config import NAMED, setting_classes
+
     if section in NAMED:
         registry = NAMED[section]
         row = f"| `{section}.name` | `{registry.default}` | one of {', '.join(registry)} | {_MEANINGS[section]} |"
@@ -60,10 +87,10 @@ def _tables(section: str) -> Iterator[tuple[str, list[str]]]:
 
 def _row(setting: str, field: FieldInfo) -> str:
     bounds = [
-        f"{sign} {_bound(getattr(each, name))}"
-        for each in field.metadata
+        f"{sign} {_bound(getattr(constraint, name))}"
+        for constraint in field.metadata
         for name, sign in _BOUNDS.items()
-        if hasattr(each, name)
+        if hasattr(constraint, name)
     ]
     values = " ".join([_values(field.annotation), " and ".join(bounds)]).rstrip()
     return f"| `{setting}` | `{_shown(field.default)}` | {values} | {field.description or ''} |"
@@ -81,20 +108,21 @@ def _values(annotation: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(arguments)}" if len(arguments) > 1 else arguments[0]
     if origin in (Union, UnionType):
-        return " or ".join(_values(each) for each in arguments)
+        return " or ".join(map(_values, arguments))
     if origin is not None and issubclass(origin, Mapping):
         return "mapping"
     if origin is not None:
         return "list of " + _values(arguments[0]).removeprefix("one of ")
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "mapping"
-    return {bool: "true or false", int: "integer", float: "number", str: "text", type(None): "null"}[annotation]
+    kinds = {bool: "true or false", int: "integer", float: "number", str: "text", type(None): "null"}
+    return kinds.get(annotation, str(annotation))
 
 
 def _shown(value: object) -> str:
     """Return a default as YAML has it."""
     if isinstance(value, BaseModel):
-        return f"{{{', '.join(f'{key}: {_shown(each)}' for key, each in value)}}}"
+        return f"{{{', '.join(f'{key}: {_shown(of)}' for key, of in value)}}}"
     if isinstance(value, tuple):
         return f"[{', '.join(map(_shown, value))}]"
     words = {True: "true", False: "false", "": '""', None: "null"}
