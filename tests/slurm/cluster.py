@@ -94,8 +94,10 @@ class Cluster:
         self.root = root
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._nodes: dict[int, subprocess.Popen[bytes]] = {}
+        # An engine that a test made in this process has left its place among ranks.
+        others = ("SLURM_", "SBATCH_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
         self.environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))},
+            **{name: value for name, value in os.environ.items() if not name.startswith(others)},
             "SLURM_CONF": str(root / "slurm.conf"),
             "PATH": PATH,
         }
