@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
-
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
@@ -102,6 +100,8 @@ def _bound(value: float) -> str:
 
 def _values(annotation: Any) -> str:
     """Return the values that a type allows, in words."""
+    from pydantic import BaseModel
+
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _values(arguments[0])
@@ -121,6 +121,8 @@ def _values(annotation: Any) -> str:
 
 def _shown(value: object) -> str:
     """Return a default as YAML has it."""
+    from pydantic import BaseModel
+
     if isinstance(value, BaseModel):
         return f"{{{', '.join(f'{key}: {_shown(of)}' for key, of in value)}}}"
     if isinstance(value, tuple):
