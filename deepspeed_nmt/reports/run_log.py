@@ -275,8 +275,8 @@ def run_names(paths: Sequence[Path]) -> list[str]:
     """Return a short name for each run: as many last parts of its path as make them differ, and no bare number."""
     parts = [resolved(path).parts for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-count:]) for part in parts]
-        if len(set(names)) == len(names) and not any(name.isdecimal() for name in names):
+        names = ["/".join(part[-count - (count == 1 and part[-1].isdecimal()) :]) for part in parts]
+        if len(set(names)) == len(names):
             return names
     return [str(path) for path in paths]
 
