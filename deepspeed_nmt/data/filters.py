@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import re
 import unicodedata
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -147,6 +148,7 @@ class Filter(Config):
         """Describe the pairs that are removed, for the report."""
         return self.description.format(**dict(self))
 
+    @abstractmethod
     def build(self, text: TextForm) -> Callable[..., Any]:
         """Build the test of a pair: a function of source and target that returns True for a pair to remove.
 
@@ -155,11 +157,18 @@ class Filter(Config):
         Raises:
             ConfigError: if the form of the text lacks a language, or a package is missing.
         """
-        return lambda source, target: self._is_faulty(source) or self._is_faulty(target)
 
-    def _is_faulty(self, side: str) -> bool:
-        """Return True if a side is at fault, for filters that judge each for itself, whatever its language."""
-        raise NotImplementedError
+
+class SideFilter(Filter):
+    """Base of filters that judge each side for itself, whatever its language."""
+
+    @override
+    def build(self, text: TextForm) -> Callable[..., Any]:
+        return lambda source, target: self.is_faulty(source) or self.is_faulty(target)
+
+    @abstractmethod
+    def is_faulty(self, side: str) -> bool:
+        """Return True if a side is at fault."""
 
 
 _ELEMENTS = """
@@ -200,20 +209,21 @@ class HtmlFilter(Filter):
         return lambda source, target: is_faulty(source) or is_faulty(target)
 
 
-class UrlFilter(Filter):
+class UrlFilter(SideFilter):
     """Addresses. The default keeps sentences that cite an address, and removes bare addresses."""
 
     description: ClassVar[str] = "over {max_share:g} of a side is addresses (URLs, mail)"
     max_share: float = Field(default=0.5, ge=0, lt=1)
 
-    def _is_faulty(self, side: str) -> bool:
+    @override
+    def is_faulty(self, side: str) -> bool:
         if not ("://" in side or "@" in side or "www." in side):
             return False
         addresses = sum(len(address.group()) for address in _ADDRESS.finditer(side))
         return _share(addresses, len(side)) > self.max_share
 
 
-class LongWordsFilter(Filter):
+class LongWordsFilter(SideFilter):
     """Endless words, with the default of OpusFilter's `LongWordFilter`.
 
     Scripts without spaces between words have no words here.
@@ -223,13 +233,14 @@ class LongWordsFilter(Filter):
     length: int = Field(default=40, ge=2)
     _WORDS: ClassVar[Any] = regex.compile(rf"(?V1)[\S--[{_UNSPACED}]]+")
 
-    def _is_faulty(self, side: str) -> bool:
+    @override
+    def is_faulty(self, side: str) -> bool:
         if all(len(word) < self.length for word in side.split()):  # fast, and true of nearly all lines
             return False
         return any(len(word) >= self.length for word in self._WORDS.findall(side))
 
 
-class LettersFilter(Filter):
+class LettersFilter(SideFilter):
     """Tables and the like, with the default of Bicleaner's rule that most characters are letters.
 
     Vowel signs and other marks count as letters; white space does not count.
@@ -239,7 +250,8 @@ class LettersFilter(Filter):
     min_share: float = Field(default=0.5, gt=0, le=1)
     _LETTERS: ClassVar[Any] = regex.compile(r"[\p{L}\p{M}]+")
 
-    def _is_faulty(self, side: str) -> bool:
+    @override
+    def is_faulty(self, side: str) -> bool:
         return _share(sum(map(len, self._LETTERS.findall(side))), sum(map(len, side.split()))) < self.min_share
 
 
@@ -316,7 +328,7 @@ class PunctuationFilter(Filter):
         return lambda source, target: abs(ends(source) - ends(target)) > self.max_difference
 
 
-class RepetitionFilter(Filter):
+class RepetitionFilter(SideFilter):
     """Repeated n-grams of up to 50 words, whatever their case and punctuation.
 
     OpusFilter's `RepetitionFilter` has the same default, for strings of characters.
@@ -328,7 +340,8 @@ class RepetitionFilter(Filter):
     _LONGEST: ClassVar[int] = 50  # words of an n-gram, which bound the time
     _SHORTEST: ClassVar[int] = 3  # characters of what is repeated: "no, no, no" is language. OpusFilter's value
 
-    def _is_faulty(self, side: str) -> bool:
+    @override
+    def is_faulty(self, side: str) -> bool:
         words = self._WORDS.findall(side.lower())
         if not words or max(Counter(words).values()) < self.times:
             return False

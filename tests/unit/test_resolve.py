@@ -1,4 +1,4 @@
-"""What is resolved before a run: memory of the host, kernels that all ranks have, the library for products."""
+"""Facts that a run settles before it starts: host memory, kernels that all ranks have, the library for products."""
 
 from contextlib import nullcontext
 from pathlib import Path
