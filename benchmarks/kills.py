@@ -56,23 +56,26 @@ class Layout(NamedTuple):
         ranks: number of processes.
         settings: settings of the engine.
         mixture: True to train on two data directories.
+        silent_s: seconds without a heartbeat after which a rank is lost. Ranks share the cores with each other and
+            with ``--busy``: one that waits for its turn must not be taken for one that hangs.
     """
 
     ranks: int
     settings: list[str]
     mixture: bool = False
+    silent_s: int = 4
 
 
 LAYOUTS = {
     "plain": Layout(2, ["engine.name=plain"]),
     "zero2": Layout(2, [setting.format("zero2") for setting in DEEPSPEED]),
-    "zero3": Layout(2, [setting.format("zero3") for setting in DEEPSPEED]),
-    "plain-4-mixture": Layout(4, ["engine.name=plain"], mixture=True),
+    "zero3": Layout(2, [setting.format("zero3") for setting in DEEPSPEED], silent_s=12),
+    "plain-4-mixture": Layout(4, ["engine.name=plain"], mixture=True, silent_s=12),
 }
 FAULTS = ("all", "rank", "launcher", "hang", "error", "full")
 TRAINING = [
     *("training.save_every=4", "training.validate_every=100000", "validation.metrics=[]", "collapse.every=0"),
-    *("training.keep_last=2", "engine.deterministic=true", "engine.silent_s=4"),
+    *("training.keep_last=2", "engine.deterministic=true"),
 ]
 _TIMEOUT_S = 300.0
 
@@ -109,6 +112,7 @@ class Job:
         mixed = [f"--data={path}" for path in data[: 2 if layout.mixture else 1]]
         self.words = [str(Path(__file__).resolve()), "rank", "train", "--recipe", "transformer_base"]
         self.words += ["--run", str(run), *mixed, *SMALL, *TRAINING, *layout.settings]
+        self.words.append(f"engine.silent_s={layout.silent_s}")
         self.processes: list[Any] = []
 
     def start(self, *, launcher: bool) -> None:
