@@ -28,14 +28,12 @@ from deepspeed_nmt.kernels.precision import DTYPES, Precision
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = ("tests/gpu/test_gpu_varlen.py", "tests/gpu/test_gpu_decoding.py")
 """Tests of what has no other test: attention of packed sentences, and decoding on a GPU."""
-NEEDLESS = ("test_compile.py",)
-"""Tests of `tests/kernels` that say nothing on a GPU: they compile for GPUs that a machine lacks, for minutes."""
 
 
 def files() -> list[str]:
     """Return the other files of tests, those of models first."""
     found = [path for folder in ("tests/gpu", "tests/kernels") for path in sorted(ROOT.glob(f"{folder}/test_*.py"))]
-    names = [str(path.relative_to(ROOT)) for path in found if path.name not in NEEDLESS]
+    names = [str(path.relative_to(ROOT)) for path in found]
     return [name for name in names if name not in FIRST]
 
 
