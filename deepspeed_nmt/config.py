@@ -199,7 +199,13 @@ def validate(merged: Mapping[str, Any], problems: Sequence[str] = ()) -> RunConf
     if problems:
         raise ConfigError(problems)
     config = RunConfig(**sections)
-    if contradictions := config.parts.contradictions():
+    contradictions = config.parts.contradictions()
+    if config.engine.tensor_parallel > 1 and not config.model.sliceable:
+        contradictions.append(
+            f"engine.tensor_parallel is {config.engine.tensor_parallel}, but no ranks can share the layers of "
+            f"model.name={config.model.name}; use engine.tensor_parallel=1 with engine.ds_config=zero3"
+        )
+    if contradictions:
         raise ConfigError(contradictions)
     return config
 

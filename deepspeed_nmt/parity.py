@@ -236,7 +236,7 @@ def engines(world: World, method: str) -> Iterator[tuple[str, int]]:
         names += ["zero1:bf16+packed"] if packed_bf16 else []
         shared += [f"zero1{packed}", "zero3+recompute"]
     yield from ((name, 1) for name in names)
-    if world.ranks % 2 == 0:
+    if world.ranks % 2 == 0 and settings_of(method).model.sliceable:
         yield from ((name, 2) for name in shared)
 
 

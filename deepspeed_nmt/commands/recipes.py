@@ -61,7 +61,7 @@ def cells(name: str) -> list[str]:
     return [
         _layers(model),
         f"{model.dim if hasattr(model, 'dim') else model.source.dim}",
-        f"{model.norm}" if hasattr(model, "norm") else "post",
+        getattr(model, "norm", "post" if hasattr(model, "source") else "none"),
         f"{model.dropout:g}",
         f"{config.optimizer.lr:g}",
         f"{config.schedule.warmup_updates:,}",

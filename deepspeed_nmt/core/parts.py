@@ -55,6 +55,7 @@ class ModelConfig(PartConfig):
         left_to_right: True if the model predicts each token from those before it; False if it predicts masked tokens.
         packed: True if it can be trained in the packed layout of batches: its ``encode`` and ``decode`` respect the
             sentences of a row.
+        sliceable: True if tensor parallelism can slice its matrices.
         named_exits: names of exits other than the top and the numbered ones.
         grown_prefix: prefix of the parameters that `--grow-from` loads from another run; None if the model cannot be
             grown.
@@ -66,6 +67,7 @@ class ModelConfig(PartConfig):
     name: str
     left_to_right: ClassVar[bool] = True
     packed: ClassVar[bool] = False
+    sliceable: ClassVar[bool] = True
     named_exits: ClassVar[tuple[str, ...]] = ()
     grown_prefix: ClassVar[str | None] = None
     learning_fields: ClassVar[frozenset[str]] = frozenset()

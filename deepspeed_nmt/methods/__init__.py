@@ -15,6 +15,7 @@ from deepspeed_nmt.methods import (
     consistency,
     cross_attention_drop,
     depth_growing,
+    gnmt,
     guided_alignment,
     label_smoothed,
     masked_tokens,
@@ -39,6 +40,7 @@ MODELS: Registry[TranslationModel] = Registry(
         parallel_decoder.ENTRY,
         abnet.ENTRY,
         transparent_attention.ENTRY,
+        gnmt.ENTRY,
     ],
 )
 # Builder: (config, number, parts) -> decoder layer.

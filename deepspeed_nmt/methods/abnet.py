@@ -89,6 +89,7 @@ class AbNetConfig(BertPair):
         return self
 
     left_to_right: ClassVar[bool] = False
+    sliceable: ClassVar[bool] = False
 
     def contradictions(self, run: Parts) -> Iterator[str]:
         """Refuse objectives and searches that predict from left to right."""

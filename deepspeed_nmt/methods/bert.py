@@ -27,7 +27,7 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH, DataVocabulary, ModelConfig, Parts
 from deepspeed_nmt.core.vocabulary import Side, Vocabulary
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.methods.transformer import StandardLayerConfig
+from deepspeed_nmt.methods.transformer import refuse_other_layers
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform, Projection
 from deepspeed_nmt.nn.layers import EncoderLayer, FeedForward, LayerParts, Residual
@@ -92,11 +92,7 @@ class BertPair(ModelConfig):
 
     def contradictions(self, parts: Parts) -> Iterator[str]:
         """Refuse decoder layers other than BERT's."""
-        if parts.layer.name != StandardLayerConfig().name:
-            yield (
-                f"layer.name={parts.layer.name} makes layers of a Transformer, but model.name={self.name} has the "
-                f"layers of BERTs; use layer.name={StandardLayerConfig().name}"
-            )
+        yield from refuse_other_layers(self, parts)
 
     def own_vocabulary(self) -> Vocabulary | None:
         """Return the vocabularies of the two BERTs; None unless both are set."""

@@ -3,7 +3,8 @@
 The keys and values of self-attention stay where they were written. When a search copies and drops hypotheses, only
 a small boolean table changes: for each hypothesis, the positions cached for its sentence that it descends from, by
 which attention is masked. The many megabytes of a deep decoder's cache are moved only when sentences leave the
-batch, or when most positions belong to dropped hypotheses alone.
+batch, or when most positions belong to dropped hypotheses alone. A state that does not grow, of a recurrent network
+for example, is copied with its hypothesis.
 
 Legend: B sentences, W hypotheses of a sentence, R rows = B x W, H heads, K head width, S source length, P cached
 target positions of a sentence (those of all its hypotheses).
@@ -123,11 +124,14 @@ class LayerCache:
     Attributes:
         source: keys and values of the source, shared by the applications of a layer.
         length: target positions of a hypothesis so far.
+        state: of a layer whose state does not grow: tensors with a row for each hypothesis, (R,...); none before the
+            first step, and none of a layer that caches keys and values.
     """
 
     def __init__(self, ancestry: Ancestry, source: SourceCache) -> None:
         self.source = source
         self.length = 0
+        self.state: tuple[Tensor, ...] = ()
         self._ancestry = ancestry
         self._positions = 0
         self._buffer: Tensor | None = None  # keys and values, (2,B,H,P,K)
@@ -154,6 +158,11 @@ class LayerCache:
         mask = self._ancestry.mask
         additive = None if mask is None else self._ancestry.additive(mask, False, new_R1E.dtype)
         return KeysValues(known[0], known[1]), additive
+
+    def advance(self, *state: Tensor) -> None:
+        """Replace the :attr:`state` by that after the newest position."""
+        self.state = state
+        self.length += 1
 
     def additive(self, mask: Mask, dtype: torch.dtype) -> Tensor | None:
         """Return the source's mask, bool (B,1,1,S), as numbers to be added to scores; None for None."""
@@ -225,17 +234,20 @@ class DecoderCache:
             rows_R: rows of the last step, those of a sentence adjacent and equally many for each sentence.
             sentences_B: the sentences of the last step to which they belong, in this order; None: all of them.
         """
-        if self._ancestry.positions == 0:  # Nothing is cached yet.
-            return
-        sentences = self._ancestry.sentences if sentences_B is None else sentences_B.shape[0]
-        assert rows_R.shape[0] % sentences == 0, "every sentence must have equally many hypotheses"
-        self._ancestry.select(rows_R, sentences)
+        for layer in self.layers:
+            if layer.state:
+                layer.state = tuple(x.index_select(0, rows_R) for x in layer.state)
         if sentences_B is not None:
             for layer in self.layers:
                 layer.select(sentences_B)
             for source in self._sources:
                 if source.projected is not None:
                     source.projected = source.projected.select(sentences_B)
+        if self._ancestry.positions == 0:  # No layer has cached keys and values.
+            return
+        sentences = self._ancestry.sentences if sentences_B is None else sentences_B.shape[0]
+        assert rows_R.shape[0] % sentences == 0, "every sentence must have equally many hypotheses"
+        self._ancestry.select(rows_R, sentences)
         kept_BM = self._ancestry.clear()
         if kept_BM is not None:
             for layer in self.layers:

@@ -151,7 +151,7 @@ def _train_two_updates(config: RunConfig, directory: Path) -> None:
         for side in ("source", "target"):
             content["model"][side] |= narrow
     else:
-        content["model"] |= narrow
+        content["model"] |= {key: value for key, value in narrow.items() if key in content["model"]}
     config = validate(content)
     torch.manual_seed(1)
     module = TrainModule(build_model(config, VOCABULARY), build_objective(config, VOCABULARY))

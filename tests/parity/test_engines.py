@@ -33,6 +33,7 @@ ENGINES = {
     "berts": {1: ["plain"], 2: ["zero1+packed", "zero3+recompute"]},
     "abnet": {1: ["plain"], 2: ["zero3+recompute", "zero2:fp16"]},
     "transparent": {1: ["plain"], 2: ["zero1:bf16+packed", "zero3+recompute+packed"]},
+    "gnmt": {1: ["plain"], 2: ["zero2+recompute", "zero3"]},
     # The model of vanilla on a mixture of corpora with a schedule, a tag and two segmentations.
     "vanilla+mixture": {1: ["plain"], 2: ["plain+packed", "zero2"]},
 }
