@@ -29,7 +29,7 @@ from deepspeed_nmt.errors import (
     whole_number,
 )
 from deepspeed_nmt.interruption import Interrupted, interruptible
-from deepspeed_nmt.parallel.launched import place
+from deepspeed_nmt.parallel.launched import place, use_expandable_segments
 
 COMMANDS = (
     *("sample-data", "prepare", "train", "translate", "score", "score-pairs", "average", "choose-best", "export"),
@@ -125,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def execute(arguments: argparse.Namespace) -> int:
     """Run a command whose arguments are parsed, and return its exit status."""
     setup_logging()
+    use_expandable_segments()
     module = module_of(arguments.command)
     try:
         setup_logging(place().rank)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -28,7 +28,7 @@ from deepspeed_nmt.data.corpus import Corpus, CorpusWriter, Tokens
 from deepspeed_nmt.data.loader import TrainLoader, collate
 from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine import build_engine
-from deepspeed_nmt.engine.contract import Engine, ParameterState
+from deepspeed_nmt.engine.contract import Engine, EngineScalars, ParameterState
 from deepspeed_nmt.engine.norms import Squares
 from deepspeed_nmt.engine.settings import EngineConfig, load_ds_config, resolve_engine
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
@@ -42,8 +42,12 @@ from deepspeed_nmt.train.optimizers.adam import AdamConfig
 
 VOCABULARY = Vocabulary(61)
 """Vocabulary of an odd size, so that two ranks that share a model hold unequal slices."""
-UPDATES = 10
-"""Number of updates that each engine makes when engines are compared."""
+UPDATES = 6
+"""Number of updates that each engine makes when engines are compared; its state is handed over after half of them."""
+_SMALL = BatchConfig(update_tokens=360, micro_tokens=130)
+"""Batches of this comparison; two ranks have two micro-batches of an update."""
+_EVERY = 5
+"""Number of methods under which each engine is compared once, if several methods are."""
 BATCH = BatchConfig(update_tokens=700, micro_tokens=260)
 _CLIP_NORM = 0.5
 
@@ -241,17 +245,23 @@ def engines(world: World, method: str) -> Iterator[tuple[str, int]]:
 
 
 def rows(world: World, cases: Sequence[str]) -> Iterator[Row]:
-    """Yield the comparison of each case and engine. All ranks get the same rows together."""
+    """Yield the comparison of each case and engine. All ranks get the same rows together.
+
+    A case that is quick, or the only one, is compared under every engine. Others take turns with the engines.
+    """
     grids = {1: world, **({2: world.regrouped(2)} if world.ranks % 2 == 0 else {})}
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         write_corpus(directory)
-        for method in cases:
+        for number, method in enumerate(cases):
             alone = World(0, 1, world.local_rank, world.device)
             # The reference runs on torch's own operations, the others on the kernels chosen for this machine.
             plain = build(method, "plain", alone, directory, kernels=Kernels.only("torch"))
-            reference, weights = _trained(plain, loader_of(directory, alone), alone)
-            for engine, tensor_ranks in engines(world, method):
+            reference, weights, _ = _trained(plain, loader_of(directory, alone, batch=_SMALL), alone)
+            chosen = list(engines(world, method))
+            if len(cases) > 1 and not self_tests()[method].quick:
+                chosen = chosen[number % _EVERY :: _EVERY]
+            for engine, tensor_ranks in chosen:
                 yield _compare(method, engine, grids[tensor_ranks], directory, reference, weights)
 
 
@@ -262,9 +272,12 @@ def _compare(
     row = Row(method, engine, world.ranks, world.tensor_ranks, tolerance)
     started = time.monotonic()
     try:
-        loader = loader_of(directory, world, engine)
-        report, own = _trained(build(method, engine, world, directory), loader, world)
-        resumed = _resumed(method, engine, world, directory, report["loss"])
+        loader = loader_of(directory, world, engine, _SMALL)
+        report, own, half = _trained(build(method, engine, world, directory), loader, world)
+        second = build(method, engine, world, directory, weights=half.saved.weights)
+        second.restore(half.saved, half.scalars)
+        rest = train(second, loader, world, UPDATES // 2 + 1, UPDATES, half.cursor)
+        second.close()
     except (RuntimeError, ValueError) as error:  # errors of torch and DeepSpeed are reported in the table
         return replace(row, problem=f"{type(error).__name__}: {error}".splitlines()[0])
     return replace(
@@ -272,31 +285,27 @@ def _compare(
         loss=_difference(report["loss"], reference["loss"]),
         norm=_difference(report["norm"], reference["norm"]),
         weights=max(float((own[name] - weight).abs().max()) for name, weight in weights.items()),
-        resumed=resumed,
+        resumed=_difference(rest["loss"], report["loss"][UPDATES // 2 :]),
         seconds=time.monotonic() - started,
     )
 
 
-def _trained(engine: Engine, loader: TrainLoader, world: World) -> tuple[dict[str, Any], dict[str, Any]]:
-    report = train(engine, loader, world, 1, UPDATES, Cursor())
+class _HalfWay(NamedTuple):
+    """State of an engine after half of its updates, and the position in the data."""
+
+    saved: Saved
+    scalars: EngineScalars
+    cursor: Cursor
+
+
+def _trained(engine: Engine, loader: TrainLoader, world: World) -> tuple[dict[str, Any], dict[str, Any], _HalfWay]:
+    """Train, and return losses and norms, the last weights, and the state half-way; close the engine."""
+    first = train(engine, loader, world, 1, UPDATES // 2, Cursor())
+    half = _HalfWay(Saved(engine.state()), engine.scalars(), first["cursor"])
+    second = train(engine, loader, world, UPDATES // 2 + 1, UPDATES, half.cursor)
     weights = {state.name: state.weight.cpu() for state in engine.parameters()}
     engine.close()
-    return report, weights
-
-
-def _resumed(method: str, engine: str, world: World, directory: Path, straight: list[float]) -> float:
-    """Resume half-way in a new engine, and return the largest difference of the losses from ``straight``."""
-    loader = loader_of(directory, world, engine)
-    half = UPDATES // 2
-    first = build(method, engine, world, directory)
-    cursor = train(first, loader, world, 1, half, Cursor())["cursor"]
-    saved, scalars = Saved(first.state()), first.scalars()
-    first.close()
-    second = build(method, engine, world, directory, weights=saved.weights)
-    second.restore(saved, scalars)
-    rest = train(second, loader, world, half + 1, UPDATES, cursor)
-    second.close()
-    return _difference(rest["loss"], straight[half:])
+    return {name: first[name] + second[name] for name in ("loss", "norm")}, weights, half
 
 
 def _difference(ours: list[float], theirs: list[float]) -> float:

@@ -55,6 +55,7 @@ from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.kernels.precision import DTYPES
 from deepspeed_nmt.parallel.collectives import (
     all_reduce_over_data_ranks,
+    await_ranks,
     gather_lists,
     gather_over_data_ranks,
     max_over_ranks,
@@ -74,6 +75,7 @@ class DeepSpeedEngine(Engine):
         self, module: TrainModule, optimizer: OptimizerConfig, ds_config: dict[str, Any], world: World, dummy: Batch
     ) -> None:
         deepspeed_logger.setLevel(logging.WARNING)
+        deepspeed.utils.nvtx.enable_nvtx = False  # markers for a profiler, at every function of ZeRO-3
         # DeepSpeed uses old names of torch's collectives, and torch warns at each call.
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         if world.device.type == "cpu":
@@ -157,7 +159,8 @@ class DeepSpeedEngine(Engine):
             # Stage 0 does not report the norm, and does not check for NaN.
             touched = [p for p in self._named.values() if p.grad is not None]
             gradients = [p.grad for p in touched if p.grad is not None]
-            norm = float(total_norm(touched, gradients, self._world))
+            norm_of_sums = total_norm(touched, gradients, self._world)
+            norm = await_ranks(lambda: float(norm_of_sums))
             skipped = not math.isfinite(norm)
             if skipped:
                 culprits = not_finite({name: p.grad for name, p in self._named.items()})
@@ -173,10 +176,11 @@ class DeepSpeedEngine(Engine):
             gradient_P = squares_of([self._part(p, GRADIENT) for p in self._trained.values()]) / scale**2
         if self._order is not None:
             self._order.compare()
-        self._engine.step()
+        await_ranks(self._engine.step)
         self._link_states()
         if self._stage > 0:
-            norm, skipped = float(self._engine.get_global_grad_norm()), bool(self._zero.overflow)
+            norm = await_ranks(lambda: float(self._engine.get_global_grad_norm()))
+            skipped = bool(self._zero.overflow)
         if self._order is not None:
             self._order.check()
         self._stepped = self._stepped or not skipped
@@ -345,7 +349,8 @@ class GradientOrder:
 
     def check(self) -> None:
         """Raise on all ranks if the order that was compared last differs between them; begin anew."""
-        if self._extremes is not None and float(self._extremes.sum()) != 0.0:
+        extremes = self._extremes
+        if extremes is not None and await_ranks(lambda: float(extremes.sum())) != 0.0:
             orders = gather_lists([self._seen], self._world)
             rank, place = next(
                 (rank, place)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_nmt.engine.optimizer import OptimizerConfig
-from deepspeed_nmt.parallel.collectives import all_reduce_over_data_ranks
+from deepspeed_nmt.parallel.collectives import all_reduce_over_data_ranks, await_ranks
 from deepspeed_nmt.parallel.tensor import sum_over_slices
 from deepspeed_nmt.parallel.world import World
 
@@ -123,5 +123,5 @@ def whole_squares(
     squares_2P = sum_over_slices(squares_2P, list(named.values()), world)
     if sharded:
         all_reduce_over_data_ranks(squares_2P, world)
-    by_name = [dict(zip(named, values, strict=True)) for values in squares_2P.tolist()]
+    by_name = [dict(zip(named, values, strict=True)) for values in await_ranks(squares_2P.tolist)]
     return Squares(by_name[0], by_name[1] if len(by_name) > 1 else {})

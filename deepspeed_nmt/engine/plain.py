@@ -26,7 +26,7 @@ from deepspeed_nmt.engine.contract import (
 from deepspeed_nmt.engine.norms import Part, Squares, squared_changes, squares_of, whole_squares
 from deepspeed_nmt.engine.optimizer import OptimizerConfig
 from deepspeed_nmt.kernels.precision import DTYPES, Precision
-from deepspeed_nmt.parallel.collectives import all_reduce_in_buckets
+from deepspeed_nmt.parallel.collectives import all_reduce_in_buckets, await_ranks
 from deepspeed_nmt.parallel.tensor import gather, scatter, total_norm
 from deepspeed_nmt.parallel.world import World
 
@@ -69,7 +69,8 @@ class PlainEngine(Engine):
         sums = self._run(micro_batches, lambda batch, is_last: self._backward(batch, factor), on_micro_batch)
         gradients = self._gradients()
         all_reduce_in_buckets(gradients, self._world)
-        norm = float(total_norm(list(self._named.values()), gradients, self._world)) / scale
+        norm_of_sums = total_norm(list(self._named.values()), gradients, self._world)
+        norm = await_ranks(lambda: float(norm_of_sums)) / scale
         skipped = not math.isfinite(norm)
         culprits: tuple[str, ...] = ()
         squares: Squares | None = None

@@ -1,14 +1,18 @@
-"""Collectives over ranks, and errors that end all of them. Objects are exchanged as JSON, never as pickles."""
+"""Collectives over ranks, and errors that end all of them. Objects are exchanged as JSON, never as pickles.
+
+A rank whose main thread is in this file waits for other ranks, as the watchdog sees it.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from deepspeed_nmt.console import report
@@ -19,10 +23,15 @@ _BUCKET_ELEMENTS = 8 * 1024 * 1024
 """Elements after which a bucket of tensors is reduced."""
 
 
-def barrier(world: World) -> None:
-    """Wait until all ranks have arrived."""
-    if world.ranks > 1:
-        dist.barrier(device_ids=[world.local_rank] if world.device.type == "cuda" else None)
+T = TypeVar("T")
+
+
+def await_ranks(result: Callable[[], T]) -> T:
+    """Return ``result()``, which waits for the result of a collective.
+
+    NCCL's calls return at once. The wait is where the host reads the result, which only this function marks.
+    """
+    return result()
 
 
 def sum_over_ranks(values: dict[str, float], world: World) -> dict[str, float]:
@@ -54,24 +63,35 @@ def any_rank(flag: bool, world: World) -> bool:
 
 def from_main(value: Any, world: World) -> Any:
     """Return rank 0's value, which JSON can represent, on every rank."""
-    return gather_lists([value] if world.is_main else [], world)[0]
+    if world.ranks == 1:
+        return value
+    data = _bytes_of(value, world) if world.is_main else None
+    size = torch.tensor([0 if data is None else len(data)], device=world.device)
+    dist.broadcast(size, src=0)
+    if data is None:
+        data = torch.empty(int(size), dtype=torch.uint8, device=world.device)
+    dist.broadcast(data, src=0)
+    return json.loads(data.cpu().numpy().tobytes())
 
 
 def gather_lists(items: list[Any], world: World) -> list[Any]:
     """Concatenate the lists of all ranks, of items that JSON can represent, in the order of ranks, on every rank."""
     if world.ranks == 1:
         return list(items)
-    data = json.dumps(items).encode()
-    sizes = torch.zeros(world.ranks, dtype=torch.int64, device=world.device)
-    sizes[world.rank] = len(data)
-    dist.all_reduce(sizes)
+    data = _bytes_of(items, world)
+    sizes = torch.empty(world.ranks, dtype=torch.int64, device=world.device)
+    dist.all_gather_into_tensor(sizes, torch.tensor([len(data)], device=world.device))
     longest = int(sizes.max())
-    mine = torch.zeros(longest, dtype=torch.uint8, device=world.device)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(world.device)
-    everyone = [torch.empty_like(mine) for _ in range(world.ranks)]
-    dist.all_gather(everyone, mine)
-    texts = (payload[:size].cpu().numpy().tobytes() for payload, size in zip(everyone, sizes.tolist(), strict=True))
+    everyone = torch.empty(world.ranks * longest, dtype=torch.uint8, device=world.device)
+    dist.all_gather_into_tensor(everyone, F.pad(data, (0, longest - len(data))))
+    payloads = everyone.view(world.ranks, longest).cpu().numpy()
+    texts = (payload[:size].tobytes() for payload, size in zip(payloads, sizes.tolist(), strict=True))
     return [item for text in texts for item in json.loads(text)]
+
+
+def _bytes_of(value: Any, world: World) -> Tensor:
+    """Return JSON of a value as bytes on the device."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(world.device)
 
 
 def gather_over_data_ranks(part_N: Tensor, world: World) -> Tensor:
@@ -123,9 +143,9 @@ def fail_together(world: World) -> Iterator[None]:
         if world.ranks == 1:
             raise
         problem = error
-    problems = gather_lists([] if problem is None else [[world.rank, str(problem)]], world)
-    if not problems:
+    if not any_rank(problem is not None, world):
         return
+    problems = gather_lists([] if problem is None else [[world.rank, str(problem)]], world)
     first = {message: rank for rank, message in reversed(problems)}
     status = 0
     if problem is not None and first[str(problem)] == world.rank:

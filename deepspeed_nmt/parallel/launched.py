@@ -94,6 +94,15 @@ def _count(text: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
+def use_expandable_segments() -> None:
+    """Let torch grow its blocks of GPU memory, unless the user has configured its allocator; torch reads it once.
+
+    Nearly every padded micro-batch has sizes of its own, for which blocks of fixed size are too small or too large.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def isolate_extension_builds() -> None:
     """Set TORCH_EXTENSIONS_DIR to a directory that only this start of the program uses, unless it is set already.
 

@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import EXIT_RANK_LOST, ReportedError
+from deepspeed_nmt.parallel import collectives
 from deepspeed_nmt.parallel.world import World
 
 _PACKAGE = Path(__file__).parents[1]
@@ -236,14 +237,16 @@ class Watchdog:
 def _main_thread() -> tuple[bool, str]:
     """Return True if the main thread waits in a collective, and the line of this package that it executes.
 
-    Only Python frames are visible: a collective is recognised by the library that calls it.
+    Only Python frames are visible: a wait is recognised by the library that calls a collective, or by the file of
+    collectives, which has also the waits for what a GPU has yet to receive.
     """
     waits, line = False, "no line of this program"
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         file = frame.f_code.co_filename
-        waits = waits or "/torch/distributed/" in file or "/deepspeed/comm/" in file
-        if file.startswith(f"{_PACKAGE}{os.sep}"):
+        is_collective = file == collectives.__file__
+        waits = waits or is_collective or "/torch/distributed/" in file or "/deepspeed/comm/" in file
+        if file.startswith(f"{_PACKAGE}{os.sep}") and not is_collective:
             line = f"{Path(file).relative_to(_PACKAGE.parent)}:{frame.f_lineno}"
             break
         frame = frame.f_back

@@ -83,12 +83,10 @@ class World:
         """Return the same ranks as a grid of another shape. All ranks call it together."""
         if tensor_ranks == 1:
             return World(self.rank, self.ranks, self.local_rank, self.device)
-        # torch requires every rank to create every group, in the same order.
-        everyone = range(self.ranks)
-        starts = range(0, self.ranks, tensor_ranks)
-        tensor_groups = [dist.new_group(everyone[start : start + tensor_ranks]) for start in starts]
-        data_groups = [dist.new_group(everyone[place::tensor_ranks]) for place in range(tensor_ranks)]
-        groups = (tensor_groups[self.rank // tensor_ranks], data_groups[self.rank % tensor_ranks])
+        everyone, start = range(self.ranks), self.rank - self.rank % tensor_ranks
+        # Each rank makes its own two groups. If every rank made every group, that would be a square of their number.
+        members = (everyone[start : start + tensor_ranks], everyone[self.rank % tensor_ranks :: tensor_ranks])
+        groups = [dist.new_group(list(ranks), use_local_synchronization=True) for ranks in members]
         return World(self.rank, self.ranks, self.local_rank, self.device, tensor_ranks, *groups)
 
 
@@ -160,7 +158,7 @@ def gpu_of(local_rank: int) -> int:
     if local_rank >= seen:
         raise ConfigError(
             f"local rank {local_rank} has no GPU of its own, because it sees {seen}; start as many processes on a "
-            "host as it has GPUs (SLURM: --gpus-per-node, or --gpus-per-task 1)"
+            "host as it has GPUs (SLURM: --gpus-per-node)"
         )
     return local_rank
 
@@ -208,10 +206,13 @@ def _decide(store: Any, key: str, place: RankPlace, waiting: _Wait) -> bool:
     The first rank that sees all others there, or is asked to stop, decides. If a rank could stop by itself, one that
     saw it registered would wait for it in a process group that is never complete.
     """
-    everyone = [f"{key}/{rank}" for rank in range(place.ranks)]
-    store.set(everyone[place.rank], "here")
+    # They are counted: if each rank looked for every other one, rank 0 would answer the square of their number.
+    if store.add(f"{key}/{place.rank}", 1) == 1:
+        store.add(f"{key}/here", 1)
     while True:
-        proposed = _START if store.check(everyone) else _STOP if waiting.stop_requested() else None
+        proposed = (
+            _START if store.add(f"{key}/here", 0) == place.ranks else _STOP if waiting.stop_requested() else None
+        )
         if proposed is not None:
             decided = store.compare_set(f"{key}/decided", "", proposed)
         elif store.check([f"{key}/decided"]):

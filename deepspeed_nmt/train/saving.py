@@ -24,7 +24,7 @@ from deepspeed_nmt.engine.contract import Engine, EngineScalars, ParameterState
 from deepspeed_nmt.engine.transfer import HostBuffer
 from deepspeed_nmt.errors import ConfigError, shown_bytes
 from deepspeed_nmt.files import made
-from deepspeed_nmt.parallel.collectives import fail_together, from_main
+from deepspeed_nmt.parallel.collectives import await_ranks, fail_together, from_main
 from deepspeed_nmt.parallel.hardware import host_memory
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
@@ -100,7 +100,7 @@ class Saver:
         else:
             self._buffer.begin()
             states = list(self._engine.state(buffer=self._buffer))
-            self._buffer.wait()
+            await_ranks(self._buffer.wait)
             self._problem = self._thread.submit(self._write, progress, log, scalars, states, must)
         if must or not self._in_background:
             problem = self.finish()

@@ -180,3 +180,5 @@ class Replica:
             yield self._model
         finally:
             self._model.cpu()
+            if device.type == "cuda":  # decoding had blocks of other sizes, which training cannot use
+                torch.cuda.empty_cache()

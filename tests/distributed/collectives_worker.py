@@ -9,7 +9,6 @@ from deepspeed_nmt.errors import ConfigError, ReportedError, TrainingError
 from deepspeed_nmt.parallel.collectives import (
     all_reduce_in_buckets,
     any_rank,
-    barrier,
     fail_together,
     from_main,
     gather_lists,
@@ -35,7 +34,6 @@ def fail(who: set[int], error: Exception, status: int, world: World) -> None:
 def main() -> None:
     world = join_world("cpu", timeout_s=300)
     rank, ranks = world.rank, world.ranks
-    barrier(world)
     assert sum_over_ranks({"b": 1.0, "a": float(rank)}, world) == {"a": ranks * (ranks - 1) / 2, "b": float(ranks)}
     assert any_rank(rank == ranks - 1, world) and not any_rank(False, world)
     assert from_main({"text": "größer", "n": [1, None]} if rank == 0 else "ignored", world) == {

@@ -81,3 +81,25 @@ def test_a_port_of_a_program_that_says_nothing_is_named(monkeypatch: pytest.Monk
             meet(RankPlace(1, 2, 1), 0.5, never)
         with pytest.raises(ReportedError):
             meet(RankPlace(1, 2, 1), 600.0, at_once)
+
+
+def test_a_rank_asks_for_a_number_not_for_each_other_rank() -> None:
+    """Rank 0 answers all of them, so that 1,024 ranks would ask it a million times in each round."""
+    ranks, store = 1024, dist.HashStore()
+    store.add("key/here", ranks - 1)
+    requests: list[int] = []
+
+    class Counting:
+        def __getattr__(self, name: str) -> object:
+            def request(*arguments: object) -> object:
+                requests.append(len(arguments[0]) if isinstance(arguments[0], list) else 1)
+                return getattr(store, name)(*arguments)
+
+            return request
+
+    place = RankPlace(ranks - 1, ranks, 0)
+    assert world._decide(Counting(), "key", place, world._Wait(place, 5.0, never))
+    assert sum(requests) < 8
+    assert store.add("key/here", 0) == ranks
+    assert world._decide(Counting(), "key", place, world._Wait(place, 5.0, never))  # it came again
+    assert store.add("key/here", 0) == ranks

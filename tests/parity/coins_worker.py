@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import deepspeed.utils.nvtx
 from typing_extensions import override
 
 from deepspeed_nmt import parity as models
@@ -52,7 +51,6 @@ class BothRanks(TrainLoader):
 
 
 def main() -> None:
-    deepspeed.utils.nvtx.enable_nvtx = False  # ZeRO-3 would spend much of its time on markers for a profiler
     world = join_world("cpu", timeout_s=300)
     directory, out = Path(sys.argv[1]), Path(sys.argv[2])
     models.self_tests = lambda: {CASE.name: CASE}

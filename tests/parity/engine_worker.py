@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import deepspeed.utils.nvtx
 import torch
 
 from deepspeed_nmt import parity as models
@@ -72,7 +71,6 @@ def message_of_unequal_graphs(engine: Engine, update: Update, rank: int) -> str:
 
 
 def main() -> None:
-    deepspeed.utils.nvtx.enable_nvtx = False  # ZeRO-3 would spend much of its time on markers for a profiler
     if os.environ.get("JOINED") == "1":
         Kernels.joins_products = lambda self, x: torch.is_grad_enabled()  # type: ignore[method-assign]
     # Compiled layers are traced, split into forward and backward, but run by torch: code would take minutes.

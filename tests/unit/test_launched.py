@@ -2,14 +2,17 @@
 
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
+from deepspeed_nmt.cli import main
 from deepspeed_nmt.errors import ConfigError, ReportedError
-from deepspeed_nmt.parallel import launched, world
+from deepspeed_nmt.parallel import launched, watchdog, world
+from deepspeed_nmt.parallel.collectives import await_ranks
 from deepspeed_nmt.parallel.hardware import prepare_gpu
 from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, place
 from deepspeed_nmt.parallel.shared_work import local_store
@@ -119,3 +122,33 @@ def test_a_torch_without_kernels_for_its_gpu_is_refused(monkeypatch: pytest.Monk
         prepare_gpu(torch.device("cuda", 0))
     with pytest.raises(ConfigError, match=f"^{sentence}; .*doctor"):  # a training
         world.join_world("auto")
+
+
+@pytest.mark.parametrize("own", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_a_command_lets_blocks_of_gpu_memory_grow_unless_the_user_decides(
+    own: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "max_split_size_mb:64")
+        if name != own:
+            monkeypatch.delenv(name)
+    assert main(["recipes"]) == 0
+    set_here = os.environ.get("PYTORCH_ALLOC_CONF")
+    assert set_here == {None: "expandable_segments:True", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}.get(own)
+
+
+def test_a_rank_that_reads_the_result_of_a_collective_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under NCCL the call itself has returned long before."""
+    thread = threading.Thread(target=lambda: await_ranks(lambda: released.wait(60)))
+    released = threading.Event()
+    monkeypatch.setattr(watchdog.threading, "main_thread", lambda: thread)
+    thread.start()
+    try:
+        while not (seen := watchdog._main_thread())[0]:
+            assert thread.is_alive()
+        assert "collectives.py" not in seen[1]  # the line of its caller is what tells
+    finally:
+        released.set()
+        thread.join()
+    monkeypatch.undo()
+    assert not watchdog._main_thread()[0]

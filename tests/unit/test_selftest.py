@@ -31,6 +31,20 @@ def test_an_engine_with_other_results_fails(monkeypatch: pytest.MonkeyPatch) -> 
     assert second.passed and second.resumed == 0.0 and "pass" in _line(second)
 
 
+def test_methods_take_turns_with_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"engine {number}" for number in range(14)]
+    monkeypatch.setattr(parity, "engines", lambda world, method: [(name, 1) for name in names])
+    monkeypatch.setattr(parity, "build", lambda *arguments, **options: None)
+    monkeypatch.setattr(parity, "_trained", lambda *arguments: ({}, {}, None))
+    monkeypatch.setattr(parity, "_compare", lambda method, engine, *rest: Row(method, engine, 1, 1, 1e-5))
+    cases = parity.methods()
+    met = {case: [row.engine for row in rows(ALONE, cases) if row.method == case] for case in cases}
+    assert met.pop("deep_decoder") == names, "the quick one meets all"
+    assert {len(engines) for engines in met.values()} <= {2, 3}
+    assert {engine for engines in met.values() for engine in engines} == set(names)
+    assert [row.engine for row in rows(ALONE, ["abnet"])] == names, "as does the only one"
+
+
 def test_nan_does_not_pass() -> None:
     assert not Row("vanilla", "plain", 1, 1, 1e-5, float("nan"), 0.0, 0.0, 0.0).passed
     assert Row("vanilla", "plain", 1, 1, 1e-5, 1e-5, 0.0, 0.0, 0.0).passed
