@@ -29,6 +29,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "RESULTS.md")
 PACKAGES = ("torch", "deepspeed", "triton", "transformers", "ctranslate2")
+GPU_STATE = (
+    "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem", "power.limit", "power.max_limit",
+)  # fmt: skip
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16")
 MARK = re.compile(r"<!-- (record|table|figure): ([^>]+?) -->(.*?)<!-- end -->", flags=re.S)
 
@@ -124,16 +127,19 @@ class Machine(_Strict):
         cores: cores that the process may use.
         features: instructions that matter to the arithmetic.
         gpu: name of the GPU.
+        gpu_state: its driver, clocks and power limit by the names of nvidia-smi.
     """
 
     cpu: str = ""
     cores: int | None = None
     features: list[str] = []
     gpu: str | None = None
+    gpu_state: dict[str, str] = {}
 
     @classmethod
+    @cache
     def here(cls) -> Machine:
-        """Return this machine."""
+        """Return this machine, as it is at the first call."""
         info = Path("/proc/cpuinfo")
         text = info.read_text(errors="replace") if info.exists() else ""
         name = re.search(r"^model name\s*: (.+)$", text, flags=re.M)
@@ -142,16 +148,49 @@ class Machine(_Strict):
         gpu = torch.cuda.get_device_name() if torch is not None and torch.cuda.is_available() else None
         cpu = name[1] if name else platform.processor() or platform.machine()
         features = [feature for feature in FEATURES if feature in flags]
-        return cls(cpu=cpu, cores=len(os.sched_getaffinity(0)), features=features, gpu=gpu)
+        state = gpu_state() if gpu else {}
+        return cls(cpu=cpu, cores=len(os.sched_getaffinity(0)), features=features, gpu=gpu, gpu_state=state)
 
 
+def gpu_state(program: str = "nvidia-smi") -> dict[str, str]:
+    """Return driver, clocks and power limit of the first GPU; a reason instead if they cannot be had."""
+    query = [program, "--id=0", f"--query-gpu={','.join(GPU_STATE)}", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return {"unknown": f"{type(error).__name__}: {error}"[:200]}
+    return dict(zip(GPU_STATE, map(str.strip, answer.split(",")), strict=True))
+
+
+@cache
 def commit() -> str:
-    """Return the commit of the program, with ``-dirty`` if files have been changed."""
+    """Return the commit of the program at the first call, with ``-dirty`` if files have been changed.
+
+    A folder without a repository has the one that `benchmarks/gpu/pack.sh` has noted.
+    """
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
     try:
         return subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):  # no git, or no repository
-        return "unknown"
+        noted = ROOT / ".gpu" / "commit"
+        return noted.read_text(encoding="utf-8").strip() if noted.exists() else "unknown"
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Return the versions of Python, of packages, and of CUDA and NCCL if there is a GPU."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        found["cuda"] = str(torch.version.cuda)
+        if torch.distributed.is_nccl_available():
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
 
 
 class Record(_Strict):
@@ -195,19 +234,13 @@ class Record(_Strict):
     @classmethod
     def of(cls, name: str, results: Results, *, command: str, load: float, **fields: Any) -> Record:
         """Return the record of results that were measured here and now; ``load`` is that before."""
-        versions = {"python": platform.python_version()}
-        for package in PACKAGES:
-            try:
-                versions[package] = metadata.version(package)
-            except metadata.PackageNotFoundError:
-                continue
         return cls(
             **dict(results),
             name=name,
             command=command,
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             commit=commit(),
-            versions=versions,
+            versions=versions(),
             machine=Machine.here(),
             load=(round(load, 1), round(os.getloadavg()[0], 1)),
             **fields,

@@ -38,6 +38,11 @@ LENGTHS = (
 LENGTH_RATIO, LENGTH_SPREAD = 1.05, 0.18
 """Median of target length / source length, and standard deviation of its logarithm."""
 
+NO_KERNELS = (
+    "the profiler saw no kernels: this process may not use CUPTI; let it "
+    "(NVreg_RestrictProfilingToAdminUsers=0, or CAP_SYS_ADMIN), and end other profilers"
+)
+
 Values = Mapping[str, object]
 
 
@@ -108,12 +113,15 @@ class Bench:
         self._known |= names
         return not self._only or bool(names & self._only)
 
-    def measure(self, run: Callable[[], Values | Iterator[Values]], **labels: object) -> Values:
+    def measure(
+        self, run: Callable[[], Values | Iterator[Values]], in_any_case: bool = False, **labels: object
+    ) -> Values:
         """Run a measurement and add its row. If it fails, the row says why, and the part goes on.
 
         Args:
             run: returns the values of the row, or yields them in turn so that a failure loses only those that are
                 missing; may raise :class:`Skipped`.
+            in_any_case: True to run it though the time is over.
             labels: first columns of the row.
 
         Returns:
@@ -126,7 +134,7 @@ class Bench:
         row: dict[str, object] = {**labels, "status": "not finished"}
         self.rows.append(row)
         try:
-            if self.seconds_left <= 0.0:
+            if self.seconds_left <= 0.0 and not in_any_case:
                 raise Skipped("no time left")
             found = run()
             for each in [found] if isinstance(found, Mapping) else found:
@@ -145,8 +153,8 @@ class Bench:
         shown = " ".join(f"{name}={number(value)}" for name, value in row.items())
         sys.stdout.write(f"{self.part} [{spent:.1f} s]: {shown}\n")
         sys.stdout.flush()
-        gc.collect()
         if self.on_gpu:
+            gc.collect()
             with contextlib.suppress(RuntimeError):  # a failed kernel makes every later call fail, too
                 torch.cuda.empty_cache()
         return values

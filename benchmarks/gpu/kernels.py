@@ -4,7 +4,8 @@ Every available backend (torch, torch.compile, Triton, apex, Liger) runs the for
 operation. The bandwidth of an operation is the least data that it must read and write, divided by its time; the
 first row is that of a copy. The GPU's cache is flushed before each measurement. Errors are relative to float64. The
 last row, the fastest of torch, Triton and apex for each operation, belongs in
-`deepspeed_nmt.kernels.choice.MEASURED`.
+`deepspeed_nmt.kernels.choice.MEASURED`; operations for which no time was left are missing there, and chosen by
+expectation.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def cases(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[str, Case]]:
     rows, dim = (64, 64) if bench.tiny else (ROWS, DIM)
     vocab, size = bench.vocabulary.size, rows * dim
     yield "layer_norm", Case([of(rows, dim), of(dim), of(dim)], lambda f, x, w, b: f(x, w, b, 1e-5), 5 * size)
+    yield "branch_layer_norm", Case([of(rows, dim), of(dim), of(dim)], lambda f, x, w, b: f(x, w, b, 1e-5), 6 * size)
     yield (
         "bias_dropout_add",
         Case([of(rows, dim), of(dim), of(rows, dim)], lambda f, x, b, r: f(x, b, r, DROPOUT, 1.0), 6 * size),
@@ -165,4 +167,4 @@ def run(bench: Bench) -> None:
             fastest[operation] = min(taken, key=lambda each, taken=taken: taken[each])  # type: ignore[misc]
     if bench.on_gpu:
         key = f"{torch.cuda.get_device_capability(bench.device)}: {{{dtype}: {fastest}}}"
-        bench.measure(lambda: {"measured": key}, operation="all", backend="fastest")
+        bench.measure(lambda: {"measured": key}, in_any_case=True, operation="all", backend="fastest")

@@ -22,14 +22,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from harness import Bench, Skipped, Values, write_corpus
-from training import BIG, PADDED, PAIRS, Variant, timed, training
+from training import BIG, PADDED, PAIRS, Memory, Variant, timed, training
 
 from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import TrainLoader, Update
+from deepspeed_nmt.engine.settings import resolve_engine
 from deepspeed_nmt.engine.transfer import on_device
 from deepspeed_nmt.kernels.precision import DTYPES
+from deepspeed_nmt.parallel.world import World
 
 PEERS = ("16-bit weights", "autocast")
 PADDINGS = (0.25, 0.5, 0.1)
@@ -115,7 +117,9 @@ def run(bench: Bench) -> None:
     """Measure Marian, then our models."""
     with tempfile.TemporaryDirectory() as directory:
         corpus = write_corpus(Path(directory), 400 if bench.tiny else PAIRS, bench.vocabulary)
-        config = BIG.config(bench.tiny)
+        config, memory = BIG.config(bench.tiny), Memory.of(bench.device)
+        settings = resolve_engine(config.engine, config.optimizer, World(0, 1, 0, bench.device))
+        tokens = memory.fitting_tokens(config, bench.vocabulary, settings)
         fastest, best, left = 0.0, PADDINGS[0], len(PEERS) * len(PADDINGS) + 2
         for peer, padding in itertools.product(PEERS, PADDINGS):
 
@@ -123,7 +127,9 @@ def run(bench: Bench) -> None:
                 peer: str = peer, padding: float = padding, budget: float = bench.seconds_left / left
             ) -> Values:
                 make = marian_update(config, peer, bench)
-                batch = config.batch.model_copy(update={"layout": "padded", "max_padding": padding})
+                batch = config.batch.model_copy(
+                    update={"layout": "padded", "max_padding": padding, "micro_tokens": tokens}
+                )
                 loader = TrainLoader.of_corpus(corpus, batch, config.training.seed, 0, 1, bench.vocabulary)
                 return {"layout": "padded", **timed(make, loader, bench, budget).values()}
 
@@ -137,7 +143,7 @@ def run(bench: Bench) -> None:
         for variant, shown in ((BIG, "-"), (same, best)):
             budget = bench.seconds_left / left
             bench.measure(
-                lambda variant=variant, budget=budget: ours(variant, corpus, bench, budget, fastest),
+                lambda variant=variant, budget=budget: ours(variant, corpus, bench, memory, budget, fastest),
                 program="deepspeed_nmt",
                 model=variant.name,
                 settings=" ".join(variant.settings[:1]) or "default",
@@ -147,9 +153,11 @@ def run(bench: Bench) -> None:
             left -= 1
 
 
-def ours(variant: Variant, corpus: Corpus, bench: Bench, budget_s: float, fastest: float) -> Iterator[Values]:
+def ours(
+    variant: Variant, corpus: Corpus, bench: Bench, memory: Memory, budget_s: float, fastest: float
+) -> Iterator[Values]:
     """Measure one of our models, and compare it with the fastest Marian, in tokens a second."""
-    with training(replace(variant, precision=bench.half).config(bench.tiny), corpus, bench) as run:
+    with training(replace(variant, precision=bench.half), corpus, bench, memory) as run:
         yield run.backends
         values = timed(run.update, run.loader, bench, budget_s).values()
         yield {**values, "speedup": float(str(values["tokens_per_s"])) / fastest if fastest else None}

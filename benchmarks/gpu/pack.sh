@@ -5,7 +5,7 @@
 #
 # DIR defaults to .gpu, which git ignores and where run.sh looks. The machine has Python $PYTHON_VERSION (3.12), torch,
 # transformers and the packages in `provided`, in any version. All else that requirements/common.txt pins is collected,
-# and what the tests on a GPU need of requirements/test.txt. $PYTHON names the Python whose pip downloads (python3).
+# and what the tests on a GPU need of requirements/test.txt: pytest, in the version that is pinned. $PYTHON names the Python whose pip downloads (python3).
 set -euo pipefail
 case " $* " in *" --help "* | *" -h "*) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -15,7 +15,7 @@ provided=(absl-py click colorama contourpy cycler einops filelock fonttools fssp
     markdown markupsafe matplotlib mpmath networkx ninja numpy packaging pillow portalocker protobuf psutil pyparsing
     python-dateutil pyyaml regex sacrebleu safetensors sentencepiece setuptools six sympy tabulate
     tensorboard-data-server tensorboard tqdm werkzeug)
-tests=(pytest-timeout)
+tests=(pytest iniconfig pluggy pygments pytest-timeout)
 
 pin() { # pin NAME: its line in the locks, without markers
     grep -hE "^$1==" "${locks[@]}" | sed 's/ *[;#].*//' | head -n 1
@@ -41,4 +41,6 @@ done
     --python-version "$version" --abi "cp${version/./}" --abi abi3 --abi none "${platforms[@]}" "${wanted[@]}"
 # Published as source only; without its compiled operations the wheel is pure Python.
 DS_BUILD_OPS=0 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$directory" "$(pin deepspeed)"
+# The folder may travel without its repository; results name the commit nevertheless.
+git describe --always --dirty --abbrev=10 >"$directory/commit" 2>/dev/null || rm -f "$directory/commit"
 du -ch "$directory"/*.whl

@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 import torch
 from attention import KINDS, micro_batches, padded_call
-from harness import Bench, DeviceTimer, Skipped, Values
+from harness import NO_KERNELS, Bench, DeviceTimer, Skipped, Values
 from torch.profiler import ProfilerActivity, profile
 
 from deepspeed_nmt.kernels import choice
@@ -28,6 +28,8 @@ from deepspeed_nmt.kernels.precision import DTYPES, Precision
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = ("tests/gpu/test_gpu_varlen.py", "tests/gpu/test_gpu_decoding.py")
 """Tests of what has no other test: attention of packed sentences, and decoding on a GPU."""
+REHEARSED = ("tests/kernels/test_references.py",)
+"""Tests that run without a GPU."""
 
 
 def files() -> list[str]:
@@ -52,10 +54,10 @@ def trial(precision: Precision, bench: Bench) -> Iterator[Values]:
             raise RuntimeError(f"{', '.join(lost)} fell back to torch; the warning above says why")
 
 
-def suite(path: str, bench: Bench) -> Values:
-    """Run a file of tests, and return their numbers."""
+def suite(path: str, bench: Bench) -> Iterator[Values]:
+    """Run a file of tests, and yield their numbers; fail if one fails, or if none runs."""
     if importlib.util.find_spec("pytest") is None:
-        raise Skipped("pytest is not installed")
+        raise RuntimeError("pytest is not installed; benchmarks/gpu/pack.sh collects it")
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", path]
@@ -67,9 +69,11 @@ def suite(path: str, bench: Bench) -> Values:
         kind: [each for each in tests if each.find(kind) is not None] for kind in ("failure", "error", "skipped")
     }
     broken = [*outcomes["failure"], *outcomes["error"]]
-    counts = {"passed": len(tests) - len(broken) - len(outcomes["skipped"]), "failed": len(broken)}
+    ran = len(tests) - len(outcomes["skipped"])
     names = ", ".join(str(each.get("name")) for each in broken)
-    return {**counts, "skipped": len(outcomes["skipped"]), "which": names}
+    yield {"passed": ran - len(broken), "failed": len(broken), "skipped": len(outcomes["skipped"]), "which": names}
+    if broken or not ran:
+        raise RuntimeError(f"{len(broken)} of {ran} tests failed" if ran else "no test ran")
 
 
 def selftest(bench: Bench) -> Values:
@@ -103,6 +107,8 @@ def backend(kind: str, dtype: torch.dtype, bench: Bench) -> Values:
     names = dict.fromkeys(event.name for event in found.events())
     operations = [name for name in names if name.startswith("aten::_scaled_dot_product")]
     on_device = [event.name for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    if bench.on_gpu and not on_device:
+        raise RuntimeError(NO_KERNELS)
     return {"operations": " ".join(operations) or "products and softmax", "kernels": "; ".join(on_device)[:400]}
 
 
@@ -120,7 +126,7 @@ def run(bench: Bench) -> None:
     others = files()
     for name in ("fp32", *precisions):
         bench.measure(lambda name=name: trial(name, bench), check="trial", of=name)
-    for path in FIRST[: 1 if bench.tiny else None]:
+    for path in FIRST if bench.on_gpu else REHEARSED:
         bench.measure(lambda path=path: suite(path, bench), check="tests", of=Path(path).name)
     for name in precisions:
         dtype = DTYPES[name]
@@ -128,5 +134,5 @@ def run(bench: Bench) -> None:
         for kind in KINDS:
             bench.measure(lambda d=dtype, k=kind: backend(k, d, bench), check="attention", of=f"{kind} {name}")
     bench.measure(lambda: selftest(bench), check="selftest", of="all engines")
-    for path in others[: 0 if bench.tiny else None]:
+    for path in others if bench.on_gpu else ():
         bench.measure(lambda path=path: suite(path, bench), check="tests", of=Path(path).name)

@@ -7,12 +7,16 @@ time in which the program waited for the loader. `kernel_ms` and `idle` come fro
 the time in kernels, and the share of the time without a profiler in which the GPU had none to run. `kernels` are
 those that were chosen for the precision. `planned_gib` is what `plan` computes for the largest micro-batch that ran.
 
+`micro_tokens` is the size of a micro-batch. Where a row names none, it is the largest power of two up to 16,384 that
+fits the GPU's memory by the plan. Rows that end in `-4096` have the default of 4,096 tokens.
+
 To measure something else, add a line to `VARIANTS`; `--only` takes the names in its first column.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import sys
 import tempfile
@@ -25,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from harness import Bench, Skipped, Values, peak_flops, write_corpus
+from harness import NO_KERNELS, Bench, Skipped, Values, peak_flops, write_corpus
 from timing import seconds_of as wall_seconds
 from timing import synchronise
 from torch.profiler import ProfilerActivity, profile
@@ -41,9 +45,10 @@ from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.contract import Engine
 from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine, uses_deepspeed
-from deepspeed_nmt.kernels.precision import DTYPES, capability_of
+from deepspeed_nmt.kernels.precision import DTYPES, Capability, capability_of
 from deepspeed_nmt.parallel.world import World, join_world, leave_world
 from deepspeed_nmt.planning.counting import Counts, count_rates
+from deepspeed_nmt.planning.gpus import usable_gib
 from deepspeed_nmt.planning.memory import GIB
 from deepspeed_nmt.run.batches import layout_on
 from deepspeed_nmt.run.plans import make_planner
@@ -54,10 +59,13 @@ LEAST_WARMUP, LEAST_TIMED = 2, 8
 """Updates that are made even if the time of a row is over. Fewer that are timed would say nothing."""
 PROFILED = 4
 """Micro-batches in the profile."""
-COMMON = ("batch.update_tokens=32768", "batch.micro_tokens=16384", "optimizer.clip_norm=1.0")
+MICRO_TOKENS = (16384, 8192, 4096, 2048, 1024)
+"""Sizes of micro-batches, of which the largest that fits is measured."""
+DEFAULT_TOKENS, TINY_TOKENS = 4096, 200
+COMMON = ("batch.update_tokens=32768", "optimizer.clip_norm=1.0")
 TINY = (
     *("model.dim=16", "model.ffn_dim=32", "model.heads=2", "model.encoder_layers=2", "model.decoder_layers=2"),
-    *("batch.update_tokens=300", "batch.micro_tokens=200"),
+    *("batch.update_tokens=300", f"batch.micro_tokens={TINY_TOKENS}"),
 )
 
 
@@ -72,6 +80,8 @@ class Variant:
         precision: of the forward and backward pass.
         settings: further settings, which the table shows.
         tiny: further settings of a rehearsal.
+        micro_tokens: of a micro-batch; None for as many as fit.
+        more_tokens: tokens that the vocabulary has besides those of the corpus.
     """
 
     row: str
@@ -80,12 +90,19 @@ class Variant:
     precision: str = "bf16"
     settings: tuple[str, ...] = ()
     tiny: tuple[str, ...] = ()
+    micro_tokens: int | None = None
+    more_tokens: int = 0
 
     def config(self, tiny: bool) -> RunConfig:
-        """Return the settings of the run."""
+        """Return the settings of the run, with the largest micro-batches that there are if any may be taken."""
         size = (*TINY, *self.tiny) if tiny else ()
+        tokens = f"batch.micro_tokens={self.micro_tokens or MICRO_TOKENS[0]}"
         precision = f"engine.precision={self.precision}"
-        return load_config(self.recipe, settings=[*COMMON, precision, *self.settings, *size])
+        return load_config(self.recipe, settings=[*COMMON, tokens, precision, *self.settings, *size])
+
+    def default(self) -> Variant:
+        """Return the same run with micro-batches of the default size."""
+        return replace(self, row=f"{self.row}-{DEFAULT_TOKENS}", micro_tokens=DEFAULT_TOKENS)
 
     def labels(self, tiny: bool) -> dict[str, str]:
         """Return the first columns of the table."""
@@ -103,20 +120,28 @@ class Variant:
 
 BIG = Variant("big", "BIG 6+6", "transformer_big")
 PADDED = Variant("padded", "BIG 6+6", "transformer_big", settings=("batch.layout=padded",))
-DEEP = "deep_decoder_big_54"
+BASE = Variant("base", "BASE 6+6", "transformer_base")
+FLAGSHIP = "deep_decoder_big_54"
+DEEP = Variant("deep", "BIG 27+27", f"{FLAGSHIP}_plain_stabilised")
+METHODS = Variant("deep-methods", "BIG 27+27, CAD DDR ALD", f"{FLAGSHIP}_stabilised", tiny=("layer.drop_depth=1",))
 # A rehearsal on a CPU has other values: compilation takes minutes there, and `auto` is padded, so packed is tried.
 COMPILED, INTERPRETED = ("engine.compile=layers",), ("engine.compile=off",)
 VARIANTS = (  # the most wanted first, in case the time runs out, and compiled ones last, which take long to begin
     BIG,
     replace(PADDED, tiny=("batch.layout=packed",)),
-    Variant("deep", "BIG 27+27", f"{DEEP}_plain_stabilised"),
-    Variant("deep-methods", "BIG 27+27, CAD DDR ALD", f"{DEEP}_stabilised", tiny=("layer.drop_depth=1",)),
-    Variant("fp16", "BIG 6+6", "transformer_big", "fp16"),
+    DEEP,
+    METHODS,
+    BIG.default(),
+    BASE.default(),
+    DEEP.default(),
+    METHODS.default(),
+    replace(BIG, row="odd-vocabulary", more_tokens=1),
+    replace(BIG, row="fp16", precision="fp16"),
     replace(PADDED, row="padded-0.25", settings=("batch.layout=padded", "batch.max_padding=0.25")),
     replace(BIG, row="zero1", settings=("engine.name=deepspeed", "engine.ds_config=zero1")),
-    Variant("base", "BASE 6+6", "transformer_base"),
+    BASE,
     replace(BIG, row="compiled", settings=COMPILED, tiny=INTERPRETED),
-    Variant("deep-compiled", "BIG 27+27", f"{DEEP}_plain_stabilised", settings=COMPILED, tiny=INTERPRETED),
+    replace(DEEP, row="deep-compiled", settings=COMPILED, tiny=INTERPRETED),
 )
 
 
@@ -142,34 +167,86 @@ class Training:
 
     @property
     def backends(self) -> Values:
-        """The columns that say which layout and kernels were chosen."""
+        """The columns that say which layout, kernels and micro-batches were chosen."""
         kernels = build_kernels(self.config).describe(self.world.device, DTYPES[self.settings.precision])
         if self.config.engine.compile == "layers":
             kernels = f"torch.compile; outside of layers: {kernels}"
-        return {"layout": self.loader.config.layout, "kernels": kernels}
+        batch = self.loader.config
+        return {
+            "vocabulary": self.vocabulary.size,
+            "micro_tokens": batch.micro_tokens,
+            "layout": batch.layout,
+            "kernels": kernels,
+        }
 
     def update(self, update: Update) -> None:
         """Make an update."""
         self.engine.update(update.micro_batches, update.target_tokens, 1e-5)
 
 
+class Memory:
+    """The planner's view of the memory of one device, with counts of models that variants share.
+
+    Args:
+        gib: memory of the device.
+        capability: of the device; None for a CPU.
+    """
+
+    def __init__(self, gib: float, capability: Capability | None) -> None:
+        self._gib, self._capability = gib, capability
+        self._counts: dict[str, Counts] = {}
+
+    @classmethod
+    def of(cls, device: torch.device) -> Memory:
+        """Return that of a device."""
+        if device.type == "cuda":
+            size = torch.cuda.get_device_properties(device).total_memory
+        else:
+            size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return cls(size / GIB, capability_of(device))
+
+    def planned_gib(self, config: RunConfig, vocabulary: Vocabulary, settings: EngineSettings, tokens: int) -> float:
+        """Return the memory that the planner expects, with micro-batches of this many tokens."""
+        batch = config.batch.model_copy(update={"micro_tokens": tokens})
+        config = config.model_copy(update={"batch": batch})
+        kernels = build_kernels(config).planned_for(self._capability)
+        planner = make_planner(config, vocabulary, settings, 1, kernels, self._counts)
+        return planner.as_set(float("inf")).total / GIB
+
+    def fitting_tokens(self, config: RunConfig, vocabulary: Vocabulary, settings: EngineSettings) -> int:
+        """Return the tokens of the largest micro-batch, up to that of the settings, that fits.
+
+        Raises:
+            Skipped: if none fits.
+        """
+        most = config.batch.micro_tokens
+        for tokens in [most, *(size for size in MICRO_TOKENS if size < most)]:
+            if self.planned_gib(config, vocabulary, settings, tokens) <= usable_gib(self._gib):
+                return tokens
+        raise Skipped(f"micro-batches of {MICRO_TOKENS[-1]:,} tokens do not fit {self._gib:.1f} GiB")
+
+
 @contextmanager
-def training(config: RunConfig, corpus: Corpus, bench: Bench) -> Iterator[Training]:
+def training(variant: Variant, corpus: Corpus, bench: Bench, memory: Memory) -> Iterator[Training]:
     """Build engine and loader of a run, and free them at the end."""
-    device, vocabulary = bench.device, bench.vocabulary
+    device, config = bench.device, variant.config(bench.tiny)
+    vocabulary = replace(bench.vocabulary, size=bench.vocabulary.size + variant.more_tokens)
     deepspeed = uses_deepspeed(config.engine, 1)
     world = join_world(device.type) if deepspeed else World(0, 1, 0, device)
     try:
         settings = resolve_engine(config.engine, config.optimizer, world)
+        layout = layout_on(config, settings.precision, capability_of(device))
+        fixed = config.batch.micro_tokens if variant.micro_tokens else None
+        tokens = fixed or memory.fitting_tokens(config, vocabulary, settings)
+        batch = {"layout": layout, "micro_tokens": tokens}
+        config = config.model_copy(update={"batch": config.batch.model_copy(update=batch)})
         model = build_model(config, vocabulary, build_kernels(config))
         if config.engine.compile == "layers":
             model.compile_layers()
         module = TrainModule(model, build_objective(config, vocabulary)).to(device)
         dummy = collate(corpus, np.empty(0, dtype=np.int64), vocabulary)
         engine = build_engine(settings, module, world, dummy)
-        layout = layout_on(config, settings.precision, capability_of(device))
-        batch = config.batch.model_copy(update={"layout": layout})
-        loader = TrainLoader.of_corpus(corpus, batch, config.training.seed, 0, 1, vocabulary)
+        loader = TrainLoader.of_corpus(corpus, config.batch, config.training.seed, 0, 1, vocabulary)
         yield Training(config, settings, vocabulary, world, engine, loader)
         engine.close()
     finally:
@@ -307,6 +384,8 @@ def profiled(make: Callable[[], object], device: torch.device) -> Values:
             group = next(named, "other")
             seconds[group] = seconds.get(group, 0.0) + 1e-6 * spent
             launches += 1
+    if on_gpu and not launches:
+        raise RuntimeError(NO_KERNELS)
     total = sum(seconds.values())
     shares = {group: seconds.get(group, 0.0) / max(total, 1e-9) for group in [*dict(_GROUPS), "other"]}
     idle = {"idle": max(0.0, 1.0 - total / wall)} if on_gpu else {}  # a CPU's operations overlap the profiler's work
@@ -328,27 +407,17 @@ def utilisation(run: Training, speed: Speed) -> float | None:
     return workload.utilisation(speed.source_tokens, speed.target_tokens, speed.seconds)
 
 
-def planned_gib(run: Training, largest: int, counted: dict[str, Counts]) -> float:
-    """Return the memory that the planner expects, with micro-batches of this many tokens; see `make_planner`."""
-    batch = run.config.batch.model_copy(update={"micro_tokens": largest})
-    config = run.config.model_copy(update={"batch": batch})
-    kernels = build_kernels(config).planned_for(capability_of(run.world.device))
-    return make_planner(config, run.vocabulary, run.settings, 1, kernels, counted).as_set(float("inf")).total / GIB
-
-
 def sample_of(update: Update, bench: Bench) -> tuple[list[Batch], int]:
     """Return the first micro-batches of an update, for a profile, and their target tokens."""
     chosen = update.micro_batches[: 1 if bench.tiny else PROFILED]
     return chosen, sum(batch.target_tokens for batch in chosen)
 
 
-def measure(
-    config: RunConfig, corpus: Corpus, bench: Bench, budget_s: float, counted: dict[str, Counts]
-) -> Iterator[Values]:
+def measure(variant: Variant, corpus: Corpus, bench: Bench, budget_s: float, memory: Memory) -> Iterator[Values]:
     """Train for a while, and yield the columns of the table, speed first."""
     if bench.on_gpu:
         torch.cuda.reset_peak_memory_stats(bench.device)
-    with training(config, corpus, bench) as run:
+    with training(variant, corpus, bench, memory) as run:
         yield run.backends
         speed = timed(run.update, run.loader, bench, budget_s)
         yield speed.values()
@@ -359,7 +428,7 @@ def measure(
             )
             yield {"peak_gib": peak / GIB, "reserved_gib": reserved / GIB}
         yield {"mfu": utilisation(run, speed)}
-        yield {"planned_gib": planned_gib(run, speed.largest, counted)}
+        yield {"planned_gib": memory.planned_gib(run.config, run.vocabulary, run.settings, speed.largest)}
         sample, tokens = sample_of(next(run.loader.updates(Cursor(), 1)), bench)
         yield profiled(lambda: run.engine.update(sample, tokens, 1e-5), bench.device)
 
@@ -368,7 +437,7 @@ def run(bench: Bench) -> None:
     """Measure all variants."""
     with tempfile.TemporaryDirectory() as directory:
         corpus = write_corpus(Path(directory), 400 if bench.tiny else PAIRS, bench.vocabulary)
-        counted: dict[str, Counts] = {}
+        memory = Memory.of(bench.device)
         wanted = [each for each in VARIANTS if bench.wants(**each.labels(bench.tiny))]
         for number, variant in enumerate(wanted):
             budget = bench.seconds_left / (len(wanted) - number)
@@ -376,6 +445,6 @@ def run(bench: Bench) -> None:
             def one(variant: Variant = variant, budget: float = budget) -> Iterator[Values]:
                 if variant.precision == "bf16" and bench.half == "fp16":
                     raise Skipped("this GPU has no bf16")
-                return measure(variant.config(bench.tiny), corpus, bench, budget, counted)
+                return measure(variant, corpus, bench, budget, memory)
 
             bench.measure(one, **variant.labels(bench.tiny))

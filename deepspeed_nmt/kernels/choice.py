@@ -58,7 +58,9 @@ Choices = dict[str, str]
 """Operation -> backend."""
 
 MEASURED: dict[Capability, dict[torch.dtype, Choices]] = {}
-"""Fastest backends by compute capability and dtype, as `benchmarks/gpu/run.sh kernels` prints them. None so far."""
+"""Fastest backends by compute capability and dtype, as `benchmarks/gpu/run.sh kernels` prints them. None so far.
+
+Operations that are missing are those of :data:`EXPECTED`."""
 EXPECTED: Choices = {name: "torch" if name in ("linear", "layer_norm") else "triton" for name in OPERATIONS}
 """Backends preferred on a GPU that has not been measured: Triton for what is several kernels in torch, each of which
 reads and writes every element. Expectations, not findings."""
@@ -100,7 +102,7 @@ def parse_setting(setting: str, source: str) -> Choices:
 
 def preferred_on_gpu(operation: str, capability: Capability, dtype: torch.dtype) -> str:
     """Return the installed backend to prefer on a GPU of this capability."""
-    name = MEASURED.get(capability, {}).get(dtype, EXPECTED)[operation]
+    name = MEASURED.get(capability, {}).get(dtype, {}).get(operation, EXPECTED[operation])
     installed = [backend for backend in OPERATIONS[operation] if is_installed(operation, backend)]
     if dtype == torch.float64:
         return "torch"

@@ -63,6 +63,8 @@ def test_a_measured_gpu_gets_the_fastest_backends(machine: Machine, monkeypatch:
     monkeypatch.setitem(choice.MEASURED, (8, 6), {torch.float16: fastest})
     assert chosen() == fastest
     assert chosen(dtype=torch.bfloat16) == EXPECTED, "this type was not measured"
+    monkeypatch.setitem(choice.MEASURED, (8, 6), {torch.float16: {"softmax": "torch"}})
+    assert chosen() == {**EXPECTED, "softmax": "torch"}, "the others were not measured"
     machine((8, 0), {"triton"})
     assert chosen() == EXPECTED
 
