@@ -19,7 +19,7 @@ from tests import equations
 from tests.equations import attend
 
 Style = str
-"""pre or post."""
+"""pre or post; of a model also the encoder's, a slash, and the decoder's."""
 
 
 def norm(part: Any, x: Tensor) -> Tensor:
@@ -43,16 +43,22 @@ def residual(part: Any, style: Style, x: Tensor, sublayer: Callable[[Tensor], Te
     return norm(part.norm, x + sublayer(x))
 
 
+def style_of(side: str, style: Style) -> Style:
+    return style.split("/")[0 if side == "encoder" else -1]
+
+
 def network(part: Any, x: Tensor) -> Tensor:
     return equations.network(part, x, lambda h: h.clamp(min=0.0))
 
 
 def encoder_layer(layer: Any, style: Style, heads: int, x: Tensor) -> Tensor:
+    style = style_of("encoder", style)
     x = residual(layer.self_residual, style, x, lambda h: attend(layer.self_attention, heads, h, h))
     return residual(layer.feed_forward_residual, style, x, lambda h: network(layer.feed_forward, h))
 
 
 def decoder_layer(layer: Any, style: Style, heads: int, y: Tensor, memory: Tensor) -> Tensor:
+    style = style_of("decoder", style)
     y = residual(layer.self_residual, style, y, lambda h: attend(layer.self_attention, heads, h, h, causal=True))
     y = residual(layer.cross_residual, style, y, lambda h: attend(layer.cross_attention, heads, h, memory))
     return residual(layer.feed_forward_residual, style, y, lambda h: network(layer.feed_forward, h))
@@ -61,13 +67,13 @@ def decoder_layer(layer: Any, style: Style, heads: int, y: Tensor, memory: Tenso
 def encoder(stack: Any, style: Style, heads: int, x: Tensor) -> Tensor:
     for layer in stack.layers:
         x = encoder_layer(layer, style, heads, x)
-    return norm(stack.final_norm, x) if style == "pre" else x
+    return norm(stack.final_norm, x) if style_of("encoder", style) == "pre" else x
 
 
 def decoder(stack: Any, style: Style, heads: int, y: Tensor, memory: Tensor) -> Tensor:
     for layer in stack.layers:
         y = decoder_layer(layer, style, heads, y, memory)
-    return norm(stack.final_norm, y) if style == "pre" else y
+    return norm(stack.final_norm, y) if style_of("decoder", style) == "pre" else y
 
 
 def bottom(model: Any, style: Style, heads: int, source: Sequence[int], target: Sequence[int]) -> Tensor:
@@ -94,14 +100,20 @@ def transparent(model: Any, style: Style, heads: int, source: Sequence[int], tar
     states = [embed(model.source_embedding.weight, source)]
     for layer in model.encoder.layers:
         states.append(encoder_layer(layer, style, heads, states[-1]))
-    if style == "pre":
+    if style_of("encoder", style) == "pre":
         states = [norm(model.encoder.final_norm, state) for state in states]
     y = embed(model.target_embedding.weight, target)
     for j, wrapped in enumerate(model.decoder.layers):
         column = model.mixtures.logits[:, j].exp()
         z = sum(weight / column.sum() * state for weight, state in zip(column, states, strict=True))
         y = decoder_layer(wrapped.layer, style, heads, y, z)
-    return norm(model.decoder.final_norm, y) if style == "pre" else y
+    return norm(model.decoder.final_norm, y) if style_of("decoder", style) == "pre" else y
+
+
+def norms(style: Style) -> dict[str, str | None]:
+    """Return the settings of a style."""
+    encoder, decoder = style_of("encoder", style), style_of("decoder", style)
+    return {"norm": encoder, "decoder_norm": None if encoder == decoder else decoder}
 
 
 def log_probs(states_TD: Tensor, weight_VD: Tensor) -> Tensor:

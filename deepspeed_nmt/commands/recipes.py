@@ -61,13 +61,20 @@ def cells(name: str) -> list[str]:
     return [
         _layers(model),
         f"{model.dim if hasattr(model, 'dim') else model.source.dim}",
-        getattr(model, "norm", "post" if hasattr(model, "source") else "none"),
+        _norms(model),
         f"{model.dropout:g}",
         f"{config.optimizer.lr:g}",
         f"{config.schedule.warmup_updates:,}",
         f"{config.batch.update_tokens:,}",
         f"{config.training.max_updates:,}",
     ]
+
+
+def _norms(model: Any) -> str:
+    """Return the places of the LayerNorms, those of encoder and decoder if they differ."""
+    if hasattr(model, "norms"):
+        return "/".join(dict.fromkeys(model.norms()))
+    return "post" if hasattr(model, "source") else "none"
 
 
 def _layers(model: Any) -> str:

@@ -46,7 +46,7 @@ class StandardTransformer:
         positions: function that returns the positions 0..T-1, (T,D), given T.
         depths: numbers of layers.
         heads: attention heads of all layers.
-        norm: place of all LayerNorms.
+        norms: places of the LayerNorms.
         activation: of all feed-forward networks.
         norm_eps: of all LayerNorms.
         alphas: weights of the residual branches, for DeepNorm; else 1.
@@ -58,7 +58,7 @@ class StandardTransformer:
     positions: Callable[[int], Tensor]
     depths: tuple[int, int]
     heads: int
-    norm: NormStyle
+    norms: tuple[NormStyle, NormStyle]
     activation: Activation
     norm_eps: float
     alphas: tuple[float, float]
@@ -85,18 +85,20 @@ def describe(
     }
     weights |= {name: weight.detach() for side, stack in stacks.items() for name, weight in _weights(stack, side)}
     common = {
-        (around.style, attention.q_proj.out_features // attention.head_dim, network.activation, around.norm.eps)
+        (attention.q_proj.out_features // attention.head_dim, network.activation, around.norm.eps)
         for layer in (*encoder.layers, *decoder.layers)
         for around in _modules(layer, Residual)
         for attention in _modules(layer, MultiHeadAttention)
         for network in _modules(layer, FeedForward)
     }
     if len(common) != 1:
-        raise NotStandardError("its layers differ in their norms, heads or activations")
-    norm, heads, activation, eps = common.pop()
+        raise NotStandardError("its layers differ in their heads, activations or the eps of their norms")
+    heads, activation, eps = common.pop()
     depths = encoder.applications, decoder.applications
-    alphas = _alpha(encoder, "encoder"), _alpha(decoder, "decoder")
-    return StandardTransformer(weights, scale, positions, depths, heads, norm, activation, eps, alphas)
+    encoder_norm, encoder_alpha = _connections(encoder, "encoder")
+    decoder_norm, decoder_alpha = _connections(decoder, "decoder")
+    norms, alphas = (encoder_norm, decoder_norm), (encoder_alpha, decoder_alpha)
+    return StandardTransformer(weights, scale, positions, depths, heads, norms, activation, eps, alphas)
 
 
 def _weights(stack: LayerStack, side: str) -> Iterator[tuple[str, Tensor]]:
@@ -114,11 +116,11 @@ def _weights(stack: LayerStack, side: str) -> Iterator[tuple[str, Tensor]]:
         yield f"{side}.final_norm.bias", norm.bias
 
 
-def _alpha(stack: LayerStack, side: str) -> float:
-    alphas = {around.alpha for layer in stack.layers for around in _modules(layer, Residual)}
-    if len(alphas) != 1:
-        raise NotStandardError(f"the layers of its {side} weight their residual branches differently")
-    return alphas.pop()
+def _connections(stack: LayerStack, side: str) -> tuple[NormStyle, float]:
+    kinds = {(around.style, around.alpha) for layer in stack.layers for around in _modules(layer, Residual)}
+    if len(kinds) != 1:
+        raise NotStandardError(f"the layers of its {side} differ in their norms or the weights of residual branches")
+    return kinds.pop()
 
 
 def _standard(layer: nn.Module, which: str) -> nn.Module:

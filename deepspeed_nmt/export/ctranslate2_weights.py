@@ -83,12 +83,18 @@ def write_ctranslate2(
 
     # The decoder's first layer decides for all layers whether they have cross-attention.
     model = standardise(model)
-    spec = specs.TransformerSpec.from_config(
-        model.depths,
-        model.heads,
-        pre_norm=model.norm == "pre",
-        no_final_norm="encoder.final_norm.weight" not in model.weights,
-        activation=getattr(common_spec.Activation, _ACTIVATIONS[model.activation]),
+    kinds = specs.TransformerEncoderSpec, specs.TransformerDecoderSpec
+    spec = specs.TransformerSpec(
+        *(
+            kind(
+                depth,
+                model.heads,
+                pre_norm=norm == "pre",
+                no_final_norm=f"{side}.final_norm.weight" not in model.weights,
+                activation=getattr(common_spec.Activation, _ACTIVATIONS[model.activation]),
+            )
+            for kind, side, depth, norm in zip(kinds, ("encoder", "decoder"), model.depths, model.norms, strict=True)
+        )
     )
     positions_TD = model.positions(longest).cpu()
     sides = (spec.encoder, spec.encoder.embeddings[0], "source"), (spec.decoder, spec.decoder.embeddings, "target")

@@ -159,7 +159,7 @@ def standardise(model: StandardTransformer) -> StandardTransformer:
             weights[f"{layer}.cross_attention.{part}.weight"] = torch.zeros(dim, dim)
             weights[f"{layer}.cross_attention.{part}.bias"] = torch.zeros(dim)
         weights[f"{cross}.weight"], weights[f"{cross}.bias"] = torch.ones(dim), torch.zeros(dim)
-        if model.norm == "post":
+        if model.norms[1] == "post":
             for part, standard in (("weight", torch.full((dim,), _STANDARD_GAIN)), ("bias", torch.zeros(dim))):
                 weights[f"{cross}.{part}"], weights[f"{own}.{part}"] = weights[f"{own}.{part}"], standard
     return replace(model, weights=weights)
@@ -173,7 +173,7 @@ def fold_deepnorm(model: StandardTransformer) -> StandardTransformer:
     alpha. It computes alpha LN(y + f(y / alpha)), which is post-norm with the same sums. The last LayerNorm of a
     stack keeps its output.
     """
-    if model.norm != "deepnorm":
+    if "deepnorm" not in model.norms:
         return model
     weights = dict(model.weights)
     for side, depth, alpha in zip(("encoder", "decoder"), model.depths, model.alphas, strict=True):
@@ -183,4 +183,4 @@ def fold_deepnorm(model: StandardTransformer) -> StandardTransformer:
                 weights[name] = weight / alpha
             elif name.startswith(f"{side}.") and "_residual.norm." in name and not name.startswith(last):
                 weights[name] = weight * alpha
-    return replace(model, norm="post", weights=weights, input_scales=model.alphas)
+    return replace(model, norms=("post", "post"), weights=weights, input_scales=model.alphas)

@@ -139,7 +139,12 @@ def check_class(model: StandardTransformer) -> None:
         raise NotStandardError(
             f"its LayerNorms have eps {model.norm_eps:g}, and those of transformers' classes {_EPS:g}"
         )
-    if model.norm == "pre" and len({len(model.weights[name]) for name in _EMBEDDINGS}) > 1:
+    if len(set(model.norms)) > 1:
+        raise NotStandardError(
+            f"its encoder is {model.norms[0]}-norm and its decoder {model.norms[1]}-norm, and transformers has no "
+            "class with both; CTranslate2 has (--format ctranslate2)"
+        )
+    if model.norms[0] == "pre" and len({len(model.weights[name]) for name in _EMBEDDINGS}) > 1:
         raise NotStandardError("it is pre-norm and has two vocabularies, and transformers' Pegasus has one")
 
 
@@ -152,7 +157,7 @@ def write_huggingface(directory: Path, model: StandardTransformer, vocabulary: V
     """
     check_class(model)
     model = standardise(model)
-    kind, name = _CLASSES[model.norm]
+    kind, name = _CLASSES[model.norms[0]]
     state = _state(model, longest)
     tied = "lm_head.weight" not in state
     (source_size, dim), (target_size, _) = (model.weights[name].shape for name in _EMBEDDINGS)

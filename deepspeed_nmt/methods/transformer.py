@@ -4,7 +4,8 @@ Vaswani, Shazeer, Parmar, Uszkoreit, Jones, Gomez, Kaiser, Polosukhin: "Attentio
 
 - Normalisation: post-norm, LN(x + f(x)); pre-norm, x + f(LN(x)), with a final LayerNorm on each stack (Wang, Li,
   Xiao, Zhu, Li, Wong, Chao: "Learning Deep Transformer Models for Machine Translation", 2019); or DeepNorm, LN(alpha
-  x + f(x)) (Wang, Ma, Dong, Huang, Zhang, Wei: "DeepNet: Scaling Transformers to 1,000 Layers", 2022).
+  x + f(x)) (Wang, Ma, Dong, Huang, Zhang, Wei: "DeepNet: Scaling Transformers to 1,000 Layers", 2022). Encoder and
+  decoder may differ in it, but for DeepNorm.
 - Initialisation: Xavier uniform; or depth-scaled, with the weights of layer l multiplied by 1/sqrt(l) (Zhang, Titov,
   Sennrich: "Improving Deep Transformer with Depth-Scaled Initialization and Merged Attention", 2019, DS-Init with
   alpha = 1).
@@ -63,6 +64,9 @@ class TransformerShape(ModelConfig):
         default="pre",
         description="LayerNorm before the sub-layer (pre) or after (post); deepnorm: post, with a weighted residual",
     )
+    decoder_norm: Literal["pre", "post"] | None = Field(
+        default=None, description="place of the decoder's LayerNorms, if other than that of the encoder's"
+    )
     init: Literal["xavier", "depth_scaled"] = Field(default="xavier", description="initialisation of the layers")
     share_embeddings: Literal["all", "decoder", "none"] = Field(
         default="all",
@@ -85,7 +89,17 @@ class TransformerShape(ModelConfig):
         {"init", "dropout", "attention_dropout", "activation_dropout"}
     )
     shape_fields: ClassVar[frozenset[str]] = frozenset(
-        {"dim", "ffn_dim", "heads", "norm", "share_embeddings", "activation", "positions", "output_bias"}
+        {
+            "dim",
+            "ffn_dim",
+            "heads",
+            "norm",
+            "decoder_norm",
+            "share_embeddings",
+            "activation",
+            "positions",
+            "output_bias",
+        }
     )
     depth_fields: ClassVar[frozenset[str]] = frozenset({"encoder_layers", "decoder_layers"})
 
@@ -99,7 +113,16 @@ class TransformerShape(ModelConfig):
             raise ValueError(
                 f"init is {self.init}, but norm=deepnorm has an initialisation of its own; set init=xavier"
             )
+        if self.norm == "deepnorm" and self.decoder_norm is not None:
+            raise ValueError(
+                f"decoder_norm is {self.decoder_norm}, but the constants of norm=deepnorm are for both stacks; "
+                "remove decoder_norm, or set norm to pre or post"
+            )
         return self
+
+    def norms(self) -> tuple[NormStyle, NormStyle]:
+        """Return the places of the LayerNorms of encoder and decoder."""
+        return self.norm, self.decoder_norm or self.norm
 
     def deepnorm_depths(self) -> tuple[int, int]:
         """Return the depths of encoder and decoder (N and M) for DeepNorm's constants."""
@@ -271,7 +294,7 @@ def build_stacks(
     for layers, (_, beta) in ((encoder, _deepnorm(config, "encoder")), (decoder, _deepnorm(config, "decoder"))):
         for number, layer in enumerate(layers, 1):
             _initialise(layer, beta, 1.0 / math.sqrt(number) if config.init == "depth_scaled" else 1.0)
-    final_norms = [LayerNorm(config.dim) if config.norm == "pre" else None for _ in range(2)]
+    final_norms = [LayerNorm(config.dim) if norm == "pre" else None for norm in config.norms()]
     return LayerStack(encoder, orders[0], final_norms[0]), LayerStack(decoder, orders[1], final_norms[1])
 
 
@@ -283,10 +306,11 @@ def _embedding(vocabulary: Vocabulary, dim: int) -> nn.Parameter:
 
 def _parts(config: TransformerShape, side: Literal["encoder", "decoder"]) -> LayerParts:
     alpha, _ = _deepnorm(config, side)
+    norm = config.norms()[side == "decoder"]
     return LayerParts(
         attention=lambda kind=MultiHeadAttention: kind(config.dim, config.heads, config.attention_dropout),
         feed_forward=lambda: FeedForward(config.dim, config.ffn_dim, config.activation, config.activation_dropout),
-        residual=lambda: Residual(config.dim, config.norm, config.dropout, alpha),
+        residual=lambda: Residual(config.dim, norm, config.dropout, alpha),
     )
 
 

@@ -152,7 +152,7 @@ ENTRY = Entry(
     SelfTest(
         "transparent",
         {
-            "model": {"name": "transparent_attention", **SMALL, "norm": "post", "mixture_dropout": 0.0},
+            "model": {"name": "transparent_attention", **SMALL, "decoder_norm": "post", "mixture_dropout": 0.0},
             "objective": {"guided_alignment": {"weight": 0.5}},
         },
     ),

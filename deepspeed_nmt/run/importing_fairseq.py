@@ -95,7 +95,7 @@ _REQUIRED: Mapping[str, tuple[Any, ...]] = {
 """Options that must have one of these values, in an older checkpoint also None or none at all."""
 _COMPARED = (bool, int, float, str, list, tuple)
 _STACKS = ("encoder", "decoder")
-_BOTH_SIDES = ("embed_dim", "ffn_embed_dim", "attention_heads", "normalize_before")
+_BOTH_SIDES = ("embed_dim", "ffn_embed_dim", "attention_heads")
 _ARCHITECTURES = re.compile(r"transformer(_(iwslt|wmt|vaswani|tiny|align|wmt_en_de)\w*)?")
 """Architectures of fairseq's own that are plain Transformers."""
 _UNUSED = re.compile(
@@ -336,9 +336,11 @@ def model_settings(checkpoint: FairseqCheckpoint, origin: str) -> dict[str, Any]
     for name in ("decoder_input_dim", "decoder_output_dim"):
         if options.get(name) not in (None, width):
             problems.append(f"{origin} has {name}={options[name]}, other than decoder_embed_dim={width}")
+    norms = ["pre" if options.get(f"{side}_normalize_before") else "post" for side in _STACKS]
     versions = [checkpoint.weights.get(f"{side}.version", torch.zeros(1)) for side in _STACKS]
-    if options.get("encoder_normalize_before") and any(
-        version.numel() != 1 or float(version) < 3 for version in versions
+    if any(
+        norm == "pre" and (version.numel() != 1 or float(version) < 3)
+        for norm, version in zip(norms, versions, strict=True)
     ):
         problems.append(
             f"{origin} is pre-norm and older than fairseq 0.7, so that its stacks may end without a LayerNorm; load "
@@ -364,7 +366,8 @@ def model_settings(checkpoint: FairseqCheckpoint, origin: str) -> dict[str, Any]
         "ffn_dim": options["encoder_ffn_embed_dim"],
         "heads": options["encoder_attention_heads"],
         **{f"{side}_layers": options[f"{side}_layers"] for side in _STACKS},
-        "norm": "pre" if options.get("encoder_normalize_before") else "post",
+        "norm": norms[0],
+        "decoder_norm": None if norms[0] == norms[1] else norms[1],
         "share_embeddings": "all" if options.get("share_all_embeddings") else shared,
         "activation": _ACTIVATIONS[activation],
         "positions": "fairseq",

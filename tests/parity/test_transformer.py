@@ -39,6 +39,22 @@ def test_deepnorm_constants() -> None:
     assert query.abs().max().item() == pytest.approx(bound / math.sqrt(2), rel=0.02)
 
 
+def test_decoder_norm_is_that_of_the_encoder_unless_set() -> None:
+    shape = {"dim": 8, "ffn_dim": 8, "heads": 2, "encoder_layers": 1, "decoder_layers": 1}
+    for settings, styles in (
+        ({}, ["pre", "pre"]),
+        ({"norm": "post"}, ["post", "post"]),
+        ({"decoder_norm": "post"}, ["pre", "post"]),
+        ({"norm": "post", "decoder_norm": "pre"}, ["post", "pre"]),
+    ):
+        model = build_transformer(TransformerConfig.model_validate({**shape, **settings}), Vocabulary(11))
+        stacks = (model.encoder, model.decoder)
+        assert [stack.layers[0].feed_forward_residual.style for stack in stacks] == styles
+        assert [stack.final_norm is not None for stack in stacks] == [style == "pre" for style in styles]
+    with pytest.raises(ValueError, match=r"decoder_norm is pre.*deepnorm.*remove decoder_norm"):
+        TransformerConfig(norm="deepnorm", decoder_norm="pre")
+
+
 # The papers' tables, in millions of parameters. The counts are rounded, and the vocabularies are fitted to them.
 @pytest.mark.parametrize(
     ("millions", "vocab", "shape"),

@@ -118,7 +118,7 @@ def test_exits_and_formats_are_certified(format: str, options: list[str], with_e
 
 
 def test_a_wrong_export_is_not_passed(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "fold_deepnorm", lambda model: replace(model, norm="post"))
+    monkeypatch.setattr(formats, "fold_deepnorm", lambda model: replace(model, norms=("post", "post")))
     assert export(run, tmp_path / "out") == 1
     problems = " ".join(Certificate.read(tmp_path / "out").problems)
     assert all(text in problems for text in ("at beam 1", "log-probabilities of tokens differ by", "no near-ties"))
@@ -164,7 +164,7 @@ def test_a_run_whose_export_is_not_passed_is_not_translated(
     run = shutil.copytree(run, tmp_path / "run")
     output = tmp_path / "output"
     output.write_text("kept")
-    monkeypatch.setattr(formats, "fold_deepnorm", lambda model: replace(model, norm="post"))
+    monkeypatch.setattr(formats, "fold_deepnorm", lambda model: replace(model, norms=("post", "post")))
     for _ in range(2):  # the second time, it is not exported again
         assert translate(run, data.parent / "text" / "test.en", output, "--runtime", "ctranslate2") == 2
         assert "does not translate as the run" in capsys.readouterr().err

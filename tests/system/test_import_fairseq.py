@@ -251,7 +251,7 @@ def option(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (option("encoder_learned_pos", True), "has encoder_learned_pos=True"),
         (lambda state: state["model"].pop("decoder.version"), "older than fairseq 0.7"),
         (option("activation_fn", "tanh"), "has activation_fn=tanh"),
-        (option("decoder_normalize_before", True), "decoder_normalize_before=True"),
+        (option("decoder_normalize_before", True), "lacks decoder.layer_norm.weight"),
         (lambda state: state["model"].update({"decoder.gate.weight": torch.ones(2)}), "decoder.gate.weight"),
         (lambda state: state["model"].pop("decoder.layers.1.fc2.bias"), "lacks decoder.layers.1.fc2.bias"),
     ],

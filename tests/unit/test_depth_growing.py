@@ -36,11 +36,20 @@ def sentences(data: Batch) -> Iterator[tuple[list[int], list[int], list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("norm", "residual_norm", "attend"), [("pre", True, "h1"), ("post", False, "h1_plus_input"), ("post", True, "h1")]
+    ("norm", "residual_norm", "attend"),
+    [
+        ("pre", True, "h1"),
+        ("post", False, "h1_plus_input"),
+        ("post", True, "h1"),
+        ("post/pre", True, "h1_plus_input"),
+    ],
 )
 def test_loss_and_gradients_are_those_of_the_equations(norm: str, residual_norm: bool, attend: str) -> None:
     """Equations 1 to 3 of Wu et al. 2019, for both exits, with the gradients of all that is trained."""
-    model, data = growing(norm=norm, residual_norm=residual_norm, attend=attend).double().train(), two_pairs()
+    model, data = (
+        growing(**equations.norms(norm), residual_norm=residual_norm, attend=attend).double().train(),
+        two_pairs(),
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)

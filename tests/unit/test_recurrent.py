@@ -57,8 +57,9 @@ def looped(layers: Sequence[nn.Module], loops: int, sharing: str, x: Tensor, F: 
 def transcribed(model: Transformer, data: Batch, norm: str, sharing: str, loops: tuple[int, int]) -> Iterator[Tensor]:
     """Yield each sentence's decoder states at the top, by equation 7 and the chain of figure 1. Shape: (T,D)"""
 
-    def final(stack: nn.Module, x: Tensor) -> Tensor:
-        return equations.norm(stack.final_norm, x) if norm == "pre" else x
+    def final(side: str, x: Tensor) -> Tensor:
+        stack = getattr(model, side)
+        return equations.norm(stack.final_norm, x) if equations.style_of(side, norm) == "pre" else x
 
     for row in range(len(data.source_BS)):
         x = model.source_embedding(data.source_BS)[row][data.source_BS[row].ne(0)]
@@ -66,15 +67,15 @@ def transcribed(model: Transformer, data: Batch, norm: str, sharing: str, loops:
         encoded = looped(
             model.encoder.layers, loops[0], sharing, x, lambda layer, h: equations.encoder_layer(layer, norm, 2, h)
         )
-        decode = partial(decoded, norm, final(model.encoder, encoded))
-        yield final(model.decoder, looped(model.decoder.layers, loops[1], sharing, y, decode))
+        decode = partial(decoded, norm, final("encoder", encoded))
+        yield final("decoder", looped(model.decoder.layers, loops[1], sharing, y, decode))
 
 
 def decoded(norm: str, memory: Tensor, layer: nn.Module, y: Tensor) -> Tensor:
     return equations.decoder_layer(layer, norm, 2, y, memory)
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("norm", ["pre", "post", "pre/post"])
 @pytest.mark.parametrize(
     ("sharing", "loops"),
     [("stacked", (3, 2)), ("closed_chain", (3, 2)), ("closed_chain", (2, 4)), ("stacked", (1, 3))],
@@ -82,7 +83,9 @@ def decoded(norm: str, memory: Tensor, layer: nn.Module, y: Tensor) -> Tensor:
 def test_states_and_gradients_are_those_of_a_plain_transcription(
     norm: str, sharing: str, loops: tuple[int, int]
 ) -> None:
-    model = recurrent(norm=norm, sharing=sharing, encoder_loops=loops[0], decoder_loops=loops[1]).train()
+    model = recurrent(
+        **equations.norms(norm), sharing=sharing, encoder_loops=loops[0], decoder_loops=loops[1]
+    ).train()
     data, parameters = two_pairs(), dict(model.named_parameters())
     output = Objective(LabelSmoothed(0.1, V.pad))(model, data)
     states, real = torch.cat(list(transcribed(model, data, norm, sharing, loops))), data.target_output_BT.ne(0)

@@ -86,6 +86,7 @@ def cases() -> dict[str, tuple[dict[str, Any], Callable[[TranslationModel], None
     }
     for norm in ("post", "deepnorm"):
         found[norm] = {"model": {**standard["model"], "norm": norm, "activation": "gelu"}}, unchanged
+    found["pre and post"] = {"model": {**standard["model"], "decoder_norm": "post"}}, unchanged
     for decoder in ("serial", "transformer", "coordinator"):
         bert = {**self_tests()["berts"].settings["model"], "decoder": decoder, "fusion_scale": 1.0}
         found[f"bert {decoder}"] = {"model": {**bert, "freeze": [], "coordinator_layers": 2}}, unchanged

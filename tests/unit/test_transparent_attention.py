@@ -22,7 +22,7 @@ SHAPE = {"dim": 16, "ffn_dim": 24, "heads": 2, "encoder_layers": 3, "decoder_lay
 
 def transparent(norm: str = "post", mixture_dropout: float = 0.0) -> TransparentTransformer:
     torch.manual_seed(1)
-    settings = {**SHAPE, "norm": norm, "mixture_dropout": mixture_dropout}
+    settings = {**SHAPE, **equations.norms(norm), "mixture_dropout": mixture_dropout}
     model = build_transparent_attention(TransparentAttentionConfig.model_validate(settings), V).double()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -37,7 +37,7 @@ def batch() -> Batch:
     return batch_of(source, torch.tensor([[1, 17, 18, 19], [1, 22, 0, 0]]), output)
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("norm", ["pre", "post", "pre/post"])
 def test_loss_and_gradients_are_those_of_the_equations(norm: str) -> None:
     model, data = transparent(norm).train(), batch()
     weight, expected = model.projection.weight, torch.zeros((), dtype=torch.float64)
