@@ -62,7 +62,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     directory = Path(arguments.scratch, f"rank{world.rank}")
     directory.mkdir()
     (directory / "zero3.json").write_text(json.dumps(DS_CONFIG))
-    settings = [*SETTINGS, f"engine.ds_config={directory / 'zero3.json'}"]
+    settings = [*SETTINGS, f"engine.ds_config={directory / 'zero3.json'}", *arguments.settings]
     config = load_config("deep_decoder_big_54_stabilised", settings=settings)
     rng = np.random.default_rng(1)
     pairs = [rng.integers(4, VOCABULARY, size=(64, 15)).tolist() for _ in range(2)]
@@ -99,6 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=int, default=64, help="padded tokens of a rank in an update (default: %(default)s)"
     )
     parser.add_argument("--updates", type=int, default=3, help="number of updates (default: %(default)s)")
+    parser.add_argument("--settings", nargs="+", default=[], metavar="KEY=VALUE", help="further settings")
 
 
 def run(arguments: argparse.Namespace) -> Results:
@@ -107,6 +108,7 @@ def run(arguments: argparse.Namespace) -> Results:
         threads = str(max(1, (os.cpu_count() or 1) // arguments.ranks))
         words = [sys.executable, __file__, "--ranks", str(arguments.ranks), "--tokens", str(arguments.tokens)]
         words += ["--updates", str(arguments.updates), "--scratch", scratch]
+        words += ["--settings", *arguments.settings] if arguments.settings else []
         # Freed memory returns to the system at once, so that the peak counts only memory in use.
         environment = {"OMP_NUM_THREADS": threads, "MALLOC_TRIM_THRESHOLD_": "0"}
         port = free_port()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
+import resource
 import tempfile
 import time
 from collections import defaultdict
@@ -113,6 +113,11 @@ def _stages_timed(times: Times, workers: int) -> Iterator[None]:
 def _timed(kept: list[tuple[float, float]]) -> Iterator[None]:
     """Append wall and CPU seconds of the block, those of ended children included."""
     gc.collect()
-    wall, cpu = time.perf_counter(), sum(os.times()[:4])
+    wall, cpu = time.perf_counter(), _cpu_seconds()
     yield
-    kept.append((time.perf_counter() - wall, sum(os.times()[:4]) - cpu))
+    kept.append((time.perf_counter() - wall, _cpu_seconds() - cpu))
+
+
+def _cpu_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)

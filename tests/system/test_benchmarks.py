@@ -1,0 +1,113 @@
+"""Every benchmark runs, with models and data so small that its figures mean nothing."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch.multiprocessing as processes
+
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.methods.transformer import TransformerConfig
+from tests.support import ROOT
+
+SMALL = {"dim": 16, "ffn_dim": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 1}
+STEP = dict(zip(("DIM", "FFN", "HEADS", "LAYERS", "VOCABULARY", "TOKENS"), (16, 32, 2, 1, 100, 120), strict=True))
+SIZES = ["--dim", "16", "--layers", "2", "--tokens", "64", "--vocab", "100", "--rounds", "1", "--device", "cpu"]
+MODEL_54 = ["model.dim=16", "model.ffn_dim=32", "model.heads=2", "model.encoder_layers=2", "model.decoder_layers=2"]
+OPTIONS: dict[str, list[str]] = {
+    "step": ["--rounds", "1"],
+    "watching": ["--rounds", "1"],
+    "layouts": ["--rounds", "1"],
+    "objectives": [*SIZES, "--variants", "plain", "cad+ddr+ald", "r_drop", "2x2"],
+    "saving": SIZES,
+    "prepare": ["--pairs", "300", "--workers", "1", "--rounds", "1"],
+    "first_update": ["--pairs", "20000"],
+    "launches": ["--norm", "pre", "--layout", "packed", "--tokens", "64"],
+    "decode": ["--layers", "1", "--beams", "2", "--batches", "1", "--rounds", "1"],
+    "flips": ["--flips", "2"],
+    "big_54": ["--ranks", "1", "--updates", "1", "--settings", "layer.drop_depth=1", *MODEL_54],
+}
+"""Options with which a benchmark takes seconds."""
+ELSEWHERE = {"kills": "tests/system/test_kills.py"}
+LONG = {
+    "planted": "runs the unit tests again and again",
+    "poisson": "runs a job of `kills` for minutes",
+    **dict.fromkeys(("backtranslation", "bert", "collapse", "collapse_search", "exits"), "trains for hours"),
+}
+"""Benchmarks that only start, see tests/docs/test_results.py."""
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """benchmarks/run.py; its neighbours are imported anew, and forgotten."""
+    modules = set(sys.modules)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the driver adds to it
+    monkeypatch.delitem(sys.modules, "run", raising=False)
+    yield importlib.import_module("run")
+    for name in set(sys.modules) - modules:
+        if str(ROOT / "benchmarks") in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def small_transformer(**settings: Any) -> TransformerConfig:
+    """Return the settings of a small model in place of others."""
+    return TransformerConfig.model_validate({**settings, **SMALL})
+
+
+def replacements(name: str, module: ModuleType) -> Mapping[str, Any]:
+    """Return what takes the place of constants and functions of a benchmark, for sizes that are no options."""
+    if name == "step":
+        return STEP
+    if name == "watching":
+        step = importlib.import_module("step")
+        for constant, value in STEP.items():
+            setattr(step, constant, value)
+        return {"TransformerConfig": small_transformer, "V": Vocabulary(100)}
+    if name == "layouts":
+        write: Callable[..., Any] = module.write_corpus
+        few = lambda directory, pairs, vocabulary: write(directory, 3000, vocabulary)  # noqa: E731
+        return {"TransformerConfig": small_transformer, "VOCABULARY": Vocabulary(100), "write_corpus": few}
+    if name == "prepare":
+        return {"VOCABULARY_PAIRS": 2000, "_prepared": partial(with_few_tokens, module._prepared)}
+    if name == "decode":
+        return {"DIM": 16, "FFN": 32, "HEADS": 2, "ENCODER_LAYERS": 1, "STEPS": 4, "V": Vocabulary(100)}
+    return {}
+
+
+def with_few_tokens(prepared: Callable[..., Path], *arguments: Any, **options: Any) -> Path:
+    """Prepare text with a small vocabulary."""
+    return prepared(*arguments, **{**options, **({"vocab_size": 300} if "vocab_size" in options else {})})
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_benchmark_runs(name: str, driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip({"launches": "triton", "decode": "ctranslate2"}.get(name, "torch"))
+    module = importlib.import_module(name)
+    for attribute, value in replacements(name, module).items():
+        monkeypatch.setattr(module, attribute, value)
+    if name == "first_update":  # in this process, which has torch
+
+        def start(command: list[str]) -> str:
+            return json.dumps(module._start(Path(command[2]), command[3], float(command[4])))
+
+        monkeypatch.setattr(module.subprocess, "check_output", start)
+    if name == "flips":
+        forked = partial(processes.start_processes, start_method="fork")
+        monkeypatch.setattr(module.processes, "spawn", forked)
+    driver.measure(name, ["--results", str(tmp_path), *OPTIONS[name]])
+    (record,) = (json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.glob("*.json"))
+    assert record["name"] == name and all(table["rows"] for table in record["tables"].values())
+
+
+def test_every_benchmark_is_known(driver: ModuleType) -> None:
+    assert set(driver.NAMES) == {*OPTIONS, *ELSEWHERE, *LONG}
+    assert all((ROOT / path).is_file() for path in ELSEWHERE.values())
