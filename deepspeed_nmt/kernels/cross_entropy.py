@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
@@ -18,6 +19,14 @@ _CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 2**30}
 """Bytes of logits in fp32 held at once: what fits a CPU's last-level cache; a bound on a GPU's memory."""
 _GPU_ROWS = 4096
 """Most rows of a chunk on a GPU: a product of so many rows takes longer than the launches of a chunk's kernels."""
+_GPU_MULTIPLE = 64
+"""Number that divides the width of logits on a GPU: fast matrix products need rows, and inner dimensions, of whole
+pieces of 16 bytes, and the row kernels load such pieces."""
+
+
+def padded_width(logits: int, x: Tensor, kernels: Kernels) -> int:
+    """Return the width of the matrix in which this many logits are computed on the device of ``x``."""
+    return logits if kernels.device_type(x) == "cpu" else -(-logits // _GPU_MULTIPLE) * _GPU_MULTIPLE
 
 
 def chunk_rows(logits: int, x: Tensor, kernels: Kernels) -> int:
@@ -47,7 +56,8 @@ def projected_cross_entropy(
     times ``divergence_weight``, is added to the sum. Rows whose target is ``ignore_index`` do not count.
 
     Rows are taken in chunks. The gradient of a chunk is computed while its logits are held, so the backward pass only
-    scales it.
+    scales it. On a GPU the output matrix gets rows of zeros up to :func:`padded_width` for that time; their logits
+    are left out of everything but the matrix products.
 
     Args:
         states: one or two predictions' states.
@@ -96,7 +106,10 @@ def _in_chunks(
     loss, divergence = (torch.zeros((), dtype=accumulate, device=weight_VD.device) for _ in range(2))
     nll_N = torch.zeros(rows, dtype=accumulate, device=weight_VD.device)
     d_states = [torch.empty_like(x) for x in states] if with_gradient else []
-    d_weight = torch.zeros_like(weight_VD, dtype=accumulate) if of_weight else None
+    padding = padded_width(held, weight_VD, kernels) - held
+    matrix_VD = F.pad(weight_VD, (0, 0, 0, padding)) if padding else weight_VD
+    shift_V = F.pad(bias_V, (0, padding)) if padding and bias_V is not None else bias_V
+    d_matrix = torch.zeros_like(matrix_VD, dtype=accumulate) if of_weight else None
     d_bias = torch.zeros(held, dtype=accumulate, device=weight_VD.device) if of_bias else None
     # Ranks whose slices differ in size take the same chunks, since they exchange numbers in each.
     widest = held if vocabulary is None else vocabulary.largest
@@ -112,23 +125,27 @@ def _in_chunks(
         here = counted & (local >= 0) & (local < held)
         index = torch.where(here, local, 0)
         part = ChunkRows(index, here, weights, smoothing, size, divergence_weight, vocabulary)
-        logits = [kernels.linear(x, weight_VD, bias_V) for x in chunks]
+        padded = [kernels.linear(x, matrix_VD, shift_V) for x in chunks]
+        logits = [z[:, :held] for z in padded] if padding else padded
         result: ChunkResult = kernels.implementation("cross_entropy", logits[0])(logits, part, with_gradient)
         nll_N[start : start + step] = torch.where(counted, result.nll_N, 0.0)
         loss += torch.where(counted, result.loss_N * weights, 0.0).sum()
         if result.divergence_N is not None:
             divergence += torch.where(counted, result.divergence_N * weights, 0.0).sum()
         for number, (x, d_logits) in enumerate(zip(chunks, result.gradients)):  # noqa: B905  # empty without gradients
-            d_states[number][start : start + step] = kernels.linear(d_logits, weight_VD.t())
             if d_bias is not None:
                 d_bias += d_logits.sum(0, dtype=accumulate)
-            if d_weight is not None and d_weight.dtype == x.dtype:
-                d_weight.addmm_(d_logits.t(), x)
-            elif d_weight is not None:
-                d_weight += d_logits.t() @ x
+            if padding:  # the kernels that write in place set the padding to zero
+                d_logits = padded[number] if d_logits is logits[number] else F.pad(d_logits, (0, padding))
+            d_states[number][start : start + step] = kernels.linear(d_logits, matrix_VD.t())
+            if d_matrix is not None and d_matrix.dtype == x.dtype:
+                d_matrix.addmm_(d_logits.t(), x)
+            elif d_matrix is not None:
+                d_matrix += d_logits.t() @ x
     if vocabulary is not None:
         for gradient in d_states:
             vocabulary.sum(gradient)
+    d_weight = None if d_matrix is None else d_matrix[:held]
     return (loss + divergence_weight * divergence, nll_N, divergence), [d_weight, d_bias, *d_states]
 
 

@@ -144,7 +144,7 @@ def norm_forward(
 
 @triton.jit(do_not_specialize=["rows", "count", "alpha", "p", "seed"])
 def norm_backward(
-    d_total, d_normed, total, weight, means, inverse_deviations, d_x, d_residual, d_weight, d_norm_bias, d_bias,
+    d_normed, d_total, total, weight, means, inverse_deviations, d_x, d_residual, d_weight, d_norm_bias, d_bias,
     rows, width, count, alpha, p, seed,
     HAS_D_TOTAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -242,18 +242,21 @@ def softmax_backward(
     tl.store(d_scores + at, scale * weight * (upstream - along), mask=there)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def row_sums(logits, places, sums, rows, width, BLOCK: tl.constexpr):
-    """Compute for each row the greatest logit, sum exp(z - greatest), the target's logit or 0, and the sum of all."""
+@triton.jit(do_not_specialize=["rows", "width"])
+def row_sums(logits, places, sums, rows, width, stride, BLOCK: tl.constexpr):
+    """Compute for each row the greatest logit, sum exp(z - greatest), the target's logit or 0, and the sum of all.
+
+    Rows have ``stride`` numbers, of which the first ``width`` are logits. All are loaded, so that loads are wide.
+    """
     row = tl.program_id(0)
     greatest = tl.full((BLOCK,), float("-inf"), tl.float32)
     power = tl.zeros((BLOCK,), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, width, BLOCK):
+    for start in range(0, stride, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside = column < width
-        value = tl.load(logits + row * width + column, mask=inside, other=0.0).to(tl.float32)
-        total += value
+        inside, loaded = column < width, column < stride
+        value = tl.load(logits + row * stride + column, mask=loaded, other=0.0).to(tl.float32)
+        total += tl.where(inside, value, 0.0)
         value = tl.where(inside, value, float("-inf"))
         higher = tl.maximum(greatest, value)
         level = tl.where(higher == float("-inf"), 0.0, higher)
@@ -262,39 +265,41 @@ def row_sums(logits, places, sums, rows, width, BLOCK: tl.constexpr):
     top = tl.max(greatest, axis=0)
     level = tl.where(top == float("-inf"), 0.0, top)
     place = tl.load(places + row)
-    target = tl.load(logits + row * width + tl.maximum(place, 0), mask=place >= 0, other=0.0).to(tl.float32)
+    target = tl.load(logits + row * stride + tl.maximum(place, 0), mask=place >= 0, other=0.0).to(tl.float32)
     tl.store(sums + row, top)
     tl.store(sums + rows + row, tl.sum(power * tl.exp(greatest - level), axis=0))
     tl.store(sums + 2 * rows + row, target)
     tl.store(sums + 3 * rows + row, tl.sum(total, axis=0))
 
 
-@triton.jit(do_not_specialize=["rows"])
-def row_divergences(logits_p, logits_q, log_totals_p, log_totals_q, divergences, rows, width, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", "width"])
+def row_divergences(
+    logits_p, logits_q, log_totals_p, log_totals_q, divergences, rows, width, stride, BLOCK: tl.constexpr
+):  # fmt: skip
     """Compute KL(p || q) and KL(q || p) of each row."""
     row = tl.program_id(0)
     log_total_p = tl.load(log_totals_p + row)
     log_total_q = tl.load(log_totals_q + row)
     there = tl.zeros((BLOCK,), tl.float32)
     back = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, width, BLOCK):
+    for start in range(0, stride, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside = column < width
-        log_p = tl.load(logits_p + row * width + column, mask=inside, other=0.0).to(tl.float32) - log_total_p
-        log_q = tl.load(logits_q + row * width + column, mask=inside, other=0.0).to(tl.float32) - log_total_q
+        inside, loaded = column < width, column < stride
+        log_p = tl.load(logits_p + row * stride + column, mask=loaded, other=0.0).to(tl.float32) - log_total_p
+        log_q = tl.load(logits_q + row * stride + column, mask=loaded, other=0.0).to(tl.float32) - log_total_q
         there += tl.where(inside, tl.exp(log_p) * (log_p - log_q), 0.0)
         back += tl.where(inside, tl.exp(log_q) * (log_q - log_p), 0.0)
     tl.store(divergences + row, tl.sum(there, axis=0))
     tl.store(divergences + rows + row, tl.sum(back, axis=0))
 
 
-@triton.jit(do_not_specialize=["rows", "on_target", "on_all", "pull"])
+@triton.jit(do_not_specialize=["rows", "width", "on_target", "on_all", "pull"])
 def row_gradients(
     logits_p, logits_q, log_totals_p, log_totals_q, divergences, places, row_weights,
-    rows, width, on_target, on_all, pull,
+    rows, width, stride, on_target, on_all, pull,
     PAIR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Turn logits into the gradients of the loss with respect to them, in place."""
+    """Turn logits into the gradients of the loss with respect to them, in place; zeros after the first ``width``."""
     row = tl.program_id(0)
     place = tl.load(places + row)
     row_weight = tl.load(row_weights + row)
@@ -305,18 +310,18 @@ def row_gradients(
         there = tl.load(divergences + row)
         back = tl.load(divergences + rows + row)
         share = 0.5
-    for start in range(0, width, BLOCK):
+    for start in range(0, stride, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside = column < width
-        at = row * width + column
+        inside, loaded = column < width, column < stride
+        at = row * stride + column
         constant = on_all + tl.where(column == place, on_target, 0.0)
-        log_p = tl.load(logits_p + at, mask=inside, other=0.0).to(tl.float32) - log_total_p
+        log_p = tl.load(logits_p + at, mask=loaded, other=0.0).to(tl.float32) - log_total_p
         p = tl.exp(log_p)
         d_p = share * (p - constant)
         if PAIR:
-            log_q = tl.load(logits_q + at, mask=inside, other=0.0).to(tl.float32) - log_total_q
+            log_q = tl.load(logits_q + at, mask=loaded, other=0.0).to(tl.float32) - log_total_q
             q = tl.exp(log_q)
             d_q = share * (q - constant) + pull * 0.5 * (q * (log_q - log_p - back) + q - p)
             d_p += pull * 0.5 * (p * (log_p - log_q - there) + p - q)
-            tl.store(logits_q + at, d_q * row_weight, mask=inside)
-        tl.store(logits_p + at, d_p * row_weight, mask=inside)
+            tl.store(logits_q + at, tl.where(inside, d_q * row_weight, 0.0), mask=loaded)
+        tl.store(logits_p + at, tl.where(inside, d_p * row_weight, 0.0), mask=loaded)

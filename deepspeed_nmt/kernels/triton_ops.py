@@ -20,6 +20,8 @@ from deepspeed_nmt.kernels.torch_ops import ChunkResult, ChunkRows, mean_of, smo
 IDENTITY, RELU, GELU = (constant.value for constant in (kernels.IDENTITY, kernels.RELU, kernels.GELU))
 _WIDEST = 16384
 """Most elements of a row that fit a program's registers."""
+_OFFSETS = 2**31
+"""Bound on the elements of a tensor."""
 _PROGRAMS = 4 if interpreting() else 512
 """Programs that share the rows where each writes a partial sum; the interpreter pays for each program."""
 
@@ -71,15 +73,21 @@ def softmax(scores_BHTS: Tensor, mask: Tensor | None, causal: bool, scale: float
 def cross_entropy(logits: list[Tensor], rows: ChunkRows, with_gradient: bool) -> ChunkResult:
     """Compute the losses of a chunk of rows and, if requested, the gradients of the logits, in their place.
 
+    What lies between the rows of logits is set to zero with them.
+
     Shape: one or two (N,V) -> (N,) each, gradients (N,V)
     """
     count, held = logits[0].shape
-    block = min(4096, triton.next_power_of_2(held))
+    stride = logits[0].stride(0)
+    assert all(z.stride() == (stride, 1) for z in logits), "predictions must have rows of the same layout"
+    assert count * stride < _OFFSETS
+    block = min(4096, triton.next_power_of_2(stride))
+    launch = {"BLOCK": block, "num_warps": _warps(block)}
     places = torch.where(rows.here_N, rows.index_N, -1).to(torch.int32)
     log_totals, nlls, losses = [], [], []
     for z in logits:
         sums_4N = torch.empty(4, count, dtype=torch.float32, device=z.device)
-        _launch(kernels.row_sums, (count,), z, places, sums_4N, count, held, BLOCK=block, num_warps=_warps(block))
+        _launch(kernels.row_sums, (count,), z, places, sums_4N, count, held, stride, **launch)
         greatest_N, power_N = sums_4N[0], sums_4N[1]
         if rows.vocabulary is not None:
             top_N = greatest_N.clone()
@@ -96,7 +104,7 @@ def cross_entropy(logits: list[Tensor], rows: ChunkRows, with_gradient: bool) ->
     if len(logits) == 2:
         divergences_2N = torch.empty(2, count, dtype=torch.float32, device=logits[0].device)
         pair = (*logits, *log_totals, divergences_2N)
-        _launch(kernels.row_divergences, (count,), *pair, count, held, BLOCK=block, num_warps=_warps(block))
+        _launch(kernels.row_divergences, (count,), *pair, count, held, stride, **launch)
         if rows.vocabulary is not None:
             rows.vocabulary.sum(divergences_2N)
         divergence_N = divergences_2N.mean(0)
@@ -105,9 +113,9 @@ def cross_entropy(logits: list[Tensor], rows: ChunkRows, with_gradient: bool) ->
     # In place: the logits are not needed any more.
     first, last = logits[0], logits[-1]
     tensors = (first, last, log_totals[0], log_totals[-1], divergences_2N, places, rows.weights_N)
-    numbers = (count, held, 1.0 - rows.smoothing, rows.smoothing / rows.size, rows.divergence_weight)
+    numbers = (count, held, stride, 1.0 - rows.smoothing, rows.smoothing / rows.size, rows.divergence_weight)
     pairs = len(logits) == 2
-    _launch(kernels.row_gradients, (count,), *tensors, *numbers, PAIR=pairs, BLOCK=block, num_warps=_warps(block))
+    _launch(kernels.row_gradients, (count,), *tensors, *numbers, PAIR=pairs, **launch)
     return ChunkResult(loss_N, nll_N, divergence_N, logits)
 
 
@@ -173,6 +181,7 @@ class _Norm(torch.autograd.Function):
         branches: bool,
     ) -> tuple[Tensor | None, Tensor]:
         x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+        assert weight.is_contiguous() and norm_bias.is_contiguous()
         width, rows = _sizes(x)
         total = x if residual is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
         normed = torch.empty_like(total)
@@ -204,7 +213,7 @@ class _Norm(torch.autograd.Function):
         d_residual = None if residual_dtype is None else torch.empty_like(total, dtype=residual_dtype)
         programs, count = _division(rows)
         partial = total.new_empty(len(parameter_dtypes), programs, width, dtype=torch.float32)
-        tensors = (d_total, d_normed, total, weight, *statistics_2N, d_x, d_residual, *partial)
+        tensors = (d_normed, d_total, total, weight, *statistics_2N, d_x, d_residual, *partial)
         if bias_dtype is None:
             tensors += (None,)
         # Four elements per thread: with eight, its registers do not suffice.
@@ -219,7 +228,7 @@ class _Softmax(torch.autograd.Function):
     def forward(ctx: Any, scores_BHTS: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
         scores_BHTS = scores_BHTS.contiguous()
         batch, heads, queries, keys = scores_BHTS.shape
-        count = batch * heads * queries
+        count = _sizes(scores_BHTS)[1]
         strides: tuple[int, ...] = (0, 0, 0)
         if mask is not None:
             if mask.shape[-1] != keys or mask.stride(-1) != 1:
@@ -237,8 +246,7 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (weights_BHTS,) = ctx.saved_tensors
-        keys = weights_BHTS.shape[-1]
-        count = weights_BHTS.numel() // max(1, keys)
+        keys, count = _sizes(weights_BHTS)
         d_scores_BHTS = torch.empty_like(weights_BHTS)
         launch = _tile(count, keys)
         tensors = (gradients[0].contiguous(), weights_BHTS, d_scores_BHTS)
@@ -248,20 +256,22 @@ class _Softmax(torch.autograd.Function):
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-    assert all(x.is_contiguous() or x.dtype == torch.bool for x in tensors), "tensors must be contiguous"
-    assert all(x.numel() < 2**31 for x in tensors), "offsets have 32 bits: use smaller micro-batches"
-    if tensors[0].device.type != "meta" and min(grid) > 0:
+    """Launch a kernel on tensors that are contiguous, as the caller knows: checking each takes half a launch."""
+    if min(grid) > 0 and not arguments[0].is_meta:
         kernel[grid](*arguments, **options)
 
 
 def _flags(bias: Tensor | None, residual: Tensor | None, p: float, block: int, warps: int) -> dict[str, int]:
+    assert bias is None or bias.is_contiguous()
     present = {"HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None, "DROPOUT": p > 0.0}
     return {**present, "BLOCK": block, "num_warps": warps}
 
 
 def _sizes(x: Tensor) -> tuple[int, int]:
-    return x.shape[-1], x.numel() // max(1, x.shape[-1])
+    """Return the width and the number of rows of the widest tensor of a launch."""
+    width, numbers = x.shape[-1], x.numel()
+    assert numbers < _OFFSETS, "offsets have 32 bits: use smaller micro-batches"
+    return width, numbers // max(1, width)
 
 
 def _division(rows: int) -> tuple[int, int]:

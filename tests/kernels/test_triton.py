@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deepspeed_nmt.kernels import choice, torch_ops
 from deepspeed_nmt.kernels.choice import OPERATIONS
+from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
 from deepspeed_nmt.kernels.torch_ops import ChunkResult, ChunkRows
 
 triton_ops = pytest.importorskip("deepspeed_nmt.kernels.triton_ops", reason="needs triton")
@@ -244,6 +245,43 @@ def test_slices_of_a_vocabulary_give_the_result_of_the_whole(predictions: int, d
     for number in range(predictions):
         joined = torch.cat([found[0].gradients[number], found[cut].gradients[number]], dim=1)
         torch.testing.assert_close(joined, whole.gradients[number], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("predictions", [1, 2])
+def test_the_loss_pads_an_odd_vocabulary_to_aligned_rows(
+    predictions: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the products write into the padding, here NaN, reaches neither results nor gradients."""
+    rows_of_logits: list[Tensor] = []
+    row_kernels = triton_ops.cross_entropy
+
+    def between_nan(logits: list[Tensor], rows: ChunkRows, with_gradient: bool) -> ChunkResult:
+        for z in logits:
+            assert z.shape == (5, 75) and z.stride() == (128, 1)
+            z.as_strided((5, 53), (128, 1), 75).fill_(torch.nan)
+        rows_of_logits.extend(logits)
+        return row_kernels(logits, rows, with_gradient)
+
+    torch.manual_seed(6)
+    states = [torch.randn(5, 8, device=device, requires_grad=True) for _ in range(predictions)]
+    weight = torch.randn(75, 8, device=device, requires_grad=True)
+    bias = torch.randn(75, device=device, requires_grad=True)
+    targets = torch.tensor([0, 3, 74, 0, 11], device=device)
+
+    def loss_and_gradients(backend: str) -> list[Tensor]:
+        loss, nll, divergence = projected_cross_entropy(
+            states, weight, targets, 0.1, 0, 0.5, bias=bias, kernels=choice.Kernels.only(backend)
+        )
+        inputs = [weight, bias, *states]
+        return [loss.detach(), nll, divergence, *torch.autograd.grad(loss, inputs)]
+
+    expected = loss_and_gradients("torch")
+    monkeypatch.setattr(choice.Kernels, "device_type", lambda self, x: "cuda")
+    monkeypatch.setattr(triton_ops, "cross_entropy", between_nan)
+    for ours, theirs in zip(loss_and_gradients("triton"), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert len(rows_of_logits) == predictions
+    assert not any(z.as_strided((5, 53), (128, 1), 75).any() for z in rows_of_logits)
 
 
 def test_the_meta_device_saves_the_same_tensors_and_launches_nothing() -> None:

@@ -106,11 +106,15 @@ def test_rows_can_be_weighted(monkeypatch: pytest.MonkeyPatch, predictions: int)
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("predictions", [1, 2])
-def test_logits_may_have_a_bias(monkeypatch: pytest.MonkeyPatch, predictions: int, frozen: bool) -> None:
-    """The bias has a gradient even if the output matrix, a frozen embedding, has none."""
+def test_logits_may_have_a_bias(
+    monkeypatch: pytest.MonkeyPatch, predictions: int, frozen: bool, device_type: str
+) -> None:
+    """The bias has a gradient even if the output matrix, a frozen embedding, has none. A GPU pads both."""
     monkeypatch.setattr(cross_entropy, "chunk_rows", lambda *_: 3)
+    monkeypatch.setattr(Kernels, "device_type", lambda self, x: device_type)
     torch.manual_seed(0)
     states = [torch.randn(7, 5, dtype=torch.float64, requires_grad=True) for _ in range(predictions)]
     weight = torch.randn(11, 5, dtype=torch.float64, requires_grad=not frozen)
