@@ -8,13 +8,17 @@ Legend: S source length, T target length, D model width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.equations import linear
+from tests import transformer_equations
+from tests.equations import attend, linear
+from tests.transformer_equations import embed, network, norm, residual
 
 
 def lstm(part: Any, x_TD: Sequence[Tensor]) -> list[Tensor]:
@@ -52,3 +56,83 @@ def gnmt(model: Any, source: Sequence[int], target: Sequence[int]) -> Tensor:
         outputs = lstm(layer.lstm, [torch.cat(pair) for pair in zip(y, contexts, strict=True)])
         y = [m + below if number >= 3 else m for m, below in zip(outputs, y, strict=True)]
     return torch.stack(y)
+
+
+def normalised(part: Any, x: Tensor) -> Tensor:
+    weight = torch.stack([g * v / v.square().sum().sqrt() for g, v in zip(part.g_E, part.v_ED, strict=True)])
+    return weight @ x + part.bias
+
+
+def block(part: Any, h: Sequence[Tensor], place: int, before: int) -> Tensor:
+    """Compute v(W [h_(place - before) ..] + b), with zeros outside the sentence (Gehring et al. 2017, 3.2)."""
+    zero = torch.zeros_like(h[0])
+    places = range(place - before, place - before + part.kernel_width)
+    a, b = normalised(part.convolution, torch.cat([h[i] if 0 <= i < len(h) else zero for i in places])).chunk(2)
+    return a * torch.sigmoid(b)
+
+
+def summed(part: Any, output: Tensor, h: Tensor) -> Tensor:
+    return (output + (h if part.residual is None else normalised(part.residual, h))) * math.sqrt(0.5)
+
+
+def convs2s(model: Any, source: Sequence[int], target: Sequence[int]) -> Tensor:
+    """Compute the decoder's top states (Gehring et al. 2017, equations 1 and 2, and 3.4)."""
+    half, layers = math.sqrt(0.5), len(model.decoder.layers)
+    e, g = (
+        [table.weight[token] + table.position_PD[place] for place, token in enumerate(tokens)]
+        for table, tokens in ((model.source_embedding, source), (model.target_embedding, target))
+    )
+    z = [normalised(model.encoder_in, x) for x in e]
+    for layer in model.encoder.layers:
+        z = [summed(layer, block(layer, z, i, layer.kernel_width // 2), z[i]) for i in range(len(z))]
+    z = [normalised(model.encoder_out, x) for x in z]
+    z = [x / layers + (x - x / layers).detach() for x in z]  # the gradient is scaled
+    h = [normalised(model.decoder_in, x) for x in g]
+    for layer in model.decoder.layers:
+        below, h = h, []
+        for i in range(len(below)):
+            v = block(layer, below[: i + 1], i, layer.kernel_width - 1)
+            d = (normalised(layer.query, v) + g[i]) * half
+            a = torch.softmax(torch.stack([d @ key for key in z]), 0)
+            m = len(z)
+            c = m * math.sqrt(1 / m) * sum(a[j] * (z[j] + e[j]) * half for j in range(m))
+            h.append(summed(layer, (normalised(layer.out, c) + v) * half, below[i]))
+    return torch.stack([normalised(model.decoder_out, x) for x in h])
+
+
+def merged(model: Any, source: Sequence[int], target: Sequence[int]) -> Tensor:
+    """Compute the decoder's top states with merged attention (Zhang et al. 2019, the sum of SAan and Att)."""
+    decoder = model.decoder
+    style, heads = decoder.layers[0].cross_residual.style, 4
+    memory = transformer_equations.encoder(model.encoder, style, heads, embed(model.source_embedding.weight, source))
+    y = embed(model.target_embedding.weight, target)
+    for layer in decoder.layers:
+        attention = layer.cross_attention
+
+        def sublayer(h: Tensor, attention: Any = attention) -> Tensor:
+            attended = attend(attention, heads, h, memory) - attention.out_proj.bias
+            value = linear(attention.v_proj, h)
+            average = torch.stack([value[: place + 1].mean(0) for place in range(len(h))])
+            return attended + linear(attention.out_proj, average)
+
+        y = residual(layer.cross_residual, style, y, sublayer)
+        y = residual(layer.feed_forward_residual, style, y, partial(network, layer.feed_forward))
+    return y if decoder.final_norm is None else norm(decoder.final_norm, y)
+
+
+def coordination(model: Any, source: Sequence[int], target: Sequence[int]) -> Tensor:
+    """Compute the decoder's top states (He et al. 2018): mixed attention of layer i to [h_i; s_(i-1)]."""
+    style = model.decoder.layers[0].self_residual.style
+    x, y = embed(model.source_embedding.weight, source), embed(model.target_embedding.weight, target)
+    for layer in model.decoder.layers:
+        x = transformer_equations.encoder_layer(layer, style, x.shape[1] // layer.self_attention.head_dim, x)
+        y = residual(layer.self_residual, style, y, partial(mixed, layer, style, x))
+        y = residual(layer.feed_forward_residual, style, y, partial(network, layer.feed_forward))
+    return y if model.decoder.final_norm is None else norm(model.decoder.final_norm, y)
+
+
+def mixed(layer: Any, style: str, x: Tensor, h: Tensor) -> Tensor:
+    attention = layer.self_attention
+    memory, heads = norm(layer.self_residual.norm, x) if style == "pre" else x, x.shape[1] // attention.head_dim
+    rows = [attend(attention, heads, h[t : t + 1], torch.cat([memory, h[: t + 1]])) for t in range(len(h))]
+    return torch.cat(rows)

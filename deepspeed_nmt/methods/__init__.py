@@ -13,19 +13,22 @@ from deepspeed_nmt.methods import (
     abnet,
     ald,
     consistency,
+    convs2s,
+    coordination,
     cross_attention_drop,
     depth_growing,
     gnmt,
     guided_alignment,
     label_smoothed,
     masked_tokens,
+    merged_attention,
     multi_softmax,
     parallel_decoder,
     recurrent,
     transformer,
     transparent_attention,
 )
-from deepspeed_nmt.nn.layers import DecoderLayer
+from deepspeed_nmt.nn.layers import DecoderBlock
 from deepspeed_nmt.registry import Entry, Registry, SelfTest
 
 # The first entry of a registry is the default.
@@ -41,10 +44,14 @@ MODELS: Registry[TranslationModel] = Registry(
         abnet.ENTRY,
         transparent_attention.ENTRY,
         gnmt.ENTRY,
+        convs2s.ENTRY,
+        coordination.ENTRY,
     ],
 )
 # Builder: (config, number, parts) -> decoder layer.
-LAYERS: Registry[DecoderLayer] = Registry("layer", [transformer.STANDARD_LAYER, cross_attention_drop.ENTRY])
+LAYERS: Registry[DecoderBlock] = Registry(
+    "layer", [transformer.STANDARD_LAYER, cross_attention_drop.ENTRY, merged_attention.ENTRY]
+)
 # Builder: (config, vocabulary) -> likelihood. An objective has one likelihood.
 LIKELIHOODS: Registry[Likelihood] = Registry(
     "likelihood", [label_smoothed.ENTRY, multi_softmax.ENTRY, masked_tokens.ENTRY]

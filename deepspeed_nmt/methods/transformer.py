@@ -16,7 +16,7 @@ Legend: B sentences, S source length, T target length, D model width, V vocabula
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -48,6 +48,8 @@ from deepspeed_nmt.nn.layers import (
 )
 from deepspeed_nmt.nn.stack import LayerOrder, LayerStack
 from deepspeed_nmt.registry import Entry, SelfTest
+
+Side = Literal["encoder", "decoder"]
 
 
 class TransformerShape(ModelConfig):
@@ -268,16 +270,24 @@ def build_transformer(
     orders: tuple[LayerOrder | None, LayerOrder | None] = (None, None),
 ) -> Transformer:
     """Build a Transformer, initialised from torch's global generator; see :func:`build_stacks`."""
+    source, target, projection = build_embeddings(config, vocabulary)
+    encoder, decoder = build_stacks(config, make_layer, orders)
+    return Transformer(source, target, encoder, decoder, projection, vocabulary.pad)
+
+
+def build_embeddings(
+    config: TransformerShape, vocabulary: Vocabulary
+) -> tuple[TokenEmbedding, TokenEmbedding, Projection]:
+    """Build the embeddings of source and target, and the projection, which share matrices as the settings say."""
     target_weight = _embedding(vocabulary, config.dim)
     all_shared = config.share_embeddings == "all" and vocabulary.own_source is None
     source_weight = target_weight if all_shared else _embedding(vocabulary.source, config.dim)
     output_weight = _embedding(vocabulary, config.dim) if config.share_embeddings == "none" else target_weight
-    encoder, decoder = build_stacks(config, make_layer, orders)
     source, target = (
         TokenEmbedding(weight, config.dropout, config.positions) for weight in (source_weight, target_weight)
     )
     bias = nn.Parameter(torch.zeros(vocabulary.size)) if config.output_bias else None
-    return Transformer(source, target, encoder, decoder, Projection(output_weight, bias), vocabulary.pad)
+    return source, target, Projection(output_weight, bias)
 
 
 def build_stacks(
@@ -289,13 +299,19 @@ def build_stacks(
 
     ``orders`` are those in which encoder and decoder apply their layers; None: each layer once.
     """
-    encoder = [EncoderLayer(_parts(config, "encoder")) for _ in range(config.encoder_layers)]
-    decoder = [make_layer(number, _parts(config, "decoder")) for number in range(1, config.decoder_layers + 1)]
-    for layers, (_, beta) in ((encoder, _deepnorm(config, "encoder")), (decoder, _deepnorm(config, "decoder"))):
-        for number, layer in enumerate(layers, 1):
-            _initialise(layer, beta, 1.0 / math.sqrt(number) if config.init == "depth_scaled" else 1.0)
+    encoder = [EncoderLayer(layer_parts(config, "encoder")) for _ in range(config.encoder_layers)]
+    decoder = [make_layer(number, layer_parts(config, "decoder")) for number in range(1, config.decoder_layers + 1)]
+    initialise_layers(encoder, config, "encoder")
+    initialise_layers(decoder, config, "decoder")
     final_norms = [LayerNorm(config.dim) if norm == "pre" else None for norm in config.norms()]
     return LayerStack(encoder, orders[0], final_norms[0]), LayerStack(decoder, orders[1], final_norms[1])
+
+
+def initialise_layers(layers: Sequence[nn.Module], config: TransformerShape, side: Side) -> None:
+    """Initialise the layers of a stack."""
+    _, beta = _deepnorm(config, side)
+    for number, layer in enumerate(layers, 1):
+        _initialise(layer, beta, 1.0 / math.sqrt(number) if config.init == "depth_scaled" else 1.0)
 
 
 def _embedding(vocabulary: Vocabulary, dim: int) -> nn.Parameter:
@@ -304,7 +320,8 @@ def _embedding(vocabulary: Vocabulary, dim: int) -> nn.Parameter:
     return nn.Parameter(weight_VD)
 
 
-def _parts(config: TransformerShape, side: Literal["encoder", "decoder"]) -> LayerParts:
+def layer_parts(config: TransformerShape, side: Side) -> LayerParts:
+    """Return the makers of the parts of a layer."""
     alpha, _ = _deepnorm(config, side)
     norm = config.norms()[side == "decoder"]
     return LayerParts(
@@ -314,7 +331,7 @@ def _parts(config: TransformerShape, side: Literal["encoder", "decoder"]) -> Lay
     )
 
 
-def _deepnorm(config: TransformerShape, side: Literal["encoder", "decoder"]) -> tuple[float, float]:
+def _deepnorm(config: TransformerShape, side: Side) -> tuple[float, float]:
     """Return DeepNorm's residual weight alpha and initialisation gain beta (Wang et al. 2022, table 1).
 
     Both are 1 for other kinds of normalisation.

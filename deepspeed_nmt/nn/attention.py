@@ -43,6 +43,7 @@ class MultiHeadAttention(nn.Module, UsesKernels, Sliceable):
         mask: Mask = None,
         causal: bool = False,
         cache: LayerCache | None = None,
+        added_BTD: Tensor | None = None,
     ) -> Product:
         """Attend, over whole sentences or from one position of each hypothesis.
 
@@ -54,10 +55,12 @@ class MultiHeadAttention(nn.Module, UsesKernels, Sliceable):
             causal: position t sees positions 0..t only, of its sentence.
             cache: in self-attention, when decoding position by position: keeps keys and values, and knows which of
                 them a hypothesis sees.
+            added_BTD: added to the outputs of the heads, concatenated.
 
         Shape: (B,T,D), (B,S,D) -> (B,T,D), or (R,1,D) -> (R,1,D)
         """
-        return self.out_proj.product(self.heads(query_BTD, memory, mask, causal, cache))
+        heads_BTD = self.heads(query_BTD, memory, mask, causal, cache)
+        return self.out_proj.product(heads_BTD if added_BTD is None else heads_BTD + added_BTD)
 
     def heads(
         self,

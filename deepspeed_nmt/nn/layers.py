@@ -160,6 +160,7 @@ class Context:
             application projects them.
         record: the layers whose attention weights a stack is to record; None for none.
         weights: receives the attention weights of the layer that is applied; None if they are not recorded.
+        embedded_BTD: the embedded target, for decoder layers that read it again; None for others.
     """
 
     mask: Mask = None
@@ -170,6 +171,7 @@ class Context:
     source: KeysValues | None = None
     record: AttentionRecord | None = None
     weights: list[Tensor] | None = None
+    embedded_BTD: Tensor | None = None
 
     def of_passes(self, kept: Sequence[int]) -> Context:
         """Return the context of the rows of some of the passes, given by their indices, without a draw."""
@@ -248,11 +250,18 @@ class DecoderBlock(nn.Module):
         def attend(h_BTD: Tensor) -> Product:
             if context.weights is not None:
                 context.weights.append(attention.weights(h_BTD, memory, context.mask))
-            product: Product = attention(h_BTD, memory, context.mask)
-            return product
+            return self.attend_to_source(h_BTD, memory, context, cache)
 
         crossed: Tensor = self.cross_residual(x_BTD, attend, onto_BTD)
         return crossed
+
+    def attend_to_source(
+        self, h_BTD: Tensor, memory: Tensor | KeysValues, context: Context, cache: LayerCache | None
+    ) -> Product:
+        """Attend from the input of cross-attention to the source's states, or their keys and values."""
+        assert self.cross_attention is not None
+        product: Product = self.cross_attention(h_BTD, memory, context.mask)
+        return product
 
     def choose(self, context: Context) -> Context:
         """Return the context with the layer's random choices in training, which compiled code cannot make."""
@@ -411,7 +420,7 @@ class LayerParts:
     residual: Callable[[], Residual]
 
 
-MakeDecoderLayer = Callable[[int, LayerParts], DecoderLayer]
+MakeDecoderLayer = Callable[[int, LayerParts], DecoderBlock]
 """Makes a decoder layer, given its number, from 1 at the bottom, and makers of its parts."""
 
 

@@ -145,11 +145,12 @@ def _choices(part: dict[str, Any]) -> dict[str, Any]:
 
 def _train_two_updates(config: RunConfig, directory: Path) -> None:
     """Train a narrow model of the run's depth."""
-    narrow = {"dim": 16, "heads": 2, "ffn_dim": 32}
+    narrow: dict[str, Any] = {"dim": 16, "heads": 2, "ffn_dim": 32}
+    narrow |= {f"{side}_convolutions": [[2, 16, 3], [1, 24, 1]] for side in ("encoder", "decoder")}
     content = config.model_dump(mode="json")
     if "source" in content["model"]:
         for side in ("source", "target"):
-            content["model"][side] |= narrow
+            content["model"][side] |= {key: narrow[key] for key in ("dim", "heads", "ffn_dim")}
     else:
         content["model"] |= {key: value for key, value in narrow.items() if key in content["model"]}
     config = validate(content)

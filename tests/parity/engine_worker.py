@@ -1,11 +1,11 @@
 """One rank of a world that trains a small model under several engines in turn.
 
-Arguments: corpus directory, output file, method (with "+mixture" for a mixture of corpora), then engines (see
-deepspeed_nmt/parity.py; with "+r_drop" for R-Drop in place of all regularizers). $TENSOR_RANKS
-ranks share a model; $MODEL has settings of the model in JSON, which override the method's own. If $JOINED is 1,
-queries, keys and values are projected in one product, as on a GPU. The output is JSON: for each engine the losses,
-gradient norms and all weights after some updates, and the same for a run that was probed, stopped half-way, probed
-again and restored.
+Arguments: corpus directory, output file, methods with commas between them (a single one with "+mixture" for a mixture
+of corpora), then engines (see deepspeed_nmt/parity.py; with "+r_drop" for R-Drop in place of all regularizers).
+$TENSOR_RANKS ranks share a model; $MODEL has settings of the model in JSON, which override the method's own. If
+$JOINED is 1, queries, keys and values are projected in one product, as on a GPU. The output is JSON: for each method
+and engine the losses, gradient norms and all weights after some updates, and the same for a run that was probed,
+stopped half-way, probed again and restored.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,8 +27,9 @@ from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine.contract import Engine
 from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.kernels.choice import Kernels
-from deepspeed_nmt.parallel.world import join_world, leave_world
+from deepspeed_nmt.parallel.world import World, join_world, leave_world
 from deepspeed_nmt.parity import Saved, build, train
+from deepspeed_nmt.registry import SelfTest
 from tests.support import parity_loader
 
 UPDATES = 20
@@ -70,24 +72,18 @@ def message_of_unequal_graphs(engine: Engine, update: Update, rank: int) -> str:
     return ""
 
 
-def main() -> None:
-    if os.environ.get("JOINED") == "1":
-        Kernels.joins_products = lambda self, x: torch.is_grad_enabled()  # type: ignore[method-assign]
-    # Compiled layers are traced, split into forward and backward, but run by torch: code would take minutes.
-    torch.compile = partial(torch.compile, backend="aot_eager")
-    # Fills new memory with NaN, so that no engine can depend on what it held.
-    torch.set_deterministic_debug_mode("warn")
-    world = join_world("cpu", timeout_s=300, tensor_ranks=int(os.environ.get("TENSOR_RANKS", "1")))
-    directory, out, (method, _, data) = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3].partition("+")
-    case = models.self_tests()[method]
+def report_of(
+    method: str, case: SelfTest, engines: Sequence[str], world: World, directory: Path, mixture: bool
+) -> dict[str, Any]:
+    """Return the report of each engine on a method."""
     shape = {**case.settings["model"], **json.loads(os.environ.get("MODEL", "{}"))}
     case = replace(case, settings={**case.settings, "model": shape})
     r_drop = replace(case, settings={**case.settings, "objective": {"r_drop": {"weight": 0.7}}})
     report: dict[str, Any] = {}
-    for engine_name in sys.argv[4:]:
+    for engine_name in engines:
         cases = {method: r_drop if "r_drop" in engine_name else case}
         models.self_tests = partial(dict, cases)
-        loader = parity_loader(directory, world, engine_name, mixture=data == "mixture")
+        loader = parity_loader(directory, world, engine_name, mixture=mixture)
         engine = build(method, engine_name, world, directory)
         report[engine_name] = train(engine, loader, world, 1, UPDATES, Cursor())
         report[engine_name]["hooked_in_layers"] = sum(
@@ -127,8 +123,25 @@ def main() -> None:
             engine.close()
         report[engine_name]["resumed_bitwise"] = ends[0] == ends[1]
         report[engine_name]["resumed_loss"] = [ends[0][0], ends[1][0]]
+    return report
+
+
+def main() -> None:
+    if os.environ.get("JOINED") == "1":
+        Kernels.joins_products = lambda self, x: torch.is_grad_enabled()  # type: ignore[method-assign]
+    # Compiled layers are traced, split into forward and backward, but run by torch: code would take minutes.
+    torch.compile = partial(torch.compile, backend="aot_eager")
+    # Fills new memory with NaN, so that no engine can depend on what it held.
+    torch.set_deterministic_debug_mode("warn")
+    world = join_world("cpu", timeout_s=300, tensor_ranks=int(os.environ.get("TENSOR_RANKS", "1")))
+    directory, out, (methods, _, data) = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3].partition("+")
+    cases = models.self_tests()
+    reports = {
+        method: report_of(method, cases[method], sys.argv[4:], world, directory, data == "mixture")
+        for method in methods.split(",")
+    }
     if world.is_main:
-        out.write_text(json.dumps(report))
+        out.write_text(json.dumps(reports))
     leave_world()
 
 

@@ -33,10 +33,12 @@ ENGINES = {
     "berts": {1: ["plain"], 2: ["zero1+packed", "zero3+recompute"]},
     "abnet": {1: ["plain"], 2: ["zero3+recompute", "zero2:fp16"]},
     "transparent": {1: ["plain"], 2: ["zero1:bf16+packed", "zero3+recompute+packed"]},
-    "gnmt": {1: ["plain"], 2: ["zero2+recompute", "zero3"]},
     # The model of vanilla on a mixture of corpora with a schedule, a tag and two segmentations.
     "vanilla+mixture": {1: ["plain"], 2: ["plain+packed", "zero2"]},
 }
+# Methods whose engines are the same, and that share the start of the ranks.
+JOINT = ("gnmt", "convs2s", "merged", "coordination")
+ENGINES |= {method: {1: ["plain"], 2: ["zero2+recompute", "zero3"]} for method in JOINT}
 # Engines of each method on two pairs of tensor-parallel ranks, and the settings that make the model shallower there.
 TENSOR = {
     "vanilla": ["plain+packed", "plain:bf16", "zero0", "zero3+recompute"],
@@ -70,8 +72,12 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
         write_mixture(corpus)
     write_weights(corpora[True])
 
-    @cache
     def report(method: str, ranks: Ranks) -> dict[str, Any]:
+        return launched(",".join(JOINT) if method in JOINT else method, ranks)[method.partition("+")[0]]
+
+    @cache
+    def launched(methods: str, ranks: Ranks) -> dict[str, Any]:
+        method = methods.partition(",")[0]
         if isinstance(ranks, int):
             names, count, tensor, model = ENGINES[method][ranks], ranks, 1, {}
         else:
@@ -79,7 +85,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
             names, count, tensor = (TENSOR[method], 4, 2) if ranks == "2x2" else (["plain"], 1, 1)
         directory = corpora[method in WEIGHTED]
         out = directory / f"{method}-{ranks}.json"
-        worker = [str(ROOT / "tests/parity/engine_worker.py"), str(directory), str(out), method]
+        worker = [str(ROOT / "tests/parity/engine_worker.py"), str(directory), str(out), methods]
         joined = ranks in (3, "2x2")  # The references are not.
         shared = {"TENSOR_RANKS": str(tensor), "MODEL": json.dumps(model), "JOINED": str(int(joined))}
         run_ranks([*worker, *names], count, directory, **shared)
