@@ -176,7 +176,16 @@ def references_to_methods(path: str, source: str) -> list[str]:
 EXPORTED = {"MODELS", "LAYERS", "LIKELIHOODS", "REGULARIZERS", "self_tests", "collapse_remedies"}
 OWN_NAMES = (
     *("depth_growing", "cross_attention_drop", "recurrent", "closed_chain", "abnet", "drop_depth", "multi_softmax"),
-    *("objective.ddr", "objective.ald", "r_drop", "masked_tokens", "parallel_decoder", "transparent"),
+    *(
+        "objective.ddr",
+        "objective.ald",
+        "r_drop",
+        "masked_tokens",
+        "parallel_decoder",
+        "transparent",
+        "dlcl",
+        "relative_positions",
+    ),
 )
 
 

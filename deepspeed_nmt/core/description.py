@@ -75,7 +75,7 @@ def describe(
     """Describe a model by its stacks and its other modules, embeddings and projection, by name.
 
     Raises:
-        NotStandardError: if a stack adds its input again, or has other layers than standard ones.
+        NotStandardError: if a stack adds its input again, has links, or has other layers than standard ones.
     """
     stacks = {"encoder": encoder, "decoder": decoder}
     weights = {
@@ -105,6 +105,8 @@ def _weights(stack: LayerStack, side: str) -> Iterator[tuple[str, Tensor]]:
     order, norm = stack.order, stack.final_norm
     if added := sorted(at for at in order.inputs_at if at < len(order.indices)):
         raise NotStandardError(f"its {side} adds the embedded tokens to the state again before layer {added[0] + 1}")
+    if stack.links is not None:
+        raise NotStandardError(f"layers of its {side} read combinations of the states of several layers below")
     layers = [_standard(layer, f"layer {number} of its {side}") for number, layer in enumerate(stack.layers, 1)]
     for number, index in enumerate(order.indices):
         for name, parameter in layers[index].named_parameters():

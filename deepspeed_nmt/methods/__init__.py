@@ -17,6 +17,7 @@ from deepspeed_nmt.methods import (
     coordination,
     cross_attention_drop,
     depth_growing,
+    dlcl,
     gnmt,
     guided_alignment,
     label_smoothed,
@@ -25,6 +26,7 @@ from deepspeed_nmt.methods import (
     multi_softmax,
     parallel_decoder,
     recurrent,
+    relative_positions,
     transformer,
     transparent_attention,
 )
@@ -46,6 +48,8 @@ MODELS: Registry[TranslationModel] = Registry(
         gnmt.ENTRY,
         convs2s.ENTRY,
         coordination.ENTRY,
+        dlcl.ENTRY,
+        relative_positions.ENTRY,
     ],
 )
 # Builder: (config, number, parts) -> decoder layer.

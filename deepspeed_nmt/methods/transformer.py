@@ -16,7 +16,7 @@ Legend: B sentences, S source length, T target length, D model width, V vocabula
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -79,7 +79,7 @@ class TransformerShape(ModelConfig):
     positions: PositionName = Field(
         default="tensor2tensor",
         description="wavelengths of the sinusoidal positions; marian: those of Marian NMT; "
-        "fairseq: positions begin at 2",
+        "fairseq: positions begin at 2; none: no positions",
     )
     output_bias: bool = Field(default=False, description="bias of the projection to the vocabulary")
     dropout: float = Field(default=0.1, ge=0.0, lt=1.0, description="dropout of embeddings and sub-layer outputs")
@@ -133,6 +133,10 @@ class TransformerShape(ModelConfig):
     def custom_layers(self) -> tuple[str, int] | None:
         """Return the setting and number of the decoder layers, all of which are built by ``layer``."""
         return "model.decoder_layers", self.decoder_layers
+
+    def self_attention(self, side: Side) -> Callable[..., MultiHeadAttention]:
+        """Return what makes the self-attention of a side's layers, given width, heads and dropout."""
+        return MultiHeadAttention
 
     def exit_stages(self) -> tuple[Stages, Stages] | None:
         """Return the layers of encoder and decoder as stages."""
@@ -328,6 +332,7 @@ def layer_parts(config: TransformerShape, side: Side) -> LayerParts:
         attention=lambda kind=MultiHeadAttention: kind(config.dim, config.heads, config.attention_dropout),
         feed_forward=lambda: FeedForward(config.dim, config.ffn_dim, config.activation, config.activation_dropout),
         residual=lambda: Residual(config.dim, norm, config.dropout, alpha),
+        self_attention=lambda: config.self_attention(side)(config.dim, config.heads, config.attention_dropout),
     )
 
 

@@ -6,6 +6,7 @@ Legend: B sentences, T queries, S keys, D model width, H heads, K head width, R 
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,13 @@ class MultiHeadAttention(nn.Module, UsesKernels, Sliceable):
 
     The number of heads is read from the tensors (``view(..., -1, head_dim)``), so a rank that holds some of the heads
     runs the same code.
+
+    Attributes:
+        is_relative: True if ``key_edges`` and ``value_edges``, (H or 1, 2 k + 1, K), of the distances up to k between
+            query and key are added to keys and values (Shaw, Uszkoreit, Vaswani 2018).
     """
+
+    is_relative: ClassVar[bool] = False
 
     def __init__(self, dim: int, num_heads: int, dropout_p: float = 0.0) -> None:
         super().__init__()
@@ -97,6 +104,13 @@ class MultiHeadAttention(nn.Module, UsesKernels, Sliceable):
         query_BHTK = self._split(query_BTD)
         attended_BHTK = self.kernels.attention(query_BHTK, memory.keys, memory.values, mask, causal, dropout_p)
         return attended_BHTK.transpose(1, 2).flatten(2)
+
+    def own_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Return the parameters of a kind of attention besides the projections: those of heads, (H, ...), and others.
+
+        An attention passes the latter through ``self.ranks.copy`` before it uses them.
+        """
+        return [], []
 
     def project(self, memory_BSD: Tensor) -> KeysValues:
         """Project the states to attend to, for any number of calls. Shape: (B,S,D) -> two of (B,H,S,K)."""

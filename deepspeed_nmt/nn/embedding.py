@@ -50,13 +50,19 @@ def fairseq_sinusoids(length: int, dim: int, device: torch.device | None = None)
     return sinusoids(length + 2, dim, device)[2:]
 
 
-PositionName = Literal["tensor2tensor", "marian", "fairseq"]
+def no_positions(length: int, dim: int, device: torch.device | None = None) -> Tensor:
+    """Return zeros, for models that know positions otherwise, or not at all."""
+    return torch.zeros(length, dim, device=device)
+
+
+PositionName = Literal["tensor2tensor", "marian", "fairseq", "none"]
 POSITIONS: Mapping[PositionName, Callable[[int, int, torch.device | None], Tensor]] = {
     "tensor2tensor": sinusoids,
     "marian": marian_sinusoids,
     "fairseq": fairseq_sinusoids,
+    "none": no_positions,
 }
-"""Functions that compute sinusoidal positions, by name."""
+"""Functions that compute positions, by name."""
 
 
 class TokenEmbedding(nn.Module, Sliceable):

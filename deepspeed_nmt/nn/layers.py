@@ -207,7 +207,7 @@ class EncoderLayer(nn.Module):
 
     def __init__(self, parts: LayerParts) -> None:
         super().__init__()
-        self.self_attention = parts.attention()
+        self.self_attention = parts.make_self_attention()
         self.self_residual = parts.residual()
         self.feed_forward = parts.feed_forward()
         self.feed_forward_residual = parts.residual()
@@ -301,7 +301,7 @@ class DecoderLayer(DecoderBlock, UsesPackedWeights):
     def of(cls, parts: LayerParts, crosses: bool = True) -> Self:
         """Make a layer of a model's parts, with cross-attention or without."""
         return cls(
-            parts.attention(),
+            parts.make_self_attention(),
             parts.residual(),
             parts.attention() if crosses else None,
             parts.residual() if crosses else None,
@@ -413,11 +413,20 @@ def _around(residual: Residual) -> Callable[[Tensor, Callable[[Tensor, Tensor], 
 
 @dataclass(frozen=True)
 class LayerParts:
-    """Functions that make freshly initialised parts of a layer; ``attention`` may be given another class."""
+    """Functions that make freshly initialised parts of a layer; ``attention`` may be given another class.
+
+    Attributes:
+        self_attention: of a model that has another self-attention; None: as ``attention``.
+    """
 
     attention: Callable[..., MultiHeadAttention]
     feed_forward: Callable[[], FeedForward]
     residual: Callable[[], Residual]
+    self_attention: Callable[[], MultiHeadAttention] | None = None
+
+    def make_self_attention(self) -> MultiHeadAttention:
+        """Make the self-attention of a layer."""
+        return (self.self_attention or self.attention)()
 
 
 MakeDecoderLayer = Callable[[int, LayerParts], DecoderBlock]

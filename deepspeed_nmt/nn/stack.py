@@ -5,6 +5,7 @@ Legend: B batch, T length, D model width.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -43,17 +44,41 @@ class LayerOrder:
         return LayerOrder(self.indices[: self.stages[stage - 1]], self.inputs_at, self.stages[:stage])
 
 
+class Links(nn.Module, ABC):
+    """Connections between the layers of a stack, besides that of each layer with the one below."""
+
+    @abstractmethod
+    def read(self, x_BTD: Tensor, number: int, kept: list[Tensor]) -> Tensor:
+        """Return what the next layer, and an exit here, read in place of the state.
+
+        It is not ``forward``, because hooks of ZeRO-3 hand copies of lists to that; parameters are those of modules
+        that it calls.
+
+        Args:
+            x_BTD: state after so many applications.
+            number: of applications so far: 0 at the embedding.
+            kept: what this method has kept of the states of this pass, to be appended to.
+
+        Shape: (B,T,D) -> (B,T,D)
+        """
+
+
 class LayerStack(nn.Module):
     """Apply layers in a given order, by default each once.
 
     Attributes:
         final_norm: applied to the state at every exit (a LayerNorm after pre-norm stacks), or None.
+        links: what the layers and exits read instead of the state below; None: that.
         recompute_every: k; in training, every k-th application keeps only its input and is run again in the backward
             pass, with the same random choices: 1 all, 0 none. Results are bit-identical.
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], order: LayerOrder | None = None, final_norm: nn.Module | None = None
+        self,
+        layers: Sequence[nn.Module],
+        order: LayerOrder | None = None,
+        final_norm: nn.Module | None = None,
+        links: Links | None = None,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
@@ -61,6 +86,7 @@ class LayerStack(nn.Module):
         assert all(0 <= index < len(layers) for index in self.order.indices)
         assert self.order.stages[-1] == len(self.order.indices)
         self.final_norm = final_norm
+        self.links = links
         self.recompute_every = 0
 
     @property
@@ -76,7 +102,7 @@ class LayerStack(nn.Module):
     def until(self, stage: int) -> LayerStack:
         """Return a stack with the same weights that ends at exit ``stage``, counted from 1."""
         order = self.order.until(stage)
-        return LayerStack(list(self.layers)[: max(order.indices) + 1], order, self.final_norm)
+        return LayerStack(list(self.layers)[: max(order.indices) + 1], order, self.final_norm, self.links)
 
     def recomputes(self, number: int) -> bool:
         """Return True if application ``number``, from 0, is run again in the backward pass."""
@@ -99,7 +125,9 @@ class LayerStack(nn.Module):
         """
         stages = [self.order.stages[exit - 1] for exit in (exits or (self.stages,))]
         indices = self.order.indices[: max(stages)]
-        input_BTD = x_BTD
+        input_BTD, kept = x_BTD, list[Tensor]()
+        if self.links is not None:
+            x_BTD = self.links.read(x_BTD, 0, kept)
         states: dict[int, Tensor] = {}
         keeps_graph = self.training and torch.is_grad_enabled() and caches is None
         # A cache keeps the source's keys and values itself.
@@ -116,6 +144,8 @@ class LayerStack(nn.Module):
                 x_BTD = checkpoint(layer, x_BTD, shared, use_reentrant=False)
             else:
                 x_BTD = layer(x_BTD, shared, None if caches is None else caches[number])
+            if self.links is not None:
+                x_BTD = self.links.read(x_BTD, number + 1, kept)
             if number + 1 in stages:
                 states[number + 1] = x_BTD
         return [states[number] if self.final_norm is None else self.final_norm(states[number]) for number in stages]

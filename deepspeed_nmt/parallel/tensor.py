@@ -78,6 +78,8 @@ def parallelize(model: nn.Module, world: World) -> None:
                 slice_weights(module, ranks)
                 module.ranks = ranks  # type: ignore[assignment]
     common = {p for module in model.modules() if isinstance(module, PredictionTransform) for p in module.parameters()}
+    attentions = [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
+    common |= {parameter for attention in attentions for parameter in attention.own_parameters()[1]}
     common |= {module.bias for module in model.modules() if isinstance(module, RowParallelLinear)}
     for path, module in model.named_modules():
         if isinstance(module, (MultiHeadAttention, FeedForward, nn.Linear)):
@@ -108,6 +110,8 @@ def _slice_rows_of(module: Any, ranks: TensorRanks) -> None:
 def _slice_attention(attention: Any, ranks: TensorRanks) -> None:
     heads = attention.q_proj.out_features // attention.head_dim
     _slice_columns(ranks, heads, f"{heads} heads", attention.q_proj, attention.k_proj, attention.v_proj)
+    for parameter in attention.own_parameters()[0]:
+        _slice_parameter(parameter, 0, ranks.world)
     attention.out_proj = RowParallelLinear(attention.out_proj, ranks)
 
 

@@ -105,10 +105,9 @@ def settings(page: Path) -> list[Setting]:
 
 
 def recipes_of(page: Path) -> list[str]:
-    """Return the recipes of a page's rows, with those that its settings name."""
-    used = {recipe for row in rows() if row.page == page.name for recipe, _ in row.runs()}
-    named = {recipe for recipe in recipes() for each in settings(page) if each.names(recipe)}
-    return sorted(used | named)
+    """Return the recipes that a page's tables of settings name; rows of other pages may run them, too."""
+    table = settings(page)
+    return [recipe for recipe in recipes() if any(row.names(recipe) for row in table)]
 
 
 def value_of(config: RunConfig, key: str) -> Any:

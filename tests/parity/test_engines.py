@@ -37,8 +37,11 @@ ENGINES = {
     "vanilla+mixture": {1: ["plain"], 2: ["plain+packed", "zero2"]},
 }
 # Methods whose engines are the same, and that share the start of the ranks.
-JOINT = ("gnmt", "convs2s", "merged", "coordination")
-ENGINES |= {method: {1: ["plain"], 2: ["zero2+recompute", "zero3"]} for method in JOINT}
+JOINT = {
+    ("gnmt", "convs2s", "merged", "coordination"): ["zero2+recompute", "zero3"],
+    ("dlcl", "relative_positions"): ["zero2+packed", "zero3+recompute"],
+}
+ENGINES |= {method: {1: ["plain"], 2: names} for methods, names in JOINT.items() for method in methods}
 # Engines of each method on two pairs of tensor-parallel ranks, and the settings that make the model shallower there.
 TENSOR = {
     "vanilla": ["plain+packed", "plain:bf16", "zero0", "zero3+recompute"],
@@ -47,6 +50,8 @@ TENSOR = {
     "growing": ["zero0+recompute", "zero3"],
     "berts": ["zero3"],
     "transparent": ["zero3"],
+    "dlcl": ["zero3+packed"],
+    "relative_positions": ["zero3+packed"],
 }
 DEPTHS = {
     "vanilla": {"encoder_layers": 1, "decoder_layers": 1},
@@ -73,7 +78,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     write_weights(corpora[True])
 
     def report(method: str, ranks: Ranks) -> dict[str, Any]:
-        return launched(",".join(JOINT) if method in JOINT else method, ranks)[method.partition("+")[0]]
+        together = next((methods for methods in JOINT if method in methods), (method,))
+        return launched(",".join(together), ranks)[method.partition("+")[0]]
 
     @cache
     def launched(methods: str, ranks: Ranks) -> dict[str, Any]:
