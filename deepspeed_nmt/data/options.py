@@ -16,7 +16,7 @@ from deepspeed_nmt.data.clean import UNICODE_RULES, CleaningConfig, read_unicode
 from deepspeed_nmt.data.filters import FILTERS, Filter, PairFilters, read_filters
 from deepspeed_nmt.data.inputs import STANDARD_INPUT, FileSet, Paths, TextLayout
 from deepspeed_nmt.data.tokenizer import ALPHA, SPACE, SampledSegmentations, Tokenizer
-from deepspeed_nmt.data.vocabulary_training import Normalization, VocabularyType
+from deepspeed_nmt.data.vocabulary_training import DEFAULT_NORMALIZATION, Normalization, VocabularyType
 from deepspeed_nmt.errors import counted, shown
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.text import NO_TAGS, Tags, TextForm, check_language
@@ -111,7 +111,7 @@ class PrepareOptions(Config):
     )  # fmt: skip
     normalization: Normalization | None = _option(
         "Unicode normalization of raw text: nfkc rewrites compatibility variants (½ km² as 1⁄2 km2, full-width "
-        "letters), nfc only unifies spellings of the same characters, none keeps them (default: nfkc)",
+        "letters), nfc only unifies spellings of the same characters, none keeps them (default: nfc)",
         group=_VOCABULARY,
     )
     vocab_from: Path | None = _option(
@@ -327,7 +327,7 @@ class PrepareOptions(Config):
             name = "tokenizer" if self.tokenizer else "sentencepiece" if self.sentencepiece else "vocab_from"
             return {**options, **{key: value for key, value in changed.items() if value}, name: vocabulary.digest}
         changed |= {
-            "normalization": self.normalization if self.normalization != "nfkc" else None,
+            "normalization": None if self.segmented else self.normalization or DEFAULT_NORMALIZATION,
             "vocabulary_type": self.vocabulary_type if self.vocabulary_type != "bpe" else None,
             "separate_vocabularies": self.separate_vocabularies,
             "byte_fallback": self.byte_fallback,

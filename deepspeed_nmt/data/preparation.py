@@ -61,7 +61,13 @@ from deepspeed_nmt.data.inputs import (
 from deepspeed_nmt.data.options import DEFAULT_VOCAB_SIZE, PrepareOptions, input_option
 from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
 from deepspeed_nmt.data.tokenizer import SampledSegmentations, Tokenizer, TokenLists, split_name
-from deepspeed_nmt.data.vocabulary_training import adopt_models, train_subwords, train_words, type_of
+from deepspeed_nmt.data.vocabulary_training import (
+    DEFAULT_NORMALIZATION,
+    adopt_models,
+    train_subwords,
+    train_words,
+    type_of,
+)
 from deepspeed_nmt.data.word_alignments import token_links, tokens_of_words
 from deepspeed_nmt.errors import DataError, shown_bytes
 from deepspeed_nmt.files import replacing, resolved, staged
@@ -250,7 +256,7 @@ def _trained(options: PrepareOptions, files: Paths, pairs: int) -> SentencePiece
         (line.decode() for path in files for line in compress(read_lines((path,)), chosen)),
         size,
         options.character_coverage,
-        options.normalization or "nfkc",
+        options.normalization or DEFAULT_NORMALIZATION,
         options.vocabulary_type or "bpe",
         options.byte_fallback,
         options.symbols,

@@ -13,6 +13,7 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import chain, permutations
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +32,8 @@ Normalization = Literal["nfkc", "nfc", "none"]
 ``nfkc`` unifies compatibility variants (½, km², full-width letters) and removes control characters, ``nfc`` unifies
 only different spellings of the same character, ``none`` keeps the text.
 """
+DEFAULT_NORMALIZATION: Normalization = "nfc"
+"""What ``nfkc`` rewrites, a model can never write."""
 
 
 @contextmanager
@@ -39,6 +42,15 @@ def _trainer_settings(normalization: Normalization) -> Iterator[dict[str, str]]:
     if normalization == "nfkc":
         yield {"normalization_rule_name": "nmt_nfkc"}
         return
+    with tempfile.NamedTemporaryFile(suffix=".tsv") as file:
+        file.write(_rule_table(normalization))
+        file.flush()
+        yield {"normalization_rule_tsv": file.name}
+
+
+@cache
+def _rule_table(normalization: Normalization) -> bytes:
+    """Return the rules of a normalization in SentencePiece's form."""
     rules = nfc_rules() if normalization == "nfc" else {}
     # Every white space becomes a space, as cleaning does with the training text.
     rules |= {space: " " for space in map(chr, range(sys.maxunicode + 1)) if space.isspace() and space != " "}
@@ -46,11 +58,8 @@ def _trainer_settings(normalization: Normalization) -> Iterator[dict[str, str]]:
     def code_points(text: str) -> str:
         return " ".join(f"{ord(character):04X}" for character in text)
 
-    with tempfile.NamedTemporaryFile(suffix=".tsv") as file:
-        for source, target in sorted(rules.items()):
-            file.write(f"{code_points(source)}\t{code_points(target)}\n".encode())
-        file.flush()
-        yield {"normalization_rule_tsv": file.name}
+    lines = [f"{code_points(source)}\t{code_points(target)}\n" for source, target in sorted(rules.items())]
+    return "".join(lines).encode()
 
 
 def _named(model: bytes, normalization: Normalization) -> bytes:
@@ -112,7 +121,7 @@ def train_subwords(
     lines: Iterable[str],
     vocab_size: int,
     character_coverage: float = 1.0,
-    normalization: Normalization = "nfkc",
+    normalization: Normalization = DEFAULT_NORMALIZATION,
     vocabulary_type: VocabularyType = "bpe",
     byte_fallback: bool = False,
     symbols: Sequence[str] = (),
