@@ -78,8 +78,8 @@ class Experiment:
                 words += [f"--{side}-lang", language, f"--train-{side}", str(halves / f"parallel.{language}")]
                 words += [f"--valid-{side}", str(self.text / f"val.{language}")]
                 words += [f"--test-{side}", str(self.text / f"test_2016_flickr.{language}")]
-            first = ["--vocab-size", "4000", "--normalization", "nfkc", "--symbols", "<bt>"]
-            sh(*words, *(first if way == "en_de" else ["--vocab-from", str(self.out / "data/en_de")]))
+            given = ["--vocab-from", str(self.out / "data/en_de")]
+            sh(*words, *(["--vocab-size", "4000", "--symbols", "<bt>"] if way == "en_de" else given))
 
     def make(self, arm: str) -> dict[str, float]:
         """Make an arm, and return the BLEU of the test set by direction."""

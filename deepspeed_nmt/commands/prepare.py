@@ -133,7 +133,7 @@ def _describe_vocabulary(meta: Meta) -> str:
     elif not meta.segmented:
         kind += ["unigram"] if options.get("vocabulary_type") == "unigram" else []
         kind += ["byte fallback"] if options.get("byte_fallback") else []
-        kind += [f"normalization {form}"] if (form := options.get("normalization")) else []
+        kind += [f"--normalization {form}"] if (form := options.get("normalization")) else []
     if symbols := options.get("symbols"):
         kind.append(f"symbols {' '.join(symbols)}")
     size = f"{source:,} and {target}" if "vocabulary.source.model" in meta.files else target

@@ -42,7 +42,7 @@ mkdir -p "$out"
 # English is there twice, so that its share of the vocabulary is half.
 "${prepare[@]}" --train-source "$from/train.en" "$from/train.en" --train-target "$from/train.de" "$from/train.fr" \
     --valid-source "$from/val.en" --valid-target "$from/val.de" --out "$out/vocabulary" \
-    --vocab-size "$size" --normalization nfkc --symbols '<2de>' '<2fr>'
+    --vocab-size "$size" --symbols '<2de>' '<2fr>'
 for language in de fr; do
     "${prepare[@]}" --train-source "$from/train.en" --train-target "$from/train.$language" \
         --valid-source "$from/val.en" --valid-target "$from/val.$language" \

@@ -94,7 +94,7 @@ def sentencepiece_normal(model: Path, text: str) -> str:
 def test_vocabularies_of_each_side_and_of_other_types(text: Path, tmp_path: Path) -> None:
     separate = prepared(text, tmp_path / "a", "--vocab-size", "290", "--separate-vocabularies")
     assert separate.tokenizer().vocabulary.source is not separate.tokenizer().vocabulary
-    assert "290 and 290 tokens (SentencePiece, normalization nfc)" in report(separate.meta, separate.path)
+    assert "290 and 290 tokens (SentencePiece, --normalization nfc)" in report(separate.meta, separate.path)
     for side in ("source", "target"):  # by default, either vocabulary keeps compatibility variants
         assert sentencepiece_normal(separate.path / f"vocabulary.{side}.model", "70º … ｱ e\u0301") == "70º … ｱ é"
     words = prepared(text, tmp_path / "b", "--segmented", "--separate-vocabularies", "--symbols", "<bt>")
@@ -105,7 +105,7 @@ def test_vocabularies_of_each_side_and_of_other_types(text: Path, tmp_path: Path
     other = ["--vocab-size", "560", "--vocabulary-type", "unigram", "--byte-fallback", "--symbols", "<bt>"]
     unigram = prepared(text, tmp_path / "d", *other)
     shown = report(unigram.meta, unigram.path)
-    assert "560 tokens (SentencePiece, unigram, byte fallback, normalization nfc, symbols <bt>)" in shown
+    assert "560 tokens (SentencePiece, unigram, byte fallback, --normalization nfc, symbols <bt>)" in shown
 
     # The user's models are those of other directories here.
     models = [str(tmp_path / "a" / f"vocabulary.{side}.model") for side in ("source", "target")]
