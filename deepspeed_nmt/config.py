@@ -264,6 +264,9 @@ def _unknown(keys: Sequence[str]) -> Iterator[str]:
     known = list(_all_keys())
     for key in keys[:_MAX_HINTS]:
         section, _, last = key.rpartition(".")
+        if key == "extends":
+            yield "extends is for recipes; name the recipe beside the file: --recipe NAME --config F"
+            continue
         entries = NAMED[section].values() if section in NAMED else ()
         if names := [f"{section}.name={entry.name}" for entry in entries if last in entry.config.model_fields]:
             yield f"{key} is a setting of {' or '.join(names)} only; set that, too, or leave it out"
