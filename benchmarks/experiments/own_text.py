@@ -60,6 +60,7 @@ class Rival:
 
 RIVALS = {
     "rule": Rival(),
+    "updates of a quarter of the size": Rival(update_tokens=0.25),
     "updates of half the size": Rival(update_tokens=0.5),
     "2+2 layers": Rival({"model.encoder_layers": 2, "model.decoder_layers": 2}),
     "D 256": Rival({"model.dim": 256, "model.ffn_dim": 1024}),
