@@ -323,7 +323,7 @@ make_plan() {
     local before=""
     [ ! -f "$OUT/plan" ] || before="$(sed -n 2p "$OUT/plan")"
     if [ -z "$before" ] || { [ -n "$minutes" ] && [ "$minutes" != "$before" ]; }; then
-        plan plan "$OUT/data" "$device" "$metric" "$OUT/speed" ${minutes:+"$minutes"} >"$OUT/plan.new"
+        plan plan "$OUT/data" "$device" "$metric" "$OUT/speed" ${minutes:+"$minutes"} ${before:+"$OUT/plan"} >"$OUT/plan.new"
         mv "$OUT/plan.new" "$OUT/plan"
     fi
     say "$(sed -n 1p "$OUT/plan")"

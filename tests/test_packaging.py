@@ -385,7 +385,7 @@ def test_quickstart_plans_the_training_of_own_text(stubs: dict[str, str], tmp_pa
 
     shown: list[str] = []
     first = last_training(*text, "--minutes", "2")
-    assert {"multi30k_cpu", "model.dropout=0.3", "batch.update_tokens=1024", "training.max_updates=96"} <= set(first)
+    assert {"multi30k_cpu", "model.dropout=0.3", "batch.update_tokens=512", "training.max_updates=196"} <= set(first)
     assert "10.5 20.5 30.5; still improves" in shown[0] and "--minutes 4" in shown[0]
     assert "update 10/30: valid loss" in shown[0] and len(shown[0].splitlines()) < 40
     assert "noise" not in shown[0].replace("noise of score", "")
@@ -393,7 +393,11 @@ def test_quickstart_plans_the_training_of_own_text(stubs: dict[str, str], tmp_pa
     assert run_script("quickstart.sh", *text, **stubs).returncode == 0
     assert "deepspeed-nmt translate" not in commands(stubs), "all is done, also if no minutes are given"
     longer = last_training("--minutes", "4", *text, "--", "optimizer.lr=1e-3")
-    assert "training.max_updates=198" in longer and "optimizer.lr=1e-3" in longer[longer.index("--recipe") :]
+    assert (
+        "training.max_updates=396" in longer
+        and "batch.update_tokens=512" in longer
+        and "optimizer.lr=1e-3" in longer[longer.index("--recipe") :]
+    )
     assert plan.read_text(encoding="utf-8").splitlines()[1] == "4"
     assert shlex.split(shown[1].splitlines()[-1])[-2:] == ["--", "optimizer.lr=1e-3"]
     failed = run_script("quickstart.sh", "--fresh", *text, FAIL_AT="prepare", FAIL_WITH="2", **stubs)

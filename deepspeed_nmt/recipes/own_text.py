@@ -3,10 +3,11 @@
     python -m deepspeed_nmt.recipes.own_text vocabulary SOURCE TARGET   options of `prepare`
     python -m deepspeed_nmt.recipes.own_text metric REFERENCE           metric of the translations
     python -m deepspeed_nmt.recipes.own_text recipe DATA DEVICE METRIC  arguments of `train`, without a length
-    python -m deepspeed_nmt.recipes.own_text plan DATA DEVICE METRIC SPEED_RUN [MINUTES]
+    python -m deepspeed_nmt.recipes.own_text plan DATA DEVICE METRIC SPEED_RUN [MINUTES [PLAN]]
     python -m deepspeed_nmt.recipes.own_text outlook RUN                whether the validation score still rises
 
-`plan` prints a reason, the minutes, and all arguments of `train`, one a line; SPEED_RUN is a run of a few updates.
+`plan` prints a reason, the minutes, and all arguments of `train`, one a line; SPEED_RUN is a run of a few updates,
+and PLAN what was printed for fewer minutes: a run that trains on keeps the size of its updates.
 The rules are functions of the number of pairs, the device, the minutes, and the speed that a few updates had there.
 """
 
@@ -17,7 +18,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ _MAX_EPOCHS = 100
 _TRAINING_SHARE = 0.85
 """Share of the minutes that updates take; the rest is for validation and checkpoints."""
 _VALIDATIONS = 10
+_UPDATES = 1500
+"""Number of updates below which they become smaller, down to a quarter of the recipe's tokens, or these."""
+_SMALLEST_UPDATE = 512
+_SIZE = "batch.update_tokens="
 _KANA = range(0x3040, 0x3100)
 _HAN = range(0x4E00, 0xA000)
 _GAIN = 0.01
@@ -119,6 +124,17 @@ def minutes_for(recipe: OwnRecipe, epoch_tokens: int, tokens_per_s: float) -> in
     return min(recipe.minutes, max(1, math.ceil(_MAX_EPOCHS * epoch_tokens / tokens_per_s / _TRAINING_SHARE / 60.0)))
 
 
+def sized_for(recipe: OwnRecipe, minutes: int, tokens_per_s: float) -> OwnRecipe:
+    """Return the recipe with updates of a half or a quarter of the size, if the minutes have room for few of them.
+
+    Args:
+        tokens_per_s: target tokens a second over all ranks.
+    """
+    updates = 60 * minutes * _TRAINING_SHARE * tokens_per_s / recipe.update_tokens
+    parts = 1 if updates >= _UPDATES else 2 if 2 * updates >= _UPDATES else 4
+    return replace(recipe, update_tokens=max(_SMALLEST_UPDATE, recipe.update_tokens // parts))
+
+
 def length_arguments(recipe: OwnRecipe, minutes: int, tokens_per_s: float) -> list[str]:
     """Return the arguments of `train` for as many updates as the minutes have room for: a tenth of them is warm-up.
 
@@ -162,17 +178,22 @@ def logged(run: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: sorted(values.items()) for tag, values in series.items()}
 
 
-def _plan(data: Path, device: str, metric: str, speed_run: Path, minutes: str = "") -> list[str]:
+def _plan(data: Path, device: str, metric: str, speed_run: Path, minutes: str = "", before: str = "") -> list[str]:
     pairs, tokens = _size(data)
     speeds = [value for _, value in logged(speed_run).get("perf/target_tokens_per_s", [])][1:]  # the first has set-up
     if not speeds:
         raise DataError(f"no speed in {speed_run}; start again with --fresh")
     recipe, speed = recipe_for(pairs, device), sum(speeds) / len(speeds)
     length = int(minutes) if minutes else minutes_for(recipe, tokens, speed)
+    sizes = [line for line in Path(before).read_text().splitlines() if line.startswith(_SIZE)] if before else []
+    if sizes:
+        recipe = replace(recipe, update_tokens=int(sizes[0].removeprefix(_SIZE)))
+    else:
+        recipe = sized_for(recipe, length, speed)
     arguments = length_arguments(recipe, length, speed)
     updates = int(arguments[0].partition("=")[2])
     reason = (
-        f"{pairs:,} pairs, {device.upper()}: {recipe.reason}; {updates:,} updates "
+        f"{pairs:,} pairs, {device.upper()}: {recipe.reason}; {updates:,} updates of {recipe.update_tokens:,} tokens "
         f"({updates * recipe.update_tokens / max(1, tokens):.1f} epochs), for which {speed:,.0f} tokens/s need about "
         f"{length} min"
     )

@@ -40,7 +40,7 @@ def test_precedence_of_recipe_file_and_command_line(tmp_path: Path) -> None:
     ("setting", "problem"),
     [
         ("model.encoder_layer=6", "there is no setting 'model.encoder_layer'; did you mean 'model.encoder_layers'?"),
-        ("extends=transformer_base", "extends is for recipes; name the recipe beside the file: --recipe NAME --config F"),
+        ("extends=base", "extends is for recipes; name the recipe beside the file: --recipe NAME --config F"),
         ("update_tokens=100", "there is no setting 'update_tokens'; did you mean 'batch.update_tokens'?"),
         ("model.lr=1", "there is no setting 'model.lr'; did you mean 'optimizer.lr'?"),
         ("collapse.zzz=1", "there is no setting 'collapse.zzz'; known: collapse.action, collapse.every, "

@@ -17,6 +17,7 @@ from deepspeed_nmt.recipes.own_text import (
     metric_for,
     minutes_for,
     recipe_for,
+    sized_for,
     still_rises,
     vocabulary,
 )
@@ -70,6 +71,26 @@ def test_length_fills_the_minutes() -> None:
         assert updates % every == 0 and 3 <= updates // every <= 10 and warmup == min(4000, updates // 10)
     assert minutes_for(recipe, 400_000, 9000.0) == recipe.minutes
     assert minutes_for(recipe, 10_000, 9000.0) == 3, "100 epochs are a million tokens"
+
+
+def test_updates_are_smaller_where_few_have_room() -> None:
+    recipe = recipe_for(30_000, "cpu")  # a minute of 9,000 tokens/s has room for 224 updates of 2,048
+    sizes = [sized_for(recipe, minutes, 9000.0).update_tokens for minutes in (1, 3, 4, 6, 7, 60)]
+    assert sizes == [512, 512, 1024, 1024, 2048, 2048]
+    assert sized_for(recipe_for(3000, "cpu"), 1, 9000.0).update_tokens == 512, "not below this"
+
+
+def test_a_longer_plan_keeps_the_size_of_updates(tmp_path: Path) -> None:
+    split = {"pairs": 30_000, "target": {"tokens": 450_000}}
+    (tmp_path / "meta.json").write_text(json.dumps({"splits": {"train": split}}), encoding="utf-8")
+    entries = [json.dumps({"update": update, "perf/target_tokens_per_s": 9000.0}) for update in (10, 20, 30)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(entries), encoding="utf-8")
+    words = ["plan", str(tmp_path), "cpu", "bleu", str(tmp_path)]
+    short = main(*words, "2")
+    (tmp_path / "plan").write_text("\n".join(short) + "\n", encoding="utf-8")
+    assert "batch.update_tokens=512" in short and "batch.update_tokens=2048" in main(*words, "60")
+    longer = main(*words, "60", str(tmp_path / "plan"))
+    assert "batch.update_tokens=512" in longer and longer[1] == "60"
 
 
 def test_verdict_on_validations(tmp_path: Path) -> None:
