@@ -162,7 +162,10 @@ class Batch:
         return rows_BS if self.source_segments is None else self.source_segments.from_rows(rows_BS, 0).unsqueeze(0)
 
     def target_rows(self, x_BT: Tensor) -> Tensor:
-        """Return tokens of target positions with a row for each sentence; padding is arbitrary. Shape: -> (B,T)."""
+        """Return values at target positions with a row for each sentence; padding is arbitrary.
+
+        Shape: (B,T) or (B,T,D), in the batch's layout -> the same, in that of :attr:`target_mask`
+        """
         return x_BT if self.target_segments is None else self.target_segments.to_rows(x_BT[0], 0)
 
     def to(self, device: torch.device) -> Batch:

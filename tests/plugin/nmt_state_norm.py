@@ -43,7 +43,7 @@ class StateNorm(Regularizer):
         batch = passes.batch
 
         def value(states: States) -> Tensor:
-            square_BT = states[0][TOP].float().square().mean(dim=2)
+            square_BT = batch.target_rows(states[0][TOP].float().square().mean(dim=2))
             # The engine divides by the tokens of the update.
             return batch.weighted((square_BT * batch.target_mask).sum(dim=1)).sum()
 

@@ -20,7 +20,7 @@ CHECKS = """
 import sys
 from deepspeed_nmt import parity
 from deepspeed_nmt.cli import main
-parity.engines = lambda world, method: [("plain+recompute", 1)]
+parity.engines = lambda world, method: [("plain+recompute+packed", 1)]
 assert main(["settings", "state_norm"]) == 0
 sys.exit(main(["selftest", "--only", "state_norm", "--json", "--device", "cpu"]))
 """
