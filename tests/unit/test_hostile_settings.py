@@ -23,7 +23,7 @@ PLAN = ["plan", "--recipe", "transformer_base"]
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        ("layer.name=-", "layer.name is [None], which is no known layer; known: cross_attention_drop, standard"),
+        ("layer.name=-", "layer.name is [None], which is no known layer; known: cross_attention_drop, "),
         ("model={name: [1, 2]}", "model.name is [1, 2], which is no known model; known: "),
         ("objective=-", "objective is [None]; give a section with keys"),
         ("training.seed=" + "9" * 5000, "training.seed is '9999"),
