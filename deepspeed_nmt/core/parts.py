@@ -99,6 +99,10 @@ class ModelConfig(PartConfig):
     def check_bottom(self, bottom: Parts, where: str) -> None:
         """Refuse to grow the run in directory ``where``, by a ConfigError. Called if :attr:`grown_prefix` is set."""
 
+    def begins_as(self, name: str, other: ModelConfig) -> str | None:
+        """Return the parameter of a warm start's run as which one begins that the run lacks; None: as initialised."""
+        return None
+
     def check_shape_of(self, other: ModelConfig, where: str, keys: Iterable[str] | None = None) -> None:
         """Refuse weights of the run in directory ``where`` if settings differ, by default those in ``shape_fields``.
 

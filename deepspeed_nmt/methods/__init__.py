@@ -27,6 +27,7 @@ from deepspeed_nmt.methods import (
     parallel_decoder,
     recurrent,
     relative_positions,
+    sdt,
     transformer,
     transparent_attention,
 )
@@ -50,6 +51,7 @@ MODELS: Registry[TranslationModel] = Registry(
         coordination.ENTRY,
         dlcl.ENTRY,
         relative_positions.ENTRY,
+        sdt.ENTRY,
     ],
 )
 # Builder: (config, number, parts) -> decoder layer.

@@ -27,6 +27,7 @@ from deepspeed_nmt import __version__
 from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.parts import ModelConfig
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.training import DataOption, TrainingData
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
@@ -325,7 +326,7 @@ def _git() -> str | None:
     return None
 
 
-_LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.")
+_NUMBERED = re.compile(r"((?:encoder|decoder)\.[a-z_.]+\.)\d+\.")
 
 
 @dataclass(frozen=True)
@@ -389,7 +390,8 @@ def warm_start(model: TranslationModel, config: RunConfig, origin: Origin, data:
     """Copy the weights of a checkpoint of another run into a new model.
 
     With ``origin.grow`` they become the model's frozen bottom (depth growing). Otherwise they are the model's own,
-    and layers above those of the other run keep their initial weights (direct stacking).
+    and layers above those of the other run keep their initial weights (direct stacking), or begin as the copies that
+    the model's settings say.
 
     Raises:
         ConfigError: if vocabularies, shapes, or the computations with the weights differ.
@@ -417,7 +419,7 @@ def warm_start(model: TranslationModel, config: RunConfig, origin: Origin, data:
         config.model.check_shape_of(source.config.model, str(source.path))
         differences = config.model.composition_differences(source.config.model)
     checkpoint = source.checkpoint(origin.checkpoint, "--from-checkpoint")
-    _copy(model, checkpoint, source, prefix)
+    _copy(model, checkpoint, source, prefix, config.model)
     return OriginRecord(
         run=str(origin.run.resolve()),
         which=origin.checkpoint,
@@ -451,7 +453,7 @@ def check_origin(run: Path, origin: Origin) -> None:
         )
 
 
-def _copy(model: TranslationModel, checkpoint: Checkpoint, source: Run, prefix: str) -> None:
+def _copy(model: TranslationModel, checkpoint: Checkpoint, source: Run, prefix: str, config: ModelConfig) -> None:
     """Copy a checkpoint's weights into a model, or into the part of it that has a prefix."""
     grow = bool(prefix)
     own = dict(model.named_parameters())
@@ -470,6 +472,9 @@ def _copy(model: TranslationModel, checkpoint: Checkpoint, source: Run, prefix: 
             f"{differences[0].removeprefix(prefix)} (one of {len(differences)} differences); make the model.* and "
             f"layer.* settings those of {source.path / 'config.yaml'}"
         )
+    for name in expected - set(weights):
+        if (likeness := config.begins_as(name, source.config.model)) is not None:
+            weights[name] = weights[likeness]
     fresh = sorted(name for name in expected - set(weights) if not own[name].requires_grad)
     if fresh and not grow:
         raise ConfigError(
@@ -490,6 +495,8 @@ def _same_path(path: Path, recorded: str) -> bool:
 
 
 def _above(name: str, weights: dict[str, Tensor]) -> bool:
-    """Return True if a parameter belongs to a layer above all those of the other run."""
-    layer = _LAYER.match(name)
-    return layer is not None and not any(other.startswith(layer[0]) for other in weights)
+    """Return True if a parameter belongs to a layer above all those of the other run, or to such another part."""
+    part = _NUMBERED.match(name)
+    if part is None or any(other.startswith(part[0]) for other in weights):
+        return False
+    return any(other.startswith(part[1]) for other in weights)

@@ -18,6 +18,9 @@ class ScheduleConfig(Config):
     )
     warmup_updates: int = Field(default=4000, ge=0, description="updates of linear warm-up")
     initial_lr: float = Field(default=1e-7, ge=0.0, description="learning rate at the start of the warm-up")
+    skipped_updates: int = Field(
+        default=0, ge=0, description="updates by which the schedule is ahead; warmup_updates: it begins at the peak"
+    )
     final_lr: float = Field(
         default=0.0, ge=0.0, description="learning rate of cosine and linear at training.max_updates"
     )
@@ -31,9 +34,13 @@ def learning_rate(update: int, peak: float, config: ScheduleConfig, max_updates:
     - cosine:        final + (peak - final) (1 + cos(pi (u - W) / (U - W))) / 2
     - linear:        final + (peak - final) (U - u) / (U - W)
 
-    with u the update from 1, W ``warmup_updates``, U ``max_updates``.
+    with u the update from 1, W ``warmup_updates``, U ``max_updates``; ``skipped_updates`` are added to u and U.
     """
-    warmup = config.warmup_updates
+    warmup, update, max_updates = (
+        config.warmup_updates,
+        update + config.skipped_updates,
+        max_updates + config.skipped_updates,
+    )
     if update <= warmup:
         return config.initial_lr + (peak - config.initial_lr) * update / warmup
     if config.name == "constant":

@@ -39,7 +39,7 @@ ENGINES = {
 # Methods whose engines are the same, and that share the start of the ranks.
 JOINT = {
     ("gnmt", "convs2s", "merged", "coordination"): ["zero2+recompute", "zero3"],
-    ("dlcl", "relative_positions"): ["zero2+packed", "zero3+recompute"],
+    ("dlcl", "relative_positions", "sdt"): ["zero2+packed", "zero3+recompute"],
 }
 ENGINES |= {method: {1: ["plain"], 2: names} for methods, names in JOINT.items() for method in methods}
 # Engines of each method on two pairs of tensor-parallel ranks, and the settings that make the model shallower there.
@@ -52,6 +52,7 @@ TENSOR = {
     "transparent": ["zero3"],
     "dlcl": ["zero3+packed"],
     "relative_positions": ["zero3+packed"],
+    "sdt": ["zero3+packed"],
 }
 DEPTHS = {
     "vanilla": {"encoder_layers": 1, "decoder_layers": 1},

@@ -74,6 +74,22 @@ def test_direct_stacking_initializes_the_common_layers(
     assert any(name.startswith("decoder.layers.2.") for name in stacked)
 
 
+def test_a_deeper_encoder_begins_with_copies_of_the_top_layers(data: Path, tmp_path: Path, small: list[str]) -> None:
+    shallow, deep, sdt = tmp_path / "shallow", tmp_path / "deep", ["model.name=sdt", "model.stack_layers=1"]
+    assert main(train_words(data, shallow, *small, *sdt, "training.max_updates=1")) == 0
+    still = ["optimizer.lr=1e-20", "schedule.initial_lr=0", "training.max_updates=1"]
+    more = ["model.encoder_layers=4", "--init-from", str(shallow), *still]
+    assert main(train_words(data, deep, *small, *sdt, *more)) == 0
+    below, grown = newest(shallow), newest(deep)
+    assert all(torch.allclose(grown[name], weight) for name, weight in below.items())
+    top = {name.partition(".layers.1.")[2] for name in below if name.startswith("encoder.layers.1.")}
+    for name in top:
+        for number in (2, 3):
+            assert torch.allclose(grown[f"encoder.layers.{number}.{name}"], below[f"encoder.layers.1.{name}"])
+    assert torch.allclose(grown["encoder.links.norms.3.bias"], below["encoder.links.norms.1.bias"])
+    assert torch.allclose(grown["encoder.links.sums.4.weight"], torch.full((5,), 0.2))
+
+
 def variant(run: Path, to: Path, **sections: dict[str, object]) -> Path:
     """Copy a run and change the settings that it records."""
     shutil.copytree(run, to)

@@ -31,6 +31,14 @@ def test_schedules(name: str, update: int, expected: float) -> None:
     assert learning_rate(update, 1.0, config, max_updates=1100) == pytest.approx(expected)
 
 
+def test_a_schedule_that_is_ahead_begins_at_its_peak() -> None:
+    ahead = ScheduleConfig(warmup_updates=8000, skipped_updates=8000)
+    rates = [learning_rate(update, 2e-3, ahead, 10_000) for update in (1, 8000)]
+    assert rates == pytest.approx([2e-3, 2e-3 / 2**0.5], rel=1e-3)
+    cosine = ahead.model_copy(update={"name": "cosine", "final_lr": 1e-4})
+    assert [learning_rate(update, 2e-3, cosine, 100) for update in (50, 100)] == pytest.approx([1.05e-3, 1e-4])
+
+
 def test_weight_decay_excludes_vectors_and_frozen_parameters() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2))
     model[2].weight.requires_grad_(False)
