@@ -57,6 +57,7 @@ def write_run(
         if reliance is not None and update % (2 * every) == 0:
             found = {
                 "collapse/source_reliance": reliance * part,
+                "collapse/prefix_reliance": 0.5 * reliance * part,
                 "collapse/nll": 6 - 3 * part,
                 "collapse/seconds": 1.0,
             }

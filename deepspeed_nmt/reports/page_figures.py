@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from plotly import graph_objects
 
-from deepspeed_nmt.reports.run_log import CROSS_SHARE, SOURCE_RELIANCE, Event, RunLog, shortened
+from deepspeed_nmt.reports.run_log import CROSS_SHARE, PREFIX_RELIANCE, SOURCE_RELIANCE, Event, RunLog, shortened
 
 _METRICS = {"bleu": "BLEU", "bleu_tokenised": "tokenised BLEU", "chrf": "chrF", "ter": "TER"}
 _LOSSES = {"loss": "validation loss", "nll": "validation NLL", "ppl": "validation perplexity"}
@@ -26,7 +26,8 @@ _WORDS = {
     "train/lr": "learning rate",
     "train/grad_norm": "norm",
     SOURCE_RELIANCE: "source reliance",
-    "collapse/nll": "loss with the true sources",
+    PREFIX_RELIANCE: "prefix reliance",
+    "collapse/nll": "loss with the true sources and prefixes",
     "perf/target_tokens_per_s": "target tokens a second",
     "perf/memory": "peak memory",
     "perf/goodput": "goodput",
@@ -132,10 +133,12 @@ def curves(log: RunLog, threshold: float) -> list[Chart]:
     """
     scales = [] if set(log.series("train/loss_scale").finite) <= {1.0} else ["train/loss_scale"]
     reliance = (
-        "Rise of the loss, in nats per target token, when sources are shuffled among sentences. Below the dashed "
-        f"line ({threshold:g}) the decoder is a language model that ignores its source."
+        "Rise of the loss, in nats per target token, when sources, or the target prefixes that the decoder reads, "
+        f"are shuffled among sentences. With a source reliance below the dashed line ({threshold:g}) the decoder is "
+        "a language model; with a prefix reliance near 0 it predicts each token from the source alone."
     )
-    monitor = "On the monitor's slice of the validation set, with the true sources and without dropout."
+    monitor = "On the monitor's slice of the validation set, with the true sources and prefixes, without dropout."
+    relied_on = [tag for tag in (SOURCE_RELIANCE, PREFIX_RELIANCE) if tag in log.tags]
     losses, use = _tags(log, r"train/(loss|nll)|valid/(.*/)?loss"), ("goodput", "mfu", "data_wait", "padding")
     waiting = "Waiting for data, padding and, for known GPUs, model FLOPs utilisation."
     mixture, shares = "Share of each corpus in the target tokens.", _tags(log, "data/.*/share")
@@ -144,7 +147,7 @@ def curves(log: RunLog, threshold: float) -> list[Chart]:
     charts = [
         draw("loss", "Loss", per_token, losses, "In training and on the validation sets."),
         *_metrics(log),
-        draw("reliance", "Source reliance", per_token, [SOURCE_RELIANCE], reliance, level=threshold),
+        draw("reliance", "Reliance on source and prefix", per_token, relied_on, reliance, level=threshold),
         draw("slice-loss", "Loss on the monitor's slice", per_token, ["collapse/nll"], monitor),
         draw("rate", "Learning rate", "", ["train/lr"], "Of each update."),
         draw("norm", "Gradient norm", "", ["train/grad_norm"], "Before clipping.", log_scale=True),

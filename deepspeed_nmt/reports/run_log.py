@@ -24,7 +24,8 @@ from deepspeed_nmt.train.events import EVENTS_FILE
 from deepspeed_nmt.train.log import METRICS_FILE
 
 TOKENS, HOURS, GOODPUT = "train/target_tokens", "perf/hours", "perf/goodput"
-SOURCE_RELIANCE, CROSS_SHARE = "collapse/source_reliance", "collapse/cross_share/"
+SOURCE_RELIANCE, PREFIX_RELIANCE = "collapse/source_reliance", "collapse/prefix_reliance"
+CROSS_SHARE = "collapse/cross_share/"
 TRAIN_PERPLEXITY, VALID_PERPLEXITY, VALID_LOSS = "train/ppl", "valid/ppl", "valid/loss"
 STARTS, ENDINGS = ("start", "resume"), ("stop", "end", "failure")
 """Events that begin and end a process of training."""

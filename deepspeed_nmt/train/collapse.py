@@ -1,12 +1,17 @@
-"""Detection of decoders that turn into language models and ignore their source.
+"""Detection of decoders that lose one of their two inputs: the source, or the target prefix.
 
-The training loss of such a model looks normal, but its loss hardly rises if each sentence gets the source of another
-one. On a fixed slice of the validation set, the monitor measures
+A decoder that ignores its source is a language model. Its training loss looks normal, but its loss hardly rises if
+each sentence gets the source of another one. On a fixed slice of the validation set, the monitor measures
 
     collapse/source_reliance = NLL per target token with shuffled sources - NLL with the true ones    (nats),
 
-which is near 0 for an unconditional language model and well above 1 for a good translation model. ``collapse/nll`` is
-the NLL with the true sources. If it exceeds ln V, the NLL of guessing, a model has collapsed in another way: it fits
+which is near 0 for an unconditional language model and well above 1 for a good translation model, and
+
+    collapse/prefix_reliance = NLL per target token with shuffled prefixes - NLL with the true ones   (nats),
+
+which is near 0 for a decoder that predicts each token from the source and the position alone. A shuffled prefix has
+the words of another sentence, continued by those of further ones up to the length of its own. ``collapse/nll`` is
+the NLL with the true inputs. If it exceeds ln V, the NLL of guessing, a model has collapsed in another way: it fits
 its training set with dropout and predicts nothing without, as deep post-norm decoders do. For each decoder layer with
 cross-attention, the monitor also measures
 
@@ -24,6 +29,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -41,13 +47,13 @@ from deepspeed_nmt.train.configuration import CollapseConfig
 from deepspeed_nmt.train.events import NO_EVENTS, Events
 from deepspeed_nmt.train.validation import Replica
 
-RELIANCE, NLL = "collapse/source_reliance", "collapse/nll"
+RELIANCE, PREFIX_RELIANCE, NLL = "collapse/source_reliance", "collapse/prefix_reliance", "collapse/nll"
 _FALLING = 0.5
 """Share of the mean fall of the loss per update, from guessing on, above which it still falls as at the start."""
 
 
 class CollapseMonitor:
-    """Measurement and check of source reliance.
+    """Measurement of source and prefix reliance, and check of the former.
 
     Args:
         grace: updates before the first check, used if the configuration leaves them open. Then there is none either
@@ -72,8 +78,8 @@ class CollapseMonitor:
         self._grace = config.grace or grace
         order = permutation(len(validation), Purpose.COLLAPSE_SLICE)[: config.sentences]
         self._sentences = np.sort(order)
-        # Each sentence gets the source of its neighbour on a random ring: never its own.
-        self._other_source = dict(zip(order.tolist(), np.roll(order, 1).tolist(), strict=True))
+        # Each sentence gets the source, or the prefix, of its neighbour on a random ring: never its own.
+        self._other = dict(zip(order.tolist(), np.roll(order, 1).tolist(), strict=True))
 
     def due(self, update: int) -> bool:
         """Return True if a measurement follows ``update``."""
@@ -82,18 +88,23 @@ class CollapseMonitor:
     def __call__(self, update: int) -> dict[str, float]:
         """Measure after ``update`` and return values by tag. All ranks call it together and get the same values."""
         started = time.monotonic()
-        sums = {"true": 0.0, "shuffled": 0.0, "tokens": 0.0}
+        sums = {"true": 0.0, "sources": 0.0, "prefixes": 0.0, "tokens": 0.0}
         with self._replica.at(update) as model:
             norms = _SublayerNorms(model)
             for batch in self._validation.batches(self._sentences):
                 with norms.of(batch):
                     sums["true"] += self._nll(model, batch)
                 sums["tokens"] += batch.target_tokens
-            for batch in self._validation.batches(self._sentences, self._other_source):
-                sums["shuffled"] += self._nll(model, batch)
+                if model.mask is None:  # else no token is predicted from a prefix
+                    sums["prefixes"] += self._nll(model, self._with_other_prefixes(batch))
+            for batch in self._validation.batches(self._sentences, self._other):
+                sums["sources"] += self._nll(model, batch)
+            has_prefixes = model.mask is None
         total = sum_over_ranks({**sums, **norms.sums}, self._world)
-        nll, shuffled = (total[kind] / total["tokens"] for kind in ("true", "shuffled"))
-        values = {RELIANCE: shuffled - nll, NLL: nll}
+        nll, sources, prefixes = (total[kind] / total["tokens"] for kind in ("true", "sources", "prefixes"))
+        values = {RELIANCE: sources - nll, NLL: nll}
+        if has_prefixes:
+            values[PREFIX_RELIANCE] = prefixes - nll
         for layer in norms.layers:
             attended, crossed, fed = (total[f"{part}/{layer}"] for part in _PARTS)
             values[f"collapse/cross_share/layer_{layer:02}"] = crossed / max(attended + crossed + fed, 1e-30)
@@ -145,6 +156,19 @@ class CollapseMonitor:
         if self._world.is_main:
             logger.warning("%s", message)
         return bad, ""
+
+    def _with_other_prefixes(self, batch: Batch) -> Batch:
+        """Replace the words that the decoder reads by those of the next sentences on the ring."""
+        input_BT = batch.target_input_BT.clone()
+        lengths_B = batch.target_mask.sum(dim=1).tolist()
+        for row, (sentence, length) in enumerate(zip(batch.sentence_ids_B.tolist(), lengths_B, strict=True)):
+            words: list[int] = []
+            while sentence >= 0 and len(words) < length - 1:
+                sentence = self._other[sentence]
+                words += self._validation.corpus.target(sentence).tolist()
+            if words:
+                input_BT[row, 1:length] = torch.tensor(words[: length - 1])
+        return replace(batch, target_input_BT=input_BT)
 
     def _nll(self, model: TranslationModel, batch: Batch) -> float:
         with torch.no_grad():

@@ -213,7 +213,7 @@ LAYOUT: dict[str, dict[str, tuple[str, list[str]]]] = {
         "perplexity": _chart(r"^train/ppl", rf"{_SET}ppl"),
     },
     "Collapse": {
-        "source reliance, nats per token": _chart(r"^collapse/(source_reliance|nll)"),
+        "source and prefix reliance, nats per token": _chart(r"^collapse/((source|prefix)_reliance|nll)"),
         "share of cross-attention by layer": _chart(r"^collapse/cross_share/.*"),
     },
     "Speed": {

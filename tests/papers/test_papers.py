@@ -1,8 +1,10 @@
 """Every row and point of the papers can be run, and every setting of their recipes is accounted for."""
 
 import json
+import re
 import shlex
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.parity import VOCABULARY, train, write_corpus
 from deepspeed_nmt.recipes import load_recipe, load_sweep, recipe_files, recipes, sweeps
 from deepspeed_nmt.run.plans import Plans
+from tests.docs.pages import ROOT
 from tests.papers.pages import NOT_STATED, PAPERS, parsed, recipes_of, resolved, rows, settings, value_of
 
 OF_NO_PAPER = {"sample_quick", "sample_small", "multi30k_cpu", "multi30k_tiny"}
@@ -181,3 +184,68 @@ def test_recipes_are_listed_by_group_with_their_descriptions(capsys: pytest.Capt
     assert "nothing-like-it" in capsys.readouterr().err
     files = recipe_files()
     assert [name for name, file in files.items() if not description(file.read_text("utf-8")).endswith(".")] == []
+
+
+EXACT = {  # second corrections of the audit: settings that a paper fixes, or leaves to its baseline
+    "recurrent_*": {"model.attention_dropout": 0.1, "model.activation_dropout": 0.1},
+    "closed_chain_*": {"model.attention_dropout": 0.1, "model.activation_dropout": 0.1},
+    "bert_*": {"optimizer.clip_norm": 0.0},
+    "multi_softmax_*": {"validation.metrics": ["bleu_intl"]},
+}
+
+
+def test_settings_that_the_corrections_fix() -> None:
+    for pattern, fixed in EXACT.items():
+        names = [name for name in recipes() if fnmatchcase(name, pattern)]
+        assert names, pattern
+        for name in names:
+            config = resolved(name)
+            assert {key: value_of(config, key) for key in fixed} == fixed, name
+
+
+def test_big_runs_of_vaswani_average_twenty_checkpoints() -> None:
+    of_vaswani = [row for row in rows() if "Vaswani et al. 2017, BIG" in row.name and row.page == "deep-decoder.md"]
+    assert len(of_vaswani) == 2
+    for row in of_vaswani:
+        assert "average --last 20" in row.commands
+        ((recipe, given),) = row.runs()
+        assert resolved(recipe, given).training.keep_last == 20
+
+
+def test_sections_of_costs_have_rows_and_the_scorer_is_named() -> None:
+    places = {row.place for row in rows() if row.page == "multi-layer-softmaxing.md"}
+    assert {"Section 5.1", "Section 5.2"} <= places
+    vanilla = load_sweep("multi_softmax_vanilla")
+    counts = [Plans().parameters(resolved(name, tuple(given)), Vocabulary(32_000))[1] for name, given in vanilla]
+    assert sum(counts) / 1e6 == pytest.approx(1517, rel=0.001) and counts[-1] / 1e6 == pytest.approx(60.5, rel=0.002)
+    text = (ROOT / "docs" / "papers" / "multi-layer-softmaxing.md").read_text("utf-8")
+    assert "1,517M" in text and "--metrics bleu_intl --lowercase" in text
+
+
+def test_depth_scaled_initialisation_is_a_row() -> None:
+    (row,) = (row for row in rows() if "+ DS-Init (Zhang" in row.name)
+    ((recipe, given),) = row.runs()
+    assert resolved(recipe, given).model.model_dump()["init"] == "depth_scaled"
+
+
+def test_every_page_names_its_segmentation_and_published_papers_are_cited_so() -> None:
+    texts = {page.stem: page.read_text("utf-8") for page in PAPERS if page.stem != "rivals"}
+    assert all(re.search("SentencePiece|WordPiece", text) for text in texts.values())
+    assert "10.18653/v1/2022.findings-acl.39" in texts["deep-decoder"] and "459-471" in texts["deep-decoder"]
+    assert "February 2024" in texts["parallel-decoder"]
+    assert "little more than 2" in texts["recurrent-layers"] and "wmt16_en_de.tar.gz" in texts["recurrent-layers"]
+    assert all(word in texts["deep-decoder"] for word in ("wmt14_enfr.sh", "1.5 times", "250"))
+
+
+MISSING = ("Wei et al. 2020", "Li et al. 2020")
+"""Systems without a method here: multiscale collaboration, and shallow-to-deep training."""
+
+
+def test_no_system_is_only_cited_but_those_that_are_missing() -> None:
+    cited = [row for row in rows() if row.text.startswith("cited")]
+    for row in cited:
+        missing = any(name in row.name for name in MISSING)
+        assert missing == ("not implemented" in row.text), row.name
+        assert missing or re.search(r"\]\(|takes the result from", row.text), f"{row.name}: where does it run?"
+    linked = [row for row in rows() if not row.commands and row not in cited]
+    assert all("](rivals.md#" in row.text for row in linked), [row.name for row in linked]

@@ -40,7 +40,7 @@ ELSEWHERE = {"kills": "tests/system/test_kills.py"}
 LONG = {
     "planted": "runs the unit tests again and again",
     "poisson": "runs a job of `kills` for minutes",
-    **dict.fromkeys(("backtranslation", "bert", "collapse", "collapse_search", "exits"), "trains for hours"),
+    **dict.fromkeys(("backtranslation", "bert", "collapse", "exits"), "trains for hours"),
 }
 """Benchmarks that only start, see tests/docs/test_results.py."""
 

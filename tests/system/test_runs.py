@@ -85,7 +85,8 @@ def test_files_and_metrics_of_a_run(whole: Path) -> None:
     assert tags == {
         *(f"norm/{kind}/{part}" for kind in ("gradient", "update") for part in ("source_embedding", *layers)),
         *(f"train/{tag}" for tag in ("loss", "nll", "ppl", "grad_norm", "lr", "loss_scale", "skipped", "spikes")),
-        *("train/rollbacks", "train/target_tokens", "collapse/source_reliance", "collapse/nll", "collapse/seconds"),
+        *("train/rollbacks", "train/target_tokens", "collapse/source_reliance", "collapse/prefix_reliance"),
+        *("collapse/nll", "collapse/seconds"),
         *("collapse/cross_share/layer_01", "collapse/cross_share/layer_02"),
         *("valid/loss", "valid/nll", "valid/ppl", "valid/bleu"),
         *("perf/target_tokens_per_s", "perf/padding", "perf/data_wait", "perf/memory", "perf/hours", "perf/goodput"),

@@ -15,7 +15,7 @@ from deepspeed_nmt.data.loader import ValidationSet
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.train.collapse import NLL, RELIANCE, CollapseConfig, CollapseMonitor
+from deepspeed_nmt.train.collapse import NLL, PREFIX_RELIANCE, RELIANCE, CollapseConfig, CollapseMonitor
 from deepspeed_nmt.train.validation import Replica
 from tests.support import random_corpus
 
@@ -54,6 +54,32 @@ def test_a_decoder_without_cross_attention_has_no_reliance(tmp_path: Path) -> No
     values = monitor(tmp_path)(500)
     assert abs(values[RELIANCE]) < 1e-6
     assert values["collapse/cross_share/layer_01"] == 0.0 and values[NLL] > 3.0
+
+
+def test_prefixes_are_those_of_other_sentences(tmp_path: Path) -> None:
+    subject = monitor(tmp_path)
+    corpus, following = subject._validation.corpus, subject._other
+    for batch in subject._validation.batches(subject._sentences):
+        changed = subject._with_other_prefixes(batch)
+        assert torch.equal(changed.target_output_BT, batch.target_output_BT)
+        for row, sentence in enumerate(batch.sentence_ids_B.tolist()):
+            words, length = corpus.target(sentence).tolist(), len(corpus.target(sentence))
+            other = following[sentence]
+            expected = [*corpus.target(other).tolist(), *corpus.target(following[other]).tolist()][:length]
+            ours = changed.target_input_BT[row].tolist()
+            assert ours[: len(expected) + 1] == [1, *expected] and ours[1 : length + 1] != words
+            assert not any(ours[length + 1 :])
+
+
+def test_a_decoder_that_ignores_its_prefix_has_no_prefix_reliance(tmp_path: Path) -> None:
+    subject = monitor(tmp_path)
+    assert abs(subject(500)[PREFIX_RELIANCE]) > 1e-3
+    model = subject._replica.model  # type: ignore[attr-defined]
+    with torch.no_grad():
+        for layer in model.decoder.layers:
+            layer.self_attention.out_proj.weight.zero_()
+        model.target_embedding.weight = torch.nn.Parameter(torch.zeros_like(model.target_embedding.weight))
+    assert abs(subject(600)[PREFIX_RELIANCE]) < 1e-6
 
 
 def test_it_warns_after_grace_and_patience_and_again_if_the_collapse_persists(
@@ -105,6 +131,6 @@ def test_there_is_no_alarm_while_the_loss_falls_as_at_the_start(tmp_path: Path) 
 
 
 def test_sources_are_shuffled_among_sentences(tmp_path: Path) -> None:
-    other = monitor(tmp_path)._other_source
+    other = monitor(tmp_path)._other
     assert len(other) == 25 and sorted(other) == sorted(other.values())
     assert all(sentence != source for sentence, source in other.items())
