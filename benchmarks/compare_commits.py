@@ -16,10 +16,13 @@ rows of the report compare
     log           metrics.jsonl without timings: losses, gradient norms, validation, collapse monitor
     translations  of fifty lines by the run's own search: four hypotheses of each line, with their scores
     resumed       weights, moments and log of NEW's run, and of a copy that it resumes after update 15
+    gradients     with the setting engine.hash_gradients=true on both sides: hashes by update, micro-batch, rank and
+                  parameter, before and after the reduction
 
 If logs differ, a table has the first update at which each metric parts, by how much, and its largest difference, all
 relative to the larger value. With a tolerance, which is absolute below 1 and relative above, speed, padding and the
-scores of hypotheses do not count. The exit status is 1 if anything differs.
+scores of hypotheses do not count. If OLD and NEW are runs with hashes of gradients, only these are compared. The exit
+status is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -285,7 +288,13 @@ def compare_family(both: Comparison, family: str, layout: str) -> Iterator[Row]:
             translations[side.name] = translate(both, side, f"{side.name}/{name}", stage.searches)
         old, new = results["old"], results["new"]
         resumed = measure(both.make(both.new, f"{name}-resumed", words, ranks, resumes=runs["new"]))
-        checks = {check: first_difference(old[check], new[check]) for check in ("weights", "moments", "log")}
+        compared = [
+            "weights",
+            "moments",
+            "log",
+            *(["gradients"] if "gradients" in old and "gradients" in new else []),
+        ]
+        checks = {check: first_difference(old[check], new[check]) for check in compared}
         curves = read_curves(runs["old"]), read_curves(runs["new"])
         partings = find_partings(*curves, both.tolerance)
         if both.tolerance:
@@ -376,11 +385,29 @@ def measure(run: Path) -> dict[str, dict[str, str]]:
         for name, array in load_file(file).items():
             kind = "weights" if file.name.startswith("weights") else "moments"
             found[kind][name] = hashlib.sha256(str(array.shape).encode() + array.tobytes()).hexdigest()
+    if hashes := read_hashes(run):
+        found["gradients"] = hashes
     for entry in entries:
         for tag in (tag for tag in entry if tag not in {"update", *TIMINGS}):
             key = f"{tag} at update {entry['update']}"
             found["log"][key] = f"{found['log'].get(key, '')} {entry[tag]!r}".lstrip()
     return found
+
+
+def read_hashes(run: Path) -> dict[str, str]:
+    """Return the hashes of a run's gradients in the order of training; of an update made twice, the last ones."""
+    hashes: dict[tuple[int, float, int, str], str] = {}
+    for file in (run / "gradients").glob("rank-*.jsonl"):
+        rank = int(file.stem.removeprefix("rank-"))
+        for line in file.read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            micro_batch = math.inf if entry["micro_batch"] is None else entry["micro_batch"]
+            for name, digest in entry["gradients"].items():
+                hashes[entry["update"], micro_batch, rank, name] = digest
+    return {
+        f"update {update}, {'reduced' if part == math.inf else f'micro-batch {part}'}, rank {rank}, {name}": digest
+        for (update, part, rank, name), digest in sorted(hashes.items())
+    }
 
 
 def hash_files(directory: Path) -> dict[str, str]:
@@ -451,6 +478,10 @@ def main() -> int:
         parser.add_argument(f"--{name}-python", default=sys.executable, help="Python of another environment")
     parser.add_argument("--work", type=Path, help="scratch directory to keep; results of OLD in it are reused")
     arguments = parser.parse_args()
+    hashes = [read_hashes(Path(side)) for side in (arguments.old, arguments.new)]
+    if all(hashes):
+        tqdm.write(first_difference(*hashes) or "equal to the bit")
+        return int(hashes[0] != hashes[1])
     work = (arguments.work or Path(tempfile.mkdtemp(prefix="compare-"))).resolve()
     for name in ("old", "new", "logs"):
         (work / name).mkdir(parents=True, exist_ok=True)

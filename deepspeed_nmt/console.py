@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TypeVar
 from tqdm import tqdm
 from typing_extensions import override
 
-from deepspeed_nmt.errors import EXIT_USER_ERROR, TrainingError, UserError, counted, shown
+from deepspeed_nmt.errors import EXIT_USER_ERROR, DataError, TrainingError, UserError, counted, shown
 
 T = TypeVar("T")
 logger = logging.getLogger("deepspeed_nmt")
@@ -70,6 +70,18 @@ def setup_logging(rank: int = 0) -> None:
     logger.propagate = False
 
 
+class _ClosedInput(io.RawIOBase):
+    """Standard input that the caller has closed."""
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def readinto(self, buffer: object) -> NoReturn:
+        raise DataError("standard input is closed; give a file, or `< FILE`")
+
+
 def set_up_streams() -> None:
     """Open the standard streams that the caller has closed (``<&-``, ``>&-``, ``2>&-``), and write UTF-8 to stdout.
 
@@ -83,8 +95,10 @@ def set_up_streams() -> None:
     for descriptor, (name, access) in enumerate(accesses.items()):
         if getattr(sys, name) is None:
             os.open(os.devnull, access)  # takes the lowest free descriptor, which is this one
-            stream = open(descriptor, "r" if name == "stdin" else "w", closefd=False)  # noqa: SIM115
-            setattr(sys, name, stream)
+            if name == "stdin":
+                sys.stdin = io.TextIOWrapper(io.BufferedReader(_ClosedInput()))
+            else:
+                setattr(sys, name, open(descriptor, "w", closefd=False))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
 

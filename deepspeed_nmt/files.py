@@ -202,6 +202,12 @@ def check_utf8_name(path: Path, name: str) -> None:
     try:
         str(path).encode()
     except UnicodeEncodeError as error:
+        with suppress(UnicodeDecodeError):
+            decoded = os.fsencode(path).decode()
+            locale = sys.getfilesystemencoding()
+            raise DataError(
+                f"the name of {name}, {decoded}, is UTF-8, but the locale's encoding is {locale}; set LC_ALL=C.UTF-8"
+            ) from None
         shown = str(path).encode(errors="backslashreplace").decode()
         raise DataError(f"the name of {name} is not UTF-8: {shown}; rename it") from error
 

@@ -8,14 +8,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from deepspeed_nmt import randomness
@@ -263,6 +268,29 @@ def rows(world: World, cases: Sequence[str]) -> Iterator[Row]:
                 chosen = chosen[number % _EVERY :: _EVERY]
             for engine, tensor_ranks in chosen:
                 yield _compare(method, engine, grids[tensor_ranks], directory, reference, weights)
+
+
+_BURNER = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
+"""Program that computes until its parent ends."""
+
+
+@contextmanager
+def busy(world: World) -> Iterator[None]:
+    """Keep every core of this host busy and fill new memory with NaN during the block.
+
+    Then races show, and computations that depend on what memory held before.
+    """
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")  # which fills memory, too
+    count = (os.cpu_count() or 1) if world.local_rank == 0 else 0
+    burners = [subprocess.Popen([sys.executable, "-S", "-c", _BURNER]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+        for burner in burners:
+            burner.kill()
+            burner.wait()
 
 
 def _compare(

@@ -132,6 +132,8 @@ def _run(command: list[str], environment: dict[str, str], log: str) -> None:
     os.environ.update(environment)
     load_plugins()  # a real start does so when it imports the package
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
+    if "train" in command:
+        torch.set_deterministic_debug_mode("warn")  # fills new memory with NaN, which no result must depend on
     try:
         if command[0] == "-m":
             sys.argv = command[1:]

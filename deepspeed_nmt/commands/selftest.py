@@ -3,6 +3,7 @@
     deepspeed-nmt selftest --ranks 2                      # on one machine
     srun --ntasks 16 python -m deepspeed_nmt selftest     # on a cluster, started like training
     deepspeed-nmt selftest --only recurrent               # one method, also one of a plug-in
+    deepspeed-nmt selftest --busy                         # once more under load, to find races
 
 The reference process uses torch's own operations, the others the fused kernels chosen for this machine. Losses and
 gradient norms of six updates and the final weights must agree: within 1e-5 in fp32 on a CPU, 1e-3 in fp32 on a GPU,
@@ -35,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     some = parser.add_mutually_exclusive_group()
     some.add_argument("--quick", action="store_true", help="test only the method that meets every engine")
     some.add_argument("--only", metavar="NAME", help="test only this method, or this case of the first column")
+    parser.add_argument(
+        "--busy", action="store_true", help="compare once more with all cores busy and new memory filled with NaN"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object for each comparison, one a line")
 
 
@@ -74,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run_rank(arguments: argparse.Namespace) -> int:
     import json
+    from contextlib import nullcontext
     from dataclasses import asdict
 
     import torch
@@ -81,7 +86,7 @@ def _run_rank(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.console import output, setup_logging
     from deepspeed_nmt.kernels.choice import DEFAULT
     from deepspeed_nmt.parallel.world import join_world, leave_world
-    from deepspeed_nmt.parity import methods, rows
+    from deepspeed_nmt.parity import busy, methods, rows
 
     failed = 0
     world = join_world(arguments.device, timeout_s=300.0)
@@ -91,12 +96,16 @@ def _run_rank(arguments: argparse.Namespace) -> int:
         if prints_table:
             output(f"kernels: {DEFAULT.describe(world.device, torch.float32)}")
             output(_HEAD)
-        for row in rows(world, methods(arguments.quick, arguments.only)):
-            failed += not row.passed
-            if prints_table:
-                output(_line(row))
-            elif world.is_main:
-                output(json.dumps({**asdict(row), "passed": row.passed}))
+        for is_busy in (False, True)[: 1 + arguments.busy]:
+            if is_busy and prints_table:
+                output("the same with all cores busy, and new memory filled with NaN")
+            with busy(world) if is_busy else nullcontext():
+                for row in rows(world, methods(arguments.quick, arguments.only)):
+                    failed += not row.passed
+                    if prints_table:
+                        output(_line(row))
+                    elif world.is_main:
+                        output(json.dumps({**asdict(row), "passed": row.passed, "busy": is_busy}))
     finally:
         leave_world()
     if prints_table:

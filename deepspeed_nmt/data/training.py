@@ -34,12 +34,12 @@ class DataOption(NamedTuple):
     def parse(cls, text: str) -> DataOption:
         """Read a value of the form ``DIR[=WEIGHT[:FIRST-LAST],...][@TAG]``.
 
-        A directory whose name contains ``=`` or ``@`` is taken as it is, if it exists.
+        A directory whose name contains ``=`` or ``@`` is taken as it is, if it exists. A tag may contain ``/``.
         """
         if Path(text).is_dir():
             return cls(Path(text))
         head, at, tag = text.rpartition("@")
-        if not at or "/" in tag:
+        if not at or ("/" in tag and not Path(head.partition("=")[0]).is_dir()):
             head, at, tag = text, "", ""
         path, equals, weights = head.rpartition("=")
         if not equals or "/" in weights:

@@ -14,6 +14,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -23,6 +24,7 @@ from deepspeed_nmt import randomness
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import LossOutput, TrainModule
+from deepspeed_nmt.engine.hashes import GradientHashes
 from deepspeed_nmt.engine.norms import Squares, settings_by_parameter
 from deepspeed_nmt.engine.optimizer import OptimizerConfig
 from deepspeed_nmt.engine.transfer import HostBuffer, on_device
@@ -89,6 +91,8 @@ class SavedState(Protocol):
 
 OnMicroBatch = Callable[[int], object]
 """Callback that receives the index of a micro-batch, from 0, before the micro-batch runs."""
+OnGradient = Callable[[UpdateResult], object]
+"""Callback that receives what is known of an update before its step, unless that is skipped."""
 
 
 class Engine(ABC):
@@ -108,6 +112,7 @@ class Engine(ABC):
         self._method = optimizer
         self._optimizer = optimizer.over(module)
         self._groups = settings_by_parameter(self._optimizer)
+        self._hashes: GradientHashes | None = None
 
     @abstractmethod
     def update(
@@ -118,6 +123,7 @@ class Engine(ABC):
         explain: bool = False,
         on_micro_batch: OnMicroBatch = lambda index: None,
         measure: bool = False,
+        on_gradient: OnGradient = lambda result: None,
     ) -> UpdateResult:
         """Carry out one update. Collective, as most methods: all ranks must call it.
 
@@ -129,6 +135,7 @@ class Engine(ABC):
                 only where they cost nothing, and never when fp16's loss scale can be the cause.
             on_micro_batch: called before each micro-batch.
             measure: measure the squares of gradient and change; equal on all ranks.
+            on_gradient: called before the step, while the weights are still those of the gradient.
         """
 
     @abstractmethod
@@ -149,9 +156,18 @@ class Engine(ABC):
         for index, batch in enumerate(on_device(micro_batches, self.device)):
             on_micro_batch(index)
             seed_dropout(batch, self._world.data_rank)
+            if self._hashes is not None:
+                self._hashes.begin(batch.update.number)
             output = run(batch, index == len(micro_batches) - 1)
+            if self._hashes is not None:
+                self._hashes.write(index)
             add_sums(sums, {"loss": output.loss, "nll": output.nll, **output.metrics})
         return sums
+
+    def hash_gradients(self, file: Path) -> None:
+        """Append hashes of this rank's gradients to a file from now on; see :class:`GradientHashes`."""
+        trained = {name: p for name, p in self.module.model.named_parameters() if p.requires_grad}
+        self._hashes = GradientHashes(trained, file)
 
     def parameters(self) -> Iterator[ParameterState]:
         """Yield each parameter's weight without optimizer states, on any device; it may change with the next update.

@@ -8,7 +8,7 @@ import sys
 import warnings
 import zlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -40,6 +40,7 @@ from deepspeed_nmt.engine.contract import (
     WEIGHT,
     Engine,
     EngineScalars,
+    OnGradient,
     OnMicroBatch,
     SavedState,
     TensorKey,
@@ -105,6 +106,9 @@ class DeepSpeedEngine(Engine):
         self._trained = {name: parameter for name, parameter in self._named.items() if parameter.requires_grad}
         self._order = GradientOrder(self._trained, world) if self._stage > 0 else None
         self._stepped = self._is_linked = False
+        self._before_step: Callable[[], object] | None = None
+        # DeepSpeed computes the norm inside its step, and then calls the optimizer's, once for each group.
+        self._optimizer.register_step_pre_hook(self._call_before_step)
         scaler = self._scaler()
         if scaler is not None:
             scaler.raise_error_at_min_scale = False  # the training loop limits the number of skipped updates
@@ -136,6 +140,7 @@ class DeepSpeedEngine(Engine):
         explain: bool = False,
         on_micro_batch: OnMicroBatch = lambda index: None,
         measure: bool = False,
+        on_gradient: OnGradient = lambda result: None,
     ) -> UpdateResult:
         # DeepSpeed averages gradients over the ranks; the contract is the sum over the update's tokens.
         factor = self._world.data_ranks / target_tokens
@@ -172,14 +177,22 @@ class DeepSpeedEngine(Engine):
         elif explain:
             # DeepSpeed skips the step inside step(), which also frees the gradients.
             culprits = not_finite({name: self._part(p, GRADIENT) for name, p in self._trained.items()})
+        if self._hashes is not None:
+            self._hashes.write_reduced({name: self._part(p, GRADIENT) for name, p in self._trained.items()})
         if measure:  # step() frees the gradients
             gradient_P = squares_of([self._part(p, GRADIENT) for p in self._trained.values()]) / scale**2
         if self._order is not None:
             self._order.compare()
+        if not skipped:
+            known = norm if self._stage == 0 else None
+            self._before_step = lambda: on_gradient(
+                UpdateResult(sums, self._norm() if known is None else known, False, scale)
+            )
         await_ranks(self._engine.step)
+        self._before_step = None
         self._link_states()
         if self._stage > 0:
-            norm = await_ranks(lambda: float(self._engine.get_global_grad_norm()))
+            norm = await_ranks(self._norm)
             skipped = bool(self._zero.overflow)
         if self._order is not None:
             self._order.check()
@@ -190,6 +203,16 @@ class DeepSpeedEngine(Engine):
             change_P = squared_changes(self._method, parts, lr, steps_of(self._optimizer))
             squares = whole_squares(self._trained, gradient_P, change_P, self._stage > 0, self._world)
         return UpdateResult(sums, norm, skipped, scale, culprits if skipped else (), squares)
+
+    def _call_before_step(self, *arguments: object) -> None:
+        """Call back before the first group of an update is stepped."""
+        call, self._before_step = self._before_step, None
+        if call is not None:
+            call()
+
+    def _norm(self) -> float:
+        """Return the norm of the gradient that DeepSpeed has computed last."""
+        return float(self._zero._global_grad_norm)
 
     @override
     def scalars(self) -> EngineScalars:

@@ -15,6 +15,7 @@ from deepspeed_nmt.engine.contract import (
     WEIGHT,
     Engine,
     EngineScalars,
+    OnGradient,
     OnMicroBatch,
     SavedState,
     TensorKey,
@@ -63,12 +64,15 @@ class PlainEngine(Engine):
         explain: bool = False,
         on_micro_batch: OnMicroBatch = lambda index: None,
         measure: bool = False,
+        on_gradient: OnGradient = lambda result: None,
     ) -> UpdateResult:
         scale, clip_norm = self._scale, self._method.clip_norm
         factor = scale / target_tokens
         sums = self._run(micro_batches, lambda batch, is_last: self._backward(batch, factor), on_micro_batch)
         gradients = self._gradients()
         all_reduce_in_buckets(gradients, self._world)
+        if self._hashes is not None:
+            self._hashes.write_reduced(dict(zip(self._named, gradients, strict=True)))
         norm_of_sums = total_norm(list(self._named.values()), gradients, self._world)
         norm = await_ranks(lambda: float(norm_of_sums)) / scale
         skipped = not math.isfinite(norm)
@@ -77,6 +81,7 @@ class PlainEngine(Engine):
         if skipped and (explain or scale == 1.0):
             culprits = not_finite(dict(zip(self._named, gradients, strict=True)))
         if not skipped:
+            on_gradient(UpdateResult(sums, norm, skipped, scale))
             measured_P = squares_of(gradients) / scale**2 if measure else None
             factor = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm > 0.0 else 1.0
             if factor / scale != 1.0:

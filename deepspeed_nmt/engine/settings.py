@@ -72,6 +72,11 @@ class EngineConfig(Config):
     deterministic: bool = Field(
         default=False, description="bit-identical results on a GPU too, at some cost in speed"
     )
+    hash_gradients: bool = Field(
+        default=False,
+        description="write hashes of all gradients of each micro-batch, before and after they are reduced, into "
+        "gradients/ of the run, to find where two runs part; slow",
+    )
     tensor_parallel: int = Field(
         default=1,
         ge=1,

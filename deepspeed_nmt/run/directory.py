@@ -3,7 +3,7 @@
 Files of a run:
 
 config.yaml  data.json  environment.json  resolved.json  origin.json  vocabulary.*  manifest.json
-metrics.jsonl  events.jsonl  goodput.jsonl  tensorboard/  checkpoints/  logs/  test_scores.json
+metrics.jsonl  events.jsonl  goodput.jsonl  tensorboard/  checkpoints/  logs/  gradients/  test_scores.json
 
 The manifest records ``config.yaml``, ``data.json`` and ``vocabulary.*``. If one of them is lost or damaged, a run is
 refused.
@@ -54,6 +54,8 @@ CONFIG_FILE, DATA_FILE, CHECKPOINTS = "config.yaml", "data.json", "checkpoints"
 ENVIRONMENT_FILE = "environment.json"
 LOGS = "logs"
 """Log of each rank, over all restarts."""
+GRADIENTS = "gradients"
+"""Hashes of the gradients of each rank, over all restarts."""
 ORIGIN_FILE = "origin.json"
 """File that records the run of a warm start."""
 SCORES_FILE = "test_scores.json"
@@ -206,7 +208,7 @@ def check_contents(run: Path) -> None:
     Reading a pipe may never end, and a link may lead to any file of this user. Only the directories of checkpoints
     may be links, to another disk: they have hashes, and none of their text is shown.
     """
-    places = [run / name for name in (*_FILES_READ, LOGS, VALIDATION, CHECKPOINTS)]
+    places = [run / name for name in (*_FILES_READ, LOGS, GRADIENTS, VALIDATION, CHECKPOINTS)]
     inside, store = resolved(run), run / CHECKPOINTS
     while places:
         path = places.pop()

@@ -31,7 +31,7 @@ from deepspeed_nmt.parallel.tensor import parallelize
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run.batches import update_order_of, with_mixture
-from deepspeed_nmt.run.directory import CHECKPOINTS, check_record
+from deepspeed_nmt.run.directory import CHECKPOINTS, GRADIENTS, check_record
 from deepspeed_nmt.run.late_scores import LateScores
 from deepspeed_nmt.run.resolve import checkpoint_size, resolve, sizes, workload_of
 from deepspeed_nmt.run.start import Origin, load_first_weights, record_of
@@ -160,6 +160,10 @@ class Trainer:
             engine.restore(checkpoint, checkpoint.scalars)
             self.ledger.begin("model")
             logger.info("resuming after update %d (%s)", progress.update, checkpoint.path)
+        if config.engine.hash_gradients:
+            with fail_together(world):
+                (self.path / GRADIENTS).mkdir(exist_ok=True)
+                engine.hash_gradients(self.path / GRADIENTS / f"rank-{world.rank}.jsonl")
         with fail_together(world):
             validator = ModelValidator(
                 replica=replica,

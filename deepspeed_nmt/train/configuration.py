@@ -69,6 +69,11 @@ class TrainingConfig(Config):
     spike_factor: float = Field(
         default=0.0, ge=0.0, description="warn of a loss above this multiple of the median of 100 updates; 0: off"
     )
+    norm_spike_factor: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="the same for the norm of the gradient, which varies more: 10 is rare; 0: off",
+    )
     probe: Probe = Field(
         default="auto",
         description="test that the largest micro-batch fits before the first update; auto: on GPUs only",

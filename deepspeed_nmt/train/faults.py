@@ -1,11 +1,13 @@
-"""Attribution of faults: is a gradient that is not finite the fault of data and arithmetic, or of a device?
+"""Attribution of faults: is a gradient that is not finite, or a spike, the fault of data, or of a device?
 
-A skipped update leaves the weights as they were, so it can be computed again at once. All ranks compute the losses
-and gradients of their micro-batches once more, read from the corpus anew, and those of the rank before them:
+Before the step of an update, and after one that is skipped, the weights are still those of its gradient, so it can be
+computed again at once. All ranks compute the losses and gradients of their micro-batches once more, read from the
+corpus anew, and those of the rank before them:
 
     all results are the same    data or arithmetic: the sentences, the weight or the module are named
     a rank's results differ     its device has computed a wrong one: the rank is named, and the run ends
     replicas' weights differ    the device or the network of a rank has changed them: likewise
+    the norm alone differs      a gradient was damaged on its way: skipped, or, if it is finite, the run ends
 
 Two ranks that contradict one another are both named; with three or more, the one that contradicts its neighbours.
 Devices are compared only where arithmetic is reproducible to the bit, and between devices of one model. Under ZeRO-3
@@ -14,10 +16,8 @@ weights have no replicas, and nothing is computed again.
 
 from __future__ import annotations
 
-import math
 import platform
 import socket
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -30,14 +30,16 @@ from torch import Tensor, nn
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.engine.contract import UpdateResult, add_sums, seed_dropout
+from deepspeed_nmt.engine.hashes import digest_of
 from deepspeed_nmt.engine.transfer import on_device
 from deepspeed_nmt.errors import DeviceError
-from deepspeed_nmt.parallel.collectives import any_rank, fail_together, gather_lists
+from deepspeed_nmt.parallel.collectives import all_reduce_in_buckets, any_rank, fail_together, gather_lists
+from deepspeed_nmt.parallel.tensor import total_norm
 from deepspeed_nmt.parallel.world import World
 
 _NAMED_SENTENCES = 8
-_NAN = 12345.0
-"""What a digest has for NaN."""
+_SAME_NORM = 0.1
+"""Bound on the relative difference of two norms of one gradient, far above the rounding of any order of its sums."""
 
 
 class Replay(BaseModel):
@@ -57,7 +59,8 @@ class Witness(BaseModel):
         first: digest of the update's sums of losses when it was made.
         again: the same micro-batches computed again.
         previous: those of the data-parallel rank before.
-        cause: weight, module or sentences without a finite value; empty without one.
+        cause: weight, module or sentences without a finite value, or with the largest gradient; empty without one.
+        size: norm of that gradient.
     """
 
     rank: int
@@ -68,6 +71,7 @@ class Witness(BaseModel):
     again: Replay = Replay()
     previous: Replay = Replay()
     cause: str = ""
+    size: float = 0.0
 
 
 def has_replicas(module: nn.Module) -> bool:
@@ -83,28 +87,37 @@ def is_exact(world: World) -> bool:
 def attribute(
     module: TrainModule, micro_batches_of: Callable[[int], Sequence[Batch]], result: UpdateResult, world: World
 ) -> str:
-    """Compute a skipped update again, and return its cause. All ranks call it together.
+    """Compute an update again that was skipped, or is a spike and awaits its step, and return its cause.
 
-    ``micro_batches_of`` returns the micro-batches of a data-parallel rank, made anew. The cause is the sentences, the
-    weight or the module at fault; empty if nothing is known.
+    All ranks call it together. ``micro_batches_of`` returns the micro-batches of a data-parallel rank, made anew. The
+    cause is the sentences, the weight or the module at fault; empty if nothing is known.
 
     Raises:
         ReportedError: on all ranks, if a device has computed another result; on a single one, a DeviceError.
     """
     micro_batches = micro_batches_of(world.data_rank)
-    again = replay(module, micro_batches, world.data_rank, result.loss_scale, world.device)
+    total = None if result.skipped else GradientTotal(module, world.rank, result.loss_scale)
+    again = replay(module, micro_batches, world.data_rank, result.loss_scale, world.device, total)
     before = (world.data_rank - 1) % world.data_ranks
     previous = replay(module, micro_batches_of(before), before, result.loss_scale, world.device)
     is_finite = not any_rank(not again.is_finite, world)
     witnesses = _witnesses(
         module,
         world,
-        first=_digest(value for _, value in sorted(result.sums.items())),
+        first=digest_of(value for _, value in sorted(result.sums.items())),
         again=again,
         previous=previous,
-        cause="" if is_finite else cause_of(module, micro_batches, world),
+        cause=cause_of(module, micro_batches, world) if not is_finite else total.cause if total is not None else "",
+        size=total.largest if total is not None else 0.0,
     )
     _check(witnesses, world)
+    if total is not None and is_finite:
+        norm = total.norm(world)
+        with fail_together(world):
+            if abs(norm - result.grad_norm) > _SAME_NORM * max(norm, result.grad_norm):
+                what = f"has damaged a gradient, whose norm is {norm:.3g} when computed again, not {{:.3g}}"
+                raise DeviceError(_message(witnesses, what.format(result.grad_norm)))
+        return f"the same when computed again, so data or arithmetic: {max(witnesses, key=_size).cause}"
     if is_finite:
         return "computed again it is finite, with every rank's loss as before: a gradient was damaged on its way"
     return next((one.cause for one in witnesses if one.cause), "")
@@ -150,7 +163,7 @@ def _witnesses(module: nn.Module, world: World, **facts: Any) -> list[Witness]:
         rank=world.rank,
         host=socket.gethostname(),
         device=_model_of(world.device),
-        weights=_digest(module.parameters()),
+        weights=digest_of(module.parameters()),
         **facts,
     )
     return list(map(Witness.model_validate, gather_lists([own.model_dump()], world)))
@@ -162,12 +175,63 @@ def _check(witnesses: Sequence[Witness], world: World) -> None:
             check_devices(witnesses[tensor_rank :: world.tensor_ranks])
 
 
+class GradientTotal:
+    """Sum of the gradients of this rank's micro-batches, and the micro-batch with the largest one.
+
+    Attributes:
+        largest: norm of its gradient, as a part of the update's.
+        cause: its sentences, rank, and figures.
+    """
+
+    def __init__(self, module: TrainModule, rank: int, loss_scale: float) -> None:
+        self._trained = _trained(module)
+        self._sums = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in self._trained]
+        self._rank, self._scale = rank, loss_scale
+        self.largest, self.cause = 0.0, ""
+
+    def add(self, batch: Batch, loss: Tensor, gradients: Sequence[Tensor | None]) -> None:
+        """Add the gradients of a micro-batch; None for parameters that it does not use."""
+        for total, gradient in zip(self._sums, gradients, strict=True):
+            if gradient is not None:
+                total.add_(gradient)
+        if all(gradient is None for gradient in gradients):
+            return
+        norms = [torch.linalg.vector_norm(gradient.float()) for gradient in gradients if gradient is not None]
+        size = float(torch.linalg.vector_norm(torch.stack(norms))) / self._scale
+        if size > self.largest:
+            loss_per_token = float(loss.detach()) / max(1, batch.target_tokens)
+            self.largest = size
+            self.cause = (
+                f"the largest gradient, of norm {size:.3g}, is that of {_pairs(batch)} on rank {self._rank}, whose "
+                f"loss is {loss_per_token:.3f} nats a token"
+            )
+
+    def norm(self, world: World) -> float:
+        """Sum the gradients over all ranks, and return the norm of the update's. All ranks call it together."""
+        all_reduce_in_buckets(self._sums, world)
+        return float(total_norm(self._trained, self._sums, world)) / self._scale
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _size(witness: Witness) -> float:
+    return witness.size
+
+
+@torch.enable_grad()  # a step may be made without
 def replay(
-    module: TrainModule, micro_batches: Sequence[Batch], data_rank: int, loss_scale: float, device: torch.device
+    module: TrainModule,
+    micro_batches: Sequence[Batch],
+    data_rank: int,
+    loss_scale: float,
+    device: torch.device,
+    total: GradientTotal | None = None,
 ) -> Replay:
     """Compute losses and gradients as the rank ``data_rank`` does in an update. The module keeps its gradients."""
     module.train()
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    trained = _trained(module)
     sums: dict[str, Tensor] = {}
     digest, is_finite = 0, True
     for batch in on_device(micro_batches, device):
@@ -175,10 +239,13 @@ def replay(
         output = module(batch)
         add_sums(sums, {"loss": output.loss, "nll": output.nll, **output.metrics})
         scaled = output.loss * (loss_scale / max(1, batch.update.tokens))
-        gradients = [g for g in torch.autograd.grad(scaled, trained, allow_unused=True) if g is not None]
-        digest = _digest(gradients, digest)
+        partial = torch.autograd.grad(scaled, trained, allow_unused=True)
+        if total is not None:
+            total.add(batch, output.loss, partial)
+        gradients = [gradient for gradient in partial if gradient is not None]
+        digest = digest_of(gradients, digest)
         is_finite = is_finite and all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
-    return Replay(sums=_digest(v for _, v in sorted(sums.items())), gradients=digest, is_finite=is_finite)
+    return Replay(sums=digest_of(v for _, v in sorted(sums.items())), gradients=digest, is_finite=is_finite)
 
 
 def cause_of(module: TrainModule, micro_batches: Sequence[Batch], world: World) -> str:
@@ -202,11 +269,8 @@ def cause_of(module: TrainModule, micro_batches: Sequence[Batch], world: World) 
                 seed_dropout(batch, world.data_rank)
                 output = module(batch)
                 if names or not bool(torch.isfinite(output.loss)):
-                    ids = sorted(batch.sentence_ids_B.tolist())
-                    shown = ", ".join(map(str, ids[:_NAMED_SENTENCES]))
-                    more = f" and {len(ids) - _NAMED_SENTENCES} more" if len(ids) > _NAMED_SENTENCES else ""
                     where = f"the output of {names[0] or 'the model'}" if names else "the loss"
-                    return f"{where} is not finite on rank {world.rank}, for the pairs {shown}{more}"
+                    return f"{where} is not finite on rank {world.rank}, for {_pairs(batch)}"
     finally:
         for hook in hooks:
             hook.remove()
@@ -221,12 +285,11 @@ def _tensors(value: object) -> Iterable[Tensor]:
     return []
 
 
-def _digest(tensors: Iterable[Tensor], digest: int = 0) -> int:
-    for tensor in tensors:
-        # There are many NaNs, and which of them a sum has may depend on the order of its terms.
-        numbers = tensor.detach().nan_to_num(nan=_NAN, posinf=math.inf, neginf=-math.inf).flatten()
-        digest = zlib.crc32(numbers.view(torch.uint8).cpu().numpy().tobytes(), digest)
-    return digest
+def _pairs(batch: Batch) -> str:
+    ids = sorted(batch.sentence_ids_B.tolist())
+    shown = ", ".join(map(str, ids[:_NAMED_SENTENCES]))
+    more = f" and {len(ids) - _NAMED_SENTENCES} more" if len(ids) > _NAMED_SENTENCES else ""
+    return f"the pairs {shown}{more}"
 
 
 def _model_of(device: torch.device) -> str:

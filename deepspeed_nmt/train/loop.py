@@ -29,7 +29,7 @@ from deepspeed_nmt.train.progress import LogState, Progress
 from deepspeed_nmt.train.saving import Saver
 from deepspeed_nmt.train.schedule import ScheduleConfig, learning_rate
 from deepspeed_nmt.train.signals import StopRequest
-from deepspeed_nmt.train.stability import SpikeWatch, report_skip, roll_back, worth_explaining
+from deepspeed_nmt.train.stability import SpikeWatch, report_skip, report_spike, roll_back, worth_explaining
 from deepspeed_nmt.train.validation import Validator, record_best, update_best
 
 _MAX_LEFT_S = 1e10
@@ -75,7 +75,7 @@ class TrainingLoop:
         corpora = [corpus.name for corpus in self.loader.corpora.parts]
         self._window = LogWindow(self.workload, corpora)
         self._window.restore(self.log, self.world, self.engine.device)
-        self._spikes = SpikeWatch(self.config.spike_factor, self.events, *self.log[:1])
+        self._spikes = SpikeWatch(self.config.spike_factor, self.config.norm_spike_factor, *self.log[:1])
         self._parameters = [name for name, _ in self.engine.module.model.named_parameters()]
         self._loss_scale = self.engine.scalars().loss_scale
 
@@ -149,6 +149,7 @@ class TrainingLoop:
                 explain,
                 lambda index: self.watchdog.at(f"update {update.number}, micro-batch {index + 1} of {count}"),
                 measure=config.norms_every > 0 and update.number % config.norms_every == 0,
+                on_gradient=lambda result: self._check_spike(before, update, result),
             )
         self._loss_scale = result.loss_scale
         is_past_failure = not result.skipped and update.number > progress.failed_at
@@ -173,7 +174,6 @@ class TrainingLoop:
         if config.checksum_every > 0 and update.number % config.checksum_every == 0:
             self.watchdog.at(f"comparing the weights of all ranks after update {progress.update}", slow=True)
             check_replicas(self.engine.module, self.world)
-        self._spikes(update, result, self.world)
         self._window.add(update, result, waited=started - waiting, elapsed=time.monotonic() - waiting)
         if progress.skipped < config.max_skipped:  # otherwise the run is rolled back
             if update.number % config.log_every == 0:
@@ -184,11 +184,18 @@ class TrainingLoop:
         self.ledger.write(progress.update)
         return progress
 
+    def _check_spike(self, before: Progress, update: Update, result: UpdateResult) -> None:
+        """Warn of an update that is a spike, before its step."""
+        if (spike := self._spikes(update, result, self.world)) is not None:
+            attributed = self._attribute(before, update, result)
+            report_spike(spike, update, self.world, self.events, attributed)
+
     def _attribute(self, before: Progress, update: Update, result: UpdateResult) -> str:
-        """Return the cause of a skipped update, as far as it can be found by computing the update again."""
+        """Return the cause of a skipped update or a spike, as far as computing the update again can tell it."""
         if not (has_replicas(self.engine.module) and is_exact(self.world)):
             return ""
-        self.watchdog.at(f"computing update {update.number} again, which was skipped", slow=True)
+        why = "was skipped" if result.skipped else "is a spike"
+        self.watchdog.at(f"computing update {update.number} again, which {why}", slow=True)
 
         def micro_batches_of(rank: int) -> list[Batch]:
             return next(self.loader.of_rank(rank).updates(_cursor(before), update.number)).micro_batches

@@ -66,7 +66,8 @@ class LogState(Config):
         padded, real: positions in this rank's micro-batches, and those that are not padding.
         waited, elapsed: seconds of waiting for data, and of all updates.
         skipped, spikes: of the run.
-        losses: losses of the newest updates, nats per token, with which the next one is compared.
+        losses, norms: losses of the newest updates, nats per token, and norms of their gradients, with which the next
+            one is compared.
     """
 
     sums: dict[str, float] = Field(default={})
@@ -81,5 +82,6 @@ class LogState(Config):
     skipped: Count = 0
     spikes: Count = 0
     losses: tuple[float, ...] = ()
+    norms: tuple[float, ...] = ()
 
     model_config = ConfigDict(allow_inf_nan=True)

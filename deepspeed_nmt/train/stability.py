@@ -1,8 +1,8 @@
-"""Gradients that are not finite, and loss spikes.
+"""Gradients that are not finite, and spikes of loss or gradient.
 
 A skipped update is logged with the losses and the layers that are not finite. After ``training.max_skipped``
 consecutive ones the run is rolled back: it continues from its newest checkpoint from before them, with the data after
-them. If rollbacks do not help, the run stops with an explanation. A loss spike is only logged.
+them. If rollbacks do not help, the run stops with an explanation. A spike is only logged, with its cause.
 
 After a rollback, update numbers and learning rates are those of the checkpoint; the position in the data is the one
 where the run failed. The checkpoint records both, so continuing from it is an ordinary resume.
@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from deepspeed_nmt.console import logger
@@ -83,6 +84,16 @@ def report_skip(
     return cause
 
 
+def report_spike(
+    spike: Spike, update: Update, world: World, events: Events = NO_EVENTS, attributed: str = ""
+) -> None:
+    """Warn of a spike. ``attributed`` is the cause found by computing the update again."""
+    text = "; ".join(filter(None, (spike.text, attributed)))
+    events.record("spike", update.number, text, cause=attributed, **spike.details)
+    if world.is_main:
+        logger.warning("%s", text)
+
+
 def sum_of_losses(sums: Mapping[str, Tensor], world: World) -> dict[str, float]:
     """Return an update's sums over all ranks. All ranks call it together."""
     return sum_over_data_ranks({name: float(value) for name, value in sums.items()}, world)
@@ -147,33 +158,61 @@ def _roll_back(store: CheckpointStore, progress: Progress, max_rollbacks: int, e
     return "", ""
 
 
-class SpikeWatch:
-    """Detector of updates whose loss is ``factor`` times the median of those before (0 disables), and their count."""
+@dataclass(frozen=True)
+class Spike:
+    """A spike: a sentence that says of what, and the values with their medians, by the names that an event has."""
 
-    def __init__(self, factor: float, events: Events = NO_EVENTS, log: LogState = _NO_LOG) -> None:
+    text: str
+    details: dict[str, float]
+
+
+class SpikeWatch:
+    """Detector of spikes, and their count.
+
+    A spike is an update whose loss, or whose norm of the gradient, is more than a factor times the median of those
+    before (0 disables).
+    """
+
+    def __init__(self, loss_factor: float, norm_factor: float = 0.0, log: LogState = _NO_LOG) -> None:
         self.count = log.spikes
-        self._events = events
-        self._factor = factor
-        self._losses = deque(log.losses, maxlen=_SPIKE_WINDOW)
+        self._factors = {"loss": loss_factor, "norm": norm_factor}
+        self._past = {
+            name: deque(values, maxlen=_SPIKE_WINDOW) for name, values in (("loss", log.losses), ("norm", log.norms))
+        }
 
     def state(self) -> dict[str, Any]:
         """Return the part of LogState that it continues from."""
-        return {"spikes": self.count, "losses": tuple(self._losses)}
+        return {"spikes": self.count, "losses": tuple(self._past["loss"]), "norms": tuple(self._past["norm"])}
 
-    def __call__(self, update: Update, result: UpdateResult, world: World) -> None:
-        """Check an update, and warn of a spike. All ranks call it together."""
-        if self._factor == 0.0 or result.skipped:
-            return
-        loss = sum_of_losses(result.sums, world)["loss"] / update.target_tokens
-        usual = median(self._losses) if len(self._losses) >= _SPIKE_HISTORY else math.inf
-        self._losses.append(loss)
-        if loss <= self._factor * usual:
-            return
+    def __call__(self, update: Update, result: UpdateResult, world: World) -> Spike | None:
+        """Return the spike that an update which is not skipped is; None if it is none. All ranks call it together."""
+        watched = [name for name, factor in self._factors.items() if factor > 0.0]
+        if not watched:
+            return None
+        known = {"loss": result.sums["loss"], "norm": torch.tensor(result.grad_norm, dtype=torch.float64)}
+        # Also of the norm, so that all ranks judge the same value even if a device has computed another one.
+        sums = sum_of_losses({name: known[name] for name in watched}, world)
+        values = {
+            "loss": sums.get("loss", 0.0) / update.target_tokens,
+            "norm": sums.get("norm", 0.0) / world.data_ranks,
+        }
+        texts: list[str] = []
+        details: dict[str, float] = {}
+        for name in watched:
+            value, past = values[name], self._past[name]
+            usual, count = median(past) if len(past) >= _SPIKE_HISTORY else math.inf, len(past)
+            past.append(value)
+            if value > self._factors[name] * usual:
+                times = value / usual
+                texts.append(
+                    f"the loss of update {update.number}, {value:.3f} nats a token, is {times:.1f} times the median "
+                    f"of the last {count} updates, {usual:.3g}"
+                    if name == "loss"
+                    else f"the norm of the gradient of update {update.number}, {value:.3g}, is {times:.1f} times the "
+                    f"median of the last {count} updates, {usual:.3g}"
+                )
+                details |= {name: value, "median" if name == "loss" else "norm_median": usual}
+        if not texts:
+            return None
         self.count += 1
-        text = (
-            f"the loss of update {update.number}, {loss:.3f} nats a token, is {loss / usual:.1f} times the median of "
-            f"the last {len(self._losses) - 1} updates, {usual:.3f}"
-        )
-        self._events.record("spike", update.number, text, loss=loss, median=usual)
-        if world.is_main:
-            logger.warning("%s (training.spike_factor is %g)", text, self._factor)
+        return Spike("; ".join(texts), details)

@@ -22,14 +22,17 @@ from typing import Any
 import torch
 
 from deepspeed_nmt import parity as models
-from deepspeed_nmt.data.loader import Update
+from deepspeed_nmt.data.loader import TrainLoader, Update
 from deepspeed_nmt.data.update_order import Cursor
-from deepspeed_nmt.engine.contract import Engine
+from deepspeed_nmt.engine.contract import Engine, UpdateResult
+from deepspeed_nmt.engine.hashes import digest_of
 from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.kernels.choice import Kernels
+from deepspeed_nmt.parallel.collectives import gather_lists
 from deepspeed_nmt.parallel.world import World, join_world, leave_world
 from deepspeed_nmt.parity import Saved, build, train
 from deepspeed_nmt.registry import SelfTest
+from deepspeed_nmt.train.faults import attribute, has_replicas
 from tests.support import parity_loader
 
 UPDATES = 20
@@ -70,6 +73,38 @@ def message_of_unequal_graphs(engine: Engine, update: Update, rank: int) -> str:
     finally:
         Kernels.linear = alike  # type: ignore[method-assign]
     return ""
+
+
+def before_the_step(engine: Engine, loader: TrainLoader, cursor: Cursor, world: World, directory: Path) -> Any:
+    """Return what is known before the step of an update, and hashes of its gradients, made three times.
+
+    The last time a gradient of rank 1 is damaged after its micro-batch was hashed.
+    """
+    update, file = next(loader.updates(cursor, 1)), directory / f"gradients-{world.rank}.jsonl"
+    file.unlink(missing_ok=True)
+    engine.hash_gradients(file)
+    weights = digest_of(engine.module.parameters())
+    same: list[bool] = []
+    causes: list[str] = []
+
+    def on_gradient(result: UpdateResult) -> None:
+        same.append(digest_of(engine.module.parameters()) == weights)
+        norms.append(result.grad_norm)
+        if has_replicas(engine.module):
+            again = lambda rank: next(loader.of_rank(rank).updates(cursor, 1)).micro_batches  # noqa: E731
+            causes.append(attribute(engine.module, again, result, world))
+
+    norms: list[float] = []
+    first = engine.update(update.micro_batches, update.target_tokens, 0.0, on_gradient=on_gradient)
+    engine.update(update.micro_batches, update.target_tokens, 0.0)
+    damaged = engine.module.model.get_parameter("decoder.layers.0.feed_forward.up_proj.bias")
+    if world.rank == world.ranks - 1:
+        damaged.register_hook(lambda gradient: gradient + 1.0)
+    engine.update(update.micro_batches, update.target_tokens, 0.0)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    count = len(lines) // 3
+    runs = gather_lists([[lines[:count], lines[count : 2 * count], lines[2 * count :]]], world)
+    return {"same": same, "norms": [*norms, first.grad_norm], "causes": causes, "hashes": runs}
 
 
 def report_of(
@@ -120,6 +155,10 @@ def report_of(
                 engine.restore(saved, scalars)
             rest = train(engine, loader, world, STOPPED + 1, RESUMED, done["cursor"])
             ends.append((rest["loss"], [s.weight.flatten().tolist() for s in engine.parameters()], engine.scalars()))
+            is_compared = method == "vanilla" and not mixture and world.ranks == 2 and world.tensor_ranks == 1
+            if is_compared and not resume and "compile" not in engine_name:
+                known = before_the_step(engine, loader, done["cursor"], world, directory)
+                report[engine_name]["before_the_step"] = known
             engine.close()
         report[engine_name]["resumed_bitwise"] = ends[0] == ends[1]
         report[engine_name]["resumed_loss"] = [ends[0][0], ends[1][0]]

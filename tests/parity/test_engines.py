@@ -173,6 +173,32 @@ def test_sixteen_bit_follows_fp32(reports: Reports, method: str, ranks: Ranks, n
     assert ours["skipped"][-1] or changes[0] == pytest.approx(changes[1], rel=0.1)
 
 
+@pytest.mark.parametrize("name", [*FULL, *SIXTEEN_BIT, "offload", *PACKED])
+def test_hashes_of_gradients_tell_where_a_damaged_one_parts(reports: Reports, name: str) -> None:
+    known = reports("vanilla", 2)[name]["before_the_step"]
+    for rank, (first, again, damaged) in enumerate(known["hashes"]):
+        assert first == again and len(first) > 1
+        assert first[:-1] == damaged[:-1], "each micro-batch was hashed before the damage"
+        assert [line["micro_batch"] for line in first] == [*range(len(first) - 1), None]
+        assert all(len(line["gradients"]) > 20 for line in first[:-1])
+        reduced, other = first[-1]["gradients"], damaged[-1]["gradients"]
+        parts = {parameter for parameter in reduced if reduced[parameter] != other[parameter]}
+        assert parts <= {"decoder.layers.0.feed_forward.up_proj.bias"}
+        assert parts or name not in ("plain", "zero0"), f"rank {rank} has the whole gradient"
+    everywhere = [line[0][-1]["gradients"] != line[2][-1]["gradients"] for line in known["hashes"]]
+    assert any(everywhere), "the rank that holds the part has noticed"
+
+
+@pytest.mark.parametrize("name", [*FULL, *SIXTEEN_BIT, "offload", *PACKED])
+def test_an_update_is_computed_again_before_its_step(reports: Reports, name: str) -> None:
+    known = reports("vanilla", 2)[name]["before_the_step"]
+    assert known["same"] == [True], "once in an update, with the weights of its gradient"
+    assert known["norms"][0] == known["norms"][1]
+    causes = [] if name in ("zero3", "zero3:bf16", "offload") else [True]
+    words = "the same when computed again, so data or arithmetic: the largest gradient, of norm"
+    assert [cause.startswith(words) for cause in known["causes"]] == causes
+
+
 @pytest.mark.parametrize("name", SIXTEEN_BIT)
 def test_gradients_of_many_micro_batches_are_added_in_fp32(reports: Reports, name: str) -> None:
     assert reports("vanilla", 2)[name]["lost_in_sums"] < 2e-3  # in bf16 0.02

@@ -49,7 +49,7 @@ def checkpoint(run: Path, update: int) -> Checkpoint:
 def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted plain run of twelve updates."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    assert train(data, run, *SMALL, "training.norms_every=4") == 0
+    assert train(data, run, *SMALL, "training.norms_every=4", "engine.hash_gradients=true") == 0
     return run
 
 
@@ -76,7 +76,7 @@ def test_files_and_metrics_of_a_run(whole: Path) -> None:
     assert {path.name for path in whole.iterdir()} == {
         *("config.yaml", "data.json", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints"),
         *("events.jsonl", "vocabulary.model", "vocabulary.json", "logs", "resolved.json"),
-        *("manifest.json", "manifest.json.sha256", "validation", "goodput.jsonl"),
+        *("manifest.json", "manifest.json.sha256", "validation", "goodput.jsonl", "gradients"),
     }
     lines = log_of(whole)
     assert [line["update"] for line in lines] == [4, 4, 4, 8, 8, 8, 12, 12, 12, 12]
@@ -103,10 +103,20 @@ def test_files_and_metrics_of_a_run(whole: Path) -> None:
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(data: Path, whole: Path, tmp_path: Path, small: list[str]) -> None:
-    run = tmp_path / "run"
+    run, small = tmp_path / "run", [*small, "engine.hash_gradients=true"]
     assert train(data, run, *small, "training.max_updates=6") == 0
     assert train(data, run, *small) == 0
     assert_same(run, whole)
+    compare = [sys.executable, str(ROOT / "benchmarks" / "compare_commits.py"), str(whole), str(run)]
+    assert "equal to the bit" in subprocess.run(compare, check=True, capture_output=True, text=True).stdout
+    hashes = run / "gradients" / "rank-0.jsonl"
+    lines = [json.loads(line) for line in hashes.read_text().splitlines()]
+    assert [line["update"] for line in lines if line["micro_batch"] is None] == [*range(1, 13)]
+    name = "encoder.final_norm.weight"
+    next(line for line in lines if line["update"] == 9)["gradients"][name] = "00000000"
+    hashes.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = subprocess.run(compare, check=False, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout.startswith(f"update 9, micro-batch 0, rank 0, {name} was ")
     updates = [line["update"] for line in log_of(run)]
     assert updates == sorted(updates), "one continuous log"
     events = log_of(run, "events")

@@ -17,17 +17,18 @@ from tests.support import ROOT
 CLOSED = """
 import os, sys
 from deepspeed_nmt.console import logger, set_up_streams, setup_logging
+from deepspeed_nmt.errors import DataError
 set_up_streams()
 setup_logging()
 with open(sys.argv[1], "w") as file:
     logger.info("for nobody")
     os.write(2, b"as a library does")
     file.write(f"{file.fileno()}\\n")
-    for use in (sys.stdin.read, lambda: print("lost", flush=True)):
+    for use in (sys.stdin.read, sys.stdin.buffer.read1, lambda: print("lost", flush=True)):
         try:
             use()
-        except OSError as error:
-            file.write(f"{error.strerror}\\n")
+        except (OSError, DataError) as error:
+            file.write(f"{error}\\n")
 os._exit(0)
 """
 FULL = "import sys; from deepspeed_nmt.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -47,7 +48,22 @@ def shell(line: str, *words: str | Path, **environment: str) -> subprocess.Compl
 def test_closed_streams_are_not_taken_for_files(tmp_path: Path) -> None:
     done = shell('"$0" -c "$@" <&- >&- 2>&-', CLOSED, tmp_path / "file")
     assert done.returncode == 0 and done.stdout + done.stderr == b""
-    assert (tmp_path / "file").read_text() == "3\n" + 2 * "Bad file descriptor\n"
+    assert (tmp_path / "file").read_text() == (
+        "3\n" + 2 * "standard input is closed; give a file, or `< FILE`\n" + "[Errno 9] Bad file descriptor\n"
+    )
+
+
+def test_a_closed_stdin_and_a_locale_without_utf_8_are_named(tmp_path: Path) -> None:
+    text = tmp_path / "trän.en"
+    text.write_text("a\n")
+    score = ["score", "--hypothesis", "-", "--reference", text]
+    done = shell('"$0" -m deepspeed_nmt "$@" <&-', *score)
+    assert done.returncode == 2
+    assert done.stderr.decode().endswith("error: standard input is closed; give a file, or `< FILE`\n")
+    sides = [f"--{split}-{side}={text}" for split in ("train", "valid") for side in ("source", "target")]
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = shell('"$0" -m deepspeed_nmt "$@"', "prepare", "--out", tmp_path / "data", *sides, **ascii_only)
+    assert done.returncode == 2 and b"but the locale's encoding is ascii; set LC_ALL=C.UTF-8" in done.stderr
 
 
 def test_stdout_that_is_full_is_reported_once(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 import itertools
 import logging
 from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,8 +28,8 @@ from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.faults import Replay, Witness, attribute, cause_of, check_devices, check_replicas, replay
 from deepspeed_nmt.train.optimizers.adam import AdamConfig
 from deepspeed_nmt.train.out_of_memory import probe
-from deepspeed_nmt.train.progress import Progress
-from deepspeed_nmt.train.stability import SpikeWatch, report_skip, roll_back
+from deepspeed_nmt.train.progress import LogState, Progress
+from deepspeed_nmt.train.stability import SpikeWatch, report_skip, report_spike, roll_back
 from tests.support import random_corpus
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
@@ -195,16 +197,74 @@ def test_without_a_checkpoint_or_rollbacks_left_a_run_stops(tmp_path: Path) -> N
 
 def test_spikes_are_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
     watch = SpikeWatch(2.0)
-    losses = [50.0, *[30.0] * 20, 61.0, 59.0, torch.nan, 30.0]
+    losses = [50.0, *[30.0] * 20, 61.0, 59.0, 30.0]
+    spikes = [watch(update(number), result(loss), WORLD) for number, loss in enumerate(losses, 1)]
+    (spike,) = filter(None, spikes)
+    assert watch.count == 1 and spikes[21] is spike
+    assert spike.text == (
+        "the loss of update 22, 6.100 nats a token, is 2.0 times the median of the last 21 updates, 3"
+    )
     with caplog.at_level(logging.WARNING, "deepspeed_nmt"):
-        for number, loss in enumerate(losses, 1):
-            watch(update(number), result(loss, skipped=loss != loss), WORLD)
-    assert watch.count == 1 and len(caplog.records) == 1
-    assert "the loss of update 22, 6.100 nats a token, is 2.0 times the median of the last 21 updates" in caplog.text
+        report_spike(spike, update(22), WORLD, attributed="why")
+    assert f"{spike.text}; why" in caplog.text
     silent = SpikeWatch(0.0)
     for number in range(30):
-        silent(update(number), result(1e9 if number == 29 else 1.0), WORLD)
-    assert silent.count == 0
+        assert silent(update(number), result(1e9 if number == 29 else 1.0), WORLD) is None
+
+
+def test_a_norm_is_a_spike_by_its_own_factor_and_also_after_a_resume() -> None:
+    watch = SpikeWatch(0.0, 10.0)
+    norms = [*[2.0] * 12, 19.0, 21.0]
+    seen = []
+    for number, norm in enumerate(norms):
+        if number == 7:  # resumed
+            watch = SpikeWatch(0.0, 10.0, LogState.model_validate_json(LogState(**watch.state()).model_dump_json()))
+        seen.append(watch(update(number), replace(result(5.0), grad_norm=norm), WORLD))
+    assert [spike is not None for spike in seen] == [False] * 13 + [True] and watch.count == 1
+    assert seen[-1] is not None and seen[-1].details == {"norm": 21.0, "norm_median": 2.0}
+    assert "the norm of the gradient of update 13, 21, is 10.5 times" in seen[-1].text
+
+
+def spike_of(module: TrainModule, batches: Sequence[Batch], damaged: str = "") -> tuple[str, float]:
+    """Return the cause of an update that is taken for a spike, and the new sum of a weight."""
+    engine, causes = PlainEngine(module, AdamConfig(), "fp32", ALONE), []
+    backward, calls = engine._backward, itertools.count()
+
+    def damage(batch: Batch, factor: float) -> Any:
+        output = backward(batch, factor)
+        if next(calls) == 1 and damaged == "gradient":
+            module.model.get_parameter("decoder.final_norm.weight").grad[3] += 100.0  # type: ignore[index]
+        return output._replace(loss=output.loss + 1.0) if damaged == "loss" else output
+
+    engine._backward = damage  # type: ignore[method-assign]
+    attributed = lambda result: causes.append(attribute(module, lambda rank: batches, result, ALONE))  # noqa: E731
+    engine.update(batches, batches[0].update.tokens, 1e-3, on_gradient=attributed)
+    return causes[0], float(module.model.get_parameter("decoder.final_norm.weight").detach().sum())
+
+
+def test_a_spike_of_data_names_the_pairs_and_changes_no_bit(
+    train_module: TrainModule, batches: Sequence[Batch]
+) -> None:
+    same = deepcopy(train_module)
+    cause, total = spike_of(train_module, batches)
+    pairs = [f"the pairs {', '.join(map(str, sorted(batch.sentence_ids_B.tolist())[:8]))}" for batch in batches]
+    assert cause.startswith("the same when computed again, so data or arithmetic: the largest gradient, of norm ")
+    assert sum(name in cause for name in pairs) == 1 and "on rank 0, whose loss is" in cause
+    PlainEngine(same, AdamConfig(), "fp32", ALONE).update(batches, batches[0].update.tokens, 1e-3)
+    assert total == float(same.model.get_parameter("decoder.final_norm.weight").detach().sum())
+
+
+@pytest.mark.parametrize(
+    ("damaged", "words"), [("gradient", "has damaged a gradient, whose norm is"), ("loss", "computed another loss")]
+)
+def test_a_spike_that_another_computation_does_not_have_ends_the_run(
+    train_module: TrainModule, batches: Sequence[Batch], damaged: str, words: str
+) -> None:
+    before = train_module.model.get_parameter("decoder.final_norm.weight").detach().clone()
+    with pytest.raises(DeviceError, match=rf"^rank 0 on \S+ \(.*\) {words}") as error:
+        spike_of(train_module, batches, damaged)
+    assert error.value.status == 71
+    assert torch.equal(train_module.model.get_parameter("decoder.final_norm.weight"), before), "before the step"
 
 
 CPU = torch.device("cpu")

@@ -77,3 +77,8 @@ def test_text_of_the_user_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert mine.read_text() == "Meins.\n" and not sample.exists(), "nothing is written"
     assert cli.main([*command, "--overwrite"]) == 0
     assert mine.read_text() != "Meins.\n" and sample.exists()
+    mine.unlink()
+    mine.mkdir()
+    capsys.readouterr()
+    assert cli.main([*command, "--overwrite"]) == 2
+    assert f"{mine} is a directory or a device; move it away" in capsys.readouterr().err

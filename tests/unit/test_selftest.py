@@ -1,9 +1,11 @@
 """The table of `selftest`. tests/parity compares the engines themselves."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -56,11 +58,22 @@ def test_packed_batches_in_16_bit_are_close_to_fp32(monkeypatch: pytest.MonkeyPa
     assert row.passed and max(row.loss, row.norm, row.weights) > 1e-5
 
 
+def test_a_busy_comparison_has_loaded_cores_and_filled_memory() -> None:
+    children = psutil.Process().children
+    before = len(children())
+    with parity.busy(ALONE):
+        assert torch.empty(3).isnan().all()
+        assert len(children()) == before + (os.cpu_count() or 1)
+    assert len(children()) == before
+    assert torch.get_deterministic_debug_mode() == 0
+
+
 @pytest.mark.slow
 def test_the_command_over_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["selftest", "--ranks", "2", "--device", "cpu", "--quick", "--json"]) == 0
+    assert main(["selftest", "--ranks", "2", "--device", "cpu", "--quick", "--json", "--busy"]) == 0
     found = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
-    assert len(found) > 8 and all(row["passed"] for row in found)
+    assert len(found) > 16 and all(row["passed"] for row in found)
+    assert sum(row["busy"] for row in found) == len(found) // 2
 
 
 def test_an_engine_leaves_no_tensor_parallelism_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,6 +219,12 @@ def test_an_existing_directory_is_taken_as_it_is(tmp_path: Path) -> None:
     assert DataOption.parse(str(tmp_path / "a=2@b")) == DataOption(tmp_path / "a=2@b")
 
 
+def test_a_tag_may_have_a_slash_behind_a_directory_that_exists(tmp_path: Path) -> None:
+    option = DataOption.parse(f"{tmp_path}=0.5@</bt>")
+    assert (option.path, option.tag) == (tmp_path, "</bt>") and DataOption.parse(str(option)) == option
+    assert DataOption.parse(f"{tmp_path}@a/b") == DataOption(tmp_path, tag="a/b")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
