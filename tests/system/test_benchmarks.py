@@ -37,12 +37,8 @@ OPTIONS: dict[str, list[str]] = {
 }
 """Options with which a benchmark takes seconds."""
 ELSEWHERE = {"kills": "tests/system/test_kills.py"}
-LONG = {
-    "planted": "runs the unit tests again and again",
-    "poisson": "runs a job of `kills` for minutes",
-    **dict.fromkeys(("backtranslation", "bert", "collapse", "exits"), "trains for hours"),
-}
-"""Benchmarks that only start, see tests/docs/test_results.py."""
+LONG = {"planted": "runs the unit tests again and again", "poisson": "runs a job of `kills` for minutes"}
+"""Benchmarks that only start, see tests/docs/test_results.py, like the experiments, which train for hours."""
 
 
 @pytest.fixture
@@ -109,5 +105,6 @@ def test_a_benchmark_runs(name: str, driver: ModuleType, tmp_path: Path, monkeyp
 
 
 def test_every_benchmark_is_known(driver: ModuleType) -> None:
-    assert set(driver.NAMES) == {*OPTIONS, *ELSEWHERE, *LONG}
+    names = {name for name, path in driver.NAMES.items() if path.parent.name != "experiments"}
+    assert names == {*OPTIONS, *ELSEWHERE, *LONG}
     assert all((ROOT / path).is_file() for path in ELSEWHERE.values())
