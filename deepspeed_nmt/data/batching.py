@@ -43,7 +43,7 @@ class BatchConfig(Config):
     layout: Literal["auto", "padded", "packed"] = Field(
         default="auto",
         description="padded: a row for each sentence; packed: sentences end to end, without padding; auto: packed on "
-        "GPUs from sm_80 up in 16 bit where the model permits it",
+        "GPUs in 16 bit where the model permits it",
     )
     max_padding: float = Field(
         default=0.1,

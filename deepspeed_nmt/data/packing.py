@@ -1,9 +1,9 @@
 """Micro-batches of the packed layout: sentences end to end in rows of few sizes.
 
 An update's sentences are divided among ranks x n micro-batches, each of which has one row of source tokens and one
-of target tokens, of at most ``micro_tokens``. What the sentences leave empty is the row's tail, one position at least
-unless the row has ``micro_tokens``: kernels know an empty tail, but it is rarely tried. The sizes of the rows are
-determined once for a run, so that kernels are chosen, and layers compiled, for few shapes:
+of target tokens, of at most ``micro_tokens``. What the sentences leave empty is the row's tail, one position at
+least, so that queries of a tail have a key; a row that sentences fill gets a few positions more. The sizes of rows
+are determined once for a run, so that kernels are chosen, and layers compiled, for few shapes:
 
 - Two shapes, if lengths are even. Updates have equally many target tokens, but not source tokens: with the grains of
   :mod:`deepspeed_nmt.data.batching` these vary by 15%, if lengths are those of news text. So a target's row has one
@@ -125,14 +125,14 @@ class Ladder:
     def shapes(self, loads: Sizes, bound: int) -> Sizes:
         """Return the sizes of rows that hold some tokens, of at most ``bound``. Shape: (micro_batches, 2) -> same.
 
-        An empty micro-batch has one position on either side.
+        An empty micro-batch has two positions on either side, one of which is its tail.
         """
         shapes = []
         for load, rungs in zip(loads.T, (self.source, self.target), strict=True):
             # A load above those of the sample takes a coarser size, so that few are added.
             above = np.arange(1, _STEPS + 1) * -(-bound // _STEPS)
             sizes = np.array([*rungs, *above[above > rungs[-1]].clip(max=bound)])
-            shapes.append(np.where(load > 0, sizes[np.searchsorted(sizes, np.minimum(load + 1, bound))], 1))
+            shapes.append(np.where(load > 0, sizes[np.searchsorted(sizes, np.minimum(load + 1, bound))], 2))
         return np.stack(shapes, axis=1)
 
 
@@ -259,6 +259,7 @@ def pack_update(
         shapes = sizes.shapes(_loads(lengths, row_of, count), config.micro_tokens)
     else:
         row_of, shapes = division
+    shapes = np.where(_loads(lengths, row_of, len(shapes)) < shapes, shapes, shapes + _MULTIPLE)
     parts = [PackedPart(indices[row_of == row], *map(int, shape)) for row, shape in enumerate(shapes)]
     if division is None:  # ranks have micro-batches of like size at the same time
         parts.sort(key=lambda part: part.source + part.target, reverse=True)
@@ -270,7 +271,8 @@ def largest_packed(
 ) -> PackedPart:
     """Return a micro-batch of an update in rows of the largest sizes."""
     first = pack_update(indices, source, target, ranks, config, sizes)[0][0]
-    return replace(first, source=max(first.source, sizes.source[-1]), target=max(first.target, sizes.target[-1]))
+    most = [last + (_MULTIPLE if last == config.micro_tokens else 0) for *_, last in (sizes.source, sizes.target)]
+    return replace(first, source=max(first.source, most[0]), target=max(first.target, most[1]))
 
 
 def _divide_into_two_shapes(lengths: Sizes, ranks: int, bound: int, sizes: Ladder) -> tuple[Indices, Sizes] | None:

@@ -442,8 +442,8 @@ class Kernels:
         if isinstance(mask, SegmentPair):
             if q_BHTK.device.type == "meta":
                 return planned_attention(q_BHTK, k_BHSK, v_BHSK, mask.keys.longest)
-            if self._attention != "fused" and has_varlen(q_BHTK, dropout_p):
-                return attention_by_varlen(q_BHTK, k_BHSK, v_BHSK, mask, causal)
+            if self._attention != "fused" and has_varlen(q_BHTK):
+                return attention_by_varlen(q_BHTK, k_BHSK, v_BHSK, mask, causal, dropout_p)
             return _by_rows(q_BHTK, k_BHSK, v_BHSK, mask, causal, dropout_p, self.attention)
         assert not (causal and mask is not None), "padding is on the right, so causal attention needs no mask"
         arguments = (q_BHTK, k_BHSK, v_BHSK, mask, causal, dropout_p)

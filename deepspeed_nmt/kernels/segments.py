@@ -3,9 +3,10 @@
 Everything but attention works on tokens, whatever sentence they belong to. The rest of a row, its *tail*, which may
 be empty, fills it to a constant size: it counts for nothing, and no gradient comes from it.
 
-Attention within sentences is computed by ``torch.nn.attention.varlen`` (FlashAttention with cumulative lengths) where
-:func:`has_varlen` says so, else by rows: queries and keys are copied into a padded row for each sentence, and the
-results copied back. That works on every device, with dropout, and is the reference for tests.
+Attention within sentences is computed by kernels that read cumulative lengths where :func:`has_varlen` says so:
+FlashAttention, or on a GPU older than sm_80 torch's memory-efficient attention. Elsewhere it is computed by rows:
+queries and keys are copied into a padded row for each sentence, and the results copied back. That works on every
+device, and is the reference for tests.
 
 Legend: P rows, B sentences, N positions of a row, L positions of the longest sentence, H heads, K head width,
 M positions of the keys' row.
@@ -13,11 +14,10 @@ M positions of the keys' row.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deepspeed_nmt.kernels.precision import capability_of, has_flash_attention
+
+_FLASH_WIDTH, _EFFICIENT_WIDTH = 256, 128
+"""Widest heads of the kernels; the memory-efficient one is slow for wider ones, whose sums leave its registers."""
 
 
 @dataclass(frozen=True)
@@ -186,46 +189,42 @@ def attention_by_rows(
     return pair.queries.from_rows(out_PHBLK, 2)
 
 
-def attention_by_varlen(q_PHNK: Tensor, k_PHMK: Tensor, v_PHMK: Tensor, pair: SegmentPair, causal: bool) -> Tensor:
-    """Compute attention within sentences by ``varlen_attn``; arguments as in :func:`attention_by_rows`."""
+def attention_by_varlen(
+    q_PHNK: Tensor, k_PHMK: Tensor, v_PHMK: Tensor, pair: SegmentPair, causal: bool, dropout_p: float = 0.0
+) -> Tensor:
+    """Compute attention within sentences by a kernel for them; arguments are those of :func:`attention_by_rows`.
+
+    torch's operators are called themselves, which have derivatives: ``varlen_attn``, a custom operator in Python
+    around one of them, takes 100 us more of the host for each attention.
+    """
     rows, heads, size, width = q_PHNK.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_PHNK, k_PHMK, v_PHMK))
-    from torch.nn.attention.varlen import varlen_attn  # imports the compiler
-
     bounds_q, bounds_k = (side.bounds(rows) for side in pair)
-    options: dict[str, Any] = (
-        {"is_causal": causal} if _takes_is_causal() else {"window_size": (-1, 0 if causal else -1)}
-    )
-    out = varlen_attn(q, k, v, bounds_q, bounds_k, pair.queries.widest, pair.keys.widest, **options)
-    assert isinstance(out, Tensor)
-    return out.view(rows, size, heads, width).transpose(1, 2)
+    longest_q, longest_k = (side.widest for side in pair)
+    if is_flash(q.device):
+        out = torch.ops.aten._flash_attention_forward(
+            q, k, v, bounds_q, bounds_k, longest_q, longest_k, dropout_p, causal, False
+        )[0]
+    else:
+        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+        has_gradient = torch.is_grad_enabled()
+        out = torch.ops.aten._efficient_attention_forward(
+            q, k, v, None, bounds_q, bounds_k, longest_q, longest_k, dropout_p, int(causal), has_gradient
+        )[0]
+    return out.view(rows, size, heads, width).transpose(1, 2)  # type: ignore[no-any-return]
 
 
-def has_varlen(x: Tensor, dropout_p: float) -> bool:
+def has_varlen(x: Tensor) -> bool:
     """Return True if :func:`attention_by_varlen` supports such queries of (..., K) on their device."""
-    if x.device.type != "cuda" or dropout_p > 0.0 or x.dtype not in (torch.float16, torch.bfloat16):
+    if x.device.type != "cuda" or x.dtype not in (torch.float16, torch.bfloat16):
         return False
-    width = x.shape[-1]
-    return width % 8 == 0 and width <= 256 and _is_supported(x.device)
+    return x.shape[-1] % 8 == 0 and x.shape[-1] <= (_FLASH_WIDTH if is_flash(x.device) else _EFFICIENT_WIDTH)
 
 
-def _is_supported(device: torch.device) -> bool:
-    return has_flash_attention(capability_of(device)) and bool(_parameters())
+def is_flash(device: torch.device) -> bool:
+    """Return True if :func:`attention_by_varlen` is FlashAttention on a device, and memory-efficient otherwise."""
+    return has_flash_attention(capability_of(device))
 
 
-def _takes_is_causal() -> bool:
-    return "is_causal" in _parameters()  # as the first version
-
-
-CONSTANTS = (_is_supported, _takes_is_causal)
+CONSTANTS = (is_flash,)
 """Facts about a machine, which compiled code cannot look up: its compiler calls them once."""
-
-
-@cache
-def _parameters() -> frozenset[str]:
-    """Return the names of the arguments of torch's function; none if this torch lacks it."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return frozenset()
-    return frozenset(inspect.signature(varlen_attn).parameters)

@@ -14,7 +14,7 @@ from deepspeed_nmt.data.mixture import MixtureOrder, next_phase, taken
 from deepspeed_nmt.data.training import TrainingData
 from deepspeed_nmt.data.update_order import Cursor, EpochOrder, UpdateOrder
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.kernels.precision import Capability, Precision, capability_of, has_flash_attention
+from deepspeed_nmt.kernels.precision import Capability, Precision, capability_of
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning.layouts import estimates, prefers_padded
 from deepspeed_nmt.train.progress import Progress
@@ -38,8 +38,7 @@ def update_order_of(
 def layout_on(config: RunConfig, precision: Precision, capability: Capability | None) -> Literal["padded", "packed"]:
     """Return the layout of batches on a device.
 
-    "auto" is packed where attention within packed sentences has a fast kernel: on a GPU from sm_80 up in 16 bit,
-    without dropout of attention weights.
+    "auto" is packed where attention within packed sentences has a fast kernel: on a GPU in 16 bit.
     """
     model, layout = config.model, config.batch.layout
     if layout == "packed" and not model.packed:
@@ -47,9 +46,7 @@ def layout_on(config: RunConfig, precision: Precision, capability: Capability | 
             f"batch.layout is packed, but model.name={model.name} has one sentence in a row; set batch.layout=auto"
         )
     if layout == "auto":
-        fast = has_packed_kernel(precision, capability)
-        drops_weights = getattr(model, "attention_dropout", 0.0) > 0.0
-        layout = "packed" if fast and model.packed and not drops_weights else "padded"
+        layout = "packed" if has_packed_kernel(precision, capability) and model.packed else "padded"
     return layout
 
 
@@ -64,7 +61,7 @@ def batch_on(config: RunConfig, data: TrainingData, precision: Precision, world:
 
 def has_packed_kernel(precision: Precision, capability: Capability | None) -> bool:
     """Return True if attention within packed sentences has a fast kernel on a device; arguments as in `layout_on`."""
-    return precision != "fp32" and has_flash_attention(capability)
+    return precision != "fp32" and capability is not None
 
 
 def with_less_padding(batch: BatchConfig, order: UpdateOrder, world: World) -> BatchConfig:

@@ -155,7 +155,7 @@ def layout_notes(
         layout, reason = "padded", ", which has less padding"
     notes.append(f"batch.layout={config.batch.layout} on {gpu.name} in {precision} is {layout}{reason}")
     if layout == "packed" and not has_packed_kernel(precision, gpu.capability):
-        notes.append("there attention copies each sentence into a padded row: its fast kernel needs sm_80 and 16 bit")
+        notes.append("there attention copies each sentence into a padded row: its fast kernels need 16 bit")
     return notes
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_nmt.data.update_order import Cursor
-from deepspeed_nmt.kernels import choice
+from deepspeed_nmt.kernels import choice, segments
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.kernels.segments import (
     SegmentPair,
@@ -34,9 +34,9 @@ QUERIES, KEYS = [5, 200, 7, 1, 130], [4, 64, 257, 1, 33]
 ROUNDING = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
-def device() -> torch.device:
+def device(flash: bool = True, dtype: torch.dtype = torch.bfloat16) -> torch.device:
     """Return a GPU that has the kernel."""
-    if torch.cuda.get_device_capability() < (8, 0):
+    if torch.cuda.get_device_capability() < (8, 0) and (flash or dtype == torch.bfloat16):
         pytest.skip("needs sm_80")
     return torch.device("cuda", torch.cuda.current_device())
 
@@ -70,14 +70,49 @@ def results(way: str, inputs: list[Tensor], upstream: Tensor, chosen: SegmentPai
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "cross"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 64), (2, 8), (1, 40), (1, 128)])
-def test_varlen_equals_attention_by_rows(
+def test_flash_attention_equals_attention_by_rows(
     rows: int, width: int, dtype: torch.dtype, causal: bool, tails: tuple[int, int]
 ) -> None:
+    check(rows, width, dtype, causal, tails, device())
+
+
+@pytest.mark.parametrize("tails", [(5, 3), (1, 1), (300, 300)], ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "cross"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 64), (2, 8), (1, 40), (1, 128)])
+def test_memory_efficient_attention_equals_attention_by_rows(
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    causal: bool,
+    tails: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(segments, "is_flash", lambda device: False)
+    check(rows, width, dtype, causal, tails, device(False, dtype))
+
+
+@pytest.mark.parametrize("flash", [True, False], ids=["flash", "efficient"])
+def test_varlen_drops_weights(flash: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "is_flash", lambda device: flash)
+    on = device(flash, torch.float16)
+    row = Segments.of([300, 60], 400).to(on)
+    q = torch.zeros(1, 4, 400, 64, dtype=torch.float16, device=on)
+    v = torch.ones_like(q, requires_grad=True)
+    out = attention_by_varlen(q, q, v, SegmentPair(row, row), False, 0.3)[0, :, :300].float()
+    assert float(out.detach().mean()) == pytest.approx(1.0, abs=0.02)
+    assert float(out.detach().std()) == pytest.approx((0.3 / 0.7 / 300) ** 0.5, rel=0.2)
+    (of_values,) = torch.autograd.grad(out.sum(), v)
+    assert float(of_values.float().sum()) == pytest.approx(float(out.detach().sum()), rel=1e-2), "the same weights"
+
+
+def check(rows: int, width: int, dtype: torch.dtype, causal: bool, tails: tuple[int, int], on: torch.device) -> None:
+    """Compare attention by the kernel, and its gradients, with that by rows."""
     torch.manual_seed(1)
     torch.backends.cuda.matmul.allow_tf32 = False
-    chosen = pair(causal, tails, device())
+    chosen = pair(causal, tails, on)
     inputs = [states(rows, each, width, dtype) for each in (chosen.queries, chosen.keys, chosen.keys)]
-    assert has_varlen(inputs[0], 0.0)
+    assert has_varlen(inputs[0])
     queries, keys = sum(QUERIES), sum(QUERIES if causal else KEYS)
     upstream = torch.randn_like(inputs[0])
     upstream[:, :, queries:] = 0.0  # no gradient comes from the tail
@@ -99,9 +134,9 @@ def test_packed_batches_in_16_bit_attend_by_varlen(
     """`selftest` compares such an engine, so its models must take the kernel."""
     called: list[bool] = []
 
-    def counted(q: Tensor, k: Tensor, v: Tensor, chosen: SegmentPair, causal: bool) -> Tensor:
+    def counted(q: Tensor, k: Tensor, v: Tensor, chosen: SegmentPair, causal: bool, dropout_p: float) -> Tensor:
         called.append(causal)
-        return attention_by_varlen(q, k, v, chosen, causal)
+        return attention_by_varlen(q, k, v, chosen, causal, dropout_p)
 
     monkeypatch.setattr(choice, "attention_by_varlen", counted)
     world = World(0, 1, 0, device())

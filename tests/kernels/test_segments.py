@@ -3,19 +3,15 @@
 Legend: P rows, H heads, N positions of a row, K head width.
 """
 
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from unittest import mock
-
 import pytest
 import torch
-import torch.nn.attention.varlen as varlen_module
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deepspeed_nmt.kernels import segments
 from deepspeed_nmt.kernels.choice import Kernels
-from deepspeed_nmt.kernels.segments import SegmentPair, Segments
+from deepspeed_nmt.kernels.segments import SegmentPair, Segments, has_varlen
+from tests.varlen import use_varlen_on_a_cpu
 
 QUERIES, KEYS = [5, 3, 7, 1], [4, 6, 2, 3]
 ROWS, HEADS, WIDTH = 2, 3, 8
@@ -30,15 +26,6 @@ def pair(device: torch.device, causal: bool = False, tails: tuple[int, int] = (5
 def states(size: int, device: torch.device) -> Tensor:
     # As projections of (P,N,D) are: heads beside each other in memory.
     return torch.randn(ROWS, size, HEADS, WIDTH, device=device).transpose(1, 2).requires_grad_()
-
-
-@contextmanager
-def replaced(function: Callable[..., Tensor]) -> Iterator[None]:
-    """Replace torch's function, which exists on GPUs alone."""
-    with mock.patch.object(varlen_module, "varlen_attn", function):
-        segments._parameters.cache_clear()
-        yield
-    segments._parameters.cache_clear()
 
 
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, chosen: SegmentPair, causal: bool) -> Tensor:
@@ -73,61 +60,65 @@ def test_attention_by_rows_equals_that_of_each_sentence(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("tails", [(5, 1), (0, 0)])
+@pytest.mark.parametrize("tails", [(5, 1), (0, 1), (1, 40)])
+@pytest.mark.parametrize("flash", [True, False], ids=["flash", "efficient"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_attention_by_varlen_passes_the_bounds_of_all_rows(causal: bool, tails: tuple[int, int]) -> None:
-    """A stand-in for torch's function, which exists on GPUs alone, attends between the bounds that it is given."""
+def test_attention_by_varlen_equals_that_of_each_sentence(
+    causal: bool, flash: bool, tails: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's operators, with kernels for CPUs."""
     torch.manual_seed(2)
-    chosen = pair(torch.device("cpu"), causal, tails)
+    use_varlen_on_a_cpu(monkeypatch, flash)
+    cpu = torch.device("cpu")
+    chosen = pair(cpu, causal, (tails[1], tails[1]) if causal else tails)
     size, keys = (each.positions.shape[0] for each in chosen)
-    q, k, v = states(size, torch.device("cpu")), states(keys, torch.device("cpu")), states(keys, torch.device("cpu"))
-
-    def varlen(
-        q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, *most: int, is_causal: bool = False
-    ) -> Tensor:
-        assert starts_q.dtype == starts_k.dtype == torch.int32 and q.shape[1:] == (HEADS, WIDTH)
-        assert starts_q[-1] == len(q) and starts_k[-1] == len(k) == len(v)
-        out = torch.full_like(q, torch.nan)
-        for number in range(len(starts_q) - 1):
-            (a, b), (c, d) = (each[number : number + 2].tolist() for each in (starts_q, starts_k))
-            assert 0 <= b - a <= most[0] and 0 <= d - c <= most[1]
-            if c == d:
-                out[a:b] = 0.0  # as FlashAttention without keys
-                continue
-            heads = (x.transpose(0, 1).unsqueeze(0) for x in (q[a:b], k[c:d], v[c:d]))
-            out[a:b] = Kernels().attention(*heads, None, is_causal)[0].transpose(0, 1)
-        return out
-
-    with replaced(varlen):
-        ours = segments.attention_by_varlen(q, k, v, chosen, causal)
-    real = sum(QUERIES)
-    expected = one_by_one(q, k, v, chosen, causal)[:, :, :real]
-    torch.testing.assert_close(ours[:, :, :real], expected, rtol=1e-5, atol=1e-6)
+    q, k, v = states(size, cpu), states(keys, cpu), states(keys, cpu)
+    ours = Kernels(attention="sdpa").attention(q, k, v, chosen, causal)
+    history = ours.grad_fn
+    while history is not None and "Attention" not in history.name():
+        history = history.next_functions[0][0]
+    assert history is not None and ("Flash" in history.name()) == flash
+    real, expected = sum(QUERIES), one_by_one(q, k, v, chosen, causal)
+    torch.testing.assert_close(ours[:, :, :real], expected[:, :, :real], rtol=1e-5, atol=1e-6)
     assert bool(torch.isfinite(ours).all()), "the tail is computed as well"
+    upstream = torch.randn_like(ours)
+    upstream[:, :, real:] = 0.0  # no gradient comes from the tail
+    gradients = (torch.autograd.grad(out, (q, k, v), upstream) for out in (ours, expected))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(Kernels(attention="sdpa").attention(q, k, v, chosen, causal), ours)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_arguments_of_varlen_follow_its_signature(causal: bool) -> None:
-    given: dict[str, object] = {}
+@pytest.mark.parametrize("flash", [True, False], ids=["flash", "efficient"])
+def test_attention_by_varlen_drops_weights(flash: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(5)
+    use_varlen_on_a_cpu(monkeypatch, flash)
+    segments_of_row = Segments.of([300, 60], 400)
+    q, v = torch.zeros(1, 2, 400, 8), torch.ones(1, 2, 400, 8, requires_grad=True)
+    out = Kernels().attention(q, q, v, SegmentPair(segments_of_row, segments_of_row), False, 0.3)[0, :, :300]
+    assert float(out.detach().mean()) == pytest.approx(1.0, abs=0.02)
+    assert float(out.detach().std()) == pytest.approx((0.3 / 0.7 / 300) ** 0.5, rel=0.2)
+    (of_values,) = torch.autograd.grad(out.sum(), v)
+    assert float(of_values[0, :, :300].sum()) == pytest.approx(float(out.detach().sum()), rel=1e-4), (
+        "the same weights"
+    )
 
-    def older(q: Tensor, *others: object, is_causal: bool = False) -> Tensor:
-        given.update(is_causal=is_causal)
-        return q
 
-    def newer(q: Tensor, *others: object, window_size: tuple[int, int] = (-1, -1)) -> Tensor:
-        given.update(window_size=window_size)
-        return q
-
-    x = states(21, torch.device("cpu"))
-    for function, expected in (
-        (older, {"is_causal": causal}),
-        (newer, {"window_size": (-1, 0 if causal else -1)}),
-    ):
-        given.clear()
-        with replaced(function):
-            segments.attention_by_varlen(x, x, x, pair(torch.device("cpu"), causal=True), causal)
-        assert given == expected
-    assert {"is_causal", "window_size"} & set(inspect.signature(varlen_module.varlen_attn).parameters)
+@pytest.mark.parametrize("capability", [(7, 0), (9, 0)], ids=str)
+def test_shapes_and_types_of_varlen_on_a_gpu(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's rules of the CUDA operators, without a GPU; without one it cannot make their backward pass."""
+    monkeypatch.setattr(segments, "capability_of", lambda device: capability)
+    with FakeTensorMode():
+        starts, positions = (
+            torch.empty(size, dtype=kind, device="cuda") for size, kind in ((6, torch.int32), (24, torch.int64))
+        )
+        chosen = SegmentPair(Segments(starts, positions, 7, 8), Segments(starts, positions, 6, 16))
+        shape = 1, 24, HEADS, WIDTH
+        q, k, v = (torch.empty(shape, dtype=torch.float16, device="cuda").transpose(1, 2) for _ in range(3))
+        assert has_varlen(q) and not has_varlen(q.float())
+        out = segments.attention_by_varlen(q, k, v, chosen, False, 0.1)
+        assert out.shape == q.shape and out.dtype == q.dtype and out.device.type == "cuda"
 
 
 def test_rows_and_tokens_are_converted_into_each_other() -> None:
