@@ -9,7 +9,7 @@ Legend: V vocabulary, D model width, T positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -51,6 +51,7 @@ class StandardTransformer:
         norm_eps: of all LayerNorms.
         alphas: weights of the residual branches, for DeepNorm; else 1.
         input_scales: factors of the embedded tokens, positions included.
+        relative: True if self-attention has relative positions: ``key_edges`` and ``value_edges``, (1, 2 k + 1, K).
     """
 
     weights: Mapping[str, Tensor]
@@ -63,6 +64,7 @@ class StandardTransformer:
     norm_eps: float
     alphas: tuple[float, float]
     input_scales: tuple[float, float] = (1.0, 1.0)
+    relative: bool = False
 
 
 def describe(
@@ -98,7 +100,13 @@ def describe(
     encoder_norm, encoder_alpha = _connections(encoder, "encoder")
     decoder_norm, decoder_alpha = _connections(decoder, "decoder")
     norms, alphas = (encoder_norm, decoder_norm), (encoder_alpha, decoder_alpha)
-    return StandardTransformer(weights, scale, positions, depths, heads, norms, activation, eps, alphas)
+    relative = any(
+        attention.is_relative
+        for layer in (*encoder.layers, *decoder.layers)
+        for attention in _modules(layer, MultiHeadAttention)
+    )
+    described = StandardTransformer(weights, scale, positions, depths, heads, norms, activation, eps, alphas)
+    return replace(described, relative=relative)
 
 
 def _weights(stack: LayerStack, side: str) -> Iterator[tuple[str, Tensor]]:
@@ -131,7 +139,10 @@ def _standard(layer: nn.Module, which: str) -> nn.Module:
         raise NotStandardError(f"{which} is no standard layer")
     if type(standard.feed_forward) is not FeedForward:
         raise NotStandardError("its feed-forward networks are not those of a standard Transformer")
-    if any(type(attention) is not MultiHeadAttention for attention in _modules(standard, MultiHeadAttention)):
+    attentions = list(_modules(standard, MultiHeadAttention))
+    if any(attention.is_relative and attention.own_parameters()[0] for attention in attentions):
+        raise NotStandardError("each head has relative positions of its own")
+    if any(type(attention) is not MultiHeadAttention and not attention.is_relative for attention in attentions):
         raise NotStandardError("its attention is not that of a standard Transformer")
     return standard
 

@@ -89,6 +89,7 @@ def write_ctranslate2(
             kind(
                 depth,
                 model.heads,
+                relative_position=model.relative,
                 pre_norm=norm == "pre",
                 no_final_norm=f"{side}.final_norm.weight" not in model.weights,
                 activation=getattr(common_spec.Activation, _ACTIVATIONS[model.activation]),
@@ -101,7 +102,8 @@ def write_ctranslate2(
     for (side, embeddings, name), scale in zip(sides, model.input_scales, strict=True):
         embeddings.weight = _array(model.weights[f"{name}_embedding.weight"])
         side.scale_embeddings = model.scale * scale
-        side.position_encodings.encodings = _array(positions_TD * scale)
+        if not model.relative:
+            side.position_encodings.encodings = _array(positions_TD * scale)
     _set_stack(spec.encoder, model.weights, "encoder")
     _set_stack(spec.decoder, model.weights, "decoder")
     _set_linear(spec.decoder.projection, model.weights, "projection")
@@ -124,6 +126,9 @@ def _set_stack(spec: Any, weights: Mapping[str, Tensor], side: str) -> None:
         own, (read, written) = f"{where}.self_attention", layer.self_attention.linear
         _set_linear(read, weights, f"{own}.q_proj", f"{own}.k_proj", f"{own}.v_proj")
         _set_linear(written, weights, f"{own}.out_proj")
+        if f"{own}.key_edges" in weights:
+            layer.self_attention.relative_position_keys = _array(weights[f"{own}.key_edges"][0])
+            layer.self_attention.relative_position_values = _array(weights[f"{own}.value_edges"][0])
         _set_norm(layer.self_attention.layer_norm, weights, f"{where}.self_residual.norm")
         if side == "decoder":
             cross, (query, source, written) = f"{where}.cross_attention", layer.attention.linear

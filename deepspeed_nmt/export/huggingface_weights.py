@@ -139,6 +139,11 @@ def check_class(model: StandardTransformer) -> None:
         raise NotStandardError(
             f"its LayerNorms have eps {model.norm_eps:g}, and those of transformers' classes {_EPS:g}"
         )
+    if model.relative:
+        raise NotStandardError(
+            "it has relative positions, and transformers has no class for translation with them; CTranslate2 has "
+            "(--format ctranslate2)"
+        )
     if len(set(model.norms)) > 1:
         raise NotStandardError(
             f"its encoder is {model.norms[0]}-norm and its decoder {model.norms[1]}-norm, and transformers has no "

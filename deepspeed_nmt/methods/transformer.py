@@ -253,7 +253,10 @@ class Transformer(TranslationModel):
         if type(self.projection) is not Projection:
             raise NotStandardError("its projection is not that of a standard Transformer")
         fixed = {"source_embedding": source, "target_embedding": target, "projection": self.projection}
-        return describe(fixed, target.scale, target.table, self.encoder, self.decoder)
+        described = describe(fixed, target.scale, target.table, self.encoder, self.decoder)
+        if described.relative and target.wavelengths != "none":
+            raise NotStandardError("it has both relative and absolute positions")
+        return described
 
     @override
     def begin(self) -> DecoderCache:

@@ -112,6 +112,23 @@ def test_another_program_gives_the_same_probabilities(
     assert largest_difference(format, made, tokenizer, tmp_path) < bound
 
 
+RELATIVE = {"name": "relative_positions", "clip_distance": 2}
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_relative_positions_are_exported_for_ctranslate2_alone(
+    norm: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    made = build({**RELATIVE, "norm": norm})
+    assert largest_difference("ctranslate2", made, tokenizer, tmp_path) < 2e-5
+    with pytest.raises(NotStandardError, match="relative positions, and transformers has no class"):
+        FORMATS["huggingface"].check(made)
+    with pytest.raises(NotStandardError, match="each head has relative positions"):
+        build({**RELATIVE, "edges": "head"}).described()
+    with pytest.raises(NotStandardError, match="both relative and absolute"):
+        build({**RELATIVE, "positions": "tensor2tensor"}).described()
+
+
 def test_a_layer_that_computes_something_else_is_refused() -> None:
     class Other(DecoderLayer):
         pass
