@@ -532,11 +532,11 @@ def write_sample(directory: Path, train: int, valid: int, test: int, seed: int, 
         for name in SPLITS
         for side, language in enumerate(LANGUAGES)
     }
-    for path in texts:
-        if path.exists() and not path.is_file():
-            raise DataError(f"{path} is a directory or a device; move it away, or choose another --out")
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        for path in texts:
+            if path.exists() and not path.is_file():
+                raise DataError(f"{path} is a directory or a device; move it away, or choose another --out")
         old = {path: path.read_bytes() == text.encode() for path, text in texts.items() if path.is_file()}
         if not overwrite and not all(old.values()):
             others = ", ".join(path.name for path, is_same in old.items() if not is_same)
