@@ -120,7 +120,7 @@ class Experiment:
         }
         results: Rows = []
         for label, options in arm.translations.items():
-            hypothesis = run / f"test{label and '.' + label.replace(' ', '-')}.hyp"
+            hypothesis = run.with_name(f"{run.name}{label and '.' + label.replace(' ', '-')}.hyp")
             files = ["--input", str(data / "test.source"), "--output", str(hypothesis)]
             sh("translate", "--run", str(run), "--checkpoint", "average", *files, *options)
             results.append({"arm": f"{name} {label}".strip(), "hypothesis": str(hypothesis), **common})
