@@ -28,9 +28,10 @@ RecomputedLayers = tuple[int, int]
 """Every k-th layer application of encoder and decoder is recomputed; 0 none."""
 LENGTH = 32
 """Tokens of each sentence in the micro-batches that are counted."""
-_COUNTED = (1024, 4096, 16384)
+_COUNTED = (1024, 4096, 8192, 16384)
 """Sizes in tokens of the micro-batches that are counted; other sizes are interpolated. Up to 4,096 the loss of a GPU
-holds all logits at once, from there on a chunk of them (:func:`deepspeed_nmt.kernels.cross_entropy.chunk_rows`)."""
+holds all logits at once, from there on a chunk of them (:func:`deepspeed_nmt.kernels.cross_entropy.chunk_rows`),
+which may take more with the gradients that are beside it."""
 
 
 class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
