@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from deepspeed_nmt.files import append_line
 
 _NAN = 12345.0
-"""What a digest has for NaN."""
+"""Number that stands for NaN in a digest."""
 
 
 def digest_of(tensors: Iterable[Tensor], digest: int = 0) -> int:
