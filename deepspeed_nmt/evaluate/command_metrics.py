@@ -118,9 +118,18 @@ class CommandMetric(Metric):
                 finite number.
         """
         with TemporaryFile() as out, TemporaryFile() as err:
-            process = self._call(files, (), out, err)
+            process, deadline = self._call(files, (), out, err), time.monotonic() + limit_s
             try:
-                self._wait(process, limit_s, interrupted)
+                while process.poll() is None:
+                    if interrupted():
+                        raise MetricError(f"the metric {self.name} was ended, because the run stops")
+                    if time.monotonic() > deadline:
+                        raise MetricError(
+                            f"{self.path}, the metric {self.name}, took more than {limit_s:g} s; raise "
+                            f"validation.command_s, or let its result come late (late:{self.path})"
+                        )
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(_INTERVAL_S)
             finally:
                 if process.poll() is None:
                     with suppress(ProcessLookupError):  # it may have ended by now
@@ -158,33 +167,14 @@ class CommandMetric(Metric):
         paths = (self.path, files.hypothesis, files.reference, files.source, *further)
         try:
             return subprocess.Popen(
-                [str(path.absolute()) for path in paths],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env=environment,
-                start_new_session=True,
-            )
+                [str(path.absolute()) for path in paths], stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                env=environment, start_new_session=True,
+            )  # fmt: skip
         except OSError as error:
             raise MetricError(
                 f"{self.path}, the metric {self.name}, cannot be started ({error.strerror or error}); does its first "
                 "line name an interpreter, such as #!/bin/sh?"
             ) from error
-
-    def _wait(self, process: subprocess.Popen[bytes], limit_s: float, interrupted: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + limit_s
-        while True:
-            try:
-                process.wait(_INTERVAL_S)
-                return
-            except subprocess.TimeoutExpired:
-                if interrupted():
-                    raise MetricError(f"the metric {self.name} was ended, because the run stops") from None
-                if time.monotonic() > deadline:
-                    raise MetricError(
-                        f"{self.path}, the metric {self.name}, took more than {limit_s:g} s; raise "
-                        f"validation.command_s, or let its result come late (late:{self.path})"
-                    ) from None
 
 
 def check_programs(metrics: Sequence[CommandMetric]) -> None:

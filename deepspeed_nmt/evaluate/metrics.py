@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from sacrebleu.metrics.base import Metric as SacreBleuMetric
     from sacrebleu.metrics.bleu import BLEU
 
-RESAMPLES, SEED = 1000, 12345
-"""Resampled test sets of a paired bootstrap test, and the seed of its draws."""
 
 AUTO: Mapping[str, tuple[str, ...]] = {
     "raw": ("bleu",),
@@ -87,42 +85,13 @@ class TextMetric(Metric):
         """Score translations, text of :attr:`kind`, by a reference of each."""
         return float(self.make(False).corpus_score(hypotheses, [references]).score)
 
-    def p_value(self, hypotheses: Sequence[str], baseline: Sequence[str], references: Sequence[str]) -> float:
-        """Return the probability that two equally good systems differ as much, by paired bootstrap resampling.
 
-        It takes about 40 KB of memory for a sentence. Texts are of :attr:`kind`, and aligned with ``references``.
-        """
-        from sacrebleu.significance import PairedTest, Result
-
-        systems: list[tuple[str, Sequence[str]]] = [("baseline", baseline), ("system", hypotheses)]
-        _, table = PairedTest(systems, {"metric": self.make(False)}, [references], test_type="bs")()
-        before, result = next(column for name, column in table.items() if name != "System")
-        assert isinstance(before, Result) and isinstance(result, Result) and result.p_value is not None
-        # For equal scores the test would find the smallest probability.
-        return 1.0 if result.score == before.score else float(result.p_value)
-
-
-def p_value_of_scores(scores: Sequence[float], baseline: Sequence[float]) -> float:
-    """Return the probability that equally good systems differ as much in the mean of their sentences' scores."""
-    import numpy as np
-
-    differences = np.asarray(scores, dtype=np.float64) - np.asarray(baseline, dtype=np.float64)
-    if differences.mean() == 0.0:
-        return 1.0
-    draws = np.random.default_rng(SEED)
-    count = len(differences)
-    means = np.array([differences[draws.integers(count, size=count)].mean() for _ in range(RESAMPLES)])
-    # The mean of |resampled| stands for chance, as in sacreBLEU's test and the script of Moses that it follows.
-    chance = np.abs(means) - np.abs(means).mean()
-    return float((np.sum(chance > abs(differences.mean())) + 1) / (RESAMPLES + 1))
-
-
-def _bleu(tokenizer: str, lowercase: bool) -> BLEU:
+def _bleu(tokenizer: str, smoothing: str, lowercase: bool) -> BLEU:
     from sacrebleu.metrics.bleu import BLEU
 
     try:
         # `force` disables sacreBLEU's warning about tokenised input, which bypasses our log; `score` has its own.
-        return BLEU(lowercase=lowercase, tokenize=tokenizer, force=True)
+        return BLEU(lowercase=lowercase, tokenize=tokenizer, smooth_method=smoothing, force=True)
     except (ImportError, RuntimeError, OSError) as error:  # an extra that is missing, a model that cannot be loaded
         extra = tokenizer.partition("-mecab")[0]
         way = f"pip install 'sacrebleu[{extra}]'" if extra != tokenizer else "let sacreBLEU download its model once"
@@ -133,14 +102,7 @@ def _bleu(tokenizer: str, lowercase: bool) -> BLEU:
 
 def _named_bleu(name: str, tokenizer: str) -> TextMetric:
     # So few words match by chance, while a model learns its first ones.
-    return TextMetric(name=name, kind="plain", least=1.0, make=partial(_bleu, tokenizer), tokenizer=tokenizer)
-
-
-def _multi_bleu(lowercase: bool) -> BLEU:
-    """Return BLEU as multi-bleu defines it: no tokenisation, and 0 instead of smoothing if no n-gram matches."""
-    from sacrebleu.metrics.bleu import BLEU
-
-    return BLEU(lowercase=lowercase, tokenize="none", smooth_method="none", force=True)
+    return TextMetric(name=name, kind="plain", least=1.0, make=partial(_bleu, tokenizer, "exp"), tokenizer=tokenizer)
 
 
 def _chrf(lowercase: bool) -> SacreBleuMetric:
@@ -159,7 +121,8 @@ METRICS: Mapping[str, TextMetric] = {
     metric.name: metric
     for metric in (
         _named_bleu("bleu", "13a"),
-        TextMetric(name="bleu_tokenised", kind="tokenised", least=1.0, make=_multi_bleu),
+        # As multi-bleu defines it: no tokenisation, and 0 instead of smoothing if no n-gram matches.
+        TextMetric(name="bleu_tokenised", kind="tokenised", least=1.0, make=partial(_bleu, "none", "none")),
         TextMetric(name="chrf", kind="plain", make=_chrf),
         TextMetric(name="ter", kind="plain", higher_is_better=False, make=_ter),
         *(_named_bleu(f"bleu_{tokenizer.replace('-', '_')}", tokenizer) for tokenizer in TOKENIZERS),
@@ -180,14 +143,9 @@ def warn_of_spaces(name: str, references: Sequence[str], metrics: Iterable[Metri
     """Warn if most references have no spaces between words, and a metric's tokenizer divides text at spaces."""
     dividing = [m.name for m in metrics if isinstance(m, TextMetric) and m.tokenizer in ("13a", "intl")]
     if dividing and 2 * (count := sum(map(without_spaces, references))) > len(references):
-        logger.warning(
-            "%s: %d of %d lines have no spaces between words, and %s takes them for one word; name the target "
-            "language (score --language, prepare --target-lang), or choose bleu_char",
-            name,
-            count,
-            len(references),
-            dividing[0],
-        )
+        text = f"%s: %d of %d lines have no spaces between words, and {dividing[0]} takes them for one word"
+        remedy = "name the target language (score --language, prepare --target-lang), or choose bleu_char"
+        logger.warning(f"{text}; {remedy}", name, count, len(references))
 
 
 def validation_tag(name: str, of: str = "") -> str:
@@ -205,13 +163,12 @@ class Scorer:
 
     def __init__(self, metrics: Sequence[Metric], text: TextForm, references: Sequence[str]) -> None:
         self.metrics = tuple(metric for metric in metrics if isinstance(metric, TextMetric))
-        self._kinds = {metric.kind for metric in self.metrics}
         self._text = text
-        self._references = {kind: text.convert(kind, references) for kind in self._kinds}
+        self._references = {kind: text.convert(kind, references) for kind in {m.kind for m in self.metrics}}
 
     def __call__(self, hypotheses: Sequence[str]) -> dict[str, float]:
         """Return the value of each metric by name; there is a translation for each reference."""
-        converted = {kind: self._text.convert(kind, hypotheses) for kind in self._kinds}
+        converted = {kind: self._text.convert(kind, hypotheses) for kind in self._references}
         return {
             metric.name: metric.score(converted[metric.kind], self._references[metric.kind])
             for metric in self.metrics

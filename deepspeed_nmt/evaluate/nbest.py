@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +41,6 @@ ALPHAS = tuple(number / 10 for number in range(11))
 """Weights that are tried of the exit that proposed a candidate."""
 EXPONENTS = tuple(number / 10 for number in range(-10, 11))
 """Exponents that are tried: 0 ranks by mean log-probability, 1 by log-probability."""
-
 _NEEDED = {*EXITS, *(f"by_{exit}" for exit in EXITS), "tokens"}
 
 
@@ -79,19 +78,14 @@ class Candidate:
         translation, features, score = rest.rsplit(_BAR, 2)
         features, _, token_values = features.partition(_TOKENS)
         words = features.split()
-        names, values = words[::2], words[1::2]
-        if not all(name.endswith("=") for name in names):
+        if not all(name.endswith("=") for name in words[::2]):
             raise ValueError("features that are not pairs of name= and value")
-        pairs = {name.removesuffix("="): finite_number(value) for name, value in zip(names, values, strict=True)}
-        if not all(name != "tokens" or (value >= 0.0 and value.is_integer()) for name, value in pairs.items()):
+        values = map(finite_number, words[1::2])
+        pairs = {name.removesuffix("="): value for name, value in zip(words[::2], values, strict=True)}
+        if (tokens := pairs.get("tokens", 0.0)) < 0.0 or not tokens.is_integer():
             raise ValueError("tokens that are no count")
-        return cls(
-            whole_number(line),
-            translation,
-            pairs,
-            finite_number(score),
-            tuple(map(finite_number, token_values.split())),
-        )
+        log_probs = tuple(map(finite_number, token_values.split()))
+        return cls(whole_number(line), translation, pairs, finite_number(score), log_probs)
 
 
 def read_nbest(name: str) -> list[list[Candidate]]:
@@ -105,10 +99,8 @@ def read_nbest(name: str) -> list[list[Candidate]]:
     with open_text(name) as stream:
         for number, group in groupby(_candidates(text_lines(stream, name), name), key=lambda item: item.line):
             if number != len(lists):
-                raise DataError(
-                    f"{shown_name(name)} has candidates of line {number:,} in the place of those of line "
-                    f"{len(lists):,}; give the whole output of translate --nbest"
-                )
+                what = f"candidates of line {number:,} in the place of those of line {len(lists):,}"
+                raise DataError(f"{shown_name(name)} has {what}; give the whole output of translate --nbest")
             lists.append(list(group))
     if not lists:
         raise DataError(f"{shown_name(name)} is empty; give an n-best list")
@@ -128,14 +120,7 @@ def _candidates(lines: Iterator[str], name: str) -> Iterator[Candidate]:
 
 @dataclass(frozen=True)
 class Tuning:
-    """BLEU of a validation set at every pair of weights.
-
-    Attributes:
-        lines: number of source lines.
-        candidates: number of candidates of all lines.
-        label: name of the metric.
-        grid: BLEU by (alpha, exponent).
-    """
+    """BLEU of a validation set at every pair of weights (alpha, exponent); numbers of its lines and candidates."""
 
     lines: int
     candidates: int
@@ -164,14 +149,8 @@ class Tuning:
     def as_json(self, grid: bool) -> str:
         """Return the report as a JSON object, with unrounded scores; with ``grid``, of all pairs."""
         points = {pair: {"alpha": pair[0], "exponent": pair[1], "bleu": bleu} for pair, bleu in self.grid.items()}
-        values = {
-            "lines": self.lines,
-            "candidates": self.candidates,
-            "metric": self.label,
-            "signature": self.signature,
-            "default": points[DEFAULT],
-            "best": points[self.best],
-        }
+        values = {"lines": self.lines, "candidates": self.candidates, "metric": self.label}
+        values |= {"signature": self.signature, "default": points[DEFAULT], "best": points[self.best]}
         return json.dumps({**values, "grid": list(points.values())} if grid else values)
 
 
@@ -218,45 +197,25 @@ class RerankLists:
         chosen_L: NDArray[np.intp] = np.where(self._proposed_LKN, total_LKN, -np.inf).max(axis=2).argmax(axis=1)
         return chosen_L
 
-    def texts(self, alpha: float, exponent: float) -> list[str]:
-        """Return the best candidate of each line as text."""
-        chosen = self.choose(alpha, exponent)
-        return [candidates[place].text for candidates, place in zip(self.lists, chosen.tolist(), strict=True)]
-
 
 def tune(
-    nbest: str,
-    references: Sequence[str],
-    convert: Converter = list,
-    convert_reference: Converter = list,
-    tokenised: bool = False,
-    lowercase: bool = False,
-    language: str | None = None,
-) -> Tuning:
+    nbest: str, references: Sequence[str], convert: Converter = list, convert_reference: Converter = list,
+    tokenised: bool = False, lowercase: bool = False, language: str | None = None,
+) -> Tuning:  # fmt: skip
     """Compute the BLEU of the translations that each pair of weights chooses from ``nbest``, "-" or a file.
 
     Args:
         nbest: n-best lists, written by `translate --rerank deep-shallow --nbest`.
-        convert: function that brings translations into the form to score.
-        convert_reference: the same for references.
+        convert: function that brings translations into the form to score; references have their own.
         tokenised: True for BLEU over the tokens of the text instead of sacreBLEU.
     """
-    from sacrebleu.metrics.bleu import BLEU
-
-    from deepspeed_nmt.evaluate.scoring import (
-        LABELS,
-        ScoreInputs,
-        bleu_of_statistics,
-        read_sentences,
-        sentence_statistics,
-        warn_of_files,
-    )
+    from deepspeed_nmt.evaluate import scoring
 
     if nbest in references:
         raise DataError(f"{shown_name(nbest)} is given as n-best list and as reference; give the references")
     lists = read_nbest(nbest)
-    read = {name: convert_reference(read_sentences(name)) for name in dict.fromkeys(references)}  # pipes, once
-    sentences = [read[name] for name in references]
+    # A pipe can be read once.
+    read = {name: convert_reference(scoring.read_sentences(name)) for name in dict.fromkeys(references)}
     for name, lines in read.items():
         if len(lines) != len(lists):
             raise DataError(
@@ -274,15 +233,13 @@ def tune(
     bleu = in_language(METRICS[name], language)
     assert isinstance(bleu, TextMetric)
     metric = bleu.make(lowercase)
-    assert isinstance(metric, BLEU)
     texts = convert([candidate.text for candidates in lists for candidate in candidates])
-    warn_of_files(ScoreInputs([(nbest, texts)], read, None), tokenised, lowercase)
-    others = [[lines[item.line] for candidates in lists for item in candidates] for lines in sentences]
-    counts = sentence_statistics(metric, texts, others)
+    scoring.warn_of_files(scoring.ScoreInputs([(nbest, texts)], read, None), tokenised, lowercase)
+    others = [[read[name][item.line] for candidates in lists for item in candidates] for name in references]
+    counts = scoring.sentence_statistics(metric, texts, others)
     first_L = np.cumsum([0, *map(len, lists[:-1])])  # row of the first candidate of each line in `counts`
     grid = {
-        (alpha, exponent): bleu_of_statistics(metric, counts[first_L + reranked.choose(alpha, exponent)].sum(axis=0))
-        for alpha in ALPHAS
-        for exponent in EXPONENTS
+        pair: scoring.score_of_statistics(metric, counts[first_L + reranked.choose(*pair)])
+        for pair in product(ALPHAS, EXPONENTS)
     }
-    return Tuning(len(lists), len(texts), LABELS[name], str(metric.get_signature()), grid)
+    return Tuning(len(lists), len(texts), scoring.LABELS[name], str(metric.get_signature()), grid)

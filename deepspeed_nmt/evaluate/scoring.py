@@ -9,32 +9,34 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from sacrebleu.metrics.bleu import BLEU, BLEUScore
-from sacrebleu.significance import PairedTest, Result
+from numpy.typing import ArrayLike, NDArray
+from sacrebleu.metrics.base import Metric as SacreBleuMetric
+from sacrebleu.metrics.bleu import BLEUScore
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import ConfigError, DataError, did_you_mean, shown
 from deepspeed_nmt.evaluate.command_metrics import CommandMetric, ScoredFiles, check_programs
-from deepspeed_nmt.evaluate.metrics import METRICS, RESAMPLES, SEED, Metric, TextMetric, in_language, warn_of_spaces
+from deepspeed_nmt.evaluate.metrics import METRICS, Metric, TextMetric, in_language, warn_of_spaces
 from deepspeed_nmt.files import open_text, raw_lines, shown_name
 from deepspeed_nmt.text import Kind, looks_plain, looks_tokenised
 
 LABELS = {"bleu": "sacreBLEU", "bleu_tokenised": "tokenised BLEU (not comparable with sacreBLEU)", "chrf": "chrF2"}
 """Names in print of the metrics that need no --metrics."""
-_KEYS = {"bleu": "bleu", "bleu_tokenised": "tokenised_bleu", "chrf": "chrf"}
-COPIES_WORTH_A_WARNING = 0.1
+_JSON_NAMES = {"bleu_tokenised": "tokenised_bleu"}
+_RESAMPLES, _SEED = 1000, 12345
+"""Resampled test sets of a paired bootstrap test, and the seed of its draws: those of sacreBLEU."""
+_MANY_COPIES = 0.1
 """Share of copied lines that causes a warning. Names and numbers are legitimate copies."""
-CASED_LINES_WORTH_A_WARNING = 0.3
+_MANY_CASED_LINES = 0.3
 """Share of a reference's lines with upper case that causes a warning of translations without any."""
-MAX_LINES_OF_A_TEST = 50_000
-"""Bound on a significance test: the resamples of more lines would not fit into the memory of a common machine."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Comparison:
     """Comparison of a system with the first one, the baseline.
 
     Attributes:
-        difference: BLEU of the system minus that of the baseline.
+        difference: score of the system minus that of the baseline.
         p_value: probability that equally good systems differ as much, by chance.
         interval: 95% confidence interval of the difference.
         signature: of the test, with its number of resamples and its seed.
@@ -97,7 +99,54 @@ class Comparison:
     difference: float
     p_value: float
     interval: tuple[float, float]
-    signature: str
+    signature: str = ""
+
+
+def bootstrap(systems: Sequence[ArrayLike], score: Callable[[NDArray[Any]], Any]) -> list[Comparison]:
+    """Test the differences of later systems from the first one by paired bootstrap resampling.
+
+    Args:
+        systems: what is known of each sentence of the test set, a row for each, by system.
+        score: function from the rows of a test set to a score.
+    """
+    tables = [np.asarray(system) for system in systems]
+    draws, count = np.random.default_rng(_SEED), len(tables[0])
+    samples = (draws.integers(count, size=count) for _ in range(_RESAMPLES))
+    resampled = np.array([[score(table[sample]) for table in tables] for sample in samples])
+    comparisons = []
+    for number, table in enumerate(tables[1:], 1):
+        difference = float(score(table)) - float(score(tables[0]))
+        differences = resampled[:, number] - resampled[:, 0]
+        # The mean of |resampled| stands for chance, as in sacreBLEU's test and the script of Moses that it follows.
+        chance = np.abs(differences) - np.abs(differences).mean()
+        p_value = 1.0 if difference == 0.0 else (int(np.sum(chance > abs(difference))) + 1) / (_RESAMPLES + 1)
+        low, high = np.quantile(differences, [0.025, 0.975])
+        comparisons.append(Comparison(difference, p_value, (float(low), float(high))))
+    return comparisons
+
+
+def paired_bootstrap(
+    systems: Sequence[Sequence[str]], references: Sequence[Sequence[str]], metric: SacreBleuMetric
+) -> list[Comparison]:
+    """Test the differences between each later system and the first one; see :func:`bootstrap`."""
+    tables = [sentence_statistics(metric, hypotheses, references) for hypotheses in systems]
+    signature = metric.get_signature()
+    signature.update("bs", _RESAMPLES)
+    signature.update("seed", _SEED)
+    compared = bootstrap(tables, partial(score_of_statistics, metric))
+    return [replace(comparison, signature=str(signature)) for comparison in compared]
+
+
+def sentence_statistics(
+    metric: SacreBleuMetric, hypotheses: Sequence[str], references: Sequence[Sequence[str]]
+) -> NDArray[Any]:
+    """Return what a metric adds up over a test set, such as lengths and n-grams, a row for each sentence."""
+    return np.array(metric._extract_corpus_statistics(hypotheses, references))
+
+
+def score_of_statistics(metric: SacreBleuMetric, rows: NDArray[Any]) -> float:
+    """Return the score of a test set by its :func:`sentence_statistics`."""
+    return float(metric._compute_score_from_stats(rows.sum(axis=0).tolist()).score)
 
 
 @dataclass(frozen=True)
@@ -185,24 +234,14 @@ def score_files(
     for name, sentences in inputs.references.items():
         warn_of_spaces(shown_name(name), sentences, metrics)
     systems = [sentences for _, sentences in inputs.hypotheses]
-    references = list(inputs.references.values())
     comparisons: list[Comparison | None] = [None] * len(systems)
     if len(systems) > 1 and bleu in metrics:
-        if len(systems[0]) <= MAX_LINES_OF_A_TEST:
-            metric = bleu.make(lowercase)
-            assert isinstance(metric, BLEU)
-            comparisons[1:] = paired_bootstrap(systems, references, metric)
-        else:
-            logger.warning(
-                "no significance test: it takes at most %s lines, but there are %s; give a part of them",
-                f"{MAX_LINES_OF_A_TEST:,}",
-                f"{len(systems[0]):,}",
-            )
+        comparisons[1:] = paired_bootstrap(systems, list(inputs.references.values()), bleu.make(lowercase))
     return [
         ScoreReport(
             hypothesis=name,
             lines=len(sentences),
-            scores=[_score(metric, sentences, references, inputs.source, lowercase) for metric in metrics],
+            scores=[_score(metric, sentences, inputs, lowercase) for metric in metrics],
             empty=sum(not sentence.strip() for sentence in sentences),
             copies=_copies(sentences, inputs.source),
             comparison=comparison,
@@ -211,71 +250,19 @@ def score_files(
     ]
 
 
-def _score(
-    metric: Metric,
-    hypotheses: Sequence[str],
-    references: Sequence[Sequence[str]],
-    source: Sequence[str] | None,
-    lowercase: bool,
-) -> Score:
+def _score(metric: Metric, hypotheses: Sequence[str], inputs: ScoreInputs, lowercase: bool) -> Score:
+    references = list(inputs.references.values())
     if isinstance(metric, TextMetric):
         return corpus_score(metric, hypotheses, references, lowercase=lowercase)
-    assert isinstance(metric, CommandMetric) and source is not None
+    assert isinstance(metric, CommandMetric) and inputs.source is not None
     with TemporaryDirectory() as scratch:
         names = ("hypothesis.txt", "reference.txt", "source.txt", "sentences")
-        files = ScoredFiles(**{name.partition(".")[0]: Path(scratch, name) for name in names})
-        for path, lines in (
-            (files.hypothesis, hypotheses),
-            (files.reference, references[0]),
-            (files.source, source),
-        ):
+        files = ScoredFiles(*(Path(scratch, name) for name in names))
+        sides = {files.hypothesis: hypotheses, files.reference: references[0], files.source: inputs.source}
+        for path, lines in sides.items():
             path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
         value = metric.score(files, math.inf)
     return Score(metric, value, metric.signature())
-
-
-def paired_bootstrap(
-    systems: Sequence[Sequence[str]], references: Sequence[Sequence[str]], metric: BLEU
-) -> list[Comparison]:
-    """Test the differences in BLEU between each later system and the first one by paired bootstrap resampling.
-
-    It takes about 40 KB of memory per line, because sacreBLEU draws all 1000 resamples at once.
-    """
-    named = [(str(number), hypotheses) for number, hypotheses in enumerate(systems)]
-    signatures, table = PairedTest(named, {"BLEU": metric}, references, test_type="bs")()
-    baseline, *others = [result for result in table["BLEU"] if isinstance(result, Result)]
-    resampled = [_resampled_bleu(metric, hypotheses, references) for hypotheses in systems]
-    comparisons = []
-    for result, scores in zip(others, resampled[1:], strict=True):
-        assert result.p_value is not None
-        difference = float(result.score - baseline.score)
-        low, high = np.quantile(scores - resampled[0], [0.025, 0.975])
-        comparisons.append(
-            Comparison(difference, float(result.p_value), (float(low), float(high)), str(signatures["BLEU"]))
-        )
-    return comparisons
-
-
-def _resampled_bleu(
-    metric: BLEU, hypotheses: Sequence[str], references: Sequence[Sequence[str]]
-) -> NDArray[np.float64]:
-    """Return the BLEU of resampled test sets; the draws are the same for every system."""
-    table = sentence_statistics(metric, hypotheses, references)
-    draws = np.random.default_rng(SEED)
-    samples = (table[draws.integers(len(table), size=len(table))] for _ in range(RESAMPLES))
-    return np.array([bleu_of_statistics(metric, sample.sum(axis=0)) for sample in samples])
-
-
-def sentence_statistics(
-    metric: BLEU, hypotheses: Sequence[str], references: Sequence[Sequence[str]]
-) -> NDArray[np.int64]:
-    """Return what BLEU adds up over the sentences of a test set: lengths and n-grams, a row for each sentence."""
-    return np.array(metric._extract_corpus_statistics(hypotheses, references))
-
-
-def bleu_of_statistics(metric: BLEU, total: NDArray[np.int64]) -> float:
-    """Return the BLEU of a test set from the sum of its :func:`sentence_statistics`."""
-    return float(metric._compute_score_from_stats(total.tolist()).score)
 
 
 def _copies(sentences: list[str], source: list[str] | None) -> int | None:
@@ -305,12 +292,12 @@ def warn_of_files(inputs: ScoreInputs, tokenised: bool, lowercase: bool) -> None
     lower = [name for name, sentences in inputs.hypotheses if not _with_upper_case(sentences)]
     for name, sentences in inputs.references.items():
         cased = _with_upper_case(sentences)
-        if lower and not lowercase and cased >= CASED_LINES_WORTH_A_WARNING * len(sentences):
+        if lower and not lowercase and cased >= _MANY_CASED_LINES * len(sentences):
             text = "have upper case, but %s is in lower case; give --like RUN if a BERT translated, or --lowercase"
             warn(name, sentences, cased, text, ", ".join(map(shown_name, lower)))
     for name, sentences in inputs.hypotheses:
         copies = _copies(sentences, inputs.source) or 0
-        if copies >= COPIES_WORTH_A_WARNING * len(sentences):
+        if copies >= _MANY_COPIES * len(sentences):
             text = "are copies of the source; is it the right file, and does the model translate?"
             warn(name, sentences, copies, text)
 
@@ -323,50 +310,43 @@ def as_text(report: ScoreReport, inputs: ScoreInputs, by_name: bool) -> str:
     """Return the report as text, with names of metrics if the user named them: ``by_name``."""
     lines = [shown_name(report.hypothesis)] if len(inputs.hypotheses) > 1 else []
     for score in report.scores:
-        if by_name:
-            lines.append(f"{score.metric.name} = {score.value:.{score.metric.decimals}f}")
-        else:
-            detail = ""
-            if (bleu := score.detail) is not None:
-                precisions = "/".join(f"{precision:.1f}" for precision in bleu.precisions)
-                lengths = f"hypothesis {bleu.sys_len}, reference {bleu.ref_len} tokens"
-                detail = f" ({precisions}, BP {bleu.bp:.3f}, {lengths})"
-            lines.append(f"{LABELS[score.metric.name]} = {score.value:.2f}{detail}")
-        lines.append(f"  {score.signature}")
-    if report.comparison is not None:
-        first = shown_name(inputs.hypotheses[0][0])
-        lines += [
-            f"BLEU against {first}: {report.comparison.difference:+.2f}, 95% interval "
-            f"[{report.comparison.interval[0]:+.2f}, {report.comparison.interval[1]:+.2f}] "
-            f"(p = {report.comparison.p_value:.4f})",
-            f"  {report.comparison.signature}",
-        ]
+        title, detail = score.metric.name if by_name else LABELS[score.metric.name], ""
+        if (bleu := score.detail) is not None:
+            precisions = "/".join(f"{precision:.1f}" for precision in bleu.precisions)
+            lengths = f"hypothesis {bleu.sys_len}, reference {bleu.ref_len} tokens"
+            detail = f" ({precisions}, BP {bleu.bp:.3f}, {lengths})"
+        lines += [f"{title} = {score.value:.{score.metric.decimals}f}{detail}", f"  {score.signature}"]
+    if (comparison := report.comparison) is not None:
+        (first, _), (low, high) = inputs.hypotheses[0], comparison.interval
+        difference = f"{comparison.difference:+.2f}, 95% interval [{low:+.2f}, {high:+.2f}]"
+        lines.append(f"BLEU against {shown_name(first)}: {difference} (p = {comparison.p_value:.4f})")
+        lines.append(f"  {comparison.signature}")
     if report.copies is not None:
         lines.append(f"copies of the source: {report.copies:,} of {report.lines:,} lines")
     return "\n".join(lines)
 
 
 def as_json(report: ScoreReport, inputs: ScoreInputs, by_name: bool) -> str:
-    """Return the report as JSON, with unrounded scores, and names of metrics if the user named them: ``by_name``."""
+    """Return the report as JSON, with unrounded scores, below "metrics" if the user named them: ``by_name``."""
     values: dict[str, object] = {
         "hypothesis": report.hypothesis,
         "references": list(inputs.references),
         "lines": report.lines,
         "empty_lines": report.empty,
     }
+    entries: dict[str, dict[str, object]] = {}
+    for score in report.scores:
+        name, entry = score.metric.name, entries.setdefault(score.metric.name, {"score": score.value})
+        if name == "bleu_tokenised":
+            entry["label"] = LABELS[name]
+        if (bleu := score.detail) is not None:
+            entry |= {"precisions": list(bleu.precisions), "brevity_penalty": float(bleu.bp)}
+            entry |= {"hypothesis_tokens": int(bleu.sys_len), "reference_tokens": int(bleu.ref_len)}
+        entry["signature"] = score.signature
     if by_name:
-        values["metrics"] = {
-            score.metric.name: {"score": score.value, "signature": score.signature} for score in report.scores
-        }
+        values["metrics"] = entries
     else:
-        for score in report.scores:
-            entry: dict[str, object] = {"score": score.value}
-            if score.metric.name == "bleu_tokenised":
-                entry = {"label": LABELS["bleu_tokenised"], **entry}
-            if (bleu := score.detail) is not None:
-                entry |= {"precisions": list(bleu.precisions), "brevity_penalty": float(bleu.bp)}
-                entry |= {"hypothesis_tokens": int(bleu.sys_len), "reference_tokens": int(bleu.ref_len)}
-            values[_KEYS[score.metric.name]] = {**entry, "signature": score.signature}
+        values.update((_JSON_NAMES.get(name, name), entry) for name, entry in entries.items())
     if report.copies is not None:
         values["source_copies"] = report.copies
     if report.comparison is not None:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from deepspeed_nmt.config import RunConfig
@@ -292,7 +293,7 @@ def _p_value(metric: Metric, sets: Sequence[ValidationTexts], update: int, over:
 
     The sentences of all sets are resampled together.
     """
-    from deepspeed_nmt.evaluate.metrics import p_value_of_scores
+    from deepspeed_nmt.evaluate.scoring import bootstrap, paired_bootstrap
 
     sides: list[list[float]] = [[], []]
     texts: list[list[str]] = [[], [], []]
@@ -309,5 +310,6 @@ def _p_value(metric: Metric, sets: Sequence[ValidationTexts], update: int, over:
                 texts[number] += of.converted(lines, metric.kind)
         texts[2] += of.converted(of.references, metric.kind)
     if isinstance(metric, TextMetric):
-        return metric.p_value(*texts)
-    return p_value_of_scores(*sides)
+        new, old, references = texts
+        return paired_bootstrap([old, new], [references], metric.make(False))[0].p_value
+    return bootstrap(sides[::-1], np.mean)[0].p_value

@@ -195,7 +195,8 @@ def test_a_tuned_pair_chooses_what_translate_writes_with_it(
     for alpha, exponent in [(0.5, 0.4), (0.3, -2.0)]:
         options = ["--beam", "3", "--alpha", str(alpha), "--exponent", str(exponent)]
         text = translated(data, grown, tmp_path, *options)
-        assert text.splitlines() == reranked.texts(alpha, exponent)
+        places = reranked.choose(alpha, exponent)
+        assert text.splitlines() == [candidates[place].text for candidates, place in zip(lists, places, strict=True)]
         seen.add(text)
     assert len(seen) > 1, "the pairs must choose differently"
     assert main(["score", "--tune-rerank", str(nbest), "--reference", reference, "--json"]) == 0

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import sacrebleu
 import torch
+from sacrebleu.significance import PairedTest, Result
 
 from deepspeed_nmt.config import load_config, validate
 from deepspeed_nmt.data.data_directory import DataDirectory, Meta
 from deepspeed_nmt.engine.contract import EngineScalars, ParameterState
 from deepspeed_nmt.errors import ConfigError, DataError
-from deepspeed_nmt.evaluate.metrics import METRICS, p_value_of_scores
-from deepspeed_nmt.evaluate.scoring import paired_bootstrap
+from deepspeed_nmt.evaluate.metrics import METRICS
+from deepspeed_nmt.evaluate.scoring import bootstrap, paired_bootstrap
 from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run import validation_sets
@@ -202,17 +203,20 @@ def test_the_test_of_a_gain_is_sacrebleus_and_of_sentences_the_same_by_their_mea
 
     good, bad = damaged(0.2), damaged(0.5)
     alike = [good[0], "x " * 12, *bad[2:]]
-    metric = METRICS["bleu"]
-    assert (
-        metric.p_value(good, bad, references)
-        == paired_bootstrap([bad, good], [references], sacrebleu.BLEU())[0].p_value
-        < 0.01
-    )
-    assert metric.p_value(alike, bad, references) > 0.05
-    assert metric.p_value(bad, bad, references) == p_value_of_scores([1.0, 2.0], [2.0, 1.0]) == 1.0
+    for metric in (sacrebleu.BLEU(), sacrebleu.CHRF(), sacrebleu.TER()):
+        better, other, same = paired_bootstrap([bad, good, alike, bad], [references], metric)
+        assert better.p_value < 0.01 < 0.05 < other.p_value < same.p_value == 1.0
+        systems = [("bad", bad), ("good", good), ("alike", alike)]
+        signatures, table = PairedTest(systems, {"of": metric}, [references], test_type="bs")()
+        (name,) = signatures
+        results = [result for result in table[name][1:] if isinstance(result, Result)]
+        assert [better.p_value, other.p_value] == [result.p_value for result in results]
+        assert better.signature == str(signatures[name])
     scores = [[sacrebleu.sentence_chrf(line, [ref]).score for line, ref in zip(side, references, strict=True)]
-              for side in (good, bad, alike)]  # fmt: skip
-    assert p_value_of_scores(scores[0], scores[1]) < 0.01 < 0.05 < p_value_of_scores(scores[2], scores[1])
+              for side in (bad, good, alike)]  # fmt: skip
+    better, other = bootstrap(scores, np.mean)
+    assert better.p_value < 0.01 < 0.05 < other.p_value
+    assert bootstrap([[1.0, 2.0], [2.0, 1.0]], np.mean)[0].p_value == 1.0, "of equal means"
 
 
 def test_a_gain_is_tested_on_the_translations_of_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -97,7 +97,8 @@ def test_every_pair_has_the_bleu_of_its_choice(tokenised: bool, tmp_path: Path) 
     metric = METRICS["bleu_tokenised" if tokenised else "bleu"]
     for alpha, exponent in found.grid:
         texts = chosen(alpha, exponent)
-        assert reranked.texts(alpha, exponent) == texts
+        places = reranked.choose(alpha, exponent)
+        assert [candidates[place].text for candidates, place in zip(reranked.lists, places, strict=True)] == texts
         assert found.grid[alpha, exponent] == pytest.approx(corpus_score(metric, texts, [REFERENCES]).value, abs=1e-9)
     assert found.signature == metric.signature()
     assert found.grid[found.best] == max(found.grid.values()) > min(found.grid.values())
