@@ -1,7 +1,7 @@
 """Examination of this host, and of all hosts that a launcher has started ranks on.
 
-Each rank makes the checks that need no other rank, and meanwhile connects. Then rank 0 collects the findings, and the
-checks of several hosts follow. If ranks cannot connect, the first rank of each host reports what it has found alone.
+Each rank connects, and makes the checks that need no other rank. Then rank 0 collects the findings, and the checks of
+several hosts follow. If ranks cannot connect, the first rank of each host reports what it has found alone.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepspeed_nmt import __version__
 from deepspeed_nmt.console import logger, table
 from deepspeed_nmt.doctor.findings import Finding, JobContext, fault, run_program, warning
-from deepspeed_nmt.doctor.host_checks import OF_A_HOST, OF_A_RANK, existing, query_gpus, version_of
+from deepspeed_nmt.doctor.host_checks import OF_A_HOST, OF_A_RANK, query_gpus, version_of
 from deepspeed_nmt.errors import ConfigError, TrainingError, counted
 from deepspeed_nmt.parallel.launched import RankPlace, local_ranks
+
+if TYPE_CHECKING:
+    from deepspeed_nmt.doctor.group_checks import Exchange
 
 TOGETHER = "all hosts"
 """In place of a host's name in findings about several hosts."""
@@ -98,7 +100,8 @@ def context_of(place: RankPlace, run: Path | None, limit_s: float) -> JobContext
         if nodes.status == 0 and nodes.text and job.isdecimal():
             os.environ.setdefault("MASTER_ADDR", nodes.text.split()[0])
             os.environ.setdefault("MASTER_PORT", str(20000 + int(job) * 7 % 10000))
-    environment, directory = dict(os.environ), existing(run or Path.cwd())
+    environment, path = dict(os.environ), (run or Path.cwd()).absolute()
+    directory = next(parent for parent in (path, *path.parents) if parent.is_dir())
     ranks_here = local_ranks(environment) if place.ranks > 1 else 1
     smi = query_gpus(environment.get("PATH"))
     return JobContext(place, platform.node(), directory, limit_s, environment, ranks_here, *smi)
@@ -106,43 +109,40 @@ def context_of(place: RankPlace, run: Path | None, limit_s: float) -> JobContext
 
 def examine(context: JobContext) -> Result | None:
     """Make all checks; None on ranks whose findings another rank reports."""
-    if context.place.ranks > 1:
-        began = time.monotonic()
-        with ThreadPoolExecutor(1) as pool:
-            connection = begin_to_connect(context, pool)
-            return meet(context, examine_alone(context), began, connection)
-    lines = examine_alone(context)
-    lines += _lines(context.host, "collectives", lambda: _group_checks().collectives_of_this_host(context))
-    return Result(lines, [context.host], 1)
-
-
-def _group_checks() -> Any:
-    """Import torch, without which the checks of one host can be made."""
-    from deepspeed_nmt.doctor import group_checks
-
-    return group_checks
-
-
-def begin_to_connect(context: JobContext, pool: ThreadPoolExecutor) -> Future[Any]:
-    """Connect to the other ranks in another thread, and tell rank 0 that this one is there.
-
-    torch is imported in this thread before: a process in which two threads import it at once is aborted.
-    """
+    host, place, limit_s = context.host, context.place, context.limit_s
+    if place.ranks == 1:
+        return Result(examine_alone(context), [host], 1)
+    began, problem = time.monotonic(), ""
+    exchange: Any = None
     try:
         from deepspeed_nmt.doctor.group_checks import Exchange
-        from deepspeed_nmt.parallel.world import check_launcher
-    except Exception as error:  # the check of torch reports it
-        failed: Future[Any] = Future()
-        failed.set_exception(error)
-        return failed
 
-    def connect() -> Exchange:
-        check_launcher(context.place.ranks)
-        exchange = Exchange.join(context.place, context.limit_s)
-        exchange.put("here", 0)
-        return exchange
-
-    return pool.submit(connect)
+        exchange = Exchange.join(place, limit_s)
+    except ConfigError as error:
+        problem = str(error)
+    except TrainingError as error:
+        problem = f"{host} has waited {limit_s:.0f} s {error}; check MASTER_ADDR, MASTER_PORT and firewalls"
+        problem += ", and that rank 0 has started"
+    except Exception as error:  # torch, which other checks report, or the store
+        problem = f"{host} cannot connect ({_reason(error)})"
+    lines = examine_alone(context)
+    if exchange is not None:
+        try:
+            exchange.put("alone", [facts_of(context), lines])
+            if place.rank == 0:
+                return _lead(context, exchange, began)
+            members = exchange.get("members", 0, limit_s + 2 * _CHECKS_S)
+            facts = {int(number): of_rank for number, of_rank in members.items()}
+            if place.rank in facts:
+                exchange.put("together", _together(context, exchange, facts))
+                return None
+            problem = f"{host} connected later than {limit_s:.0f} s; start again with a longer --timeout"
+        except Exception as error:  # rank 0 or its host is lost
+            problem = f"the connection of {host} to rank 0 was lost ({_reason(error)})"
+            problem += "; look at what rank 0 has printed"
+    if not context.is_first_of_host:
+        return None
+    return Result([*lines, Line(host, "connection", *fault(problem))], [host], 1)
 
 
 def examine_alone(context: JobContext) -> list[Line]:
@@ -193,46 +193,10 @@ def facts_of(context: JobContext) -> dict[str, Any]:
     return {"host": context.host, "first": context.is_first_of_host, "gpu": gpu, "versions": versions}
 
 
-def meet(context: JobContext, lines: list[Line], began: float, connection: Future[Any]) -> Result | None:
-    """Take part in the checks of several hosts, and return the result if this rank is to report it.
-
-    ``lines`` are the findings of this rank alone, and ``began`` is the time at which it began to connect.
-    """
-    host, limit_s = context.host, context.limit_s
-    try:
-        exchange = connection.result()
-        exchange.put("alone", [facts_of(context), lines])
-    except ConfigError as error:
-        return _alone(context, lines, str(error))
-    except TrainingError as error:
-        text = f"{host} has waited {limit_s:.0f} s {error}; check MASTER_ADDR, MASTER_PORT and firewalls"
-        return _alone(context, lines, f"{text}, and that rank 0 has started")
-    except Exception as error:  # torch, which other checks report, or the store
-        return _alone(context, lines, f"{host} cannot connect ({_reason(error)})")
-    try:
-        if context.place.rank == 0:
-            return _lead(context, exchange, began)
-        members = exchange.get("members", 0, limit_s + 2 * _CHECKS_S)
-        facts = {int(number): of_rank for number, of_rank in members.items()}
-        if context.place.rank not in facts:
-            text = f"{host} connected later than {limit_s:.0f} s; start again with a longer --timeout"
-            return _alone(context, lines, text)
-        exchange.put("together", _together(context, exchange, facts))
-        return None
-    except Exception as error:  # rank 0 or its host is lost
-        text = f"the connection of {host} to rank 0 was lost ({_reason(error)}); look at what rank 0 has printed"
-        return _alone(context, lines, text)
-
-
-def _alone(context: JobContext, lines: list[Line], text: str) -> Result | None:
-    """Return what this host has found alone, on its first rank, and why it is alone."""
-    if not context.is_first_of_host:
-        return None
-    return Result([*lines, Line(context.host, "connection", *fault(text))], [context.host], 1)
-
-
-def _lead(context: JobContext, exchange: Any, began: float) -> Result:
+def _lead(context: JobContext, exchange: Exchange, began: float) -> Result:
     """Collect the findings of all ranks, and take part in the checks of several hosts."""
+    from deepspeed_nmt.doctor.group_checks import Group, connection
+
     logger.info("rank 0 waits for the others, %.0f s at most", context.limit_s)
     here = exchange.gather("here", range(context.place.ranks), began + context.limit_s - time.monotonic())
     answers = exchange.gather("alone", here, _CHECKS_S)
@@ -240,8 +204,7 @@ def _lead(context: JobContext, exchange: Any, began: float) -> Result:
     others = sorted(set(facts) - {0})
     lines = [Line(*line) for answer in answers.values() for line in answer[1]]
     exchange.put("members", facts)
-    checks = _group_checks()
-    lines += _lines(TOGETHER, "connection", partial(checks.connection, checks.Group(context, exchange, facts)))
+    lines += _lines(TOGETHER, "connection", partial(connection, Group(context, exchange, facts)))
     if others:
         lines += _together(context, exchange, facts)
     # The lines about several hosts that other ranks have found.
@@ -250,11 +213,12 @@ def _lead(context: JobContext, exchange: Any, began: float) -> Result:
     return Result(lines, list(dict.fromkeys(of_rank["host"] for of_rank in facts.values())), len(facts))
 
 
-def _together(context: JobContext, exchange: Any, facts: Mapping[int, Mapping[str, Any]]) -> list[Line]:
+def _together(context: JobContext, exchange: Exchange, facts: Mapping[int, Mapping[str, Any]]) -> list[Line]:
     """Make the checks of several hosts with the ranks that have connected."""
-    checks, lines = _group_checks(), list[Line]()
-    group = checks.Group(context, exchange, facts)
-    for name, check in checks.OF_A_GROUP.items():
+    from deepspeed_nmt.doctor.group_checks import OF_A_GROUP, Group
+
+    lines, group = list[Line](), Group(context, exchange, facts)
+    for name, check in OF_A_GROUP.items():
         logger.info("all hosts together: %s", name)
         lines += _lines(TOGETHER, name, partial(check, group))
     return lines

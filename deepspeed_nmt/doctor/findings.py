@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,16 +12,17 @@ from typing import Literal, NamedTuple
 
 from deepspeed_nmt.parallel.launched import RankPlace
 
-Level = Literal["ok", "warning", "fault"]
-"""A training fails or is lost by a fault; by a warning it is slower or at risk."""
 NO_END = "no end within"
 """Beginning of the problem of a program that was ended at its time limit."""
 
 
 class Finding(NamedTuple):
-    """A line of the examination: the state, and a remedy if it is not "ok"."""
+    """A line of the examination, with a remedy if it is not "ok".
 
-    level: Level
+    A training fails or is lost by a fault; by a warning it is slower or at risk.
+    """
+
+    level: Literal["ok", "warning", "fault"]
     text: str
 
 
@@ -51,11 +51,8 @@ class JobContext:
     """Facts that checks start from.
 
     Attributes:
-        place: rank of this process.
-        host: name of this host.
         directory: an existing directory: the run directory, or where it would be made.
         limit_s: seconds after which a rank stops waiting for another.
-        environment: environment variables.
         local_ranks: ranks on this host; 0 if the launcher does not tell.
         gpus: of this host; None if there is no ``nvidia-smi``.
         driver_problem: message of an ``nvidia-smi`` that fails.
@@ -95,21 +92,10 @@ def run_program(words: Sequence[str], limit_s: float, environment: Mapping[str, 
         return Output(-1, "", f"{NO_END} {limit_s:.0f} s")
     except OSError as error:
         return Output(-1, "", error.strerror or str(error))
-    if done.returncode == 0:
-        return Output(0, done.stdout, "")
-    return Output(done.returncode, done.stdout, last_line(done.stderr or done.stdout) or f"status {done.returncode}")
+    problem = (last_line(done.stderr or done.stdout) or f"status {done.returncode}") if done.returncode else ""
+    return Output(done.returncode, done.stdout, problem)
 
 
 def last_line(text: str) -> str:
     """Return the last line that is not empty; "" if there is none."""
     return text.strip().rpartition("\n")[2].strip()
-
-
-def run_python(program: str, limit_s: float) -> Output:
-    """Run a program text in a Python like this one; see :func:`run_program`."""
-    return run_program([sys.executable, "-c", program], limit_s)
-
-
-def gib(size: float) -> str:
-    """Return a number of bytes as text in GiB."""
-    return f"{size / 2**30:,.1f} GiB"

@@ -7,7 +7,6 @@ rank 0, where each wait has a time limit, so that a rank that is lost or slow is
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import time
@@ -15,16 +14,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-import torch
-
-from deepspeed_nmt.doctor.findings import NO_END, Finding, JobContext, fault, ok, run_program, warning
-from deepspeed_nmt.doctor.host_checks import infiniband, scratch
-from deepspeed_nmt.doctor.trial import Outcome, run_trial, trial_on_this_host
-from deepspeed_nmt.errors import TrainingError, counted
+from deepspeed_nmt.doctor.findings import Finding, JobContext, fault, ok, run_program, warning
+from deepspeed_nmt.doctor.host_checks import judge, lock_problem, scratch
+from deepspeed_nmt.doctor.trial import Outcome, run_trial
+from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.parallel.launched import RankPlace, expanded
-from deepspeed_nmt.parallel.world import connect, listed_ranks, restart
+from deepspeed_nmt.parallel.world import check_launcher, connect, listed_ranks, restart
 
 _CLOCK_S = 1.0
 """Difference of clocks in seconds from which on logs and files are confusing."""
@@ -37,7 +34,7 @@ _MUST_AGREE = ("deepspeed_nmt", "torch", "deepspeed", "CUDA", "GPU")
 
 
 class Exchange:
-    """Named values of the ranks of a start, of which some may be missing: JSON in a TCP store that all share."""
+    """Named values of the ranks of a start, some of which may be missing: JSON in a TCP store that all share."""
 
     def __init__(self, place: RankPlace, store: Any) -> None:
         self.place, self.store = place, store
@@ -45,12 +42,13 @@ class Exchange:
 
     @classmethod
     def join(cls, place: RankPlace, timeout_s: float) -> Exchange:
-        """Connect to the store of rank 0, which need not know of any other rank.
+        """Connect to the store of rank 0, which need not know of any other rank, and say there that this one is here.
 
         Raises:
-            ConfigError: if MASTER_PORT is not a port, or rank 0 cannot listen there.
+            ConfigError: if the launcher gave no place to connect at, or rank 0 cannot listen there.
             TrainingError: if rank 0 does not answer within ``timeout_s``.
         """
+        check_launcher(place.ranks)
         deadline = time.monotonic() + timeout_s
 
         def pause(what: str) -> None:
@@ -58,7 +56,9 @@ class Exchange:
                 raise TrainingError(what)
             time.sleep(0.1)
 
-        return cls(place, connect(place, pause, timeout_s))
+        exchange = cls(place, connect(place, pause, timeout_s))
+        exchange.put("here", 0)
+        return exchange
 
     def put(self, name: str, value: Any) -> None:
         """Publish a value of this rank once."""
@@ -178,7 +178,7 @@ def directory(group: Group) -> Iterator[Finding]:
             return
         with file:
             os.fsync(file.fileno())
-            locked = _lock(file)
+            locked = not lock_problem(file)
             exchange.put("token", [path.name, token, min(_VISIBLE_S, limit_s / 8)])
             answers = exchange.gather("sees", others, limit_s)
     for rank, (theirs, sees, _) in answers.items():
@@ -208,16 +208,8 @@ def _sees(path: Path, token: str, within_s: float) -> bool:
 def can_lock(path: Path) -> bool:
     """Return True if a file that another host has locked can be locked here."""
     with contextlib.suppress(OSError), path.open("a") as file:
-        return _lock(file)
+        return not lock_problem(file)
     return False
-
-
-def _lock(file: TextIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # locked by another host, or without locks
-        return False
-    return True
 
 
 def collectives(group: Group) -> Iterator[Finding]:
@@ -236,52 +228,17 @@ def collectives(group: Group) -> Iterator[Finding]:
         yield from judge(backend, outcomes, names, len(group.first_ranks))
 
 
-def collectives_of_this_host(context: JobContext) -> Iterator[Finding]:
-    """Let ranks on this host add numbers: one for each GPU that torch sees, or two on the CPU."""
-    gpus = torch.cuda.device_count()
-    if gpus != 1:
-        backend, ranks = ("nccl", gpus) if gpus else ("gloo", 2)
-        outcomes = dict(enumerate(trial_on_this_host(backend, ranks, context.limit_s)))
-        yield from judge(backend, outcomes, {rank: f"rank {rank}" for rank in outcomes}, 1)
-
-
-def judge(backend: str, outcomes: Mapping[int, Outcome], names: Mapping[int, str], hosts: int) -> Iterator[Finding]:
-    """Yield the findings of the trial of a process group: ``outcomes`` of ranks that answered, ``names`` of all."""
-    problems = {name: outcomes[rank].problem if rank in outcomes else "no answer" for rank, name in names.items()}
-    problems = {name: problem for name, problem in problems.items() if problem}
-    if problems:
-        who, reason = min(
-            problems.items(), key=lambda item: item[1].startswith(NO_END)
-        )  # a rank that waited is no cause
-        more = f", and {len(problems) - 1} more cannot" if len(problems) > 1 else ""
-        text = f"{who} cannot add numbers by {backend} ({reason}){more}; check the network and firewalls between"
-        yield fault(f"{text} the hosts, and name the interface by {backend.upper()}_SOCKET_IFNAME")
-        return
-    slowest = min(outcome.gigabytes_per_s for outcome in outcomes.values())
-    version = next((outcome.nccl for outcome in outcomes.values() if outcome.nccl), "")
-    transports = sorted({name for outcome in outcomes.values() for name in outcome.transports})
-    text = f"{len(outcomes)} ranks on {counted(hosts, 'hosts')} add numbers by "
-    text += f"NCCL {version}" if version else backend
-    text += f" over {', '.join(transports)}" if transports else ""
-    yield ok(f"{text}: {slowest:.2f} GB/s")
-    if hosts > 1 and "NET/Socket" in transports and (devices := infiniband()):
-        text = f"NCCL uses sockets between hosts, which are many times slower than InfiniBand ({', '.join(devices)})"
-        yield warning(f"{text}; check NCCL_IB_DISABLE, NCCL_IB_HCA, and the limit of locked memory")
-
-
 def connection(group: Group) -> Iterator[Finding]:
     """Name the ranks that have not connected, and their hosts."""
-    context = group.context
-    missing = [rank for rank in range(context.place.ranks) if rank not in group.facts]
-    if missing:
-        where = missing_hosts(context, {rank: group.host(rank) for rank in group.facts}, missing)
+    ranks, limit_s = group.context.place.ranks, group.context.limit_s
+    if missing := [rank for rank in range(ranks) if rank not in group.facts]:
+        where = _missing_hosts(group.context, {rank: group.host(rank) for rank in group.facts}, missing)
         hosts = f" ({', '.join(where)})" if where else ""
-        ranks, limit_s = context.place.ranks, context.limit_s
         text = f"{listed_ranks(missing)} of {ranks} did not connect within {limit_s:.0f} s{hosts}"
         yield fault(f"{text}; look there for a message, and check that the host reaches rank 0")
 
 
-def missing_hosts(context: JobContext, group_hosts: Mapping[int, str], missing: Sequence[int]) -> list[str]:
+def _missing_hosts(context: JobContext, group_hosts: Mapping[int, str], missing: Sequence[int]) -> list[str]:
     """Return the hosts of ranks that are missing, as far as the launcher and ``group_hosts``, by rank, tell them."""
     environment = context.environment
     if nodes := environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST"):
@@ -305,9 +262,6 @@ def _some(names: Sequence[str]) -> str:
 
 
 OF_A_GROUP: dict[str, Callable[[Group], Iterable[Finding]]] = {
-    "versions": versions,
-    "clocks": clocks,
-    "directory": directory,
-    "collectives": collectives,
+    check.__name__: check for check in (versions, clocks, directory, collectives)
 }
 """Checks that all ranks make together, by name."""

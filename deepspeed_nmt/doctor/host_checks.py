@@ -20,31 +20,21 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from importlib import metadata
 from pathlib import Path
+from typing import IO, Any
 
 from deepspeed_nmt import __version__
-from deepspeed_nmt.doctor.findings import (
-    Finding,
-    HostGpu,
-    JobContext,
-    fault,
-    gib,
-    ok,
-    run_program,
-    run_python,
-    warning,
-)
-from deepspeed_nmt.errors import ConfigError, counted, shown
+from deepspeed_nmt.doctor.findings import NO_END, Finding, HostGpu, JobContext, fault, ok, run_program, warning
+from deepspeed_nmt.doctor.trial import Outcome, trial_on_this_host
+from deepspeed_nmt.errors import ConfigError, counted, shown, shown_bytes
 from deepspeed_nmt.parallel.hardware import UNKNOWN, driver_problem, host_memory, kernel_problem, lock_for
 
-_SHM = Path("/dev/shm")
-_INFINIBAND = Path("/sys/class/infiniband")
-
-# Software.
-
+PREFIX = ".doctor-"
+"""Beginning of the names of all files that the examination writes."""
+_SHM, _INFINIBAND = Path("/dev/shm"), Path("/sys/class/infiniband")
 _IMPORT_S, _KERNELS_S, _SMI_S, _SCONTROL_S = 180.0, 300.0, 60.0, 30.0
 """Time limits in seconds of importing a package, perhaps from a network file system, of compiling kernels, of
 ``nvidia-smi``, which may load the driver first, and of ``scontrol``."""
@@ -58,6 +48,29 @@ for backend in ("triton", "apex"):
 sys.stdout.write(json.dumps(failures))
 """
 """Program that compiles every kernel, and compares it with torch on a few numbers."""
+_REQUIRED = ("name", "driver_version", "memory.total", "memory.used")
+_STATES = {
+    "mig.mode.current": ("Enabled", "MIG mode is on, and NCCL joins no two instances; `nvidia-smi -mig 0`"),
+    "persistence_mode": ("Disabled", "persistence mode is off, so each start is slow; `nvidia-smi -pm 1`"),
+    "ecc.errors.uncorrected.volatile.total": (
+        r"[1-9]\d*", "uncorrected memory errors since the driver was loaded; have it reset, or leave its host out",
+    ),
+    "clocks_throttle_reasons.hw_slowdown": ("Active", "the clock is slowed down; check cooling and power"),
+}  # fmt: skip
+"""Fields of ``nvidia-smi`` that some drivers do not know, with bad values; memory errors are a fault."""
+_USED_GIB = 1.0
+"""Memory (GiB) in use on a GPU that is more than the driver's own."""
+_LEAST_BYTES, _FEW_BYTES = 2**30, 20 * 2**30
+"""Free bytes below which a run cannot save any model, and below which it cannot save many large ones."""
+_WRITTEN_BYTES, _SLOW = 64 * 2**20, 50e6
+"""Bytes that are written to measure the speed, and bytes a second below which checkpoints take minutes."""
+_MEMORY_OF_A_RANK, _SHM_OF_A_RANK = 3 * 2**30, 64 * 2**20
+"""Bytes of host memory that a rank needs for its libraries and buffers, and of shared memory that NCCL takes."""
+_FILES, _FILES_OF_A_RANK = 768, 8
+"""Open files that a rank needs for itself, and for each other rank."""
+_SIGNAL_LEAD_S, _SHORT_S = 300, 1800
+"""Seconds before the time limit at which launch/train.sbatch is signalled, and of a job that hardly trains."""
+_SIGNAL = re.compile(r"^#SBATCH\s+(?:.*\s)?--signal[=\s]\s*(\S+)", re.MULTILINE)
 
 
 def packages(context: JobContext) -> Iterator[Finding]:
@@ -107,7 +120,7 @@ def torch(context: JobContext) -> Iterator[Finding]:
 
 def deepspeed(context: JobContext) -> Iterator[Finding]:
     """Import DeepSpeed, in a process of its own: it may end its process."""
-    done = run_python("import deepspeed; print(deepspeed.__version__)", _IMPORT_S)
+    done = run_program([sys.executable, "-c", "import deepspeed; print(deepspeed.__version__)"], _IMPORT_S)
     if done.status == 0:
         yield ok(f"DeepSpeed {done.text.split()[-1]} can be imported")
     else:
@@ -133,7 +146,7 @@ def kernels(context: JobContext) -> Iterator[Finding]:
     """Compile and run the kernels of Triton and apex on a GPU, and compare them with torch."""
     if not context.gpus:
         return
-    done = run_python(_KERNELS, _KERNELS_S)
+    done = run_program([sys.executable, "-c", _KERNELS], _KERNELS_S)
     if done.status:
         yield fault(f"the trial of kernels on the GPU ended with an error ({done.problem})")
         return
@@ -147,22 +160,6 @@ def kernels(context: JobContext) -> Iterator[Finding]:
         elif backend == "triton":
             remedy = f"`pip install -r {_lock(context)}`"
             yield warning(f"triton is not installed, so fused operations fall back to torch; {remedy}")
-
-
-# GPUs.
-
-_REQUIRED = ("name", "driver_version", "memory.total", "memory.used")
-_STATES = {
-    "mig.mode.current": ("Enabled", "MIG mode is on, and NCCL joins no two instances; `nvidia-smi -mig 0`"),
-    "persistence_mode": ("Disabled", "persistence mode is off, so each start is slow; `nvidia-smi -pm 1`"),
-    "ecc.errors.uncorrected.volatile.total": (
-        r"[1-9]\d*", "uncorrected memory errors since the driver was loaded; have it reset, or leave its host out",
-    ),
-    "clocks_throttle_reasons.hw_slowdown": ("Active", "the clock is slowed down; check cooling and power"),
-}  # fmt: skip
-"""Fields of ``nvidia-smi`` that some drivers do not know, with bad values; memory errors are a fault."""
-_USED_GIB = 1.0
-"""Memory (GiB) in use on a GPU that is more than the driver's own."""
 
 
 def query_gpus(path: str | None) -> tuple[list[HostGpu] | None, str]:
@@ -229,10 +226,8 @@ def torch_build(context: JobContext) -> Iterator[Finding]:
         text = f"CUDA_VISIBLE_DEVICES is '{visible}', so torch sees none of {len(context.gpus)} GPUs"
         yield fault(f"{text}; unset it, or ask for GPUs when you start the job")
     else:
-        text = (
-            f"torch does not see the {gpu.name} that nvidia-smi lists; start the container or the job with its GPUs"
-        )
-        yield fault(f"{text}, and check that /dev/nvidia* are readable")
+        text = f"torch does not see the {gpu.name} that nvidia-smi lists; start the container or the job with its"
+        yield fault(f"{text} GPUs, and check that /dev/nvidia* are readable")
 
 
 def gpu_of_rank(context: JobContext) -> Iterator[Finding]:
@@ -246,9 +241,6 @@ def gpu_of_rank(context: JobContext) -> Iterator[Finding]:
             gpu_of(context.place.local_rank)
         except ConfigError as error:
             yield fault(str(error))
-
-
-# Network.
 
 
 def names(context: JobContext) -> Iterator[Finding]:
@@ -275,7 +267,7 @@ def _addresses(name: str) -> list[str]:
 
 def interfaces(context: JobContext) -> Iterator[Finding]:
     """Check that the network interfaces that are named exist, and report what is set for NCCL and gloo."""
-    present, devices = [name for _, name in socket.if_nameindex()], ", ".join(infiniband())
+    present, devices = [name for _, name in socket.if_nameindex()], infiniband()
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         given = context.environment.get(variable, "")
         exact = variable.startswith("GLOO") or given.startswith("=")
@@ -293,24 +285,11 @@ def interfaces(context: JobContext) -> Iterator[Finding]:
     yield ok("; ".join(filter(None, parts)))
 
 
-def infiniband() -> list[str]:
-    """Return the names of this host's InfiniBand devices."""
-    try:
-        return sorted(path.name for path in _INFINIBAND.iterdir())
-    except OSError:
-        return []
-
-
-# Files.
-
-PREFIX = ".doctor-"
-"""Beginning of the names of all files that the examination writes."""
-_LEAST_BYTES, _FEW_BYTES = 2**30, 20 * 2**30
-"""Free bytes below which a run cannot save any model, and below which it cannot save many large ones."""
-_WRITTEN_BYTES = 64 * 2**20
-"""Bytes that are written to measure the speed."""
-_SLOW = 50e6
-"""Bytes a second below which checkpoints take minutes."""
+def infiniband() -> str:
+    """Return the names of this host's InfiniBand devices; "" if there are none."""
+    with contextlib.suppress(OSError):
+        return ", ".join(sorted(path.name for path in _INFINIBAND.iterdir()))
+    return ""
 
 
 @contextlib.contextmanager
@@ -322,6 +301,15 @@ def scratch(directory: Path, name: str) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def lock_problem(file: IO[Any]) -> str:
+    """Lock a file, and return "", or the reason why it cannot: another host holds it, or there are no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def directory(context: JobContext) -> Iterator[Finding]:
@@ -337,24 +325,19 @@ def directory(context: JobContext) -> Iterator[Finding]:
                 file.flush()
                 os.fsync(file.fileno())
                 rate = len(block) / (time.perf_counter() - began)
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    lock_problem = ""
-                except OSError as error:
-                    lock_problem = error.strerror or str(error)
+                no_lock = lock_problem(file)
         except OSError as error:
             remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "change its permissions"
-            yield fault(
-                f"the run directory {place} is not writable ({error.strerror}); {remedy}, or give another --run"
-            )
+            text = f"the run directory {place} is not writable ({error.strerror}); {remedy}"
+            yield fault(f"{text}, or give another --run")
             return
-    yield ok(f"{place} is writable ({kind or 'unknown file system'}), {gib(free)} free, {rate / 1e6:,.0f} MB/s")
-    if free < _FEW_BYTES:
-        least = _LEAST_BYTES if free < _LEAST_BYTES else _FEW_BYTES
-        text = f"{place} has {gib(free)} free, and checkpoints need {gib(least)} or more (see `deepspeed-nmt plan`)"
+    room, least = shown_bytes(free), _LEAST_BYTES if free < _LEAST_BYTES else _FEW_BYTES
+    yield ok(f"{place} is writable ({kind or 'unknown file system'}), {room} free, {rate / 1e6:,.0f} MB/s")
+    if free < least:
+        text = f"{place} has {room} free; checkpoints need {shown_bytes(least)} or more (see `deepspeed-nmt plan`)"
         yield (fault if free < _LEAST_BYTES else warning)(f"{text}; free some space, or give another --run")
-    if lock_problem:
-        text = f"{place} has no locks ({lock_problem}), so nothing prevents a second training of a run"
+    if no_lock:
+        text = f"{place} has no locks ({no_lock}), so nothing prevents a second training of a run"
         yield warning(f"{text}; mount it with locks (Lustre: -o flock)")
     if len(block) >= 2**20 and rate < _SLOW:
         text = f"{place} takes {rate / 1e6:.0f} MB/s, {12e9 / rate / 60:.0f} minutes for a checkpoint of 12 GB"
@@ -370,31 +353,47 @@ def _file_system(place: Path) -> str:
     return next((kinds[str(path)] for path in (place, *place.parents) if str(path) in kinds), "")
 
 
-def existing(path: Path) -> Path:
-    """Return a directory, or the nearest parent of it that exists."""
-    path = path.absolute()
-    while not path.is_dir() and path != path.parent:
-        path = path.parent
-    return path
+def collectives(context: JobContext) -> Iterator[Finding]:
+    """Let ranks on a host that is examined alone add numbers: one for each GPU that torch sees, or two on the CPU."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if context.place.ranks == 1 and gpus != 1:
+        backend, ranks = ("nccl", gpus) if gpus else ("gloo", 2)
+        outcomes = dict(enumerate(trial_on_this_host(backend, ranks, context.limit_s)))
+        yield from judge(backend, outcomes, {rank: f"rank {rank}" for rank in outcomes}, 1)
 
 
-# Limits.
-
-_MEMORY_OF_A_RANK = 3 * 2**30
-"""Bytes of host memory that a rank needs for its libraries and buffers."""
-_SHM_OF_A_RANK = 64 * 2**20
-"""Bytes of shared memory that NCCL takes for a rank."""
-_FILES, _FILES_OF_A_RANK = 768, 8
-"""Open files that a rank needs for itself, and for each other rank."""
+def judge(backend: str, outcomes: Mapping[int, Outcome], names: Mapping[int, str], hosts: int) -> Iterator[Finding]:
+    """Yield the findings of the trial of a process group: ``outcomes`` of ranks that answered, ``names`` of all."""
+    problems = {name: outcomes[rank].problem if rank in outcomes else "no answer" for rank, name in names.items()}
+    problems = {name: problem for name, problem in problems.items() if problem}
+    if problems:
+        # A rank that waited is no cause.
+        who, reason = min(problems.items(), key=lambda item: item[1].startswith(NO_END))
+        more = f", and {len(problems) - 1} more cannot" if len(problems) > 1 else ""
+        text = f"{who} cannot add numbers by {backend} ({reason}){more}; check the network and firewalls between"
+        yield fault(f"{text} the hosts, and name the interface by {backend.upper()}_SOCKET_IFNAME")
+        return
+    slowest = min(outcome.gigabytes_per_s for outcome in outcomes.values())
+    version = next((f"NCCL {outcome.nccl}" for outcome in outcomes.values() if outcome.nccl), backend)
+    transports = sorted({name for outcome in outcomes.values() for name in outcome.transports})
+    over = f" over {', '.join(transports)}" if transports else ""
+    where = f"{len(outcomes)} ranks on {counted(hosts, 'hosts')}"
+    yield ok(f"{where} add numbers by {version}{over}: {slowest:.2f} GB/s")
+    if hosts > 1 and "NET/Socket" in transports and (devices := infiniband()):
+        text = f"NCCL uses sockets between hosts, which are many times slower than InfiniBand ({devices})"
+        yield warning(f"{text}; check NCCL_IB_DISABLE, NCCL_IB_HCA, and the limit of locked memory")
 
 
 def memory(context: JobContext) -> Iterator[Finding]:
     """Compare the memory of the host, or of its control group, with the number of ranks."""
     size, ranks = host_memory(), max(1, context.local_ranks)
     bounded = " (limit of the job or container)" if size.is_limited else ""
-    state = f"memory: {gib(size.available)} of {gib(size.total)}{bounded} are free for {counted(ranks, 'ranks')}"
+    state = f"memory: {shown_bytes(size.available)} of {shown_bytes(size.total)}{bounded} are free"
+    state += f" for {counted(ranks, 'ranks')}"
     if size.available < ranks * _MEMORY_OF_A_RANK:
-        need = f"each needs {gib(_MEMORY_OF_A_RANK)} before the model"
+        need = f"each needs {shown_bytes(_MEMORY_OF_A_RANK)} before the model"
         yield fault(f"{state}, but {need}; ask for more (SLURM: --mem), or start fewer ranks")
     elif size.available < UNKNOWN:
         yield ok(state)
@@ -405,7 +404,7 @@ def shared_memory(context: JobContext) -> Iterator[Finding]:
     state, ranks = os.statvfs(_SHM), max(1, context.local_ranks)
     free = state.f_bavail * state.f_frsize
     if free >= ranks * _SHM_OF_A_RANK:
-        yield ok(f"{gib(free)} free in {_SHM}")
+        yield ok(f"{shown_bytes(free)} free in {_SHM}")
     else:
         need = f"{counted(ranks, 'ranks')}, each of which needs {_SHM_OF_A_RANK >> 20} MiB"
         text = f"{_SHM} has {free >> 20} MiB free for {need}; give the container more (`docker run --ipc=host` or"
@@ -422,7 +421,7 @@ def limits(context: JobContext) -> Iterator[Finding]:
     else:
         yield ok(f"open files: {'unlimited' if files == unlimited else f'{files:,}'}")
     if locked != unlimited and (devices := infiniband()):
-        text = f"locked memory is limited to {gib(locked)}, but InfiniBand ({', '.join(devices)}) needs it unlimited"
+        text = f"locked memory is limited to {shown_bytes(locked)}, but InfiniBand ({devices}) needs it unlimited"
         yield fault(f"{text}; `ulimit -l unlimited` in slurmd's unit (LimitMEMLOCK=infinity) or the container")
 
 
@@ -444,13 +443,6 @@ def threads(context: JobContext) -> Iterator[Finding]:
     else:
         of_each = f" for each of {ranks} ranks" if ranks > 1 else ""
         yield ok(f"{counted(count, 'threads')}{of_each}, on {allowed} CPUs{' of its own' if bound else ''}")
-
-
-# The job.
-
-_SIGNAL_LEAD_S, _SHORT_S = 300, 1800
-"""Seconds before the time limit at which launch/train.sbatch is signalled, and of a job that hardly trains."""
-_SIGNAL = re.compile(r"^#SBATCH\s+(?:.*\s)?--signal[=\s]\s*(\S+)", re.MULTILINE)
 
 
 def job(context: JobContext) -> Iterator[Finding]:
@@ -477,23 +469,19 @@ def job(context: JobContext) -> Iterator[Finding]:
         yield ok(f"job {number} is {lost}")
     else:
         yield warning(f"job {number} is not {lost} (--no-requeue); submit it with --requeue")
-    if record.get("BatchFlag") == "1":
-        yield _signal(context, number)
-    else:
+    if record.get("BatchFlag") != "1":
         text = f"job {number} is interactive, so it is neither signalled before its time limit nor queued again"
         yield warning(f"{text}; for a long training `sbatch launch/train.sbatch`")
-
-
-def _signal(context: JobContext, number: str) -> Finding:
+        return
     script = run_program(["scontrol", "write", "batch_script", number, "-"], _SCONTROL_S)
     match = _SIGNAL.search(script.text)
     signal = context.environment.get("SBATCH_SIGNAL") or (match.group(1) if match else "none")
     fits = re.fullmatch(r"\w*B\w*:(?:SIG)?(?:USR1|10)(?:@(\d+))?", signal, re.IGNORECASE)
     if fits and int(fits.group(1) or 60) >= 60:
-        return ok(f"the batch shell is signalled before the time limit (--signal {signal})")
-    # One on the command line of sbatch is not visible here.
-    text = f"--signal in the script of job {number} is {signal}, but its shell expects USR1 a minute before the end"
-    return warning(f"{text}; `#SBATCH --signal=B:USR1@300`, as in launch/train.sbatch")
+        yield ok(f"the batch shell is signalled before the time limit (--signal {signal})")
+    else:  # one on the command line of sbatch is not visible here
+        text = f"--signal in the script of job {number} is {signal}, but it expects USR1 a minute before the end"
+        yield warning(f"{text}; `#SBATCH --signal=B:USR1@300`, as in launch/train.sbatch")
 
 
 def tasks(context: JobContext) -> Iterator[Finding]:
@@ -512,22 +500,16 @@ def tasks(context: JobContext) -> Iterator[Finding]:
 
 
 Check = Callable[[JobContext], Iterable[Finding]]
-OF_A_HOST: dict[str, Check] = {
-    "packages": packages,
-    "torch": torch,
-    "gpu": gpus,
-    "deepspeed": deepspeed,
-    "compiler": compiler,
-    "kernels": kernels,
-    "names": names,
-    "interfaces": interfaces,
-    "directory": directory,
-    "memory": memory,
-    "shm": shared_memory,
-    "limits": limits,
-    "job": job,
-    "tasks": tasks,
-}
+
+
+def _by_name(*checks: Check) -> dict[str, Check]:
+    return {check.__name__.replace("_", " "): check for check in checks}
+
+
+OF_A_HOST = _by_name(
+    packages, torch, gpus, deepspeed, compiler, kernels, names, interfaces, directory, memory, shared_memory, limits,
+    job, tasks, collectives,
+)  # fmt: skip
 """Checks that the first rank of each host makes, by name."""
-OF_A_RANK: dict[str, Check] = {"torch build": torch_build, "gpu of rank": gpu_of_rank, "threads": threads}
+OF_A_RANK = _by_name(torch_build, gpu_of_rank, threads)
 """Checks that every rank makes, by name."""

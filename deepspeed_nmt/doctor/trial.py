@@ -14,9 +14,9 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,9 @@ _TIMES = 3
 _CHANNEL = re.compile(r"Channel \d+(?:/\d+)? : .* via (\S+)")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outcome:
-    """Result of a trial on one rank: the reason if it could not take part, and NCCL's transports.
+    """Result of a trial on one rank: the reason if it could not take part, and NCCL's version and transports.
 
     The bandwidth is that of a sum over all ranks as each rank sees it: what it sends in a ring.
     """
@@ -40,17 +40,7 @@ class Outcome:
     gigabytes_per_s: float = 0.0
     problem: str = ""
     nccl: str = ""
-    transports: list[str] = field(default_factory=list)
-
-    def read_log(self, lines: Iterable[str]) -> None:
-        """Take transports from NCCL's log."""
-        transports = set()
-        for line in lines:
-            if match := _CHANNEL.search(line):
-                parts = match.group(1).split("/")
-                direct = " with GPUDirect" if "GDRDMA" in parts else ""
-                transports.add("/".join(parts[:2] if parts[0] in ("NET", "P2P") else parts[:1]) + direct)
-        self.transports = sorted(transports)
+    transports: tuple[str, ...] = ()
 
 
 def run_trial(
@@ -69,11 +59,15 @@ def run_trial(
         answer = next((line for line in done.text.splitlines() if line.startswith("{")), None)
         if answer is None:
             return Outcome(problem=done.problem or "no answer")
-        outcome = Outcome(**json.loads(answer))
-        if log.exists():
-            with log.open(encoding="utf-8", errors="replace") as lines:
-                outcome.read_log(lines)
-        return outcome
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    transports = {_transport(match[1]) for line in lines if (match := _CHANNEL.search(line))}
+    return replace(Outcome(**json.loads(answer)), transports=tuple(sorted(transports)))
+
+
+def _transport(words: str) -> str:
+    parts = words.split("/")
+    direct = " with GPUDirect" if "GDRDMA" in parts else ""
+    return "/".join(parts[:2] if parts[0] in ("NET", "P2P") else parts[:1]) + direct
 
 
 def trial_on_this_host(backend: str, ranks: int, limit_s: float) -> list[Outcome]:
@@ -83,9 +77,10 @@ def trial_on_this_host(backend: str, ranks: int, limit_s: float) -> list[Outcome
     store = local_store()
     address = ("127.0.0.1", store.port)
     with ThreadPoolExecutor(ranks) as pool:
-        return list(
-            pool.map(lambda rank: run_trial(backend, address, "trial", rank, ranks, rank, limit_s), range(ranks))
-        )
+        trials = [
+            pool.submit(run_trial, backend, address, "trial", rank, ranks, rank, limit_s) for rank in range(ranks)
+        ]
+        return [trial.result() for trial in trials]
 
 
 def _add(backend: str, store: Any, rank: int, ranks: int, gpu: int, limit: timedelta) -> Outcome:
@@ -93,9 +88,9 @@ def _add(backend: str, store: Any, rank: int, ranks: int, gpu: int, limit: timed
     import torch
     import torch.distributed as dist
 
-    device = torch.device("cuda", gpu) if backend == "nccl" else torch.device("cpu")
-    nccl = ""
+    device, nccl = torch.device("cpu"), ""
     if backend == "nccl":
+        device = torch.device("cuda", gpu)
         torch.cuda.set_device(device)
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     wait: Callable[[], None] = torch.cuda.synchronize if backend == "nccl" else lambda: None

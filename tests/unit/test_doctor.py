@@ -3,25 +3,24 @@
 import json
 import os
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed_nmt import doctor
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.doctor import examination
 from deepspeed_nmt.doctor import group_checks as hosts
 from deepspeed_nmt.doctor import host_checks as checks
-from deepspeed_nmt.doctor.examination import TOGETHER, Line, Result, begin_to_connect, meet
+from deepspeed_nmt.doctor.examination import TOGETHER, Line, Result
 from deepspeed_nmt.doctor.findings import Finding, HostGpu, JobContext, Output, fault, ok
 from deepspeed_nmt.doctor.group_checks import Exchange, Group
 from deepspeed_nmt.errors import ConfigError, TrainingError
@@ -96,13 +95,13 @@ def test_software_that_is_missing_or_wrong(
     _, first, second = checks.packages(context)
     assert_finds([first], "fault", "torch>=99", torch.__version__)
     assert_finds([second], "fault", "no-such-package>=1", "missing", "requirements/cpu.txt")
-    monkeypatch.setattr(checks, "run_python", lambda *words: Output(-1, "", "no end within 180 s"))
+    monkeypatch.setattr(checks, "run_program", lambda *words: Output(-1, "", "no end within 180 s"))
     assert_finds(checks.deepspeed(context), "fault", "deepspeed", "no end within 180 s")
     bare = with_environment(context, PATH=str(tmp_path))
     assert_finds(checks.compiler(bare), "warning", "gcc or clang", "engine.compile=layers")
     assert_finds(checks.compiler(replace(bare, gpus=[V100])), "fault", "Triton's kernels")
     failures = {"triton": {"softmax": "triton is wrong by 3 on V100\nx", "layer_norm": None}, "apex": {}}
-    monkeypatch.setattr(checks, "run_python", lambda *words: Output(0, f"noise\n{json.dumps(failures)}\n", ""))
+    monkeypatch.setattr(checks, "run_program", lambda *words: Output(0, f"noise\n{json.dumps(failures)}\n", ""))
     monkeypatch.setattr(checks, "version_of", lambda name: "3.0")
     text = "(softmax: triton is wrong by 3 on V100)"
     assert_finds(checks.kernels(replace(context, gpus=[V100])), "fault", text)
@@ -168,7 +167,7 @@ def test_interfaces(context: JobContext, name: str, value: str, level: str, monk
     findings = list(checks.interfaces(with_environment(context, **{name: value})))
     assert_finds(findings, level, f"{name} is {value}")
     assert level == "fault" or f"{name}={value}" in findings[0].text
-    monkeypatch.setattr(checks, "infiniband", lambda: ["mlx5_0"])
+    monkeypatch.setattr(checks, "infiniband", lambda: "mlx5_0")
     off = replace(with_environment(context, NCCL_IB_DISABLE="1"), gpus=[V100])
     assert_finds(checks.interfaces(off), "warning", "NCCL_IB_DISABLE is 1", "mlx5_0")
 
@@ -191,7 +190,7 @@ def test_room(context: JobContext, disk: Callable[[int], None], monkeypatch: pyt
     monkeypatch.setattr(checks, "_SLOW", 0.0)
     monkeypatch.setattr(checks, "_file_system", lambda place: "ext4")
     disk(2**29)
-    assert_finds(checks.directory(context), "fault", "0.5 GiB free", "1.0 GiB")
+    assert_finds(checks.directory(context), "fault", "512.0 MiB free", "1.0 GiB")
     disk(2**31)
     assert_finds(checks.directory(context), "warning", "2.0 GiB free", "20.0 GiB")
     assert not list(context.directory.iterdir())
@@ -222,7 +221,7 @@ def test_limits_of_a_host(context: JobContext, disk: Callable[[int], None], monk
     assert_finds(checks.shared_memory(replace(context, local_ranks=8)), "fault", "64 MiB free for 8 ranks")
     values = {resource.RLIMIT_NOFILE: 1024, resource.RLIMIT_MEMLOCK: 65536}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (values[kind], resource.RLIM_INFINITY))
-    monkeypatch.setattr(checks, "infiniband", lambda: ["mlx5_0"])
+    monkeypatch.setattr(checks, "infiniband", lambda: "mlx5_0")
     many = replace(context, place=RankPlace(0, 64, 0))
     files, locked = checks.limits(many)
     assert_finds([files], "fault", "open files is 1,024", "64 ranks need 1,280")
@@ -344,25 +343,9 @@ def test_locks_must_hold_on_other_hosts(tmp_path: Path, monkeypatch: pytest.Monk
     assert finding.level == "warning" and "node1 can lock what node0 has locked" in finding.text
 
 
-def test_torch_is_imported_before_a_second_thread_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process whose threads import torch at the same time is aborted, but not every time."""
-    name = Exchange.__module__
-    monkeypatch.setattr(doctor, "group_checks", sys.modules[name])  # restored at the end, as the module is
-    monkeypatch.delitem(sys.modules, name)
-    imported = []
+def test_a_host_that_cannot_connect_reports_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "examine_alone", lambda context: [])
 
-    class Pool(ThreadPoolExecutor):
-        def submit(self, *call: Any) -> Any:
-            imported.append(name in sys.modules)
-
-    context = JobContext(RankPlace(1, 2, 1), "here", tmp_path, environment={})
-    begin_to_connect(context, Pool(1))
-    assert imported == [True]
-    monkeypatch.setitem(sys.modules, name, None)  # a torch that is broken
-    assert isinstance(begin_to_connect(context, Pool(1)).exception(), ImportError) and len(imported) == 1
-
-
-def test_a_host_that_cannot_connect_reports_alone(tmp_path: Path) -> None:
     for local_rank, error, text in (
         (0, ConfigError("MASTER_PORT must be free"), "MASTER_PORT must be free"),
         (0, TrainingError("for rank 0 at a:1"), "here has waited 9 s for rank 0 at a:1"),
@@ -370,9 +353,8 @@ def test_a_host_that_cannot_connect_reports_alone(tmp_path: Path) -> None:
         (1, RuntimeError("odd"), None),
     ):
         context = JobContext(RankPlace(1, 2, local_rank), "here", tmp_path, limit_s=9.0, environment={})
-        joining: Future[Any] = Future()
-        joining.set_exception(error)
-        result = meet(context, [], 0.0, joining)
+        monkeypatch.setattr(Exchange, "join", Mock(side_effect=error))
+        result = examination.examine(context)
         if text is None:
             assert result is None
         else:
