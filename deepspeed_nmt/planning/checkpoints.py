@@ -14,13 +14,12 @@ Future Generation Computer Systems, 2006.
 from __future__ import annotations
 
 import math
-import re
 from contextlib import suppress
 from dataclasses import dataclass
 
-from deepspeed_nmt.errors import ConfigError, shown, shown_bytes
+from deepspeed_nmt.errors import ConfigError, finite_number, shown, shown_bytes
 
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _MAX_S = 1e9
 """Bound on a time, thirty years."""
 
@@ -31,10 +30,9 @@ def seconds_of(text: str, option: str) -> float:
     Raises:
         ConfigError: if it is no positive time, or above thirty years.
     """
-    match = re.fullmatch(r"([0-9.e+-]+)([smhd]?)", text)
-    seconds = math.nan
+    unit, seconds = text[-1:] if text[-1:] in _UNITS else "s", math.nan
     with suppress(ValueError):
-        seconds = float(match[1]) * _UNITS[match[2]] if match else math.nan
+        seconds = finite_number(text.removesuffix(unit)) * _UNITS[unit]
     if not 0.0 < seconds <= _MAX_S:
         raise ConfigError(f"{option} is {shown(text)}; give a positive time such as 90s, 45m, 3h or 2d")
     return seconds
@@ -91,33 +89,26 @@ class IntervalPlan:
 
     def as_json(self) -> dict[str, object]:
         """Return the plan as values for JSON."""
-        given = {key: value for key, value in vars(self).items() if key != "update_s"}
-        interval = {
-            "interval_s": self.interval_s,
-            "interval_first_order_s": young_interval(self.saving_s, self.mtbf_s),
-        }
+        times = {"mtbf_s": self.mtbf_s, "saving_s": self.saving_s, "restart_s": self.restart_s}
+        first_order = {"interval_first_order_s": young_interval(self.saving_s, self.mtbf_s)}
         goodput = {"goodput": self.goodput(), "goodput_without_restarts": self.goodput(0.0)}
-        return {**given, **interval, "save_every": self.save_every, **goodput}
+        return {**times, "interval_s": self.interval_s, **first_order, "save_every": self.save_every, **goodput}
 
     def __str__(self) -> str:
         every = f" (training.save_every={self.save_every})" if self.save_every is not None else ""
         goodput, cost = self.goodput(), self.goodput(0.0) - self.goodput()
+        times = f"with a failure every {self.mtbf_s:,.0f} s and {self.saving_s:,.3g} s for a checkpoint"
         return (
-            f"with a failure every {self.mtbf_s:,.0f} s and {self.saving_s:,.3g} s for a checkpoint, save every "
-            f"{self.interval_s:,.0f} s{every}; expected goodput {goodput:.2%}, and restarts of "
+            f"{times}, save every {self.interval_s:,.0f} s{every}; expected goodput {goodput:.2%}, and restarts of "
             f"{self.restart_s:,.3g} s cost {cost:.2%}"
         )
 
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """Disk space and time of a run's checkpoints.
+    """Disk space and time of a run's checkpoints: the newest ``keep_last``, and with ``keep_best`` the best one.
 
-    Attributes:
-        size: bytes of the tensors of one checkpoint: fp32 weights and optimizer states.
-        keep_last: number of newest checkpoints that are kept.
-        keep_best: True if the best one is kept besides.
-        mb_per_s: speed of writing in MB/s.
+    A checkpoint has tensors of ``size`` bytes: fp32 weights and optimizer states.
     """
 
     size: int
@@ -137,12 +128,8 @@ class CheckpointPlan:
 
     def as_json(self) -> dict[str, object]:
         """Return the plan as values for JSON."""
-        return {
-            "checkpoint_bytes": self.size,
-            "disk_bytes": self.disk_bytes,
-            "write_mb_per_s": self.mb_per_s,
-            "save_seconds": self.seconds,
-        }
+        sizes = {"checkpoint_bytes": self.size, "disk_bytes": self.disk_bytes}
+        return {**sizes, "write_mb_per_s": self.mb_per_s, "save_seconds": self.seconds}
 
     def __str__(self) -> str:
         best = ", the best one" if self.keep_best else ""

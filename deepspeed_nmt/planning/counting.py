@@ -10,7 +10,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,35 +45,30 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.bytes = 0
-        self.peak_bytes = 0
-        self.flops = 0
+        self.bytes = self.peak_bytes = self.flops = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for tensor in _tensors((*args, *kwargs.values())):
-            self._note(tensor, made_inside=False)
+        self._note((*args, *kwargs.values()), made_inside=False)
         result = func(*args, **kwargs)
         if (factors := _FACTORS.get(func.overloadpacket)) is not None:
             a, b = (args[index] for index in factors)
             self.flops += 2 * a.numel() * b.shape[-1]
-        for tensor in _tensors((result,)):
-            self._note(tensor, made_inside=True)
+        self._note((result,), made_inside=True)
         return result
 
-    def _note(self, tensor: Tensor, made_inside: bool) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._known:
-            return
-        self._known.add(key)
-        size = storage.nbytes() if made_inside else 0
-        self.bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.bytes)
-        weakref.finalize(storage, self._freed, key, size)
+    def _note(self, values: tuple[Any, ...], made_inside: bool) -> None:
+        for tensor in _tensors(values):
+            storage = tensor.untyped_storage()
+            if (key := storage._cdata) not in self._known:
+                self._known.add(key)
+                size = storage.nbytes() if made_inside else 0
+                self.bytes += size
+                self.peak_bytes = max(self.peak_bytes, self.bytes)
+                weakref.finalize(storage, self._freed, key, size)
 
     def _freed(self, key: int, size: int) -> None:
         self.bytes -= size
@@ -113,11 +108,7 @@ class Work:
 
 
 def count_update(
-    model: TranslationModel,
-    objective: Objective,
-    vocabulary: Vocabulary,
-    tokens: int,
-    recompute: RecomputedLayers,
+    model: TranslationModel, objective: Objective, vocabulary: Vocabulary, tokens: int, recompute: RecomputedLayers
 ) -> Work:
     """Run a micro-batch of so many padded target and source tokens on the meta device, in the dtype of training."""
     model.recompute(*recompute)
@@ -137,8 +128,7 @@ def count_update(
     return Work(batch.target_tokens, kept[0], tally.peak_bytes - kept[0], tally.flops)
 
 
-@dataclass(frozen=True)
-class Rates:
+class Rates(NamedTuple):
     """Work of training in operations for each token, forward and backward, without recomputation."""
 
     source: float
@@ -196,18 +186,17 @@ def interpolated(none: Samples, encoder: Samples, decoder: Samples, applications
         return float(getattr(small, what) + slope * (tokens - small.tokens))
 
     def work(tokens: int, recompute: RecomputedLayers) -> Work:
-        shares = [
-            count // every / count if every and count else 0.0
-            for count, every in zip(applications, recompute, strict=True)
+        sides = [
+            (count // every / count, counts)
+            for count, every, counts in zip(applications, recompute, (encoder, decoder), strict=True)
+            if every and count // every
         ]
 
         def changed(what: str) -> int:
             start = line(tokens, none, what)
-            sides = zip(shares, (encoder, decoder), strict=True)
             return int(start + sum(share * (line(tokens, counts, what) - start) for share, counts in sides))
 
-        used = [none, *(counts for share, counts in zip(shares, (encoder, decoder), strict=True) if share)]
-        logits = max(int(line(tokens, counts, "logits")) for counts in used)
+        logits = max(int(line(tokens, counts, "logits")) for counts in [none, *(counts for _, counts in sides)])
         return Work(tokens, changed("activations"), logits, changed("flops"))
 
     return work

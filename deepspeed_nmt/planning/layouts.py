@@ -70,13 +70,10 @@ def prefers_padded(padded: LayoutEstimate, packed: LayoutEstimate) -> bool:
     return packed.padding > padded.padding + _MARGIN
 
 
-_MicroBatch = tuple[int, int, int, int]
-"""Rows, positions of a source's and a target's row, and tokens of both."""
-
-
 def _micro_batches(
     layout: str, updates: Window, longest: int, sample: range, config: BatchConfig, ranks: int
-) -> Iterator[_MicroBatch]:
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield rows, positions of a source's and of a target's row, and tokens of both, of each micro-batch."""
     source, target = updates.source, updates.target
     sizes = row_sizes(updates, longest, ranks, config) if layout == "packed" else None
     for number in sample:

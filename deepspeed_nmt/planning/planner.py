@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,8 +35,7 @@ class Plan:
         recompute: every k-th layer of encoder and decoder is recomputed; 0 none.
         parts: bytes on one GPU, by the names in PARTS.
         host: bytes of host memory that the tensors of one rank take at most.
-        host_ranks: number of ranks that are assumed to share a host.
-        host_sum: bytes of host memory that the tensors of these ranks take at most together.
+        host_sum: bytes that those of ``host_ranks`` ranks, which are assumed to share a host, take together.
         flops_per_token: of the model, for each target token; recomputation is not counted.
         seconds_per_token: relative cost, for comparing plans.
     """
@@ -89,27 +88,23 @@ def plan_for(counts: Counts, layout: Layout, micro_tokens: int, recompute: Recom
     """Compute memory and cost of one way to train."""
     work, unrecomputed = counts.work(micro_tokens, recompute), counts.work(micro_tokens, (0, 0))
     size = (counts.trained, counts.frozen, layout)
-    parts = {
-        **state_bytes(*size),
-        "activations": work.activations,
-        "logits": work.logits,
-        "validation": validation_bytes(*size),
-    }
+    parts = {"activations": work.activations, "logits": work.logits, "validation": validation_bytes(*size)}
+    parts |= state_bytes(*size)
     share = work.flops / max(1, unrecomputed.flops)
     cost = share * _SLOWER[layout.stage] * (micro_tokens + _IDLE_TOKENS) / micro_tokens
     flops = unrecomputed.flops * layout.tensor_ranks / micro_tokens
     ranks = min(layout.ranks, _RANKS_OF_A_HOST)
-    return Plan(
-        layout,
-        micro_tokens,
-        recompute,
-        parts={part: parts[part] for part in PARTS},
-        host=host_bytes(*size, 1),
-        host_ranks=ranks,
-        host_sum=host_bytes(*size, ranks),
-        flops_per_token=flops,
-        seconds_per_token=cost * flops,
-    )
+    parts = {part: parts[part] for part in PARTS}
+    host, host_sum = host_bytes(*size, 1), host_bytes(*size, ranks)
+    return Plan(layout, micro_tokens, recompute, parts, host, ranks, host_sum, flops, cost * flops)
+
+
+def fastest(plans: Sequence[Plan], gib: float) -> Plan:
+    """Return the fastest plan that fits into ``gib`` GiB, or the smallest if none fits."""
+    fitting = [plan for plan in plans if plan.fits(gib)]
+    if not fitting:
+        return min(plans, key=lambda plan: plan.total)
+    return min(fitting, key=lambda plan: (plan.seconds_per_token, plan.total))
 
 
 def advise(
@@ -129,10 +124,7 @@ def advise(
         for tokens in _MICRO_TOKENS
         if tokens <= max(_MICRO_TOKENS[0], share)
     ]
-    fitting = [plan for plan in plans if plan.fits(gpu.usable_gib)]
-    if not fitting:
-        return min(plans, key=lambda plan: plan.total)
-    return min(fitting, key=lambda plan: (plan.seconds_per_token, plan.total))
+    return fastest(plans, gpu.usable_gib)
 
 
 def layout_of(settings: EngineSettings, ranks: int, tensor_ranks: int, copies: bool) -> Layout:
@@ -142,44 +134,39 @@ def layout_of(settings: EngineSettings, ranks: int, tensor_ranks: int, copies: b
     return Layout(settings.zero_stage, ranks, tensor_ranks, bits, zero, copies, len(settings.optimizer.states))
 
 
+@dataclass(frozen=True)
 class Planner:
     """Planner of a model: memory and speed of any layout, recomputation and micro-batch size.
 
-    Args:
-        engine: settings of the user; ``tensor_parallel``, which divides ``ranks``, is respected by all plans.
-        settings: the same settings, resolved.
-        copies: True if checkpoints are written from a copy of the training state in host memory.
+    Attributes:
+        engine: settings of the user; ``tensor_parallel``, which divides the ranks, is respected by all plans.
+        layout: that of these settings, resolved.
     """
 
-    def __init__(
-        self, counts: Counts, engine: EngineConfig, settings: EngineSettings, batch: BatchConfig, ranks: int,
-        copies: bool,
-    ) -> None:  # fmt: skip
-        self.counts, self._engine, self._batch = counts, engine, batch
-        self._layout = layout_of(settings, ranks, engine.tensor_parallel, copies)
+    counts: Counts
+    engine: EngineConfig
+    batch: BatchConfig
+    layout: Layout
 
     def as_set(self, usable_gib: float) -> Plan:
         """Return the plan that the settings describe; "auto" is as little recomputation as fits."""
-        given = (self._engine.recompute_encoder, self._engine.recompute_decoder)
-        sides = [_RECOMPUTE if every == "auto" else (every,) for every in given]
-        plans = [
-            plan_for(self.counts, self._layout, self._batch.micro_tokens, (encoder, decoder))
-            for encoder, decoder in itertools.product(*sides)
-        ]
-        fitting = [plan for plan in plans if plan.fits(usable_gib)]
-        return min(fitting, key=lambda plan: plan.seconds_per_token) if fitting else plans[-1]
+        given = (self.engine.recompute_encoder, self.engine.recompute_decoder)
+        encoder, decoder = (_RECOMPUTE if every == "auto" else (every,) for every in given)
+        sides, tokens = itertools.product(encoder, decoder), self.batch.micro_tokens
+        plans = [plan_for(self.counts, self.layout, tokens, recompute) for recompute in sides]
+        return fastest(plans, usable_gib)
 
     def advised(self, gpu: Gpu) -> Plan:
         """Return the fastest plan that fits; the smallest if none does."""
         zero = {stage: load_ds_config(f"zero{stage}")["zero_optimization"] for stage in (1, 2, 3)}
-        return advise(self.counts, gpu, self._layout, self._batch.update_tokens, zero)
+        return advise(self.counts, gpu, self.layout, self.batch.update_tokens, zero)
 
     def settings(self, plan: Plan) -> list[str]:
         """Return the settings of a plan, as arguments of ``train``."""
         if (stage := plan.layout.stage) is None:
-            engine = ["engine.name=plain", *["engine.ds_config=null"] * (self._engine.ds_config is not None)]
+            engine = ["engine.name=plain", *["engine.ds_config=null"] * (self.engine.ds_config is not None)]
         else:
-            name = ["engine.name=deepspeed"] if self._engine.name == "plain" else []
+            name = ["engine.name=deepspeed"] if self.engine.name == "plain" else []
             engine = [*name, f"engine.ds_config=zero{stage}"]
         sides = zip(("encoder", "decoder"), plan.recompute, strict=True)
         recompute = [f"engine.recompute_{side}={every}" for side, every in sides if every]
@@ -199,16 +186,12 @@ def notes_on(plan: Plan, update_tokens: int, gpu: Gpu) -> list[str]:
     if share < _BUSY_TOKENS:
         suitable = _BUSY_TOKENS * layout.ranks // layout.tensor_ranks
         ranks = update_tokens // _BUSY_TOKENS * layout.tensor_ranks
+        text = f"an update of {update_tokens:,} tokens leaves {share:,} for a GPU, {slow}"
         fewer = f", or use at most {ranks} GPUs" if ranks else ""
-        notes.append(
-            f"an update of {update_tokens:,} tokens leaves {share:,} for a GPU, {slow}: set "
-            f"batch.update_tokens={suitable}{fewer}"
-        )
+        notes.append(f"{text}: set batch.update_tokens={suitable}{fewer}")
     elif plan.micro_tokens < _BUSY_TOKENS:
-        notes.append(
-            f"micro-batches have {plan.micro_tokens:,} tokens, for a GPU {slow}; larger ones do not fit, or "
-            "cost more recomputation: use larger GPUs, or engine.tensor_parallel"
-        )
+        text = f"micro-batches have {plan.micro_tokens:,} tokens, for a GPU {slow}; larger ones do not fit"
+        notes.append(f"{text}, or cost more recomputation: use larger GPUs, or engine.tensor_parallel")
     return notes
 
 
@@ -222,18 +205,18 @@ def as_text(columns: Mapping[str, Plan], advice: list[str], notes: list[str], gp
     def cell(size: int, absent: bool = False) -> str:
         return f"({size / GIB:.2f})" if absent else f"{size / GIB:.2f}"
 
-    rows = [["GiB on a GPU", *columns]]
-    rows += [[part, *(cell(plan.parts[part], part in plan.absent) for plan in plans)] for part in PARTS]
-    rows.append(["total", *(cell(plan.total) for plan in plans)])
-    rows.append(["fits", *("yes" if plan.fits(gpu.usable_gib) else "no" for plan in plans)])
-    rows.append(["host, a rank", *(cell(plan.host) for plan in plans)])
+    rows = [
+        ["GiB on a GPU", *columns],
+        *([part, *(cell(plan.parts[part], part in plan.absent) for plan in plans)] for part in PARTS),
+        ["total", *(cell(plan.total) for plan in plans)],
+        ["fits", *("yes" if plan.fits(gpu.usable_gib) else "no" for plan in plans)],
+        ["host, a rank", *(cell(plan.host) for plan in plans)],
+    ]
     if plan.host_ranks > 1:
         rows.append([f"host, {plan.host_ranks} ranks", *(cell(plan.host_sum) for plan in plans)])
     lines = [table(rows)]
     if plan.layout.ranks > plan.host_ranks:
         lines.append(f"(a host is assumed to have {plan.host_ranks} GPUs)")
-    lines.append("(in parentheses: not held at the peak; validation has no activations and logits)")
-    lines += ["", f"set: {' '.join(advice)}"]
-    lines += notes
-    lines.append(f"{plan.flops_per_token / 1e9:,.2f} GFLOP for each target token{speed}")
-    return "\n".join(lines)
+    lines += ["(in parentheses: not held at the peak; validation has no activations and logits)", ""]
+    lines += [f"set: {' '.join(advice)}", *notes]
+    return "\n".join([*lines, f"{plan.flops_per_token / 1e9:,.2f} GFLOP for each target token{speed}"])

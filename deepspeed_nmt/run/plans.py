@@ -21,7 +21,7 @@ from deepspeed_nmt.kernels.precision import Precision
 from deepspeed_nmt.planning.counting import Counts, count_model
 from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.layouts import LayoutEstimate, estimates, prefers_padded
-from deepspeed_nmt.planning.planner import Planner
+from deepspeed_nmt.planning.planner import Planner, layout_of
 from deepspeed_nmt.run.batches import has_packed_kernel, layout_on, update_order_of
 from deepspeed_nmt.train.goodput import STARTING, Entry
 
@@ -97,7 +97,8 @@ def make_planner(
     if key not in counts:
         model, objective = build_meta_model(config, vocabulary, kernels), build_objective(config, vocabulary)
         counts[key] = count_model(model, objective, vocabulary, engine.precision, tensor_ranks)
-    return Planner(counts[key], config.engine, engine, config.batch, ranks, config.training.save == "background")
+    layout = layout_of(engine, ranks, tensor_ranks, copies=config.training.save == "background")
+    return Planner(counts[key], config.engine, config.batch, layout)
 
 
 def planned_vocabulary(sizes: str | None, config: RunConfig, data: DataDirectory | None) -> Vocabulary:
