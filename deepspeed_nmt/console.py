@@ -9,7 +9,6 @@ import errno
 import io
 import json
 import logging
-import math
 import os
 import sys
 import time
@@ -28,8 +27,7 @@ T = TypeVar("T")
 logger = logging.getLogger("deepspeed_nmt")
 
 _HINTS = {
-    errno.ENOSPC: "; free some space and start again",
-    errno.EDQUOT: "; free some space and start again",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some space and start again"),
     errno.ENAMETOOLONG: "; give a shorter one",
     errno.EROFS: "; make it writable, or work with a copy of it",
     errno.EACCES: "; change its permissions, or work with a copy of it",
@@ -185,15 +183,7 @@ def setting(value: object) -> str:
 
 def json_line(values: Mapping[str, object]) -> str:
     """Return values as one line of JSON, which has neither infinity nor NaN: null stands for them."""
-    return json.dumps(_finite(values), ensure_ascii=False)
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(json.loads(json.dumps(values), parse_constant=lambda name: None), ensure_ascii=False)
 
 
 def progress_bar(**options: Any) -> tqdm[NoReturn]:

@@ -111,14 +111,6 @@ class TextForm:
         """Return the form of text whose form was not recorded; segmented text at least consists of tokens."""
         return cls("tokenised" if segmented else "unknown")
 
-    @classmethod
-    def moses(cls, target_lang: str, option: str) -> TextForm:
-        """Return the form of text that Moses' tokenizer made, for a language that the user gave by ``option``."""
-        try:
-            return cls("moses", target_lang=check_language(target_lang))
-        except ValueError as error:
-            raise ConfigError(f"{option}: {error}") from error
-
     def __str__(self) -> str:
         """Return the form and the languages, as far as they are known."""
         languages = "-".join(filter(None, (self.source_lang, self.target_lang)))
@@ -183,7 +175,12 @@ def plain_form(text: TextForm, language: str, owner: Path) -> TextForm:
     ``language`` is that given by the user; "" to take that of the run.
     """
     name = option("detokenise")
-    form = TextForm.moses(language, name) if language else text
+    form = text
+    if language:
+        try:
+            form = TextForm("moses", target_lang=check_language(language))
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}") from error
     if form.form == "unknown":
         raise ConfigError(
             f"{name} needs a run that records the form of its text, but {owner} is of an older version; if its text "
