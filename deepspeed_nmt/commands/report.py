@@ -117,14 +117,19 @@ def _collapse(arguments: argparse.Namespace) -> int:
     shuffled among the sentences.
     """
     from deepspeed_nmt.console import cell, table
+    from deepspeed_nmt.errors import DataError
     from deepspeed_nmt.evaluate.metrics import validation_tag
     from deepspeed_nmt.reports import run_log
     from deepspeed_nmt.reports.outcome import collapse_row
     from deepspeed_nmt.reports.pictures import check_out, draw_curves
+    from deepspeed_nmt.train.log import METRICS_FILE
 
     check_out(arguments.out, arguments.runs)
     paths = list(dict.fromkeys(arguments.runs))
-    logs = dict(zip(run_log.run_names(paths), map(run_log.RunLog.read_begun, paths), strict=True))
+    logs = dict(zip(run_log.run_names(paths), map(run_log.RunLog.read, paths), strict=True))
+    if empty := [path for path, log in zip(paths, logs.values(), strict=True) if log.tokens is None]:
+        file = empty[0] / METRICS_FILE
+        raise DataError(f"no entry with {run_log.TOKENS} in {file}; train first, or wait for the log")
     metric = run_log.validation_metric(logs.values()).name
     panels = {
         run_log.SOURCE_RELIANCE: "source reliance (nats per token)",

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepspeed_nmt.api import Translator
 from deepspeed_nmt.console import cell, logger, table
@@ -89,32 +89,23 @@ class System:
 
     def text(self, max_loss: float) -> str:
         """Return the report for people; the cheapest depth may lose ``max_loss`` BLEU."""
-        head = ["n-m", "BLEU", "seconds", "with loading"]
-        rows = [
-            [depth.name, cell(depth.bleu, 2), cell(depth.seconds, 1), cell(depth.seconds + depth.loading_seconds, 1)]
-            for depth in self.depths
-        ]
-        if self.oracle is not None:
-            head += ["best for", "cumulative"]
-            cumulative = self.oracle.cumulative
-            for row in rows:
-                row += [cell(self.oracle.sentences[row[0]]), f"{cumulative[row[0]]:.1%}"]
+        result = self.report(max_loss)
+        rows = [["n-m", "BLEU", "seconds", "with loading"]]
+        for depth in self.depths:
+            times = depth.seconds, depth.seconds + depth.loading_seconds
+            rows.append([depth.name, cell(depth.bleu, 2), *(cell(seconds, 1) for seconds in times)])
+        compared, full = result["compared_with"], _full_name(self.depths)
+        of = "the full depth" if compared == full else f"the best depth, {compared} (none has the full depth {full})"
         lines = [
-            f"{self.name}:",
-            table([head, *rows]),
-            f"Pareto front: {', '.join(depth.name for depth in pareto_front(self.depths))}",
-            f"fastest depth within {max_loss} BLEU of {self._baseline()}: {cheapest(self.depths, max_loss).name}",
+            f"Pareto front: {', '.join(result['pareto_front'])}",
+            f"fastest depth within {max_loss} BLEU of {of}: {result['cheapest']}",
         ]
         if self.oracle is not None:
+            rows[0] += ["best for", "cumulative"]
+            for row in rows[1:]:
+                row += [cell(self.oracle.sentences[row[0]]), f"{self.oracle.cumulative[row[0]]:.1%}"]
             lines.append(f"BLEU with the best pair for each sentence: {self.oracle.bleu:.2f}")
-        return "\n".join(lines)
-
-    def _baseline(self) -> str:
-        """Return words for the depth that the cheapest one is compared with."""
-        compared, full = baseline(self.depths).name, _full_name(self.depths)
-        return (
-            "the full depth" if compared == full else f"the best depth, {compared} (none has the full depth {full})"
-        )
+        return "\n".join([f"{self.name}:", table(rows), *lines])
 
 
 def pareto_front(depths: Sequence[Depth]) -> list[Depth]:
@@ -169,8 +160,7 @@ def oracle(
     return counts, chosen
 
 
-@dataclass(frozen=True)
-class Members:
+class Members(NamedTuple):
     """A system to measure: the depths of each of its runs."""
 
     name: str
@@ -222,23 +212,16 @@ def _stages(run: Run, *, alone: bool) -> Pair:
 
 
 def measure(
-    system: Members,
-    text: ParallelText,
-    scorer: Scorer,
-    *,
-    checkpoint: str = "best",
-    max_tokens: int = 4096,
-    repeat: int = 1,
-    with_oracle: bool = False,
-) -> System:
+    system: Members, text: ParallelText, scorer: Scorer, *, checkpoint: str, max_tokens: int, repeat: int,
+    with_oracle: bool,
+) -> System:  # fmt: skip
     """Translate a text at every depth of a system; the times are medians of ``repeat`` measurements.
 
     Raises:
         CheckpointError: if a run has no such checkpoint.
     """
     pairs = [pair for _, of_run in system.pairs for pair in of_run]
-    seconds: dict[Pair, list[float]] = {pair: [] for pair in pairs}
-    loading: dict[Pair, list[float]] = {pair: [] for pair in pairs}
+    times: dict[Pair, list[tuple[float, float]]] = {pair: [] for pair in pairs}
     translations: dict[Pair, list[str]] = {}
     bleus: dict[Pair, float] = {}
 
@@ -256,11 +239,10 @@ def measure(
             translate(shallower, text.sources[:_WARM_UP_SENTENCES])
             started = time.monotonic()
             translations[pair] = translate(shallower, text.sources, warn=repetition == 0 and pair == of_run[0])
-            seconds[pair].append(time.monotonic() - started)
-            loading[pair].append(to_load)
+            times[pair].append((time.monotonic() - started, to_load))
             bleus[pair] = scorer.first(translations[pair])
-            logger.info("%s: BLEU %.2f, %.1f s", exit_name(*pair), bleus[pair], seconds[pair][-1])
-    depths = [Depth(*pair, bleus[pair], median(seconds[pair]), median(loading[pair])) for pair in pairs]
+            logger.info("%s: BLEU %.2f, %.1f s", exit_name(*pair), bleus[pair], times[pair][-1][0])
+    depths = [Depth(*pair, bleus[pair], *map(median, zip(*times[pair], strict=True))) for pair in pairs]
     if not with_oracle:
         return System(system.name, depths)
     texts = [translations[pair] for pair in pairs]
@@ -285,7 +267,12 @@ def draw_depths(systems: Sequence[System], out: Path) -> None:
             _draw_bleu(axis, system, scale)
         parts[0].colorbar(ScalarMappable(scale), ax=maps)
         for system in systems:
-            _draw_times(plane, system)
+            depths, front = system.depths, pareto_front(system.depths)
+            points = plane.scatter([depth.seconds for depth in depths], [depth.bleu for depth in depths], s=14)
+            label, colour = f"Pareto front: {system.name}", points.get_facecolor()[0]
+            plane.plot([depth.seconds for depth in front], [depth.bleu for depth in front], color=colour, label=label)
+            for depth in front:
+                plane.annotate(depth.name, (depth.seconds, depth.bleu), fontsize="small")
         plane.set(xlabel="seconds, without loading", ylabel="BLEU")
         plane.legend(fontsize="small")
         plane.grid(alpha=0.3)
@@ -303,16 +290,6 @@ def _draw_bleu(axis: Axes, system: System, scale: Normalize) -> None:
     axis.imshow(values, origin="lower", extent=borders, aspect="auto", norm=scale)
     axis.set(xticks=range(1, columns + 1), yticks=range(1, rows + 1), title=f"BLEU: {system.name}")
     axis.set(xlabel="decoder stages m", ylabel="encoder stages n")
-
-
-def _draw_times(axis: Axes, system: System) -> None:
-    points = axis.scatter([depth.seconds for depth in system.depths], [depth.bleu for depth in system.depths], s=14)
-    front = pareto_front(system.depths)
-    colour = points.get_facecolor()[0]
-    label = f"Pareto front: {system.name}"
-    axis.plot([depth.seconds for depth in front], [depth.bleu for depth in front], color=colour, label=label)
-    for depth in front:
-        axis.annotate(depth.name, (depth.seconds, depth.bleu), fontsize="small")
 
 
 def _draw_choices(axis: Axes, systems: Sequence[System]) -> None:

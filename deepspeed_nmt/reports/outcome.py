@@ -38,27 +38,20 @@ from deepspeed_nmt.run.plans import Plans
 from deepspeed_nmt.train.checkpoint import CheckpointStore, Chosen
 from deepspeed_nmt.train.progress import Progress
 
-RESULTS = {
-    "updates": ("updates", 0),
-    "target_tokens": ("target tokens", 0),
-    "hours": ("hours in updates", 2),
-    "goodput": ("goodput", 3),
-    "parameters": ("parameters", 0),
-    "train_ppl": ("training perplexity", 3),
-    "valid_loss": ("validation loss", 3),
-    "valid_ppl": ("validation perplexity", 3),
-    "source_reliance": ("source reliance", 3),
+_RESULTS = {
+    "updates": ("updates", 0, ""),
+    "target_tokens": ("target tokens", 0, ""),
+    "hours": ("hours in updates", 2, ""),
+    "goodput": ("goodput", 3, GOODPUT),
+    "parameters": ("parameters", 0, ""),
+    "train_ppl": ("training perplexity", 3, TRAIN_PERPLEXITY),
+    "valid_loss": ("validation loss", 3, VALID_LOSS),
+    "valid_ppl": ("validation perplexity", 3, VALID_PERPLEXITY),
+    "source_reliance": ("source reliance", 3, SOURCE_RELIANCE),
 }
-"""Title and decimals of each result by key of the JSON."""
+"""Title and decimals of each result by key of the JSON, and the tag of one that is the last value of the log."""
 _MAX_IN_LEGEND = 2
 """Bound on the settings that name a curve."""
-_LOGGED = {
-    "train_ppl": TRAIN_PERPLEXITY,
-    "valid_loss": VALID_LOSS,
-    "valid_ppl": VALID_PERPLEXITY,
-    "source_reliance": SOURCE_RELIANCE,
-}
-"""Tags of results that are the last values of the log."""
 
 
 @dataclass(frozen=True)
@@ -131,11 +124,10 @@ class Outcome:
             return None
         return " ".join(str(corpus.option) for corpus in record.corpora) or record.path
 
-    def best(self, measure: str) -> float | None:
-        """Return the best value of a measure of validation: a metric, or loss; of a named set as SET/METRIC."""
+    def best(self, measure: str) -> tuple[int, float] | None:
+        """Return update and best value of a measure of validation: a metric, loss, or SET/ and one of them."""
         higher = self.config.validation.is_higher_better(measure)
-        best = self.log.series(validation_tag(measure)).best(higher_is_better=higher)
-        return None if best is None else best[1]
+        return self.log.series(validation_tag(measure)).best(higher_is_better=higher)
 
     def parameters(self, plans: Plans) -> int | None:
         """Return the number of parameters, frozen ones included; ``plans`` knows models of other runs."""
@@ -148,7 +140,11 @@ class Outcome:
     ) -> dict[str, Any]:
         """Return what is known of a run, for JSON, with these settings, measures of validation, and test scores."""
         flat = self.config.flat()
-        last = {measure: self.log.last(validation_tag(measure)) for measure in measures}
+        validation = {}
+        for measure in measures:
+            best, last = self.best(measure), self.log.last(validation_tag(measure))
+            if last is not None:
+                validation[measure] = {"last": last, "best": best and best[1]}
         return {
             "path": str(self.path),
             "settings": {key: flat.get(key) for key in settings},
@@ -157,14 +153,9 @@ class Outcome:
             "updates": self.updates,
             "target_tokens": self.target_tokens,
             "hours": self.hours,
-            "goodput": self.log.last(GOODPUT),
             "parameters": self.parameters(plans),
-            **{key: self.log.last(tag) for key, tag in _LOGGED.items()},
-            "validation": {
-                measure: {"last": value, "best": self.best(measure)}
-                for measure, value in last.items()
-                if value is not None
-            },
+            **{key: self.log.last(tag) for key, (*_, tag) in _RESULTS.items() if tag},
+            "validation": validation,
             "test": [score.model_dump(exclude={"key"}) for score in scores],
         }
 
@@ -203,7 +194,7 @@ def comparison_table(rows: Mapping[str, Mapping[str, Any]], measures: Sequence[s
     if len({row["data"] for row in runs}) > 1:
         lines.append(["data", *(cell(row["data"]) for row in runs)])
     lines.append(["status", *(row["status"] for row in runs)])
-    lines += [[title, *(cell(row[key], digits) for row in runs)] for key, (title, digits) in RESULTS.items()]
+    lines += [[title, *(cell(row[key], digits) for row in runs)] for key, (title, digits, _) in _RESULTS.items()]
     for measure in measures:
         digits = 3 if measure.endswith("/loss") else 2
         for which in ("last", "best"):
@@ -224,9 +215,9 @@ def collapse_row(name: str, log: RunLog) -> dict[str, object]:
         "run": name,
         "updates": log.update,
         "target_tokens": log.tokens,
-        **{key: log.last(_LOGGED[key]) for key in ("source_reliance", "train_ppl", "valid_loss", "valid_ppl")},
+        **{key: log.last(_RESULTS[key][2]) for key in ("source_reliance", "train_ppl", "valid_loss", "valid_ppl")},
         "metric": metric.name,
         "valid_score": score.last,
-        "best_valid_score": None if best is None else best[1],
+        "best_valid_score": best and best[1],
         "cross_share": {layer: series.last for layer, series in log.cross_shares().items()},
     }

@@ -16,16 +16,18 @@ import hashlib
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cache, cached_property
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic import ValidationError
+from sacrebleu.metrics.chrf import CHRF
 
 from deepspeed_nmt import __version__
 from deepspeed_nmt.config import load_config
@@ -36,41 +38,17 @@ from deepspeed_nmt.evaluate.metrics import METRICS, validation_tag
 from deepspeed_nmt.files import resolved
 from deepspeed_nmt.manifest import DamagedRecordError, read_record
 from deepspeed_nmt.recipes import recipes
+from deepspeed_nmt.reports import page_figures, run_log
 from deepspeed_nmt.reports.outcome import Outcome, differing
-from deepspeed_nmt.reports.page_figures import (
-    MARKS,
-    Best,
-    Chart,
-    curves,
-    heat_maps,
-    histogram,
-    marks,
-    theme,
-    words_of,
-)
-from deepspeed_nmt.reports.run_log import (
-    ENDINGS,
-    GOODPUT,
-    HOURS,
-    SOURCE_RELIANCE,
-    STARTS,
-    TOKENS,
-    RunLog,
-    read_events,
-    read_file,
-    read_object,
-    shortened,
-)
+from deepspeed_nmt.reports.page_figures import Best, Chart, histogram, words_of
+from deepspeed_nmt.reports.run_log import SOURCE_RELIANCE, STARTS, RunLog, read_object, shortened
 from deepspeed_nmt.reports.text_scores import recorded_scores
-from deepspeed_nmt.run.directory import CHECKPOINTS, DATA_FILE, ENVIRONMENT_FILE, LOGS, ORIGIN_FILE
+from deepspeed_nmt.run.directory import ENVIRONMENT_FILE, LOGS, ORIGIN_FILE, VALIDATION
 from deepspeed_nmt.run.plans import Plans
-from deepspeed_nmt.train.configuration import LOSSES
+from deepspeed_nmt.run.resolve import RESOLVED_FILE
 from deepspeed_nmt.train.events import EVENTS_FILE
 from deepspeed_nmt.train.log import METRICS_FILE
 
-RESOLVED_FILE = "resolved.json"
-VALIDATION = "validation"
-"""Directory of a run with a directory for each validation set, whose sentences and translations it keeps."""
 _SILENT_S = 1800.0
 """Seconds without a sign of life after which a run no longer counts as running: longer than a validation."""
 _TRANSLATIONS = re.compile(r"update-(\d{1,15})\.txt")
@@ -78,7 +56,7 @@ _MAX_SENTENCES = 3000
 """Bound on the sentences that are scored, each one alone; of more, equally many between two are left out."""
 _MAX_SHOWN, _MAX_SCORED, _MAX_WORDS = 600, 10_000, 2000
 """Bounds on the characters of a sentence on the page, of one that is scored, and of a value in a table."""
-_SAMPLES, _WORST_SAMPLES, _MAX_UPDATES, _WORST, _MAX_EVENTS = 16, 4, 16, 15, 400
+_SAMPLES, _MAX_UPDATES, _WORST, _MAX_EVENTS = 16, 16, 15, 400
 
 
 class Status(NamedTuple):
@@ -90,14 +68,6 @@ class Status(NamedTuple):
 
     state: str
     sentence: str
-
-
-class Tile(NamedTuple):
-    """A figure at the head of the page, with a few words below it."""
-
-    label: str
-    value: str
-    note: str = ""
 
 
 class Table(NamedTuple):
@@ -128,18 +98,16 @@ class RunPage:
         self.outcome = Outcome.read(path)
         self.config = self.outcome.config
         self.log: RunLog = self.outcome.log
-        self.events = read_events(path)
-        self._signatures: dict[str, dict[str, Any]] = {}
+        self.events = run_log.read_events(path)
         self.best = self._best()
         self.texts = read_texts(path, self.best.update if self.best else 0)
-        self.environment, self.resolved = (read_object(path, name) for name in (ENVIRONMENT_FILE, RESOLVED_FILE))
+        self.environment = read_object(path, ENVIRONMENT_FILE)
         self.settings = self.config.flat()
         self.recipe, self.is_guessed = recipe or self._recorded_recipe(), False
         if self.recipe is None:
             flat = {name: load_config(name).flat() for name in recipes()}
             self.recipe = min(flat, key=lambda name: (len(differing([self.settings, flat[name]])), name))
             self.is_guessed = True
-        self.recipe_settings = load_config(self.recipe).flat()
 
     def render(self) -> bytes:
         """Return the page."""
@@ -150,23 +118,23 @@ class RunPage:
         environment.filters |= {"thousands": "{:,}".format, "shortened": lambda text: shortened(text, _MAX_SHOWN)}
         environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
         source, drawer = _drawer()
-        charts = {"curves": self.curves(), "layers": heat_maps(self.log)}
+        charts = {"curves": self.curves(), "layers": page_figures.heat_maps(self.log)}
         spreads = [_histograms(number, texts) for number, texts in enumerate(self.texts)]
-        signs = marks(self.events, self.best)
+        signs = page_figures.marks(self.events, self.best)
         data = {
             "figures": [chart.specification for part in [*charts.values(), *spreads] for chart in part],
             "marks": signs,
             "positions": self.log.positions(),
             "themes": {
-                "light": theme("#5c6675", "#8a94a3", "#dfe4ea", "#ffffff"),
-                "dark": theme("#a3adba", "#7c8795", "#2d3641", "#1a2027"),
+                "light": page_figures.theme("#5c6675", "#8a94a3", "#dfe4ea", "#ffffff"),
+                "dark": page_figures.theme("#a3adba", "#7c8795", "#2d3641", "#1a2027"),
             },
         }
         names = {trace["name"] for trace in signs}
         page = environment.get_template("page.html").render(
             page=self, version=__version__, status=self.status(), charts=charts, data=data, drawer=drawer,
             texts=list(zip(self.texts, spreads, strict=True)), events=self.events[-_MAX_EVENTS:],
-            events_file=EVENTS_FILE, looks=[look for look in MARKS.values() if look.words in names],
+            events_file=EVENTS_FILE, looks=[look for look in page_figures.MARKS.values() if look.words in names],
             policy=lambda script: _policy(str(script), source), marked=marked_words,
             starts=STARTS, words=_words,
         )  # fmt: skip
@@ -174,12 +142,12 @@ class RunPage:
 
     def curves(self) -> list[Chart]:
         """Return the charts of the log."""
-        return curves(self.log, self.config.collapse.threshold)
+        return page_figures.curves(self.log, self.config.collapse.threshold)
 
     def status(self, now: float | None = None) -> Status:
         """Return the state of training at a time in seconds since the epoch; None for the present."""
-        turns = [event for event in self.events if event.kind in (*STARTS, *ENDINGS)]
-        last = turns[-1] if turns else None
+        turns = [event for event in self.events if event.kind in (*STARTS, *run_log.ENDINGS)]
+        last = turns[-1].kind if turns else ""
         times = []
         for file in (self.path / METRICS_FILE, self.path / LOGS / "rank-0.log"):
             with suppress(OSError):
@@ -187,12 +155,12 @@ class RunPage:
         seen = max(times, default=None)
         update, most = self.outcome.updates, self.config.training.max_updates
         made = f"{update:,} of {most:,} updates"
-        if self.outcome.is_finished or (last is not None and last.kind == "end"):
+        if self.outcome.is_finished or last == "end":
             early = update < most and self.config.training.patience
             state, words = "finished", f"{made}; stopped early, without a better validation" if early else made
-        elif last is not None and last.kind == "failure":
-            state, words = "failed", f"{made}. {last.text}"
-        elif last is not None and last.kind == "stop":
+        elif last == "failure":
+            state, words = "failed", f"{made}. {turns[-1].text}"
+        elif last == "stop":
             state, words = "stopped", f"{made}; the same command resumes it"
         elif seen is not None and (now or time.time()) - seen < _SILENT_S:
             state, words = "running", f"{made} when this page was made"
@@ -221,27 +189,13 @@ class RunPage:
                 metas[path] = Meta.model_validate_json(read_record(Path(path) / META_FILE))
         return metas
 
-    @cached_property
-    def missing(self) -> list[str]:
-        """Names of files that every run has, which are missing or cannot be read."""
-        contents = {
-            METRICS_FILE: self.log.tags,
-            EVENTS_FILE: self.events,
-            ENVIRONMENT_FILE: self.environment,
-            RESOLVED_FILE: self.resolved,
-            DATA_FILE: self.outcome.data_record,
-            CHECKPOINTS: self.outcome.progress,
-        }
-        return [name for name, content in contents.items() if not content]
-
     def _collapsed(self) -> str:
         """Return the reason why the decoder counts as collapsed, "" if it does not."""
         collapse, reliance = self.config.collapse, self.log.series(SOURCE_RELIANCE)
-        updates, values = reliance.updates[-collapse.patience :], reliance.values[-collapse.patience :]
+        updates, values = list(reliance)[-collapse.patience :], [*reliance.values()][-collapse.patience :]
         grace = collapse.grace or 2 * self.config.schedule.warmup_updates
-        if len(values) < collapse.patience or updates[0] <= grace:
-            return ""
-        if not all(value < collapse.threshold for value in values):
+        is_low = all(value < collapse.threshold for value in values)
+        if len(values) < collapse.patience or updates[0] <= grace or not is_low:
             return ""
         return (
             f"the decoder ignores its source: source reliance is {values[-1]:.3f} nats a token, below "
@@ -249,7 +203,10 @@ class RunPage:
         )
 
     def _best(self) -> Best | None:
-        progress, chosen, tag = self.outcome.progress, self.outcome.chosen, self._measure()
+        """Return the best validation: as `choose-best` or the checkpoint records it, or else by the log."""
+        progress, chosen, measure = self.outcome.progress, self.outcome.chosen, self.config.validation.best_by
+        if measure == "auto":
+            measure = next((name for name in METRICS if validation_tag(name) in self.log.tags), "loss")
         by: str | None
         score: float | None
         if chosen is not None:
@@ -257,35 +214,13 @@ class RunPage:
         elif progress is not None and progress.best_update:
             update, by, score = progress.best_update, progress.best_by, progress.best_score
         else:
-            best = self.log.series(tag).best(higher_is_better=self._is_higher_better(tag.removeprefix("valid/")))
-            return None if best is None else Best(best[0], tag, best[1])
-        tag = (by or tag).partition(" ")[0]  # without the digest of its set
-        series = self.log.series(tag)
-        value = dict(zip(series.updates, series.values, strict=True)).get(update)
+            best = self.outcome.best(measure)
+            return None if best is None else Best(best[0], validation_tag(measure), best[1])
+        tag = (by or validation_tag(measure)).partition(" ")[0]  # without the digest of its set
+        value = self.log.series(tag).get(update)
         if value is None and score is not None:
             value = self.config.validation.value_of(by, score)
         return Best(update, tag, value)
-
-    def _signature(self, measure: str) -> str:
-        """Return the signature of a measure of validation, METRIC or SET/METRIC; "" if none is recorded."""
-        of, _, metric = measure.rpartition("/")
-        if of not in self._signatures:
-            self._signatures[of] = read_object(self.path, f"{VALIDATION}/{of or 'main'}/signatures.json")
-        signature = self._signatures[of].get(metric)
-        return signature if isinstance(signature, str) else ""
-
-    def _is_higher_better(self, measure: str) -> bool:
-        """Return the direction of a measure; the signature of one that this version does not know tells it."""
-        name = measure.rpartition("/")[2]
-        if name in METRICS:
-            return METRICS[name].higher_is_better
-        return name not in LOSSES and "lower" not in self._signature(measure).split("|")
-
-    def _measure(self) -> str:
-        """Return the tag of the value that chooses the best checkpoint, as far as the settings tell."""
-        by = self.config.validation.best_by
-        tags = map(validation_tag, [*METRICS, "loss"] if by == "auto" else [by])
-        return next((tag for tag in tags if by != "auto" or tag in self.log.tags), "")
 
     def _recorded_recipe(self) -> str | None:
         """Return the recipe that the command of the last start names."""
@@ -309,26 +244,25 @@ class RunPage:
             parts.append(f"{text.source_lang} to {text.target_lang}")
         return " · ".join(parts)
 
-    @cached_property
-    def tiles(self) -> list[Tile]:
-        """Figures at the head."""
-        last = {tag: value for tag in self.log.tags for value in self.log.series(tag).finite[-1:]}
-        tiles = [Tile("updates", f"{self.outcome.updates:,}", f"of {self.config.training.max_updates:,}")]
+    @property
+    def tiles(self) -> Iterator[tuple[str, str, str]]:
+        """Figures at the head: label, value, and a few words below it."""
+        last = {tag: value for tag in self.log.tags for value in self.log.series(tag).finite.values()}
+        yield "updates", f"{self.outcome.updates:,}", f"of {self.config.training.max_updates:,}"
         if self.best is not None:
             at = f"at update {self.best.update:,}"
-            tiles.append(Tile(f"best {words_of(self.best.tag)}", cell(self.best.value, 2), at))
-        threshold = f"threshold {self.config.collapse.threshold:g}"
+            yield f"best {words_of(self.best.tag)}", cell(self.best.value, 2), at
         for tag, label, form, note in (
             ("valid/loss", "validation loss", "{:.3f}", "last"),
             ("train/ppl", "training perplexity", "{:,.2f}", "last"),
-            (SOURCE_RELIANCE, "source reliance", "{:.3f}", threshold),
-            (TOKENS, "target tokens", "{:,.0f}", ""),
-            (HOURS, "time in updates", "{:,.2f} h", ""),
+            (SOURCE_RELIANCE, "source reliance", "{:.3f}", f"threshold {self.config.collapse.threshold:g}"),
+            (run_log.TOKENS, "target tokens", "{:,.0f}", ""),
+            (run_log.HOURS, "time in updates", "{:,.2f} h", ""),
             ("perf/target_tokens_per_s", "speed", "{:,.0f}", "target tokens a second"),
-            (GOODPUT, "goodput", "{:.1%}", ""),
+            (run_log.GOODPUT, "goodput", "{:.1%}", ""),
         ):
             if tag in last:
-                tiles.append(Tile(label, form.format(last[tag]), note))
+                yield label, form.format(last[tag]), note
         kinds = Counter("start" if event.kind in STARTS else event.kind for event in self.events)
         for kind, label, tag in (
             ("skip", "skipped updates", "train/skipped"),
@@ -337,26 +271,52 @@ class RunPage:
             ("start", "starts", ""),
         ):
             if count := kinds[kind] or int(last.get(tag, 0)):
-                tiles.append(Tile(label, f"{count:,}"))
-        return tiles
+                yield label, f"{count:,}", ""
 
     @cached_property
-    def settings_tables(self) -> list[Table]:
-        """The settings that differ from those of the recipe, and the others."""
-        own, other = self.settings, self.recipe_settings
+    def tables(self) -> dict[str, list[Table]]:
+        """Tables of each section; empty ones are left out."""
+        sections = {
+            "validation": self._validation(),
+            "settings": self._compared_settings(),
+            "data": self._data(),
+            "environment": self._environment(),
+        }
+        return {name: [table for table in tables if table.rows] for name, tables in sections.items()}
+
+    def _validation(self) -> list[Table]:
+        rows, signatures = [], dict[str, dict[str, Any]]()
+        for tag in self.log.tags:
+            of, _, metric = (name := tag.removeprefix("valid/")).rpartition("/")
+            if name != tag and metric not in ("nll", "ppl"):
+                if of not in signatures:
+                    signatures[of] = read_object(self.path, f"{VALIDATION}/{of or 'main'}/signatures.json")
+                update, best = self.outcome.best(name) or (None, None)
+                signature = _words(signatures[of].get(metric, ""))
+                rows.append([name, cell(self.log.last(tag)), cell(best), cell(update), signature])
+        scores = [
+            [score.text, score.metric, f"{score.value:.2f}", f"{score.lines:,}", score.checkpoint, score.signature]
+            for score in recorded_scores(self.path)
+        ]
+        return [
+            Table("Measures", ["measure", "last", "best", "at update", "signature"], rows),
+            Table("Test scores", ["test set", "metric", "score", "lines", "checkpoint", "signature"], scores),
+        ]
+
+    def _compared_settings(self) -> list[Table]:
+        own, other = self.settings, load_config(self.recipe).flat()
         changed = differing([own, other])
         rows = [[key, *(setting(side[key]) if key in side else "-" for side in (own, other))] for key in changed]
         same = [[key, setting(own[key])] for key in own if key not in changed]
         note = "No command is recorded that names a recipe; this is the one that differs least."
         title = f"Differences from the recipe {self.recipe}"
-        return _filled(
+        return [
             Table(title, ["setting", "this run", "recipe"], rows, note=note if self.is_guessed else ""),
             Table("Settings as in the recipe", ["setting", "value"], same, folded=True),
-        )
+        ]
 
-    @cached_property
-    def data_tables(self) -> list[Table]:
-        """The data that the run was last trained on."""
+    def _data(self) -> list[Table]:
+        """Return the tables of the data that the run was last trained on."""
         if (record := self.outcome.data_record) is None:
             return []
         corpora = {corpus.path: corpus for corpus in record.corpora}
@@ -378,43 +338,18 @@ class RunPage:
             rows.append([path, *sizes, weight, (corpus or record).fingerprint[:12]])
         head = ["directory", "pairs", "source tokens", "target tokens", "validation pairs", "vocabulary", "weight"]
         note = "" if self._metas else "The data directory cannot be reached from here."
-        return _filled(
+        return [
             Table("Corpora", [*head, "fingerprint"], rows, note=note),
             Table("Pairs removed by `prepare`", ["reason", "pairs", "from"], removed),
             Table("Input files", ["text", "lines", "sha256", "file"], inputs, folded=True),
-        )
-
-    @cached_property
-    def environment_tables(self) -> list[Table]:
-        """Host, packages and command of the last start."""
-        origin = {f"origin: {key}": value for key, value in read_object(self.path, ORIGIN_FILE).items()}
-        values = {**self.environment, **self.resolved, **origin}
-        rows = [[key.replace("_", " "), _words(value)] for key, value in values.items() if value is not None]
-        return _filled(Table("The last start", ["what", "value"], rows))
-
-    @cached_property
-    def validation_tables(self) -> list[Table]:
-        """Measures of the validation sets, and the scores of test sets that reports have recorded."""
-        rows = []
-        for tag in self.log.tags:
-            name = tag.removeprefix("valid/")
-            if name == tag or name.rpartition("/")[2] in ("nll", "ppl"):
-                continue
-            series = self.log.series(tag)
-            update, value = series.best(higher_is_better=self._is_higher_better(name)) or (None, None)
-            rows.append([name, cell(series.last), cell(value), cell(update), self._signature(name)])
-        scores = [
-            [score.text, score.metric, f"{score.value:.2f}", f"{score.lines:,}", score.checkpoint, score.signature]
-            for score in recorded_scores(self.path)
         ]
-        return _filled(
-            Table("Measures", ["measure", "last", "best", "at update", "signature"], rows),
-            Table("Test scores", ["test set", "metric", "score", "lines", "checkpoint", "signature"], scores),
-        )
 
-
-def _filled(*tables: Table) -> list[Table]:
-    return [table for table in tables if table.rows]
+    def _environment(self) -> list[Table]:
+        """Return host, packages and command of the last start."""
+        origin = {f"origin: {key}": value for key, value in read_object(self.path, ORIGIN_FILE).items()}
+        values = {**self.environment, **read_object(self.path, RESOLVED_FILE), **origin}
+        rows = [[key.replace("_", " "), _words(value)] for key, value in values.items() if value is not None]
+        return [Table("The last start", ["what", "value"], rows)]
 
 
 def _words(value: object) -> str:
@@ -425,7 +360,8 @@ def _words(value: object) -> str:
     return "-" if value is None else shortened(str(value), _MAX_WORDS)
 
 
-class Sentence(NamedTuple):
+@dataclass(frozen=True)
+class Sentence:
     """A line of a set, from 1, with the translation of an update; ``source`` is "" if it is not kept."""
 
     number: int
@@ -434,25 +370,15 @@ class Sentence(NamedTuple):
     translation: str
     update: int
 
-    @property
+    @cached_property
     def chrf(self) -> float:
         """Sentence chrF of the translation."""
-        return _chrf(self.translation, self.reference)
+        return float(CHRF().sentence_score(self.translation, [self.reference]).score)
 
     @property
     def length_ratio(self) -> float:
         """Characters of the translation for each character of the reference."""
         return len(self.translation) / max(1, len(self.reference))
-
-
-class Signs(NamedTuple):
-    """Counts that reveal a broken model: of translations, different ones, empty ones, and copies of the source."""
-
-    lines: int
-    distinct: int
-    empty: int
-    copies: int
-    length_ratio: float
 
 
 class TextSet:
@@ -481,18 +407,16 @@ class TextSet:
         return sorted(self.newest, key=lambda sentence: sentence.chrf)[:_WORST]
 
     @property
-    def signs(self) -> Signs | None:
-        """Counts over the newest translations; None if there are none."""
-        if not self.newest:
-            return None
+    def signs(self) -> dict[str, Any]:
+        """Counts over the newest translations that reveal a broken model: different ones, empty ones, and copies."""
         translations = [sentence.translation for sentence in self.newest]
-        return Signs(
-            lines=len(translations),
-            distinct=len(set(translations)),
-            empty=sum(not text.strip() for text in translations),
-            copies=sum(bool(item.source.strip()) and item.source == item.translation for item in self.newest),
-            length_ratio=sum(map(len, translations)) / max(1, sum(len(item.reference) for item in self.newest)),
-        )
+        return {
+            "lines": len(translations),
+            "distinct": len(set(translations)),
+            "empty": sum(not text.strip() for text in translations),
+            "copied": sum(bool(item.source.strip()) and item.source == item.translation for item in self.newest),
+            "length_ratio": sum(map(len, translations)) / max(1, sum(len(item.reference) for item in self.newest)),
+        }
 
     @property
     def sampled(self) -> list[int]:
@@ -502,23 +426,19 @@ class TextSet:
 
     @cached_property
     def samples(self) -> list[list[Sentence]]:
-        """Some sentences, spread over the set, and the worst ones; a translation of each sampled update."""
-        numbers = set(_spread([sentence.number for sentence in self.newest], _SAMPLES))
-        numbers |= {sentence.number for sentence in self.worst[:_WORST_SAMPLES]}
+        """Some sentences, spread over the set, with a translation of each sampled update."""
+        numbers = _spread([sentence.number for sentence in self.newest], _SAMPLES)
         texts = [self._translated(update) for update in self.sampled]
-        return [[text[number - 1] for text in texts if number <= len(text)] for number in sorted(numbers)]
+        return [[text[number - 1] for text in texts if number <= len(text)] for number in numbers]
 
     def _translated(self, update: int) -> list[Sentence]:
-        pairs = enumerate(zip(self._lines(self._files[update]), self._references, strict=False))
-        sources = self._sources
-        return [
-            Sentence(index + 1, sources[index] if index < len(sources) else "", reference, text, update)
-            for index, (text, reference) in pairs
-        ]
+        sources = chain(self._sources, repeat(""))
+        texts = zip(sources, self._references, self._lines(self._files[update]), strict=False)
+        return [Sentence(number, *sides, update) for number, sides in enumerate(texts, 1)]
 
     def _lines(self, file: str) -> list[str]:
         """Return the lines of a text; none if it cannot be read. Only a line feed ends one."""
-        text = read_file(self._run, f"{VALIDATION}/{self.name}/{file}").decode("utf-8", errors="replace")
+        text = run_log.read_file(self._run, f"{VALIDATION}/{self.name}/{file}").decode("utf-8", errors="replace")
         lines = text.removesuffix("\n").split("\n") if text else []
         return [shortened(line.removesuffix("\r"), _MAX_SCORED) for line in lines]
 
@@ -538,13 +458,6 @@ def _spread(items: Sequence[int], count: int) -> list[int]:
     return [items[index * (len(items) - 1) // (count - 1)] for index in range(count)]
 
 
-@cache
-def _chrf(translation: str, reference: str) -> float:
-    from sacrebleu.metrics.chrf import CHRF
-
-    return float(CHRF().sentence_score(translation, [reference]).score)
-
-
 def marked_words(sentence: Sentence) -> list[tuple[str, bool]]:
     """Return the words of a translation as the page shows it; True for those that the reference does not have."""
     known = set(sentence.reference.split())
@@ -554,8 +467,7 @@ def marked_words(sentence: Sentence) -> list[tuple[str, bool]]:
 
 def _histograms(number: int, texts: TextSet) -> list[Chart]:
     """Return histograms of lengths and scores of the newest translations of a set."""
-    newest = texts.newest
-    if not newest:
+    if not (newest := texts.newest):
         return []
     lengths = {
         f"{side}s": [float(len(getattr(sentence, side).split())) for sentence in newest]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,33 +16,18 @@ from typing import Any, NamedTuple
 from plotly import graph_objects
 
 from deepspeed_nmt.reports.run_log import CROSS_SHARE, PREFIX_RELIANCE, SOURCE_RELIANCE, Event, RunLog, shortened
+from deepspeed_nmt.train.configuration import LOSSES
+from deepspeed_nmt.train.log import label
 
-_METRICS = {"bleu": "BLEU", "bleu_tokenised": "tokenised BLEU", "chrf": "chrF", "ter": "TER"}
-_LOSSES = {"loss": "validation loss", "nll": "validation NLL", "ppl": "validation perplexity"}
-_WORDS = {
-    "train/loss": "training loss",
-    "train/nll": "training NLL",
-    "train/ppl": "training perplexity",
-    "train/lr": "learning rate",
-    "train/grad_norm": "norm",
-    SOURCE_RELIANCE: "source reliance",
-    PREFIX_RELIANCE: "prefix reliance",
-    "collapse/nll": "loss with the true sources and prefixes",
-    "perf/target_tokens_per_s": "target tokens a second",
-    "perf/memory": "peak memory",
-    "perf/goodput": "goodput",
-    "perf/mfu": "MFU",
-    "perf/data_wait": "waiting for data",
-    "perf/padding": "padding",
-}
 _CORPUS = re.compile(r"data/(.+)/share|train/(.+)/nll")
 _LAYER = re.compile(r"(.*?)(\d{1,9})$")
+_RELIANCE = f"{SOURCE_RELIANCE}|{PREFIX_RELIANCE}"
 _SHOWN_ELSEWHERE = re.compile(
     r"train/(ppl|target_tokens|skipped|spikes|rollbacks)|perf/hours|collapse/seconds|valid/(.*/)?(nll|ppl)"
     r"|data/.*/(epochs|target_tokens)|collapse/cross_share/.*|norm/.*"
 )
 """Tags without a curve: another curve, a mark or a table says the same."""
-_MAX_METRICS, _MAX_OTHERS, _MAX_MARKS, _MAX_LINES, _MAX_COLUMNS = 24, 16, 150, 40, 240
+_MAX_METRICS, _MAX_OTHERS, _MAX_MARKS, _MAX_COLUMNS = 24, 16, 150, 240
 _WIDE = 50.0
 """Ratio of the largest value to the smallest above which an axis may be logarithmic."""
 _NARROW = 0.5
@@ -53,22 +38,22 @@ _MARKS_AXIS = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange
 
 
 class Mark(NamedTuple):
-    """The look of a kind of event: plotly's symbol, a sign like it, and dashes of a line across, "" for none."""
+    """The look of a kind of event: plotly's symbol, a sign like it, and True for a line across."""
 
     words: str
     colour: str
     symbol: str
     sign: str
-    line: str = ""
+    line: bool = False
 
 
 MARKS = {
     "skip": Mark("skipped update", _ORANGE, "triangle-down", "▼"),
     "spike": Mark("spike", _PURPLE, "triangle-up", "▲"),
-    "rollback": Mark("rollback", _RED, "x", "✕", "dash"),
-    "collapse": Mark("warning of collapse", "#d0312d", "diamond", "◆", "solid"),
-    "failure": Mark("failure", "#d0312d", "square", "■", "dot"),
-    "resume": Mark("restart", _GREY, "circle", "●", "dot"),
+    "rollback": Mark("rollback", _RED, "x", "✕", True),
+    "collapse": Mark("warning of collapse", "#d0312d", "diamond", "◆", True),
+    "failure": Mark("failure", "#d0312d", "square", "■", True),
+    "resume": Mark("restart", _GREY, "circle", "●", True),
     "best": Mark("best validation", _GREEN, "star", "★"),
 }
 
@@ -111,14 +96,10 @@ def theme(ink: str, faint: str, lines: str, card: str) -> dict[str, Any]:
 
 
 def words_of(tag: str) -> str:
-    """Return the words for a tag: "validation loss, news" for ``valid/news/loss``; the tag if it has none."""
+    """Return the words for a tag: the corpus that it is of, those of the console, or its last part."""
     if match := _CORPUS.fullmatch(tag):
         return match[1] or match[2]
-    if not tag.startswith("valid/"):
-        return _WORDS.get(tag, tag)
-    of, _, name = tag.removeprefix("valid/").rpartition("/")
-    words = {**_METRICS, **_LOSSES}.get(name, name)
-    return f"{words}, {'mean of all sets' if of == 'mean' else of}" if of else words
+    return label(tag) or tag.rpartition("/")[2].replace("_", " ")
 
 
 def plain(text: str) -> str:
@@ -131,80 +112,65 @@ def curves(log: RunLog, threshold: float) -> list[Chart]:
 
     ``threshold`` is the source reliance of a collapsed decoder.
     """
-    scales = [] if set(log.series("train/loss_scale").finite) <= {1.0} else ["train/loss_scale"]
     reliance = (
         "Rise of the loss, in nats per target token, when sources, or the target prefixes that the decoder reads, "
         f"are shuffled among sentences. With a source reliance below the dashed line ({threshold:g}) the decoder is "
         "a language model; with a prefix reliance near 0 it predicts each token from the source alone."
     )
     monitor = "On the monitor's slice of the validation set, with the true sources and prefixes, without dropout."
-    relied_on = [tag for tag in (SOURCE_RELIANCE, PREFIX_RELIANCE) if tag in log.tags]
-    losses, use = _tags(log, r"train/(loss|nll)|valid/(.*/)?loss"), ("goodput", "mfu", "data_wait", "padding")
     waiting = "Waiting for data, padding and, for known GPUs, model FLOPs utilisation."
-    mixture, shares = "Share of each corpus in the target tokens.", _tags(log, "data/.*/share")
-    corpora = "Negative log-likelihood of each corpus in training."
+    mixture = "Share of each corpus in the target tokens."
+    scales = "train/loss_scale" if {*log.series("train/loss_scale").finite.values()} - {1.0} else ""
+    measures = dict.fromkeys(tag.rpartition("/")[2] for tag in _tags(log, "valid/.+"))
     per_token, draw = "nats per target token", partial(_curves, log)
+
+    def metric(name: str) -> Chart | None:
+        caption = "Of the translated validation sets." + (" Lower is better." if name == "ter" else "")
+        return draw(f"metric-{name}", name, "", f"valid/(.*/)?{re.escape(name)}", caption)
+
     charts = [
-        draw("loss", "Loss", per_token, losses, "In training and on the validation sets."),
-        *_metrics(log),
-        draw("reliance", "Reliance on source and prefix", per_token, relied_on, reliance, level=threshold),
-        draw("slice-loss", "Loss on the monitor's slice", per_token, ["collapse/nll"], monitor),
-        draw("rate", "Learning rate", "", ["train/lr"], "Of each update."),
-        draw("norm", "Gradient norm", "", ["train/grad_norm"], "Before clipping.", log_scale=True),
-        draw("speed", "Speed", "target tokens a second", ["perf/target_tokens_per_s"], "Over all ranks."),
-        draw("memory", "Memory", "GiB", ["perf/memory"], "The largest peak of any rank."),
-        draw("shares", "Use of time and of the device", "share", [f"perf/{name}" for name in use], waiting),
+        draw("loss", "Loss", per_token, "train/(loss|nll)|valid/(.*/)?loss", "In training and validation."),
+        *map(metric, [name for name in measures if name not in LOSSES][:_MAX_METRICS]),
+        draw("reliance", "Reliance on source and prefix", per_token, _RELIANCE, reliance, level=threshold),
+        draw("slice-loss", "Loss on the monitor's slice", per_token, "collapse/nll", monitor),
+        draw("rate", "Learning rate", "", "train/lr", "Of each update."),
+        draw("norm", "Gradient norm", "", "train/grad_norm", "Before clipping.", log_scale=True),
+        draw("speed", "Speed", "target tokens a second", "perf/target_tokens_per_s", "Over all ranks."),
+        draw("memory", "Memory", "GiB", "perf/memory", "The largest peak of any rank."),
+        draw("shares", "Use of time and of the device", "share", "perf/(goodput|mfu|data_wait|padding)", waiting),
         draw("loss-scale", "Loss scale", "", scales, "Dynamic loss scale of fp16.", log_scale=True),
-        draw("mixture", "Mixture", "share of target tokens", shares, mixture, stacked=len(shares) > 1),
-        draw("corpora", "Loss by corpus", per_token, _tags(log, "train/.+/nll"), corpora),
+        draw("mixture", "Mixture", "share of target tokens", "data/.*/share", mixture, stacked=True),
+        draw("corpora", "Loss by corpus", per_token, "train/.+/nll", "Negative log-likelihood in training."),
     ]
     drawn = [chart for chart in charts if chart is not None]
     used = {"train/loss_scale", *(trace.meta for chart in drawn for trace in chart.figure.data)}
-    rest = [tag for tag in log.tags if tag not in used and not _SHOWN_ELSEWHERE.fullmatch(tag)]
-    others = (draw(f"other-{n}", tag, "", [tag], "As logged under this tag.") for n, tag in enumerate(rest))
-    return [*drawn, *[chart for chart in others if chart is not None][:_MAX_OTHERS]]
+    others = [tag for tag in log.tags if tag not in used and not _SHOWN_ELSEWHERE.fullmatch(tag)]
+    others = [tag for tag in others if log.series(tag).finite][:_MAX_OTHERS]
+    rest = [draw(f"other-{n}", tag, "", re.escape(tag), "As logged under this tag.") for n, tag in enumerate(others)]
+    return [chart for chart in [*drawn, *rest] if chart is not None]
 
 
 def _tags(log: RunLog, pattern: str) -> list[str]:
     return [tag for tag in log.tags if re.fullmatch(pattern, tag)]
 
 
-def _metrics(log: RunLog) -> Iterator[Chart | None]:
-    """Yield a chart for each metric of translations, with a line for each validation set."""
-    of_name: dict[str, list[str]] = {}
-    for tag in _tags(log, "valid/.+"):
-        of_name.setdefault(tag.rpartition("/")[2], []).append(tag)
-    for name, tags in list(of_name.items())[:_MAX_METRICS]:
-        if name not in _LOSSES:
-            tags.sort(key=lambda tag: tag.count("/"))  # the main set first
-            title = _METRICS.get(name, name)
-            better = " Lower is better." if name == "ter" else ""
-            yield _curves(log, f"metric-{name}", title, "", tags, f"Of the translated validation sets.{better}")
-
-
 def _curves(
-    log: RunLog,
-    name: str,
-    title: str,
-    unit: str,
-    tags: Sequence[str],
-    caption: str,
-    *,
-    log_scale: bool = False,
-    stacked: bool = False,
-    level: float | None = None,
-) -> Chart | None:
-    """Return a chart with a line for each tag that has a finite value; None if none has.
+    log: RunLog, name: str, title: str, unit: str, pattern: str, caption: str, *,
+    log_scale: bool = False, stacked: bool = False, level: float | None = None,
+) -> Chart | None:  # fmt: skip
+    """Return a chart with a line for each tag of a pattern that has a finite value; None if none has.
 
     Args:
         log_scale: True for a logarithmic axis, if the values differ much.
         stacked: True to draw each line on top of the ones before.
         level: value at which there is a dashed line, with a shade below; None for none.
     """
+    tags = sorted(_tags(log, pattern), key=lambda tag: tag.count("/"))  # the main set before others
     series = {tag: log.series(tag) for tag in tags if log.series(tag).finite}
+    stacked = stacked and len(series) > 1
     if not series:
         return None
-    values = [value for of_tag in series.values() for value in of_tag.finite]
+    values = [value for of_tag in series.values() for value in of_tag.finite.values()]
     lowest, highest = min(values), max(values)
     axis: dict[str, Any] = {"title_text": unit}
     if log_scale and lowest > 0.0 and highest > _WIDE * lowest:
@@ -213,16 +179,16 @@ def _curves(
         axis["rangemode"] = "tozero"
     figure = _figure(hovermode="x unified", showlegend=len(series) > 1, yaxis=axis, yaxis2=_MARKS_AXIS)
     for tag, of_tag in series.items():
-        thin, label = of_tag.thinned(), plain(words_of(tag))
+        thin, words = of_tag.thinned(), plain(words_of(tag))
         figure.add_scatter(
-            x=thin.updates, y=[_rounded(value, 6) for value in thin.values], name=label, meta=tag, line_width=1.8,
-            mode="lines" if stacked or len(thin.values) > 25 else "lines+markers", marker_size=5,
-            stackgroup="all" if stacked else None, hovertemplate=f"%{{y:.5g}}<extra>{label}</extra>",
+            x=list(thin), y=[_rounded(value, 6) for value in thin.values()], name=words, meta=tag, line_width=1.8,
+            mode="lines" if stacked or len(thin) > 25 else "lines+markers", marker_size=5,
+            stackgroup="all" if stacked else None, hovertemplate=f"%{{y:.5g}}<extra>{words}</extra>",
         )  # fmt: skip
     if level is not None:
         figure.add_hline(y=level, line={"color": _RED, "dash": "dash", "width": 1.2})
         figure.add_hrect(y0=0, y1=level, fillcolor=_RED, opacity=0.12, line_width=0, layer="below")
-    lost = sum(len(of_tag.values) for of_tag in series.values()) - len(values)
+    lost = sum(map(len, series.values())) - len(values)
     gaps = f" {lost:,} values are not finite and are gaps." if lost else ""
     return Chart(name, title, caption + gaps, figure)
 
@@ -258,18 +224,16 @@ def _heat_map(log: RunLog, name: str, title: str, prefix: str, caption: str) -> 
     rows = {row: rows[row] for row in sorted(rows, key=_layer) if rows[row].finite}
     if not rows:
         return None
-    updates = sorted({update for series in rows.values() for update in series.updates})
+    updates = sorted({update for series in rows.values() for update in series})
     updates = updates[:: -(-len(updates) // _MAX_COLUMNS)]
-    values = []
-    for series in rows.values():
-        at = dict(zip(series.updates, series.values, strict=True))
-        values.append([_rounded(at.get(update), 4) for update in updates])
+    values = [[_rounded(series.get(update), 4) for update in updates] for series in rows.values()]
     names = [f"{words} {number}" if number >= 0 else words for words, number in map(_layer, rows)]
     height = max(240, min(900, 120 + 24 * len(names)))
     figure = _figure(hovermode="closest", showlegend=False, height=height, yaxis={"type": "category"})
     shown, scale, unit = values, {}, "log10"
     if prefix == CROSS_SHARE:
-        scale, unit = {"zmin": 0, "zmax": max(max(series.finite) for series in rows.values()) or 1.0}, "share"
+        top = max(max(series.finite.values()) for series in rows.values())
+        scale, unit = {"zmin": 0, "zmax": top or 1.0}, "share"
     else:
         shown = [[math.log10(value) if value else None for value in row] for row in values]
     figure.add_heatmap(
@@ -293,11 +257,11 @@ def histogram(name: str, title: str, caption: str, values: Mapping[str, Sequence
     figure = _figure(
         hovermode="x unified", showlegend=len(values) > 1, barmode="overlay", xaxis={"title_text": title}
     )
-    for (label, numbers), colour in zip(values.items(), (_BLUE, _ORANGE), strict=False):
+    for (side, numbers), colour in zip(values.items(), (_BLUE, _ORANGE), strict=False):
         figure.add_histogram(
-            x=[round(min(number, high - size / 2), 4) for number in numbers], name=label, marker_color=colour,
+            x=[round(min(number, high - size / 2), 4) for number in numbers], name=side, marker_color=colour,
             xbins={"start": 0, "end": high, "size": size}, histnorm="probability", opacity=0.65,
-            hovertemplate="%{x}: %{y:.1%}<extra>" + label + "</extra>",
+            hovertemplate="%{x}: %{y:.1%}<extra>" + side + "</extra>",
         )  # fmt: skip
     figure.update_yaxes(title_text="share of sentences", tickformat=".0%")
     return Chart(name, title, caption, figure, timeline=False)
@@ -320,7 +284,7 @@ def marks(events: Sequence[Event], best: Best | None) -> list[dict[str, Any]]:
             words += f", {words_of(best.tag)} {best.value:.4g}"
             place = {"meta": best.tag, "customdata": [best.value]}
         points["best"] = [(best.update, words)]
-    signs, lines = list[Any](), list[Any]()
+    signs = list[Any]()
     for kind, all_points in points.items():
         if not all_points:
             continue
@@ -330,14 +294,11 @@ def marks(events: Sequence[Event], best: Best | None) -> list[dict[str, Any]]:
             x=updates, y=[height] * len(updates), yaxis="y2", mode="markers", name=look.words, showlegend=False,
             marker={"symbol": look.symbol, "color": look.colour, "size": 8, "line": {"width": 1, "color": "white"}},
             text=[plain(text) for _, text in shown], hovertemplate="%{text}<extra></extra>", cliponaxis=False,
+            error_y={
+                "type": "constant", "symmetric": False, "value": 1.0 - height, "valueminus": height, "width": 0,
+                "color": look.colour, "thickness": 1.2, "visible": look.line,
+            },
             **(place if kind == "best" else {}),
         )  # fmt: skip
         signs.append(sign.to_plotly_json())
-        if look.line:
-            places = [x for update in updates[-_MAX_LINES:] for x in (update, update, None)]
-            line = graph_objects.Scatter(
-                x=places, y=[0, 1, None] * (len(places) // 3), yaxis="y2", mode="lines", hoverinfo="skip", name="",
-                line={"color": look.colour, "width": 1.2, "dash": look.line}, opacity=0.8, showlegend=False,
-            )  # fmt: skip
-            lines.append(line.to_plotly_json())
-    return [*lines, *signs]
+    return signs

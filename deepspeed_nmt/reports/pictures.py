@@ -6,7 +6,6 @@ import io
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,6 @@ from deepspeed_nmt.train.log import METRICS_FILE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
 _MAX_COLUMNS = 500
@@ -105,39 +103,24 @@ def draw_curves(logs: Mapping[str, RunLog], panels: Mapping[str, str], out: Path
 
 
 def _draw_shares(axes: Sequence[Axes], maps: Mapping[str, Mapping[int, Series]]) -> None:
-    """Draw the heat map of cross-attention's share of each run, and remove the axes that are left over."""
+    """Draw the heat map of each run, blank where nothing was measured, as in layers without cross-attention."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
+    from matplotlib.ticker import MaxNLocator
 
     # One scale for all runs, so that their colours can be compared.
-    values = [value for layers in maps.values() for series in layers.values() for value in series.finite]
+    values = [value for layers in maps.values() for series in layers.values() for value in series.finite.values()]
     scale = Normalize(0.0, max(values, default=0.0) or 1.0)
     used = axes[: len(maps)]
     for axis in axes[len(maps) :]:
         axis.remove()
     for axis, (name, layers) in zip(used, maps.items(), strict=True):
-        _draw_map(axis, layers, scale)
-        axis.set_title(f"cross-attention's share: {name}")
+        updates = sorted({update for series in layers.values() for update in series})
+        updates = updates[:: -(-len(updates) // _MAX_COLUMNS)]
+        rows = range(1, max(layers) + 1)
+        grid = [[layers.get(layer, Series()).get(update, math.nan) for update in updates] for layer in rows]
+        borders = [min(0, updates[0] - 1), *updates]  # a column reaches back to the measurement before
+        axis.pcolormesh(borders, [layer - 0.5 for layer in (*rows, max(layers) + 1)], grid, norm=scale)
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.set(xlabel="updates", ylabel="decoder layer", title=f"cross-attention's share: {name}")
     used[0].figure.colorbar(ScalarMappable(scale), ax=used)
-
-
-def _draw_map(axis: Axes, layers: Mapping[int, Series], scale: Normalize) -> None:
-    """Draw the heat map of a run, blank where nothing was measured, as in layers without cross-attention."""
-    from matplotlib.ticker import MaxNLocator
-
-    updates = sorted({update for series in layers.values() for update in series.updates})
-    updates = updates[:: -(-len(updates) // _MAX_COLUMNS)]
-    values = {layer: dict(zip(series.updates, series.values, strict=True)) for layer, series in layers.items()}
-    rows = range(1, max(layers) + 1)
-    grid = [[values.get(layer, {}).get(update, math.nan) for update in updates] for layer in rows]
-    heights = [layer - 0.5 for layer in (*rows, max(layers) + 1)]
-    axis.pcolormesh(_edges(updates), heights, grid, norm=scale, shading="flat")
-    axis.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.set(xlabel="updates", ylabel="decoder layer")
-
-
-def _edges(centres: Sequence[float]) -> list[float]:
-    """Return the borders between neighbours, and those of the first and the last."""
-    inner = [(low + high) / 2 for low, high in pairwise(centres)]
-    margins = (inner[0] - centres[0], centres[-1] - inner[-1]) if inner else (0.5, 0.5)
-    return [centres[0] - margins[0], *inner, centres[-1] + margins[1]]

@@ -11,13 +11,11 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepspeed_nmt.console import logger
-from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.evaluate.metrics import METRICS, Metric, validation_tag
 from deepspeed_nmt.files import open_regular, resolved
 from deepspeed_nmt.train.events import EVENTS_FILE
@@ -29,7 +27,7 @@ CROSS_SHARE = "collapse/cross_share/"
 TRAIN_PERPLEXITY, VALID_PERPLEXITY, VALID_LOSS = "train/ppl", "valid/ppl", "valid/loss"
 STARTS, ENDINGS = ("start", "resume"), ("stop", "end", "failure")
 """Events that begin and end a process of training."""
-MAX_POINTS = 2000
+_MAX_POINTS = 2000
 """Bound on the points of a drawn curve: more than a wide screen has columns."""
 _LARGEST_UPDATE = 1 << 53
 """Bound on the number of an update, which JavaScript counts exactly."""
@@ -48,11 +46,27 @@ def read_file(run: Path, name: str) -> bytes:
 
 def read_object(run: Path, name: str) -> dict[str, Any]:
     """Return the object in a JSON file of a run; an empty one if it cannot be read."""
-    with suppress(ValueError):
-        content = bounded_json(read_file(run, name))
-        if isinstance(content, dict):
+    return _object(read_file(run, name)) or {}
+
+
+def _object(text: bytes) -> dict[str, Any] | None:
+    """Return a JSON object, in which integers beyond 64 bits are floats.
+
+    None if it is no object, or nested deeper than anything that `train` writes.
+    """
+    with suppress(ValueError, RecursionError):
+        content = json.loads(
+            text.decode("utf-8", errors="replace"),
+            parse_int=lambda digits: int(digits) if len(digits) < 19 else float(digits),
+        )
+        if isinstance(content, dict) and _depth(content) <= _MAX_NESTING:
             return content
-    return {}
+    return None
+
+
+def _depth(value: Any) -> int:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, items), default=0)
 
 
 def read_lines(run: Path, name: str) -> Iterator[bytes]:
@@ -77,67 +91,39 @@ def read_lines(run: Path, name: str) -> Iterator[bytes]:
         logger.warning("%s is left out: it cannot be read (%s)", path, error.strerror or error)
 
 
-def bounded_json(text: bytes | str) -> Any:
-    """Parse JSON of a run. Integers beyond 64 bits are floats.
-
-    Raises:
-        ValueError: if it is not JSON, or nested deeper than anything that `train` writes.
-    """
-    try:
-        content = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 19 else float(digits))
-    except RecursionError as error:
-        raise ValueError("the nesting is too deep") from error
-    level = [content]
-    for _ in range(_MAX_NESTING):
-        level = [
-            item for value in level if isinstance(value, dict | list)
-            for item in (value.values() if isinstance(value, dict) else value)
-        ]  # fmt: skip
-    if level:
-        raise ValueError("the nesting is too deep")
-    return content
-
-
-@dataclass(frozen=True)
-class Series:
-    """Values under one tag, NaN and infinities among them, and the updates of each, ascending."""
-
-    updates: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
+class Series(dict[int, float]):
+    """Values under one tag by update, in the order of updates, with NaN and infinities among them."""
 
     @property
     def last(self) -> float | None:
         """Last value, which may be NaN; None of an empty series."""
-        return self.values[-1] if self.values else None
+        return next(reversed(self.values()), None)
 
     @property
-    def finite(self) -> list[float]:
+    def finite(self) -> Series:
         """The values that are finite."""
-        return [value for value in self.values if math.isfinite(value)]
+        return Series((update, value) for update, value in self.items() if math.isfinite(value))
 
     def best(self, *, higher_is_better: bool) -> tuple[int, float] | None:
         """Return the update and the value of the first best value; None if none is finite."""
-        pairs = [pair for pair in zip(self.updates, self.values, strict=True) if math.isfinite(pair[1])]
+        pairs = self.finite.items()
         return (max if higher_is_better else min)(pairs, key=lambda pair: pair[1], default=None)
 
-    def thinned(self, most: int = MAX_POINTS) -> Series:
+    def thinned(self, most: int = _MAX_POINTS) -> Series:
         """Return at most about ``most`` points: the extremes of equal parts of the series, and its first and last.
 
         A part with a value that is not finite keeps one of them, so that the gap stays visible.
         """
-        count = len(self.values)
-        if count <= most:
+        if len(self) <= most:
             return self
-        parts = max(1, most // 3)
-        kept = {0, count - 1}
+        updates, parts = list(self), max(1, most // 3)
+        kept = {updates[0], updates[-1]}
         for part in range(parts):
-            inside = range(part * count // parts, (part + 1) * count // parts)
-            finite = [index for index in inside if math.isfinite(self.values[index])]
-            if finite:
-                kept |= {min(finite, key=self.values.__getitem__), max(finite, key=self.values.__getitem__)}
-            kept.update([index for index in inside if not math.isfinite(self.values[index])][:1])
-        places = sorted(kept)
-        return Series([self.updates[index] for index in places], [self.values[index] for index in places])
+            inside = updates[part * len(self) // parts : (part + 1) * len(self) // parts]
+            if finite := [update for update in inside if math.isfinite(self[update])]:
+                kept |= {min(finite, key=self.__getitem__), max(finite, key=self.__getitem__)}
+            kept.update([update for update in inside if not math.isfinite(self[update])][:1])
+        return Series((update, self[update]) for update in sorted(kept))
 
 
 class RunLog:
@@ -148,9 +134,7 @@ class RunLog:
         self._series: dict[str, Series] = {}
         for update in sorted(entries):
             for tag, value in entries[update].items():
-                series = self._series.setdefault(tag, Series())
-                series.updates.append(update)
-                series.values.append(value)
+                self._series.setdefault(tag, Series())[update] = value
 
     @classmethod
     def read(cls, run: Path) -> RunLog:
@@ -159,28 +143,18 @@ class RunLog:
         damaged = 0
         tags: set[str] = set()
         for line in read_lines(run, METRICS_FILE):
-            entry = _entry(line)
-            if entry is None:
+            content = _object(line) or {}
+            update = content.pop("update", None)
+            if not isinstance(update, int) or isinstance(update, bool) or not 0 <= update < _LARGEST_UPDATE:
                 damaged += bool(line.strip())
                 continue
-            tags |= entry[1].keys()
+            values = _numbers(content)
+            tags |= values.keys()
             if len(tags) > _MAX_TAGS:
                 logger.warning("%s has more than %d tags; the rest is left out", run / METRICS_FILE, _MAX_TAGS)
                 break
-            entries.setdefault(entry[0], {}).update(entry[1])
+            entries.setdefault(update, {}).update(values)
         return cls(entries, damaged)
-
-    @classmethod
-    def read_begun(cls, run: Path) -> RunLog:
-        """Read the log of a run directory.
-
-        Raises:
-            DataError: if nothing is logged.
-        """
-        log = cls.read(run)
-        if log.tokens is None:
-            raise DataError(f"no entry with {TOKENS} in {run / METRICS_FILE}; train first, or wait for the log")
-        return log
 
     @property
     def tags(self) -> list[str]:
@@ -190,13 +164,13 @@ class RunLog:
     @property
     def update(self) -> int:
         """Number of the last update that was logged; 0 of an empty log."""
-        return max((series.updates[-1] for series in self._series.values()), default=0)
+        return max((next(reversed(series)) for series in self._series.values()), default=0)
 
     @property
     def tokens(self) -> int | None:
         """Number of target tokens at the last entry; None of an empty log."""
-        values = self.series(TOKENS).finite
-        return int(values[-1]) if values else None
+        last = self.series(TOKENS).finite.last
+        return None if last is None else int(last)
 
     def series(self, tag: str) -> Series:
         """Return the values under a tag; an empty series if there are none."""
@@ -208,10 +182,9 @@ class RunLog:
 
     def over_tokens(self, tag: str) -> tuple[list[float], list[float]]:
         """Return the target tokens at each value under a tag, and the values."""
-        tokens = self.series(TOKENS)
-        places, series = dict(zip(tokens.updates, tokens.values, strict=True)), self.series(tag)
-        pairs = [(places[u], v) for u, v in zip(series.updates, series.values, strict=True) if u in places]
-        return [place for place, _ in pairs], [value for _, value in pairs]
+        tokens, series = self.series(TOKENS), self.series(tag)
+        updates = [update for update in series if update in tokens]
+        return [tokens[update] for update in updates], [series[update] for update in updates]
 
     def cross_shares(self) -> dict[int, Series]:
         """Return the share of cross-attention in the update of each decoder layer, by the layer's number."""
@@ -226,8 +199,7 @@ class RunLog:
         """
         places: dict[str, list[float]] = {}
         for name, tag in (("hours", HOURS), ("tokens", TOKENS)):
-            series = self.series(tag)
-            pairs = [(u, v) for u, v in zip(series.updates, series.values, strict=True) if math.isfinite(v) and u > 0]
+            pairs = [(update, value) for update, value in self.series(tag).finite.items() if update > 0]
             if len(pairs) > 1:
                 pairs = [*pairs[: -1 : max(1, len(pairs) // 500)], pairs[-1]]
                 places[f"{name}_at"] = [0, *(float(update) for update, _ in pairs)]
@@ -235,22 +207,14 @@ class RunLog:
         return places
 
 
-def _entry(line: bytes) -> tuple[int, dict[str, float]] | None:
-    """Return update and numbers of a line of the log, NaN for null; None if it is damaged."""
-    try:
-        content = bounded_json(line)
-    except ValueError:
-        return None
-    update = content.pop("update", None) if isinstance(content, dict) else None
-    if not isinstance(update, int) or isinstance(update, bool) or not 0 <= update < _LARGEST_UPDATE:
-        return None
+def _numbers(content: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a line of the log by tag, NaN for null."""
     values = {}
     for tag, value in content.items():
-        if len(tag) > _MAX_TAG or isinstance(value, bool) or not isinstance(value, int | float | None):
-            continue
-        number = math.nan if value is None else float(value)
-        values[tag] = math.copysign(math.inf, number) if abs(number) >= _LARGEST_VALUE else number
-    return update, values
+        if len(tag) <= _MAX_TAG and not isinstance(value, bool) and isinstance(value, int | float | None):
+            number = math.nan if value is None else float(value)
+            values[tag] = math.copysign(math.inf, number) if abs(number) >= _LARGEST_VALUE else number
+    return values
 
 
 def validation_measures(logs: Iterable[RunLog]) -> list[str]:
@@ -282,15 +246,14 @@ def run_names(paths: Sequence[Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """An event of a run: its kind, the update before it, ISO 8601 time and a sentence, as far as recorded."""
 
     kind: str
     update: int | None
     time: str
     text: str
-    details: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any]
 
     @property
     def shown_time(self) -> str:
@@ -308,11 +271,8 @@ def read_events(run: Path) -> list[Event]:
 
 
 def _event(line: bytes) -> Event | None:
-    try:
-        content = bounded_json(line.decode("utf-8", errors="replace"))
-    except ValueError:
-        return None
-    if not isinstance(content, dict) or not isinstance(content.get("event"), str):
+    content = _object(line)
+    if content is None or not isinstance(content.get("event"), str):
         return None
     update = content.get("update")
     known = isinstance(update, int) and 0 <= update < _LARGEST_UPDATE

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.console import cell, logger, setting
@@ -22,9 +22,6 @@ from deepspeed_nmt.reports.outcome import Outcome, differing
 from deepspeed_nmt.reports.pictures import picture, use_log_scale
 from deepspeed_nmt.reports.run_log import SOURCE_RELIANCE, TRAIN_PERPLEXITY, validation_metric
 from deepspeed_nmt.run.directory import CONFIG_FILE
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 RECIPE = "recipe"
 """Name of the axis along which points have different recipes."""
@@ -58,6 +55,11 @@ class Point:
         """Return the value of a setting; None if the point leaves it out."""
         return self.recipe if axis == RECIPE else self.values.get(axis, self.settings.get(axis))
 
+    def differences(self, run: Outcome) -> dict[str, object]:
+        """Return the settings of a run that are not those of the point."""
+        settings = run.config.flat()
+        return {key: settings.get(key) for key in sorted(differing([settings, self.settings]))}
+
 
 class Sweep:
     """A sweep.
@@ -71,19 +73,18 @@ class Sweep:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.points = [
-            Point(number, recipe, _values(settings), load_config(recipe, settings=settings).flat())
-            for number, (recipe, settings) in enumerate(load_sweep(name), 1)
-        ]
+        self.points: list[Point] = []
+        for number, (recipe, settings) in enumerate(load_sweep(name), 1):
+            values = {key: json.loads(value) for key, _, value in (text.partition("=") for text in settings)}
+            self.points.append(Point(number, recipe, values, load_config(recipe, settings=settings).flat()))
         self.axes = _axes(self.points)
-        keys = {key for point in self.points for key in point.settings}
-        varying = {key for key in keys if len({setting(point.settings.get(key)) for point in self.points}) > 1}
-        self._identifying = tuple(f"{key}." for key in varying.union(*(point.values for point in self.points)))
+        identifying = {*differing([point.settings for point in self.points])}
+        self._identifying = tuple(f"{key}." for key in identifying.union(*(point.values for point in self.points)))
 
     def runs_of(self, point: Point, runs: Sequence[Outcome]) -> list[Outcome]:
         """Return the runs that trained a point, the one with the fewest differences from its recipe first."""
         return sorted(
-            (run for run in runs if not any(map(self._identifies, _differences(point, run)))),
+            (run for run in runs if not any(map(self._identifies, point.differences(run)))),
             key=lambda run: (len(self.differences(point, run)), run.path.name != str(point.number), run.path),
         )
 
@@ -91,24 +92,13 @@ class Sweep:
         """Return the settings of a run that are not those of its point's recipe, without those of no effect."""
         return {
             key: value
-            for key, value in _differences(point, run).items()
+            for key, value in point.differences(run).items()
             if not self._identifies(key) and not key.startswith(_INCIDENTAL)
         }
 
     def _identifies(self, key: str) -> bool:
         """Return True if points differ in a setting, or the sweep sets it."""
         return f"{key}.".startswith(self._identifying)
-
-
-def _values(settings: Sequence[str]) -> dict[str, Any]:
-    pairs = (text.partition("=") for text in settings)
-    return {key: json.loads(value) for key, _, value in pairs}
-
-
-def _differences(point: Point, run: Outcome) -> dict[str, object]:
-    """Return the settings of a run that are not those of a point."""
-    settings = run.config.flat()
-    return {key: settings.get(key) for key in sorted(differing([settings, point.settings]))}
 
 
 def _axes(points: Sequence[Point]) -> list[str]:
@@ -119,24 +109,10 @@ def _axes(points: Sequence[Point]) -> list[str]:
     varying = sorted((key for key in keys if len(set(column[key])) > 1), key=lambda key: -len(set(column[key])))
     axes: list[str] = []
     for key in varying:
-        known = {tuple(column[axis][row] for axis in axes) for row in range(len(points))}
-        both = {tuple(column[axis][row] for axis in [*axes, key]) for row in range(len(points))}
-        if len(both) > len(known):
+        rows = [tuple(column[axis][row] for axis in [*axes, key]) for row in range(len(points))]
+        if len(set(rows)) > len({row[:-1] for row in rows}):
             axes.append(key)
     return axes or keys[:1]
-
-
-def _read_runs(directory: Path) -> list[Outcome]:
-    if not directory.is_dir():
-        raise DataError(f"there is no directory {directory}; --runs is the directory of run directories")
-    runs = []
-    for file in sorted(directory.glob(f"*/{CONFIG_FILE}")):
-        try:
-            runs.append(Outcome.read(file.parent))
-        except ConfigError as error:
-            text = "%s is left out, because its settings cannot be read: %s"
-            logger.warning(text, file.parent, error.problems[0])
-    return runs
 
 
 def choose_runs(sweep: Sweep, directory: Path) -> list[Outcome | None]:
@@ -147,7 +123,15 @@ def choose_runs(sweep: Sweep, directory: Path) -> list[Outcome | None]:
     Raises:
         DataError: if there is no such directory, or it has no run of any point.
     """
-    runs = _read_runs(directory)
+    if not directory.is_dir():
+        raise DataError(f"there is no directory {directory}; --runs is the directory of run directories")
+    runs = []
+    for file in sorted(directory.glob(f"*/{CONFIG_FILE}")):
+        try:
+            runs.append(Outcome.read(file.parent))
+        except ConfigError as error:
+            text = "%s is left out, because its settings cannot be read: %s"
+            logger.warning(text, file.parent, error.problems[0])
     members = [sweep.runs_of(point, runs) for point in sweep.points]
     if not any(members):
         raise DataError(
@@ -197,10 +181,10 @@ def validation_scores(runs: Sequence[Outcome], metric: str | None) -> tuple[str,
         known = ("loss", *METRICS, *dict.fromkeys(name for run in runs for name in run.config.validation.commands))
         if metric.rpartition("/")[2] not in known or metric.count("/") > 1:
             raise ConfigError(f"--metric {shown(metric)} is none of {', '.join(known)}, or SET/ and one of them")
-    scores = {run.path: {metric: run.best(metric)} for run in runs}
-    if without := [path.name for path, score in scores.items() if score[metric] is None]:
+    best = {run.path: run.best(metric) for run in runs}
+    if without := [path.name for path, value in best.items() if value is None]:
         logger.warning("no validation %s is logged by %s", metric, ", ".join(without))
-    return metric, scores
+    return metric, {path: {metric: value and value[1]} for path, value in best.items()}
 
 
 def sweep_rows(
@@ -249,7 +233,12 @@ def draw_sweep(sweep: Sweep, rows: Sequence[Mapping[str, Any]], score: str, out:
         axes = figure.subplots(1, len(panels), squeeze=False)[0]
         for axis, (result, title) in zip(axes, panels.items(), strict=True):
             for label, members in lines.items():
-                _draw_line(axis, members, result, label)
+                points = sorted(members, key=lambda member: member[0]) if are_numbers else members
+                ys = [math.nan if row.get(result) is None else row[result] for _, row in points]
+                (drawn,) = axis.plot([x for x, _ in points], ys, marker="o", label=label)
+                for (x, row), y in zip(points, ys, strict=True):
+                    if row["status"] != "finished":
+                        axis.plot(x, y, marker="o", color=drawn.get_color(), markerfacecolor="white")
             if are_numbers:
                 axis.set_xticks(sorted({point.value(first) for point in sweep.points}))
             axis.set(title=title, xlabel=first)
@@ -259,12 +248,3 @@ def draw_sweep(sweep: Sweep, rows: Sequence[Mapping[str, Any]], score: str, out:
             use_log_scale(axes[0])
         if others:
             axes[0].legend(fontsize="small")
-
-
-def _draw_line(axis: Axes, members: Sequence[tuple[Any, Mapping[str, Any]]], result: str, label: str) -> None:
-    points = sorted(members, key=lambda member: member[0]) if type(members[0][0]) is not str else members
-    ys = [math.nan if row.get(result) is None else row[result] for _, row in points]
-    (drawn,) = axis.plot([x for x, _ in points], ys, marker="o", label=label)
-    for (x, row), y in zip(points, ys, strict=True):
-        if row["status"] != "finished":
-            axis.plot(x, y, marker="o", color=drawn.get_color(), markerfacecolor="white")

@@ -52,10 +52,9 @@ class ParallelText:
                 sides.append(list(text_lines(stream, path)))
         sources, references = sides
         if len(sources) != len(references) or not sources:
-            raise DataError(
-                f"{shown_name(source)} and {shown_name(reference)} have {len(sources)} and {len(references)} lines; "
-                "give files of the same sentences"
-            )
+            names = f"{shown_name(source)} and {shown_name(reference)}"
+            counts = f"{len(sources)} and {len(references)} lines"
+            raise DataError(f"{names} have {counts}; give files of the same sentences")
         return cls(shown_name(source), sources, references)
 
     @cached_property
@@ -72,8 +71,17 @@ def common_scorer(runs: Sequence[Run], text: ParallelText) -> Scorer:
     Raises:
         ConfigError: if the runs translate into different forms of text, or the test set has another one.
     """
-    if text.data is not None:
-        _check_data(runs, text.data)
+    if (data := text.data) is not None:
+        for run in runs:
+            if run.text_form.contradicts(data.text_form):
+                raise ConfigError(
+                    f"{run.path} was trained on text of the form {run.text_form}, and that of --data {data.path} is "
+                    f"{data.text_form}; give the data of the run, or --input and --reference"
+                )
+        names = data.vocabulary
+        if other := [str(run.path) for run in runs if {name: run.files.get(name) for name in names} != names]:
+            question = "the vocabulary of %s is not that of %s: is it the right test set, and segmented alike?"
+            logger.warning(question, data.path, ", ".join(other))
     first, *others = runs
     scorer = first.scorer(text.references)
     for run in others:
@@ -83,19 +91,6 @@ def common_scorer(runs: Sequence[Run], text: ParallelText) -> Scorer:
                 f"{run.path} and {first.path} translate into text of different forms; compare them with `score`"
             )
     return scorer
-
-
-def _check_data(runs: Sequence[Run], data: DataDirectory) -> None:
-    for run in runs:
-        if run.text_form.contradicts(data.text_form):
-            raise ConfigError(
-                f"{run.path} was trained on text of the form {run.text_form}, and that of --data {data.path} is "
-                f"{data.text_form}; give the data of the run, or --input and --reference"
-            )
-    names = data.vocabulary
-    if other := [str(run.path) for run in runs if {name: run.files.get(name) for name in names} != names]:
-        text = "the vocabulary of %s is not that of %s: is it the right test set, and segmented alike?"
-        logger.warning(text, data.path, ", ".join(other))
 
 
 class ScoreKey(Config):

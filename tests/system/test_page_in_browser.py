@@ -56,7 +56,6 @@ def test_page_of_a_trained_run(browser: Chromium, trained: Path, tmp_path: Path)
     open_page(browser, out)
     check_page(browser, figures=8)
     assert "finished" in browser("document.querySelector('h1').innerText")
-    assert "missing in the run directory" not in browser("document.body.innerText")
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)], ids=["desk", "phone"])
