@@ -15,7 +15,7 @@ setup(
     # An installed copy carries the DeepSpeed configurations that sit at the top of the repository.
     package_dir={"deepspeed_nmt": "deepspeed_nmt", "deepspeed_nmt.ds_configs": "ds_configs"},
     package_data={
-        "deepspeed_nmt": ["recipes/*/*.yaml", "reports/page.html", "py.typed"],
+        "deepspeed_nmt": ["recipes/*/*.yaml", "reports/page.html", "native/*.cpp", "py.typed"],
         "deepspeed_nmt.ds_configs": ["*.json"],
     },
     install_requires=[

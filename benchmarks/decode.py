@@ -1,11 +1,13 @@
 """Speed of beam search on a CPU, beside CTranslate2 and Hugging Face's `generate` with the same weights.
 
     OMP_NUM_THREADS=1 python benchmarks/run.py decode [--layers 6 15 27] [--beams 4 1] [--batches 1 32 256]
+    OMP_NUM_THREADS=1 python benchmarks/run.py decode --as decode_trained --trained RUN --text FILE
     OMP_NUM_THREADS=1 python benchmarks/run.py decode --as decode_start --start-up RUN
 
 The model is written for the other programs as `deepspeed-nmt export` writes it. Its weights are random, so that no
 hypothesis ends before the limit, and every program makes the same number of steps: 6 encoder layers, D=256, FFN
-1,024, 4 heads, V=8,000, sources of 16 tokens, translations of 24.
+1,024, 4 heads, V=8,000, sources of 16 tokens, translations of 24. With --trained, it is that of a run, and the
+sources are the first lines of a text, in batches as they stand. "ours ... torch" decodes without native code.
 
 The programs take turns. Seconds are processor time of all threads. In parentheses is the median, over the rounds, of
 CTranslate2's seconds in the same precision divided by the program's (of CTranslate2's in fp32 for Hugging Face and
@@ -25,9 +27,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from records import Results, Table
@@ -40,10 +43,13 @@ from deepspeed_nmt.export.ctranslate2_weights import write_ctranslate2
 from deepspeed_nmt.export.huggingface_weights import write_huggingface
 from deepspeed_nmt.kernels import onednn_ops
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.native import library as native
+from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
+from deepspeed_nmt.search.forced import pad_sources
 from deepspeed_nmt.search.models import prepare_to_decode
 
-DIM, FFN, HEADS, ENCODER_LAYERS, SOURCE, STEPS, LONGEST = 256, 1024, 4, 6, 16, 24, 64
+DIM, FFN, HEADS, ENCODER_LAYERS, SOURCE, STEPS, LONGEST = 256, 1024, 4, 6, 16, 24, 256
 V = Vocabulary(8000)
 PEERS = {"fp32": "float32", "int8": "int8"}
 CASE = "decoder layers, beam, batch"
@@ -51,59 +57,92 @@ Translate = Callable[[Tensor, int], int]
 """Translates a batch of sentences, (B,S), with a beam, and returns the number of tokens that it has written."""
 
 
-def random_model(layers: int) -> TranslationModel:
+class Subject(NamedTuple):
+    """A model, made anew for each program, and the limits of the searches of ours and CTranslate2."""
+
+    name: str
+    make: Callable[[], TranslationModel]
+    vocabulary: Vocabulary
+    ours: Mapping[str, object]
+    peers: Mapping[str, object]
+
+
+def random_subject(layers: int) -> Subject:
     """Return a model with random weights, whose hypotheses never end before the limit."""
-    torch.manual_seed(1)
-    shape = {"dim": DIM, "ffn_dim": FFN, "heads": HEADS, "encoder_layers": ENCODER_LAYERS, "decoder_layers": layers}
-    return build_transformer(TransformerConfig.model_validate(shape), V).eval()
+
+    def make() -> TranslationModel:
+        torch.manual_seed(1)
+        sizes = {"dim": DIM, "ffn_dim": FFN, "heads": HEADS, "encoder_layers": ENCODER_LAYERS}
+        return build_transformer(TransformerConfig.model_validate({**sizes, "decoder_layers": layers}), V).eval()
+
+    ours = {"max_length_ratio": 0, "max_length_extra": STEPS}
+    return Subject(str(layers), make, V, ours, {"min_decoding_length": STEPS - 1, "max_decoding_length": STEPS})
 
 
-def ours(layers: int, precision: str) -> Translate:
+def trained_subject(run: Run) -> Subject:
+    """Return the model of a run, whose hypotheses end where they do."""
+    vocabulary = run.tokenizer.vocabulary
+    layers = str(len(run.loaded("best")[0].stacks[1][0].layers))
+    ours = {"length_penalty": "mean"}
+    return Subject(layers, lambda: run.loaded("best")[0], vocabulary, ours, {"length_penalty": 1.0})
+
+
+def encoded(run: Run, text: Path, lines: int) -> Tensor:
+    """Return the first lines of a text, with padding. Shape: -> (B,S)."""
+    vocabulary = run.tokenizer.vocabulary
+    beginning = text.read_text(encoding="utf-8").splitlines()[:lines]
+    rows = [[*row, vocabulary.source.eos] for row in run.tokenizer.encode_batch(beginning, "source")]
+    return pad_sources(rows, vocabulary.pad, "cpu")[0]
+
+
+def ours(subject: Subject, precision: str, natively: bool) -> Translate:
     """Return our search with weights packed in a precision."""
-    model = random_model(layers)
-    prepare_to_decode(model, torch.device("cpu"), precision)
+    model = subject.make()
+    prepare_to_decode(model, torch.device("cpu"), precision, natively)
     searches: dict[int, BeamSearch] = {}
 
     def translate(source_BS: Tensor, beam: int) -> int:
         if beam not in searches:
-            settings = BeamConfig(beam=beam, max_length_ratio=0, max_length_extra=STEPS)
-            searches[beam] = BeamSearch(settings, model, V)
-        return sum(len(hypotheses[0].tokens) for hypotheses in searches[beam].search(source_BS, padded=False))
+            settings = BeamConfig.model_validate({"beam": beam, **subject.ours})
+            searches[beam] = BeamSearch(settings, model, subject.vocabulary)
+        padded = bool(source_BS.eq(subject.vocabulary.pad).any())
+        return sum(len(hypotheses[0].tokens) for hypotheses in searches[beam].search(source_BS, padded))
 
     return translate
 
 
-def ctranslate2(layers: int, precision: str, directory: Path) -> Translate:
+def ctranslate2(subject: Subject, precision: str, directory: Path) -> Translate:
     """Return CTranslate2's search with the same weights."""
     from ctranslate2 import Translator
 
-    pieces = [f"t{number}" for number in range(V.size)]
-    where = directory / f"ctranslate2-{layers}-{precision}"
+    vocabulary = subject.vocabulary
+    pieces, sources = ([f"t{n}" for n in range(side.size)] for side in (vocabulary, vocabulary.source))
+    where = directory / f"ctranslate2-{subject.name}-{precision}"
     where.mkdir()
-    write_ctranslate2(where, random_model(layers).described(), V, (pieces, pieces), LONGEST, precision)
+    write_ctranslate2(where, subject.make().described(), vocabulary, (sources, pieces), LONGEST, precision)
     program = Translator(
         str(where), compute_type=PEERS[precision], inter_threads=1, intra_threads=torch.get_num_threads()
     )
-    limits = {"min_decoding_length": STEPS - 1, "max_decoding_length": STEPS}
 
     def translate(source_BS: Tensor, beam: int) -> int:
-        rows = [[pieces[token] for token in row[:-1]] for row in source_BS.tolist()]  # it adds the EOS itself
-        found = program.translate_batch(rows, beam_size=beam, max_batch_size=len(rows), **limits)
+        tokens = [[token for token in row if token != vocabulary.pad] for row in source_BS.tolist()]
+        rows = [[sources[token] for token in row[:-1]] for row in tokens]  # it adds the EOS itself
+        found = program.translate_batch(rows, beam_size=beam, max_batch_size=len(rows), **subject.peers)
         return sum(len(result.hypotheses[0]) for result in found)
 
     return translate
 
 
-def huggingface(layers: int, directory: Path) -> Translate:
-    """Return Hugging Face's search with the same weights."""
+def huggingface(subject: Subject, directory: Path) -> Translate:
+    """Return Hugging Face's search with the same random weights."""
     from transformers import AutoModelForSeq2SeqLM
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # each call would warn of its limit
     logging.disable_progress_bar()
-    where = directory / f"huggingface-{layers}"
+    where = directory / f"huggingface-{subject.name}"
     where.mkdir()
-    write_huggingface(where, random_model(layers).described(), V, LONGEST)
+    write_huggingface(where, subject.make().described(), V, LONGEST)
     model = AutoModelForSeq2SeqLM.from_pretrained(where).eval()
     limits = {"min_new_tokens": STEPS, "max_new_tokens": STEPS, "do_sample": False}
 
@@ -149,6 +188,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, default in (("layers", [6, 15, 27]), ("beams", [4, 1]), ("batches", [1, 32, 256])):
         parser.add_argument(f"--{name}", type=int, nargs="+", default=default, help="(default: %(default)s)")
     add_rounds(parser, 5)
+    parser.add_argument("--trained", type=Path, metavar="RUN", help="measure the model of a run")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="source text for it")
     parser.add_argument("--start-up", type=Path, metavar="RUN", help="measure whole commands for one line")
 
 
@@ -162,17 +203,25 @@ def run(arguments: argparse.Namespace) -> Iterator[Results]:
         generator = torch.Generator().manual_seed(1)
         sources = torch.randint(4, V.size, (max(arguments.batches), SOURCE), generator=generator)
         sources[:, -1] = V.eos
+        subjects = list(map(random_subject, arguments.layers))
+        if arguments.trained is not None:
+            opened = Run.open(arguments.trained, "--trained")
+            subjects, sources = [trained_subject(opened)], encoded(opened, arguments.text, max(arguments.batches))
         rows: list[dict[str, object]] = []
         rounds: dict[str, object] = {}
-        for layers in arguments.layers:
+        for subject in subjects:
             precisions = [each for each in onednn_ops.PACKED if onednn_ops.obstacle(each) is None]
-            programs = {f"ours {precision}": ours(layers, precision) for precision in precisions}
-            programs |= {f"CTranslate2 {peer}": ctranslate2(layers, peer, directory) for peer in PEERS}
-            programs["HF fp32"] = huggingface(layers, directory)
+            programs = {f"ours {precision} torch": ours(subject, precision, False) for precision in precisions}
+            if native.obstacle() is None:
+                programs |= {f"ours {each}": ours(subject, each, True) for each in precisions if each != "bf16"}
+            programs |= {f"CTranslate2 {peer}": ctranslate2(subject, peer, directory) for peer in PEERS}
+            if arguments.trained is None:
+                programs["HF fp32"] = huggingface(subject, directory)
             for beam, batch in itertools.product(arguments.beams, arguments.batches):
-                values, taken = measure(programs, sources[:batch], beam, arguments.rounds)
-                rows.append({CASE: [layers, beam, batch], **values})
-                rounds[f"{layers}, {beam}, {batch}"] = taken
+                source_BS = sources[:batch, : int(sources[:batch].ne(subject.vocabulary.pad).sum(dim=1).max())]
+                values, taken = measure(programs, source_BS, beam, arguments.rounds)
+                rows.append({CASE: [subject.name, beam, batch], **values})
+                rounds[f"{subject.name}, {beam}, {batch}"] = taken
                 formats = {CASE: "{}, {}, {}", **dict.fromkeys(programs, "{:,.0f} ({:.2f})")}
                 yield Results(tables={"speed": Table.of(rows, formats)}, rounds=rounds)
 
@@ -190,6 +239,6 @@ def measure(
     taken = in_turns(works, rounds, clock=time.process_time)
     found = {}
     for name, seconds in taken.items():
-        peer = taken["CTranslate2 int8" if name.endswith("int8") else "CTranslate2 fp32"]
+        peer = taken["CTranslate2 int8" if "int8" in name else "CTranslate2 fp32"]
         found[name] = [tokens[name] / statistics.median(seconds), ratio(peer, seconds)]
     return found, taken

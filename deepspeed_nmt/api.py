@@ -47,7 +47,7 @@ from deepspeed_nmt.search.decode_options import (
 )
 from deepspeed_nmt.search.forced import ScoredTranslation, score_lines
 from deepspeed_nmt.search.lines import LineInputs, SourceCounts, SourceLines, warn_of_form
-from deepspeed_nmt.search.models import Ensemble, members_of, prepare_to_decode, resolve_precision
+from deepspeed_nmt.search.models import Ensemble, members_of, prepare_to_decode, resolve_native, resolve_precision
 from deepspeed_nmt.search.streams import translate_lines
 from deepspeed_nmt.text import NO_TAGS, Tags, TextForm, plain_form
 
@@ -139,15 +139,21 @@ class Translator:
             name = chosen_exit(whole, options)
             models.append(cut_at(run, whole, name))
         model = models[0] if len(models) == 1 else Ensemble(models, options.weights).eval()
-        prepare_to_decode(model, device, precision)
+        natively = resolve_native(options.native, device, precision)
+        prepare_to_decode(model, device, precision, natively)
         longest = min(run.longest_line for run in runs)
-        opened = Opened(tuple(runs), str(options.checkpoint), name, tuple(digests), precision)
+        opened = Opened(tuple(runs), str(options.checkpoint), name, tuple(digests), precision, natively)
         return cls(model, runs[0].tokenizer, search, device, longest, detokenise, form, opened, tags)
 
     @property
     def precision(self) -> str:
         """Precision of the weights: fp32, bf16, fp16 or int8."""
         return "fp32" if self._opened is None else self._opened.precision
+
+    @property
+    def natively(self) -> bool:
+        """True if native code decodes, where the model has layers that it knows."""
+        return self._opened is not None and self._opened.natively
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -162,7 +168,8 @@ class Translator:
     def identity(self) -> dict[str, Any]:
         """Return all that translations depend on besides the options and the text."""
         models = {"the vocabulary": self.tokenizer.digest, "the weights": self.digests}
-        return {**models, **identity_of(self.search, self.device.type, self.precision)}
+        options = identity_of(self.search, self.device.type, self.precision)
+        return {**models, **options, "--native": "on" if self.natively else "off"}
 
     def at_exit(self, name: str) -> Translator:
         """Return the translator that decodes from an exit. It shares the weights, and the lock of its threads."""

@@ -18,9 +18,10 @@ HELPERS = {
 }
 MAY_IMPORT = {
     "kernels": set(),
-    "nn": {"kernels"},
+    "native": set(),
+    "nn": {"kernels", "native"},
     "core": {"kernels", "nn"},
-    "search": {"kernels", "nn", "core", "evaluate"},
+    "search": {"kernels", "native", "nn", "core", "evaluate"},
     "methods": {"kernels", "nn", "core", "search"},
     "data": {"core"},
     "parallel": {"kernels", "nn"},

@@ -4,11 +4,12 @@ torch multiplies fp32 matrices by the BLAS that it was built with, usually MKL, 
 (:func:`deepspeed_nmt.kernels.choice.preferred_on_cpu`). All products of a run are of one library, however small, so
 that rounding does not depend on how an update is divided into micro-batches.
 
-A decoder multiplies a few rows by the same weights, one position after another. torch's BLAS rearranges the weights
-in every call, which takes longer than the product. oneDNN and FBGEMM take weights that are rearranged ("packed")
-already, in fp32, bf16 or int8. In int8 each row of a weight has a scale of its own. The input is quantised in each
-call, with one scale for all rows of the batch. So a translation depends in its last digits on the sentences that are
-translated with it. A NaN in the input has no equal in int8, and becomes some number: whoever multiplies looks for it.
+A decoder multiplies rows by the same weights, one position after another. torch's BLAS rearranges the weights in
+every call, which takes longer than the product of a few. oneDNN and FBGEMM take weights that are rearranged
+("packed") already, in fp32, bf16 or int8; of few rows :mod:`deepspeed_nmt.native` is faster. In int8 each row of a
+weight has a scale of its own. The input is quantised in each call, with one scale for all rows of the batch. So a
+translation depends in its last digits on the sentences that are translated with it. A NaN in the input has no equal
+in int8, and becomes some number: whoever multiplies looks for it.
 
 Legend: N rows, D input width, E output width.
 """
@@ -17,13 +18,11 @@ from __future__ import annotations
 
 import warnings
 from threading import Lock
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-Activation = Literal["relu", "gelu", "swish"]
 
 PACKED = ("fp32", "bf16", "int8")
 """Precisions of packed weights."""
@@ -59,7 +58,7 @@ def _in_few_sizes(x: Tensor) -> Tensor:
     return x_ND
 
 
-def _product(x: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+def _product(x: Tensor, weight_ED: Any, bias_E: Tensor | None = None) -> Tensor:
     # The operation by which torch's compiler calls oneDNN. It rearranges a weight that is not packed.
     return torch.ops.mkldnn._linear_pointwise(x, weight_ED, bias_E, "none", [], "")  # type: ignore[no-any-return]
 
@@ -108,24 +107,11 @@ class PackedWeight:
         # Without this instruction, sums of products of 8-bit numbers overflow 16 bits.
         self._seven_bits = int8 and not torch.cpu._is_vnni_supported()
 
-    def __call__(self, x: Tensor, activation: Activation | None = None, residual: Tensor | None = None) -> Tensor:
-        """Compute activation(x W^T + b), or x W^T + b + residual. Shape: (..., D), (..., E) -> (..., E)."""
-        assert activation is None or residual is None
-        product: Tensor
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute x W^T + b. Shape: (..., D) -> (..., E)."""
         if self._int8 is not None:
-            operations = torch.ops.quantized
-            int8 = operations.linear_relu_dynamic if activation == "relu" else operations.linear_dynamic
-            product = int8(x, self._int8, self._seven_bits)
-            if activation in ("gelu", "swish"):
-                return F.gelu(product) if activation == "gelu" else F.silu(product)
-            return product if residual is None else product.add_(residual)
-        multiply = torch.ops.mkldnn._linear_pointwise
-        if residual is not None:
-            return multiply.binary(x, residual.contiguous(), self._weight, self._bias, "add")  # type: ignore[no-any-return]
-        # oneDNN's own ReLU turns NaN into 0, which would hide damaged weights, and is no faster.
-        fused = "none" if activation in (None, "relu") else activation
-        product = multiply(x, self._weight, self._bias, fused, [], "none" if fused == "gelu" else "")
-        return torch.relu(product) if activation == "relu" else product
+            return torch.ops.quantized.linear_dynamic(x, self._int8, self._seven_bits)  # type: ignore[no-any-return]
+        return _product(x, self._weight, self._bias)
 
 
 def _quantised(weight_ED: Tensor, bias_E: Tensor | None) -> Any:

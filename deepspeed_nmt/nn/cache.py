@@ -3,8 +3,9 @@
 The keys and values of self-attention stay where they were written. When a search copies and drops hypotheses, only
 a small boolean table changes: for each hypothesis, the positions cached for its sentence that it descends from, by
 which attention is masked. The many megabytes of a deep decoder's cache are moved only when sentences leave the
-batch, or when most positions belong to dropped hypotheses alone. A state that does not grow, of a recurrent network
-for example, is copied with its hypothesis.
+batch, or when most positions belong to dropped hypotheses alone. Native code looks up the places of sentences, so for
+it they are moved only when half of the sentences have left. A state that does not grow, of a recurrent network for
+example, is copied with its hypothesis.
 
 Legend: B sentences, W hypotheses of a sentence, R rows = B x W, H heads, K head width, S source length, P cached
 target positions of a sentence (those of all its hypotheses).
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed_nmt.kernels.segments import Mask
+from deepspeed_nmt.native.library import Past, Source
 
 _BLOCK = 64
 """Least number of positions by which a self-attention cache grows."""
@@ -44,28 +45,45 @@ class Ancestry:
     Attributes:
         sentences: B; 0 before the first step, which has one row per sentence.
         positions: P.
+        places_B: places of the sentences in the caches of all layers; None: the first ones, in order.
         mask: of attention, bool (B,1,W,P); None if every hypothesis descends from all positions.
     """
 
     def __init__(self) -> None:
         self.sentences = 0
         self.positions = 0
+        self.places_B: Tensor | None = None
         self._mask_RP = torch.empty(0, 0, dtype=torch.bool)
         self.mask: Tensor | None = None
-        self._additive: dict[bool, tuple[Tensor, Tensor]] = {}
+        self._own_RW = torch.empty(0, 0, dtype=torch.bool)
         self._crowded = _CROWDED
+        self._past: Past | None = None
+
+    def past(self, rows: int, places: int, capacity: int) -> Past:
+        """Return what native code needs to know of this step; the arguments are equal for all layers."""
+        if self._past is None:
+            of_sentences = self.sentences, rows, self.positions, self.mask, self.places_B
+            self._past = Past(*of_sentences, places, capacity)
+        return self._past
 
     def advance(self, rows: int, device: torch.device) -> None:
         """Add a position for each row, from which only that row descends."""
+        self._past = None
         if self.sentences == 0:
             self.sentences = rows
             self._mask_RP = torch.empty(rows, 0, dtype=torch.bool, device=device)
-        own_WW = torch.eye(rows // self.sentences, dtype=torch.bool, device=device)
-        self._mask_RP = torch.cat([self._mask_RP, own_WW.repeat(self.sentences, 1)], dim=1)
+        width = rows // self.sentences
+        if self._own_RW.shape != (rows, width):
+            self._own_RW = torch.eye(width, dtype=torch.bool, device=device).repeat(self.sentences, 1)
+        self._mask_RP = torch.cat([self._mask_RP, self._own_RW], dim=1)
         self.positions = self._mask_RP.shape[1]
         # One hypothesis per sentence: greedy, or the first step. All cached positions are its own.
         one_each = rows == self.sentences
         self.mask = None if one_each else self._mask_RP.view(self.sentences, 1, -1, self.positions)
+
+    def settle(self) -> None:
+        """Give the sentences the first places."""
+        self.places_B = self._past = None
 
     def select(self, rows_R: Tensor, sentences: int) -> None:
         """Continue the hypotheses ``rows_R``."""
@@ -92,30 +110,37 @@ class Ancestry:
         self.positions = most
         return kept_BM
 
-    def additive(self, mask: Tensor, of_source: bool, dtype: torch.dtype) -> Tensor:
-        """Return the bool mask of source or target as numbers to add to scores, made once for all layers."""
-        known = self._additive.get(of_source)
-        if known is None or known[0] is not mask:
-            numbers = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-            known = self._additive[of_source] = mask, numbers
-        return known[1]
-
 
 @dataclass(eq=False)
 class SourceCache:
     """The keys and values of the source, one row per sentence for any beam, of all applications of a layer.
 
-    They are None before the first step, or in a layer without cross-attention.
+    Attributes:
+        settle: moves the sentences of all caches to the first places; see :class:`Ancestry`.
+        projected: None before the first step, or in a layer without cross-attention.
+        native: the same for native code, once it has been made.
     """
 
+    settle: Callable[[], None]
     projected: KeysValues | None = None
+    native: Source | None = None
 
     def of(self, project: Callable[[Tensor], KeysValues], memory_BSD: Tensor | None) -> KeysValues:
-        """Return the keys and values, which the first call projects."""
+        """Return the keys and values of the sentences, which the first call projects."""
+        self.settle()
+        return self.of_places(project, memory_BSD)
+
+    def of_places(self, project: Callable[[Tensor], KeysValues], memory_BSD: Tensor | None) -> KeysValues:
+        """Return the keys and values of all places, which the first call projects."""
         if self.projected is None:
             assert memory_BSD is not None
             self.projected = project(memory_BSD)
         return self.projected
+
+    def select(self, sentences_B: Tensor) -> None:
+        """Keep the sentences ``sentences_B``."""
+        if self.projected is not None:
+            self.projected = self.projected.select(sentences_B)
 
 
 class LayerCache:
@@ -134,7 +159,7 @@ class LayerCache:
         self.state: tuple[Tensor, ...] = ()
         self._ancestry = ancestry
         self._positions = 0
-        self._buffer: Tensor | None = None  # keys and values, (2,B,H,P,K)
+        self._buffer: Tensor | None = None  # keys and values, (2,N,H,C,K)
 
     def append(self, new: KeysValues) -> tuple[KeysValues, Tensor | None]:
         """Append the keys and values of the newest position of each hypothesis, (R,H,1,K).
@@ -144,32 +169,22 @@ class LayerCache:
         """
         rows, heads, length, width = new.keys.shape
         assert length == 1, "a decoder advances one position at a time"
-        known, newest = self._advance(rows, heads, width, new.keys)
+        self.source.settle()
+        buffer, sentences = self.reserve(rows, heads, width, new.keys), self._ancestry.sentences
+        known = buffer[:, :, :, : self._positions]
+        newest = known[:, :, :, self._positions - rows // sentences :]
         for number, x in enumerate((new.keys, new.values)):
-            newest[number] = x.view(self._ancestry.sentences, -1, heads, width).transpose(1, 2)
+            newest[number] = x.view(sentences, -1, heads, width).transpose(1, 2)
         return KeysValues(known[0], known[1]), self._ancestry.mask
 
-    def append_joint(self, new_R1E: Tensor, width: int) -> tuple[KeysValues, Tensor | None]:
-        """Append as :meth:`append` the keys of all heads, then the values, E = 2 H K; the mask has 0 or -inf."""
-        rows, _, both = new_R1E.shape
-        heads = both // (2 * width)
-        known, newest = self._advance(rows, heads, width, new_R1E)
-        newest.copy_(new_R1E.view(self._ancestry.sentences, -1, 2, heads, width).permute(2, 0, 3, 1, 4))
-        mask = self._ancestry.mask
-        additive = None if mask is None else self._ancestry.additive(mask, False, new_R1E.dtype)
-        return KeysValues(known[0], known[1]), additive
+    def past(self, rows: int, buffer: Tensor) -> Past:
+        """Return what the hypotheses see in this step, given what :meth:`reserve` has returned."""
+        return self._ancestry.past(rows, *buffer.shape[1:4:2])
 
     def advance(self, *state: Tensor) -> None:
         """Replace the :attr:`state` by that after the newest position."""
         self.state = state
         self.length += 1
-
-    def additive(self, mask: Mask, dtype: torch.dtype) -> Tensor | None:
-        """Return the source's mask, bool (B,1,1,S), as numbers to be added to scores; None for None."""
-        if mask is None:
-            return None
-        assert isinstance(mask, Tensor), "a decoder that advances by positions reads padded sources"
-        return self._ancestry.additive(mask, True, dtype)
 
     def select(self, sentences_B: Tensor) -> None:
         """Keep the sentences ``sentences_B`` of the target's part."""
@@ -184,15 +199,16 @@ class LayerCache:
             self._buffer = self._buffer.gather(3, index)
             self._positions = kept_BM.shape[1]
 
-    def _advance(self, rows: int, heads: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Make room for a position of each hypothesis, in the device and dtype of ``like``.
+    def reserve(self, rows: int, heads: int, width: int, like: Tensor) -> Tensor:
+        """Make room for a position of each hypothesis, still to be written, in the device and dtype of ``like``.
 
-        Return all keys and values, (2,B,H,P,K), and of them the newest, still to be written, (2,B,H,W,K).
+        Return keys and values in N places for sentences and C positions, (2,N,H,C,K).
         """
         if self._positions == self._ancestry.positions:  # The first layer of this step.
             self._ancestry.advance(rows, like.device)
         start, end = self._positions, self._ancestry.positions
         if self._buffer is None or end > self._buffer.shape[3]:
+            self.source.settle()
             sentences = self._ancestry.sentences
             larger = like.new_empty(2, sentences, heads, end + max(_BLOCK, end // 2), width)
             if self._buffer is not None:
@@ -200,8 +216,7 @@ class LayerCache:
             self._buffer = larger
         self._positions = end
         self.length += 1
-        known = self._buffer[:, :, :, :end]
-        return known, known[:, :, :, start:]
+        return self._buffer
 
 
 class DecoderCache:
@@ -215,10 +230,11 @@ class DecoderCache:
 
     def __init__(self, *stacks: Sequence[int]) -> None:
         self._ancestry = Ancestry()
+        self._places = 0
         self._sources: list[SourceCache] = []
         self.layers: list[LayerCache] = []
         for indices in stacks:
-            of_layer = {index: SourceCache() for index in indices}
+            of_layer = {index: SourceCache(self._settle) for index in indices}
             self._sources += of_layer.values()
             self.layers += [LayerCache(self._ancestry, of_layer[index]) for index in indices]
 
@@ -238,11 +254,12 @@ class DecoderCache:
             if layer.state:
                 layer.state = tuple(x.index_select(0, rows_R) for x in layer.state)
         if sentences_B is not None:
-            for layer in self.layers:
-                layer.select(sentences_B)
-            for source in self._sources:
-                if source.projected is not None:
-                    source.projected = source.projected.select(sentences_B)
+            before_B = self._ancestry.places_B
+            if before_B is None:
+                self._places = self._ancestry.sentences
+            self._ancestry.places_B = sentences_B if before_B is None else before_B.index_select(0, sentences_B)
+            if 2 * len(sentences_B) <= self._places:
+                self._settle()
         if self._ancestry.positions == 0:  # No layer has cached keys and values.
             return
         sentences = self._ancestry.sentences if sentences_B is None else sentences_B.shape[0]
@@ -250,5 +267,16 @@ class DecoderCache:
         self._ancestry.select(rows_R, sentences)
         kept_BM = self._ancestry.clear()
         if kept_BM is not None:
+            self._settle()
             for layer in self.layers:
                 layer.keep(kept_BM)
+
+    def _settle(self) -> None:
+        """Move the sentences of all layers to the first places."""
+        places_B = self._ancestry.places_B
+        if places_B is not None:
+            self._ancestry.settle()
+            for source in self._sources:
+                source.select(places_B)
+            for layer in self.layers:
+                layer.select(places_B)

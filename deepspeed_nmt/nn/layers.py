@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
@@ -18,6 +19,7 @@ from deepspeed_nmt import randomness
 from deepspeed_nmt.kernels import torch_ops
 from deepspeed_nmt.kernels.choice import UsesKernels
 from deepspeed_nmt.kernels.segments import Mask
+from deepspeed_nmt.native.library import AroundSublayer, NativeLayer, Source
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import KeysValues, LayerCache
 from deepspeed_nmt.nn.linear import Linear, PackedWeights, Product, Sliceable, UsesPackedWeights
@@ -311,7 +313,7 @@ class DecoderLayer(DecoderBlock, UsesPackedWeights):
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Decode whole sentences, (B,T,D) -> (B,T,D), or with ``cache`` the next positions, (R,1,D) -> (R,1,D)."""
-        if cache is not None and (step := self._fast_step()) is not None:
+        if cache is not None and (step := self._native_step(x_BTD.shape[0])) is not None:
             return step(x_BTD, context, cache)
         x_BTD = self.self_residual(x_BTD, lambda h: self.self_attention(h, h, context.target_mask, True, cache))
         x_BTD = self.cross(x_BTD, context, cache)
@@ -322,93 +324,76 @@ class DecoderLayer(DecoderBlock, UsesPackedWeights):
         """Return this layer. A class derived from it computes something else unless it says otherwise."""
         return self if type(self) is DecoderLayer else None
 
-    def _fast_step(self) -> DecoderStep | None:
-        """Return the fast step of a layer with packed weights; None if it is not a standard one."""
-        if self.packed is None:
+    def _native_step(self, rows: int) -> DecoderStep | None:
+        """Return the native step of a standard layer with packed weights; None if there is none for so many rows."""
+        packed = self.packed
+        if packed is None or packed.native is None:
             return None
-        if self not in self.packed.steps:
+        if self not in packed.steps:
             layer = self.in_inference()
-            if layer is not None and not all(map(_is_standard, layer.modules())):
-                layer = None
-            self.packed.steps[self] = None if layer is None else DecoderStep(layer, self.packed)
-        step: DecoderStep | None = self.packed.steps[self]
-        return step
+            packed.steps[self] = None if layer is None or not _is_standard(layer) else DecoderStep(layer, packed)
+        step: DecoderStep | None = packed.steps[self]
+        return step if step is not None and packed.steps_natively(rows, step.largest) else None
 
 
-def _is_standard(part: nn.Module) -> bool:
-    """Return True if a part of a layer has exactly a class whose arithmetic :class:`DecoderStep` repeats."""
-    is_own = "forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks
-    return not is_own and type(part) in (DecoderLayer, MultiHeadAttention, FeedForward, Residual, LayerNorm, Linear)
+def _is_standard(layer: DecoderLayer) -> bool:
+    """Return True if all parts of a layer have exactly the classes whose arithmetic :class:`DecoderStep` repeats."""
+    kinds = (DecoderLayer, MultiHeadAttention, FeedForward, Residual, LayerNorm, Linear)
+    parts = list(layer.modules())
+    widths = {part.head_dim for part in parts if isinstance(part, MultiHeadAttention)}
+    dtypes = {weight.dtype for weight in layer.parameters()}
+    has_own_forward = any("forward" in vars(x) or x._forward_hooks or x._forward_pre_hooks for x in parts)
+    is_plain = all(type(part) in kinds for part in parts) and not has_own_forward
+    return is_plain and len(widths) == 1 and dtypes == {torch.float32}
 
 
 class DecoderStep:
-    """The step of a standard decoder layer with packed weights; the arithmetic is that of the layer in eval mode.
+    """The step of a standard decoder layer by native code; the arithmetic is that of the layer in eval mode.
 
-    A step for a few hypotheses is so short that looking up modules, hooks and kernels takes as long as its
-    arithmetic. So whatever does not change from step to step is looked up once, masks are made once for all layers,
-    and products add what follows them. By ``forward``, one sentence would take 1.2 to 1.4 times as long on a CPU (6
-    and 27 layers, D=256, beam 4), and 32 sentences 1.05 times.
+    For a few hypotheses the products of oneDNN take longer than it takes to read the weights, and looking up modules,
+    hooks and kernels as long as the arithmetic between them.
 
-    Legend: W hypotheses of a sentence, R rows = B x W, H heads, K head width, P positions.
+    Attributes:
+        largest: elements of the largest weight.
     """
 
     def __init__(self, layer: DecoderLayer, weights: PackedWeights) -> None:
-        own, network = layer.self_attention, layer.feed_forward
-        self._head_dim = own.head_dim
-        self._around_self = _around(layer.self_residual)
-        self._keys_values_query = weights.of(own.k_proj, own.v_proj, own.q_proj)
-        self._self_out = weights.of(own.out_proj)
-        self._cross: MultiHeadAttention | None = None
-        if layer.cross_attention is not None and layer.cross_residual is not None:
-            self._cross = layer.cross_attention
-            self._around_cross = _around(layer.cross_residual)
-            self._query = weights.of(self._cross.q_proj)
-            self._cross_out = weights.of(self._cross.out_proj)
-        self._around_feed_forward = _around(layer.feed_forward_residual)
-        self._activation: Activation = network.activation
-        self._up, self._down = weights.of(network.up_proj), weights.of(network.down_proj)
+        own = layer.self_attention
+        self.largest = layer.feed_forward.up_proj.weight.numel()
+        self._layer, self._weights = layer, weights
+        self._head_dim, self._heads = own.head_dim, own.q_proj.out_features // own.head_dim
+        self._cross = None if layer.cross_residual is None else layer.cross_attention
 
     def __call__(self, x_R1D: Tensor, context: Context, cache: LayerCache) -> Tensor:
         """Decode the next position of each hypothesis; ``cache`` keeps it. Shape: (R,1,D) -> (R,1,D)."""
-
-        def self_attention(h: Tensor, residual: Tensor) -> Tensor:
-            joint, dim = self._keys_values_query(h), h.shape[-1]
-            known, mask = cache.append_joint(joint[..., :-dim], self._head_dim)
-            return self._self_out(self._attend(joint[..., -dim:], known, mask), residual=residual)
-
-        def cross_attention(h: Tensor, residual: Tensor) -> Tensor:
-            assert self._cross is not None
-            source = cache.source.of(self._cross.project, context.memory_BSD)
-            attended = self._attend(self._query(h), source, cache.additive(context.mask, h.dtype))
-            return self._cross_out(attended, residual=residual)
-
-        x_R1D = self._around_self(x_R1D, self_attention)
+        rows = x_R1D.shape[0]
+        buffer = cache.reserve(rows, self._heads, self._head_dim, x_R1D)
         if self._cross is not None:
-            x_R1D = self._around_cross(x_R1D, cross_attention)
-        return self._around_feed_forward(
-            x_R1D, lambda h, residual: self._down(self._up(h, self._activation), residual=residual)
+            projected, mask = cache.source.of_places(self._cross.project, context.memory_BSD), context.mask
+            assert mask is None or isinstance(mask, Tensor), "a search reads padded sources"
+            if cache.source.native is None or not cache.source.native.is_of(projected.keys, mask):
+                cache.source.native = Source(projected.keys, projected.values, mask)
+        return self._decode(x_R1D, cache.past(rows, buffer), buffer, cache.source.native)
+
+    @cached_property
+    def _decode(self) -> NativeLayer:
+        layer, of, library = self._layer, self._weights.of, self._weights.native
+        own, cross, network = layer.self_attention, self._cross, layer.feed_forward
+        products = [of(own.k_proj, own.v_proj, own.q_proj), of(own.out_proj)]
+        around = [layer.self_residual]
+        if cross is not None and layer.cross_residual is not None:
+            products += [of(cross.q_proj), of(cross.out_proj)]
+            around.append(layer.cross_residual)
+        products += [of(network.up_proj), of(network.down_proj)]
+        around.append(layer.feed_forward_residual)
+        assert library is not None
+        return NativeLayer(
+            library,
+            self._heads,
+            network.activation,
+            [AroundSublayer(x.norm.weight, x.norm.bias, x.norm.eps, x.alpha, x.style == "pre") for x in around],
+            [product.panels for product in products],
         )
-
-    def _attend(self, query_R1D: Tensor, to: KeysValues, mask: Tensor | None) -> Tensor:
-        """Attend from the hypotheses of each sentence. Shape: (R,1,D), (B,H,P,K), (B,1,W,P) -> (R,1,D)."""
-        rows, _, dim = query_R1D.shape
-        sentences, heads, _, width = to.keys.shape
-        query_BHWK = query_R1D.reshape(sentences, rows // sentences, heads, width).transpose(1, 2)
-        attended_BHWK = F.scaled_dot_product_attention(query_BHWK, to.keys, to.values, attn_mask=mask)
-        return attended_BHWK.transpose(1, 2).reshape(rows, 1, dim)
-
-
-def _around(residual: Residual) -> Callable[[Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]:
-    """Return a residual connection in eval mode around a function of its input and the residual branch."""
-    norm: LayerNorm = residual.norm
-    weights = (norm.weight.shape, norm.weight, norm.bias, norm.eps, False)
-    is_pre, alpha = residual.style == "pre", residual.alpha
-
-    def connect(x: Tensor, sublayer: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        total = sublayer(torch.layer_norm(x, *weights) if is_pre else x, x if alpha == 1.0 else x * alpha)
-        return total if is_pre else torch.layer_norm(total, *weights)
-
-    return connect
 
 
 @dataclass(frozen=True)

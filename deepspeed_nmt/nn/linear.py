@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,10 @@ from deepspeed_nmt.errors import CheckpointError
 from deepspeed_nmt.kernels.choice import UsesKernels
 from deepspeed_nmt.kernels.onednn_ops import PackedWeight
 from deepspeed_nmt.kernels.torch_ops import VocabularySlice
+from deepspeed_nmt.native.library import FEW_ROWS, Library, Panels
+
+_SMALL = 1 << 19
+"""Elements of the largest weight of a layer up to which native code in one thread is as fast as torch in several."""
 
 
 class Product(NamedTuple):
@@ -35,24 +40,66 @@ class PackedWeights:
 
     Attributes:
         int8: True if they are rounded to int8.
+        native: code for products of few rows, and for steps of decoder layers; None: oneDNN and torch do all.
         steps: steps of decoder layers with these weights, each made by its layer when it is first taken.
     """
 
-    def __init__(self, int8: bool = False) -> None:
+    def __init__(self, int8: bool = False, native: Library | None = None) -> None:
         self.steps: dict[nn.Module, Any] = {}
         self.int8 = int8
-        self._packed: dict[tuple[Any, ...], PackedWeight] = {}
+        self.native = native
+        self._packed: dict[tuple[Any, ...], PackedProduct] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeights:
         """Return an empty one: a copied model may be given other weights."""
-        return type(self)(self.int8)
+        return type(self)(self.int8, self.native)
 
-    def of(self, *layers: Any) -> PackedWeight:
-        """Return the weights of layers that multiply the same input, one below the other; they may have biases."""
+    def of(self, *layers: Any) -> PackedProduct:
+        """Return the product by layers that multiply the same input, one below the other; they may have biases."""
         if layers not in self._packed:
-            weight, bias = joined(layers) if len(layers) > 1 else (layers[0].weight, layers[0].bias)
-            self._packed[layers] = PackedWeight(weight, bias, self.int8)
+            self._packed[layers] = PackedProduct(layers, self.int8, self.native)
         return self._packed[layers]
+
+    def steps_natively(self, rows: int, largest: int) -> bool:
+        """Return True if native code makes the step of a layer, given the number of elements of its largest weight.
+
+        In several threads oneDNN's products are faster, but for small weights and a few rows all that torch does
+        between them takes longer.
+        """
+        if torch.get_num_threads() == 1:
+            return multiplies_natively(self.native, rows, self.int8)
+        return self.native is not None and rows <= FEW_ROWS and largest <= _SMALL
+
+
+def multiplies_natively(native: Library | None, rows: int, int8: bool) -> bool:
+    """Return True if native products of so many rows are faster than oneDNN's in one thread.
+
+    In int8 those of many rows are not: their inputs stay in fp32.
+    """
+    return native is not None and (rows <= FEW_ROWS or (native.is_wide and not int8))
+
+
+class PackedProduct:
+    """x W^T + b of layers, by native code or by oneDNN, whichever is faster for the number of rows."""
+
+    def __init__(self, layers: Sequence[Any], int8: bool, native: Library | None) -> None:
+        self._layers, self._int8, self._native = layers, int8, native
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply. Shape: (..., D) -> (..., E)."""
+        is_able = x.dtype == torch.float32 and torch.get_num_threads() == 1
+        is_native = is_able and multiplies_natively(self._native, x.numel() // x.shape[-1], self._int8)
+        return self.panels(x) if is_native else self._by_onednn(x)
+
+    @cached_property
+    def panels(self) -> Panels:
+        """The weights as native code multiplies by them."""
+        assert self._native is not None
+        return Panels(self._native, *joined(self._layers), self._int8)
+
+    @cached_property
+    def _by_onednn(self) -> PackedWeight:
+        return PackedWeight(*joined(self._layers), self._int8)
 
 
 class UsesPackedWeights:
@@ -65,19 +112,26 @@ class UsesPackedWeights:
     packed: PackedWeights | None = None
 
 
-def pack_weights(model: nn.Module, int8: bool = False) -> None:
+def pack_weights(model: nn.Module, int8: bool = False, native: Library | None = None) -> None:
     """Have a model in eval mode, fp32 or bf16, multiply by rearranged weights, for decoding on a CPU.
 
-    ``int8`` rounds them, and refuses weights that are not finite. If the model's own change, call it again.
+    ``int8`` rounds them, and refuses weights that are not finite. ``native`` code needs fp32. If the model's own
+    weights change, call it again.
     """
     if int8 and (name := next((name for name, p in model.named_parameters() if not p.isfinite().all()), None)):
         raise CheckpointError(f"{name} has NaN or infinity, so the checkpoint is damaged; translate with another one")
-    _use(model, PackedWeights(int8))
+    _use(model, PackedWeights(int8, native))
 
 
 def unpack_weights(model: nn.Module) -> None:
     """Have a model multiply by its own weights again."""
     _use(model, None)
+
+
+def native_code(model: nn.Module) -> Library | None:
+    """Return the code by which a model decodes; None if torch alone does."""
+    packed = (part.packed for part in model.modules() if isinstance(part, UsesPackedWeights))
+    return next((weights.native for weights in packed if weights is not None), None)
 
 
 def _use(model: nn.Module, weights: PackedWeights | None) -> None:
@@ -153,8 +207,10 @@ def project(x: Tensor, *layers: Linear) -> Sequence[Tensor]:
     return torch.split(first.kernels.linear(x, *joined(layers)), widths, dim=-1)
 
 
-def joined(layers: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """Return weights and biases of layers as those of one, with zeros for a missing bias."""
+def joined(layers: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
+    """Return weights and biases of layers as those of one; of several, with zeros for a missing bias."""
+    if len(layers) == 1:
+        return layers[0].weight, layers[0].bias
     biases: list[Tensor] = [
         layer.weight.new_zeros(layer.weight.shape[0]) if layer.bias is None else layer.bias for layer in layers
     ]

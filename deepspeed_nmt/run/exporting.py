@@ -376,7 +376,7 @@ def is_current(certificate: Certificate, path: Path, checkpoint: str) -> bool:
 
 
 class _TracedSearch(BeamSearch):
-    """Beam search that records the smallest margin by which it preferred a hypothesis of the beam to another."""
+    """Beam search by torch that records the smallest margin by which it preferred a hypothesis to another."""
 
     smallest = math.inf
 

@@ -295,6 +295,7 @@ class Opened:
     exit: str
     digests: tuple[str, ...] = ()
     precision: str = "fp32"
+    natively: bool = False
     aligning: dict[str, list[int]] = field(default_factory=dict)
     """Layers that align best by exit, once they have been chosen."""
 

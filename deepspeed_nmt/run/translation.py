@@ -541,7 +541,7 @@ class _Rank:
         if self._work.announced() != self._pieces.digest:
             raise ConfigError(
                 f"rank {rank} translates another text, run or options than rank 0; if the run is being trained, name "
-                "the checkpoint; if GPUs differ, give --precision"
+                "the checkpoint; if GPUs differ, give --precision; if only some hosts have a compiler, --native off"
             )
         deadline = time.monotonic() + _VISIBLE_S
         while not (self._pieces.path / _JOB_FILE).exists() and not self._work.is_complete():

@@ -119,22 +119,26 @@ class BeamSearch(LeftToRightSearch[BeamSentence]):
 
     def extend(self, live: Live[BeamSentence], logits_RV: Tensor) -> Extensions:
         """Extend all groups by a token, one group after another; see :meth:`LeftToRightSearch.extend`."""
-        size, sentences = self.size, live.sentences
-        total_BWV = self.extended(live, logits_RV).view(len(sentences), live.width, -1)
-        vocabulary = total_BWV.shape[2]
+        size, sentences, vocabulary = self.size, live.sentences, logits_RV.shape[1]
+        ranked = self._ranked_natively(live, logits_RV)
+        total_RV = self.extended(live, logits_RV) if ranked is None else logits_RV
+        total_BWV = total_RV.view(len(sentences), live.width, vocabulary)
         used_BV: Tensor | None = None  # number of hypotheses of earlier groups that continue with a token
         parts = []
         for group in range(self.groups):
             first = 0 if live.length == 1 else group * size  # the groups begin with one hypothesis
             total_BNV = total_BWV[:, first : first + size]
-            ranked_BNV = total_BNV if used_BV is None else total_BNV - self.diversity * used_BV.unsqueeze(1)
-            rank_BC, index_BC = largest(ranked_BNV.flatten(1), vocabulary, 2 * size)
+            if ranked is None:
+                ranked_BNV = total_BNV if used_BV is None else total_BNV - self.diversity * used_BV.unsqueeze(1)
+                rank_BC, index_BC = largest(ranked_BNV.flatten(1), vocabulary, 2 * size)
+            else:
+                rank_BC, index_BC = ranked
             log_prob_BC = rank_BC
             if used_BV is not None:
                 log_prob_BC = total_BNV.flatten(1).gather(1, index_BC).masked_fill(rank_BC == -torch.inf, -torch.inf)
-            parent_BC = torch.div(index_BC, vocabulary, rounding_mode="floor")
-            token_BC = index_BC - parent_BC * vocabulary
-            parent_BC = parent_BC + first
+            parent_BC, token_BC = torch.div(index_BC, vocabulary, rounding_mode="floor"), index_BC % vocabulary
+            if first:
+                parent_BC = parent_BC + first
             ends_BC = token_BC == self.vocabulary.eos
             self._record(live, group, ends_BC[:, :size], log_prob_BC, parent_BC)
             done = [sentence.counts[group] >= size for sentence in sentences]
@@ -148,8 +152,10 @@ class BeamSearch(LeftToRightSearch[BeamSentence]):
                 used_BV = torch.zeros_like(total_BWV[:, 0]) if used_BV is None else used_BV
                 used_BV.scatter_add_(1, token_BN, alive_BN.to(used_BV.dtype))
             parts.append((parent_BC.gather(1, order_BN), token_BN, log_prob_BN))
-        parent_BK, token_BK, log_prob_BK = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
-        row_BK = torch.arange(len(sentences), device=parent_BK.device).unsqueeze(1) * live.width + parent_BK
+        joined = parts[0] if len(parts) == 1 else [torch.cat(part, dim=1) for part in zip(*parts, strict=True)]
+        parent_BK, token_BK, log_prob_BK = joined
+        first_B = torch.arange(0, len(logits_RV), live.width, device=parent_BK.device)
+        row_BK = parent_BK + first_B.unsqueeze(1)
         unfinished = [sentence.limit > live.length and min(sentence.counts) < size for sentence in sentences]
         return Extensions(unfinished, row_BK, token_BK, log_prob_BK)
 
@@ -163,10 +169,10 @@ class BeamSearch(LeftToRightSearch[BeamSentence]):
         Shape: -> (R,V)
         """
         eos, log_prob_R = self.vocabulary.eos, live.log_prob_R
-        closing = [sentence.limit == live.length for sentence in live.sentences]
         log_prob_RV = torch.log_softmax(logits_RV, dim=1)
         eos_R = log_prob_RV[:, eos].clone()
         live.forbid(log_prob_RV)
+        closing = _closing(live)
         if not any(closing):
             return log_prob_RV.add_(log_prob_R.unsqueeze(1))
         # At its length limit a hypothesis may only end, and no rule forbids that; rules still hold for the others.
@@ -175,11 +181,25 @@ class BeamSearch(LeftToRightSearch[BeamSentence]):
         log_prob_RV[:, eos] = torch.where(closing_R, eos_R + log_prob_R, log_prob_RV[:, eos])
         return log_prob_RV
 
+    def _ranked_natively(self, live: Live[BeamSentence], logits_RV: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the best extensions of each sentence, as :func:`largest` does of :meth:`extended`.
+
+        The log-probabilities of all extensions are not written. Return None if native code does not decode, or
+        cannot: several groups, or hypotheses at their limit.
+        """
+        count, entries = 2 * self.size, live.width * logits_RV.shape[1]
+        is_able = self.groups == 1 and count <= entries and logits_RV.is_contiguous() and not any(_closing(live))
+        if self.native is None or not is_able:
+            return None
+        offset_R = live.log_prob_R - self.native.log_sums(logits_RV)
+        live.forbid(logits_RV)
+        return self.native.largest(logits_RV, offset_R, len(live.sentences), count)
+
     def _record(
         self, live: Live[BeamSentence], group: int, ends_BN: Tensor, log_prob_BC: Tensor, parent_BC: Tensor
     ) -> None:
         """Record the hypotheses of a group that finish: the best N extensions, as far as they are by EOS."""
-        ends_BN = ends_BN & log_prob_BC[:, : self.size].isfinite()
+        ends_BN = ends_BN & (log_prob_BC[:, : self.size] > -torch.inf)
         # In most steps, only here the host waits for the device.
         row_F, rank_F = ends_BN.nonzero(as_tuple=True)
         if row_F.shape[0] == 0:
@@ -191,3 +211,8 @@ class BeamSearch(LeftToRightSearch[BeamSentence]):
             sentence = live.sentences[row]
             sentence.counts[group] += 1
             sentence.finished.setdefault(tuple(tokens), Hypothesis(tokens, log_prob / penalty, log_prob))
+
+
+def _closing(live: Live[BeamSentence]) -> list[bool]:
+    """Return True for each sentence whose hypotheses are at their length limit."""
+    return [sentence.limit == live.length for sentence in live.sentences]

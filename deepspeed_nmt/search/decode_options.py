@@ -17,6 +17,8 @@ from deepspeed_nmt.deep_shallow_score import ALPHA, EXPONENT
 from deepspeed_nmt.errors import ConfigError, finite_number, option, shown
 from deepspeed_nmt.registry import Config, problem_of
 
+NativeChoice = Literal["auto", "on", "off"]
+"""Use of native code: "auto" if it can be compiled."""
 MAX_SOURCE_TOKENS = 1024
 """Tokens of a source line that are translated by default, if the model was not trained on longer ones."""
 STREAM = (
@@ -26,7 +28,7 @@ STREAM = (
 """Options of the translation of lines by an opened model."""
 OPEN = (
     *("checkpoint", "device", "exit", "encoder_layers", "decoder_layers", "detokenise", "precision", "weights"),
-    *("suppress", "tag", "tag_target"),
+    *("suppress", "tag", "tag_target", "native"),
 )
 """Options of the opening of runs."""
 
@@ -159,6 +161,13 @@ class DecodeOptions(Config):
     device: Literal["auto", "cpu", "cuda"] = _option("D", "cpu or cuda; auto: a GPU if there is one", "auto")
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] = _option(
         "P", "fp32, bf16, fp16 (GPUs) or int8 (CPUs); auto: 16 bit on a GPU, fp32 on a CPU", "auto"
+    )
+    native: NativeChoice = _option(
+        "N",
+        "decode on a CPU, in fp32 or int8, by code that is compiled at its first use: on or off; auto: if there is a "
+        "C++ compiler",
+        "auto",
+        torch=True,
     )
     runtime: Literal["torch", "ctranslate2"] | None = _option(
         "R",

@@ -25,6 +25,8 @@ from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY, Vocabulary
 from deepspeed_nmt.errors import option, shown
+from deepspeed_nmt.native.library import Library
+from deepspeed_nmt.nn.linear import native_code
 from deepspeed_nmt.search.base import Hypothesis, Request, check_finite, length_bound
 
 
@@ -217,6 +219,7 @@ class LeftToRightSearch(ABC, Generic[S]):
         self.config = config
         self.model = model
         self.vocabulary = vocabulary
+        self.native: Library | None = None
 
     @torch.inference_mode()
     def search(
@@ -228,6 +231,7 @@ class LeftToRightSearch(ABC, Generic[S]):
             CheckpointError: if the model predicts NaN.
         """
         model = self.model
+        self.native = native_code(model)
         assert not model.training, "call model.eval() first: dropout would change the translations"
         if requests is None:
             requests = [Request(line) for line in range(source_BS.shape[0])]

@@ -9,16 +9,20 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
+from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import DecodableModel, Memory, TranslationModel
 from deepspeed_nmt.errors import ConfigError, option
 from deepspeed_nmt.kernels import onednn_ops
 from deepspeed_nmt.kernels.precision import DTYPES, native_precision
+from deepspeed_nmt.native import library as native
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.linear import pack_weights, unpack_weights
+from deepspeed_nmt.search.decode_options import NativeChoice
 
 
 @dataclass(frozen=True)
@@ -130,18 +134,45 @@ def resolve_precision(precision: str, device: torch.device) -> str:
     return precision
 
 
-def prepare_to_decode(model: nn.Module, device: torch.device, precision: str) -> None:
-    """Bring a model in eval mode to a device for good, in a precision that :func:`resolve_precision` has returned."""
+def resolve_native(choice: NativeChoice, device: torch.device, precision: str) -> bool:
+    """Return True if native code is to decode; log the reason if "auto" does not find it where it would be used.
+
+    Raises:
+        ConfigError: if the choice is "on", and there is none.
+    """
+    if choice == "off":
+        return False
+    if device.type != "cpu" or precision not in ("fp32", "int8"):
+        reason: str | None = f"it decodes in fp32 and int8 on CPUs, and this is {precision} on {device.type}"
+    else:
+        reason = onednn_ops.obstacle(precision) or native.obstacle()
+        if reason is not None and choice == "auto":
+            _log_once(f"torch decodes without native code, which is faster for a few lines: {reason}")
+    if reason is not None and choice == "on":
+        raise ConfigError(f"{option('native')} is on, but {reason}; leave it out")
+    return reason is None
+
+
+@cache
+def _log_once(message: str) -> None:
+    logger.info(message)
+
+
+def prepare_to_decode(model: nn.Module, device: torch.device, precision: str, natively: bool = False) -> None:
+    """Bring a model in eval mode to a device for good.
+
+    ``precision`` and ``natively`` are results of :func:`resolve_precision` and :func:`resolve_native`.
+    """
     model.to(device, DTYPES.get(precision, torch.float32))  # int8 is packed from fp32
     if device.type == "cpu" and onednn_ops.obstacle(precision) is None:
-        pack_weights(model, int8=precision == "int8")
+        pack_weights(model, precision == "int8", native.library() if natively else None)
 
 
 @contextmanager
 def packed_weights(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Have a model decode with packed weights in the block, if it is on a CPU; its weights must not change there."""
     if device.type == "cpu" and onednn_ops.obstacle("fp32") is None:
-        pack_weights(model)
+        pack_weights(model, native=native.library() if resolve_native("auto", device, "fp32") else None)
     try:
         yield
     finally:

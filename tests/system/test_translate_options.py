@@ -15,11 +15,12 @@ import pytest
 
 from deepspeed_nmt.api import Translator
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.evaluate.nbest import read_nbest
 from deepspeed_nmt.interruption import Interrupted
 from deepspeed_nmt.kernels import onednn_ops
 from deepspeed_nmt.methods.transformer import Transformer
+from deepspeed_nmt.native import library as native
 from deepspeed_nmt.parallel.shared_work import SharedWork
 from deepspeed_nmt.run.translation import Pieces
 from tests import commands
@@ -137,6 +138,21 @@ def test_precisions_of_a_cpu(precision: str, run: Path, source: Path, tmp_path: 
     assert 0.0 < worst < 0.1
     same = sum(one.text == two.text for one, two in zip(exact, rounded, strict=True))
     assert same >= 5, "most translations of a model of little certainty are the same"
+
+
+def test_native_code_finds_the_translations_of_torch(run: Path, source: Path, tmp_path: Path) -> None:
+    if (why := native.obstacle()) is not None:
+        pytest.skip(why)
+    lines = source.read_text(encoding="utf-8").splitlines()
+    opened = {choice: Translator.open(run, device="cpu", native=choice) for choice in ("on", "off")}
+    ours, theirs = (one.translate(lines, nbest=2) for one in opened.values())
+    assert [[each.tokens for each in best] for best in ours] == [[each.tokens for each in best] for best in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        assert [each.log_prob for each in one] == pytest.approx([each.log_prob for each in other], abs=1e-4)
+    assert [one.natively for one in opened.values()] == [True, False]
+    assert {one.identity()["--native"] for one in opened.values()} == {"on", "off"}
+    with pytest.raises(ConfigError, match="bf16"):
+        Translator.open(run, device="cpu", native="on", precision="bf16")
 
 
 def test_alignments(

@@ -41,22 +41,14 @@ def test_products_by_onednn_have_the_results_and_gradients_of_blas(
 
 @pytest.mark.parametrize("rows", [1, 3, 70])
 @pytest.mark.parametrize("int8", [False, True])
-def test_a_packed_weight_multiplies_activates_and_adds(rows: int, int8: bool) -> None:
+def test_a_packed_weight_multiplies(rows: int, int8: bool) -> None:
     torch.manual_seed(2)
-    x, weight, bias, residual = (
-        torch.randn(rows, 1, 48),
-        torch.randn(40, 48),
-        torch.randn(40),
-        torch.randn(rows, 1, 40),
-    )
+    x, weight, bias = torch.randn(rows, 1, 48), torch.randn(40, 48), torch.randn(40)
     multiply, plain = PackedWeight(weight, bias, int8), F.linear(x, weight, bias)
     scale = 0.03 * float(plain.abs().max()) if int8 else 1e-4
     with torch.inference_mode():
         for found, expected in (
             (multiply(x), plain),
-            (multiply(x, "relu"), plain.relu()),
-            (multiply(x, "gelu"), F.gelu(plain)),
-            (multiply(x, residual=residual), plain + residual),
             (PackedWeight(weight, None, int8)(x), plain - bias),
         ):
             torch.testing.assert_close(found, expected, atol=scale, rtol=0.0)

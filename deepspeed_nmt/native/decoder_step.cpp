@@ -1,0 +1,472 @@
+// The newest positions of hypotheses through a decoder layer on a CPU, and products of few rows.
+//
+// `library.py` compiles this file for the vectors of the CPU, and checks the length of whatever is passed. All sizes
+// are in elements. Weights are in panels: of PANEL outputs, those of one input are adjacent, and then those of the
+// next input. Sums are in fp32; NaN and infinity pass through everything.
+//
+// Rows are hypotheses, those of a sentence adjacent and equally many for each sentence.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16, VECTORS = 4;
+#elif defined(__AVX2__)
+constexpr int LANES = 8, VECTORS = 2;
+#else
+constexpr int LANES = 4, VECTORS = 2;
+#endif
+constexpr int64_t PANEL = LANES * VECTORS;
+constexpr int64_t MOST_ROWS = 6;  // that are multiplied together: their sums fill the registers of a CPU
+constexpr int64_t BLOCK = 64;     // numbers of which one look tells if any is among the largest
+constexpr int64_t TOGETHER = 256;  // rows that pass through a product or a layer together, so that they stay in a cache
+
+typedef float Vector __attribute__((vector_size(LANES * sizeof(float))));
+typedef float Unaligned __attribute__((vector_size(LANES * sizeof(float)), aligned(alignof(float)), may_alias));
+
+inline Vector load(const float* x) { return *reinterpret_cast<const Unaligned*>(x); }
+
+inline Vector load(const int8_t* x) {
+#if defined(__AVX512F__)
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
+#elif defined(__AVX2__)
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))));
+#else
+    Vector y;
+    for (int lane = 0; lane < LANES; lane++) y[lane] = x[lane];
+    return y;
+#endif
+}
+
+inline void store(float* x, Vector y) { *reinterpret_cast<Unaligned*>(x) = y; }
+
+// scale (x W^T) + bias. All three have zeros up to a multiple of PANEL outputs.
+struct Product {
+    const void* weight;
+    const float* scale;
+    const float* bias;
+    int64_t inputs, outputs, is_int8;
+};
+
+// The residual connection around f: x + f(norm(x)) if `is_pre`, else norm(alpha x + f(x)).
+struct Residual {
+    const float* weight;
+    const float* bias;
+    double epsilon, alpha;
+    int64_t is_pre;
+};
+
+enum Activation : int64_t { RELU, GELU, SWISH };
+
+struct Layer {
+    int64_t dim, inner, heads, activation, has_source;
+    Residual around_self, around_source, around_network;
+    Product keys_values_query, self_out, query, source_out, up, down;
+};
+
+// Keys, or values: those of a head at a position are adjacent.
+struct States {
+    const float* first;
+    int64_t of_place, of_head, of_position;
+
+    const float* at(int64_t place, int64_t head) const { return first + place * of_place + head * of_head; }
+};
+
+// What all layers of a step share. Masks are null if all is seen.
+struct Past {
+    int64_t sentences, hypotheses, places;
+    const int64_t* place;  // of each sentence in a cache, and among the keys and values of the source; null: in order
+    int64_t capacity, positions;  // the last `hypotheses` positions of a sentence are to be written
+    const uint8_t* seen;          // (sentences, hypotheses, positions)
+
+    int64_t place_of(int64_t sentence) const { return place == nullptr ? sentence : place[sentence]; }
+};
+
+struct Source {
+    States keys, values;
+    int64_t positions;
+    const uint8_t* seen;  // (sentences, positions)
+};
+
+// A cache has keys, then values: (2, places, heads, capacity, dim / heads). States, (rows, dim), are input and output.
+struct Step {
+    const Layer& layer;
+    const Past& past;
+    const Source& source;
+    float* states;
+    float* cache;
+};
+
+// output = kept output + x W^T + b, in a panel of outputs from `first` on.
+template <int ROWS, class Weight>
+void multiply_panel(const Product& product, const float* input, int64_t first, float kept, float* output) {
+    const int64_t inputs = product.inputs, outputs = product.outputs;
+    const Weight* weight = static_cast<const Weight*>(product.weight) + first * inputs;
+    Vector sums[ROWS][VECTORS] = {};
+    for (int64_t i = 0; i < inputs; i++, weight += PANEL) {
+        Vector of_input[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) of_input[v] = load(weight + v * LANES);
+#pragma GCC unroll 6
+        for (int row = 0; row < ROWS; row++) {
+            const float x = input[row * inputs + i];
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) sums[row][v] += x * of_input[v];
+        }
+    }
+#pragma GCC unroll 6
+    for (int row = 0; row < ROWS; row++) {
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) {
+            const int64_t from = first + v * LANES;
+            float* to = output + row * outputs + from;
+            Vector value = sums[row][v] * load(product.scale + from) + load(product.bias + from);
+            if (from + LANES <= outputs) {
+                store(to, kept == 0.0f ? value : value + kept * load(to));
+            } else {
+                for (int64_t e = 0; e < outputs - from; e++) {
+                    to[e] = kept == 0.0f ? value[e] : value[e] + kept * to[e];
+                }
+            }
+        }
+    }
+}
+
+template <class Weight>
+void multiply_by(const Product& product, const float* input, int64_t rows, float kept, float* output) {
+    const int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    for (int64_t first = 0; first < product.outputs; first += PANEL) {
+        for (int64_t block = 0; block < blocks; block++) {
+            const int64_t row = rows * block / blocks, count = rows * (block + 1) / blocks - row;
+            const float* x = input + row * product.inputs;
+            float* y = output + row * product.outputs;
+            switch (count) {
+                case 1: multiply_panel<1, Weight>(product, x, first, kept, y); break;
+                case 2: multiply_panel<2, Weight>(product, x, first, kept, y); break;
+                case 3: multiply_panel<3, Weight>(product, x, first, kept, y); break;
+                case 4: multiply_panel<4, Weight>(product, x, first, kept, y); break;
+                case 5: multiply_panel<5, Weight>(product, x, first, kept, y); break;
+                default: multiply_panel<6, Weight>(product, x, first, kept, y);
+            }
+        }
+    }
+}
+
+// output = kept output + x W^T + b; with `kept` 0 the output need not be set.
+void multiply(const Product& product, const float* input, int64_t rows, float kept, float* output) {
+    for (int64_t first = 0; first < rows; first += TOGETHER) {
+        const int64_t count = std::min(TOGETHER, rows - first);
+        const float* x = input + first * product.inputs;
+        float* y = output + first * product.outputs;
+        if (product.is_int8) {
+            multiply_by<int8_t>(product, x, count, kept, y);
+        } else {
+            multiply_by<float>(product, x, count, kept, y);
+        }
+    }
+}
+
+void normalise(const Residual& norm, const float* input, int64_t rows, int64_t dim, float* output) {
+    for (int64_t row = 0; row < rows; row++, input += dim, output += dim) {
+        float sum = 0.0f, squares = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t d = 0; d < dim; d++) sum += input[d];
+        const float mean = sum / dim;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t d = 0; d < dim; d++) squares += (input[d] - mean) * (input[d] - mean);
+        const float scale = 1.0f / std::sqrt(squares / dim + static_cast<float>(norm.epsilon));
+#pragma omp simd
+        for (int64_t d = 0; d < dim; d++) output[d] = (input[d] - mean) * scale * norm.weight[d] + norm.bias[d];
+    }
+}
+
+// e^x = 2^n e^r with |r| <= ln 2 / 2, to 1e-6 of itself for x from -87 to 88, and constant beyond. Loops of it are
+// vectorised, as those of the library's are not.
+inline float exponential(float x) {
+    const float near_integer = 12582912.0f;  // 1.5 2^23: a sum with it has no fraction
+    const float bounded = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    const float n = (bounded * 1.44269504f + near_integer) - near_integer, r = bounded - n * 0.69314718f;
+    const float high = 1 / 24.0f + r * (1 / 120.0f + r * (1 / 720.0f));
+    const float power = 1.0f + r * (1.0f + r * (1 / 2.0f + r * (1 / 6.0f + r * high)));
+    const uint32_t exponent = (static_cast<uint32_t>(static_cast<int32_t>(n)) + 127) << 23;
+    float scale;
+    std::memcpy(&scale, &exponent, sizeof(scale));
+    return scale * power;
+}
+
+// The error function to 1.5e-7: Abramowitz, Stegun, "Handbook of Mathematical Functions", 1964, 7.1.26.
+inline float error_function(float x) {
+    const float size = x < 0.0f ? -x : x, t = 1.0f / (1.0f + 0.3275911f * size);
+    const float low = 0.254829592f + t * (-0.284496736f + t * 1.421413741f);
+    const float sum = t * (low + t * t * t * (-1.453152027f + t * 1.061405429f));
+    const float y = 1.0f - sum * exponential(-size * size);
+    return x < 0.0f ? -y : y;
+}
+
+void activate(int64_t activation, float* x, int64_t count) {
+    switch (activation) {
+        case RELU:
+#pragma omp simd
+            for (int64_t i = 0; i < count; i++) x[i] = x[i] < 0.0f ? 0.0f : x[i];
+            break;
+        case GELU:
+#pragma omp simd
+            for (int64_t i = 0; i < count; i++) x[i] *= 0.5f * (1.0f + error_function(x[i] * 0.70710678f));
+            break;
+        case SWISH:
+#pragma omp simd
+            for (int64_t i = 0; i < count; i++) x[i] /= 1.0f + exponential(-x[i]);
+    }
+}
+
+inline float dot(const float* x, const float* y, int64_t count) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < count; i++) sum += x[i] * y[i];
+    return sum;
+}
+
+// Attention of one head of one hypothesis to the `count` positions that it sees.
+void attend(const float* query, const float* keys, int64_t of_key, const float* values, int64_t of_value,
+            const int64_t* seen, int64_t count, int64_t width, float* weights, float* output) {
+    const float scale = 1.0f / std::sqrt(static_cast<float>(width));
+    float most = -std::numeric_limits<float>::infinity(), sum = 0.0f;
+    for (int64_t t = 0; t < count; t++) {
+        weights[t] = scale * dot(query, keys + seen[t] * of_key, width);
+        most = weights[t] > most ? weights[t] : most;
+    }
+#pragma omp simd reduction(+ : sum)
+    for (int64_t t = 0; t < count; t++) {
+        weights[t] = exponential(weights[t] - most);
+        sum += weights[t];
+    }
+    std::fill_n(output, width, 0.0f);
+    for (int64_t t = 0; t < count; t++) {
+        const float weight = weights[t] / sum;
+        const float* value = values + seen[t] * of_value;
+#pragma omp simd
+        for (int64_t d = 0; d < width; d++) output[d] += weight * value[d];
+    }
+}
+
+// Write the indices of what a mask shows, and return their number.
+int64_t list_seen(const uint8_t* mask, int64_t positions, int64_t* seen) {
+    int64_t count = 0;
+    for (int64_t p = 0; p < positions; p++) {
+        if (mask == nullptr || mask[p]) seen[count++] = p;
+    }
+    return count;
+}
+
+// What rows between two products need.
+struct Workspace {
+    std::unique_ptr<float[]> normed, projected, attended, inner, weights;
+    std::unique_ptr<int64_t[]> seen, counts;
+
+    Workspace(const Step& step, int64_t rows)
+        : normed(new float[rows * step.layer.dim]),
+          projected(new float[rows * 3 * step.layer.dim]),
+          attended(new float[rows * step.layer.dim]),
+          inner(new float[rows * step.layer.inner]),
+          weights(new float[std::max(step.past.positions, step.source.positions)]),
+          seen(new int64_t[std::max(step.past.hypotheses * step.past.positions, step.source.positions)]),
+          counts(new int64_t[step.past.hypotheses]) {}
+};
+
+// Write the newest keys and values, which follow one another in the rows of `projected`, into the cache.
+void append(const Step& step, int64_t sentence, const float* projected) {
+    const Past& past = step.past;
+    const int64_t dim = step.layer.dim, heads = step.layer.heads, width = dim / heads;
+    for (int64_t hypothesis = 0; hypothesis < past.hypotheses; hypothesis++, projected += 3 * dim) {
+        const int64_t position = past.positions - past.hypotheses + hypothesis;
+        for (int64_t part = 0; part < 2; part++) {
+            for (int64_t head = 0; head < heads; head++) {
+                const int64_t of_head = (part * past.places + past.place_of(sentence)) * heads + head;
+                std::copy_n(projected + part * dim + head * width, width,
+                            step.cache + (of_head * past.capacity + position) * width);
+            }
+        }
+    }
+}
+
+// Heads one after another: what the hypotheses of a sentence share is read once.
+void attend_to_past(const Step& step, int64_t sentence, const float* projected, Workspace& work, float* attended) {
+    const Past& past = step.past;
+    const int64_t dim = step.layer.dim, heads = step.layer.heads, width = dim / heads;
+    const int64_t of_head = past.capacity * width, of_place = heads * of_head, place = past.place_of(sentence);
+    const States keys{step.cache, of_place, of_head, width};
+    const States values{step.cache + past.places * of_place, of_place, of_head, width};
+    for (int64_t hypothesis = 0; hypothesis < past.hypotheses; hypothesis++) {
+        const int64_t row = sentence * past.hypotheses + hypothesis;
+        const uint8_t* mask = past.seen == nullptr ? nullptr : past.seen + row * past.positions;
+        work.counts[hypothesis] = list_seen(mask, past.positions, &work.seen[hypothesis * past.positions]);
+    }
+    for (int64_t head = 0; head < heads; head++) {
+        for (int64_t hypothesis = 0; hypothesis < past.hypotheses; hypothesis++) {
+            const float* query = projected + hypothesis * 3 * dim + 2 * dim + head * width;
+            attend(query, keys.at(place, head), width, values.at(place, head), width,
+                   &work.seen[hypothesis * past.positions], work.counts[hypothesis], width, work.weights.get(),
+                   attended + hypothesis * dim + head * width);
+        }
+    }
+}
+
+void attend_to_source(const Step& step, int64_t sentence, const float* query, Workspace& work, float* attended) {
+    const Source& source = step.source;
+    const int64_t dim = step.layer.dim, heads = step.layer.heads, width = dim / heads;
+    const int64_t place = step.past.place_of(sentence);
+    const uint8_t* mask = source.seen == nullptr ? nullptr : source.seen + sentence * source.positions;
+    const int64_t count = list_seen(mask, source.positions, work.seen.get());
+    for (int64_t head = 0; head < heads; head++) {
+        for (int64_t hypothesis = 0; hypothesis < step.past.hypotheses; hypothesis++) {
+            const int64_t at = hypothesis * dim + head * width;
+            attend(query + at, source.keys.at(place, head), source.keys.of_position, source.values.at(place, head),
+                   source.values.of_position, work.seen.get(), count, width, work.weights.get(), attended + at);
+        }
+    }
+}
+
+// `sublayer` adds its result for the given input to alpha times the states.
+template <class Sublayer>
+void connect(const Residual& around, float* states, int64_t rows, int64_t dim, float* normed, Sublayer sublayer) {
+    if (around.is_pre) {
+        normalise(around, states, rows, dim, normed);
+        sublayer(normed);
+    } else {
+        sublayer(states);
+        normalise(around, states, rows, dim, states);
+    }
+}
+
+// The layer for sentences `first` to `end`.
+void decode(const Step& step, int64_t first, int64_t end, Workspace& work) {
+    const Layer& layer = step.layer;
+    const int64_t dim = layer.dim, hypotheses = step.past.hypotheses, rows = (end - first) * hypotheses;
+    float* states = step.states + first * hypotheses * dim;
+    float *projected = work.projected.get(), *attended = work.attended.get(), *inner = work.inner.get();
+    connect(layer.around_self, states, rows, dim, work.normed.get(), [&](const float* input) {
+        multiply(layer.keys_values_query, input, rows, 0.0f, projected);
+        for (int64_t sentence = first; sentence < end; sentence++) {
+            const int64_t row = (sentence - first) * hypotheses;
+            append(step, sentence, projected + row * 3 * dim);
+            attend_to_past(step, sentence, projected + row * 3 * dim, work, attended + row * dim);
+        }
+        multiply(layer.self_out, attended, rows, layer.around_self.alpha, states);
+    });
+    if (layer.has_source) {
+        connect(layer.around_source, states, rows, dim, work.normed.get(), [&](const float* input) {
+            multiply(layer.query, input, rows, 0.0f, projected);
+            for (int64_t sentence = first; sentence < end; sentence++) {
+                const int64_t row = (sentence - first) * hypotheses;
+                attend_to_source(step, sentence, projected + row * dim, work, attended + row * dim);
+            }
+            multiply(layer.source_out, attended, rows, layer.around_source.alpha, states);
+        });
+    }
+    connect(layer.around_network, states, rows, dim, work.normed.get(), [&](const float* input) {
+        multiply(layer.up, input, rows, 0.0f, inner);
+        activate(layer.activation, inner, rows * layer.inner);
+        multiply(layer.down, inner, rows, layer.around_network.alpha, states);
+    });
+}
+
+float log_of_summed_exponentials(const float* x, int64_t entries) {
+    float most = -std::numeric_limits<float>::infinity(), sum = 0.0f;
+#pragma omp simd reduction(max : most)
+    for (int64_t i = 0; i < entries; i++) most = x[i] > most ? x[i] : most;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < entries; i++) sum += exponential(x[i] - most);
+    return most + std::log(sum);
+}
+
+// NaN is above all numbers, as in torch.
+inline bool is_above(float x, float y) { return x > y || (std::isnan(x) && !std::isnan(y)); }
+
+// The `count` largest of the numbers so far, largest first, of equal ones the first, and their places.
+struct Largest {
+    float* numbers;
+    int64_t* places;
+    int64_t count, known;
+
+    void add(float x, int64_t at) {
+        if (known == count && !is_above(x, numbers[count - 1])) return;
+        int64_t rank = known < count ? known++ : count - 1;
+        for (; rank > 0 && is_above(x, numbers[rank - 1]); rank--) {
+            numbers[rank] = numbers[rank - 1];
+            places[rank] = places[rank - 1];
+        }
+        numbers[rank] = x;
+        places[rank] = at;
+    }
+
+    // Add the numbers x + offset.
+    void add_all(const float* x, int64_t entries, float offset, int64_t first_place) {
+        for (int64_t first = 0; first < entries; first += BLOCK) {
+            const int64_t end = std::min(first + BLOCK, entries);
+            if (known == count) {
+                const float least = numbers[count - 1];
+                int any = 0;
+#pragma omp simd reduction(| : any)
+                for (int64_t i = first; i < end; i++) any |= !(x[i] + offset <= least);
+                if (!any) continue;
+            }
+            for (int64_t i = first; i < end; i++) add(x[i] + offset, first_place + i);
+        }
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+int64_t panel_outputs() { return PANEL; }
+
+void multiply_rows(const Product* product, const float* input, int64_t rows, float* output) {
+    multiply(*product, input, rows, 0.0f, output);
+}
+
+// The `count` largest of x + offset in each of `sentences` blocks of `hypotheses` rows, which have an offset each.
+void largest_of_rows(const float* x, const float* offsets, int64_t sentences, int64_t hypotheses, int64_t entries,
+                     int64_t count, float* numbers, int64_t* places) {
+    for (int64_t sentence = 0; sentence < sentences; sentence++) {
+        Largest largest{numbers + sentence * count, places + sentence * count, count, 0};
+        for (int64_t hypothesis = 0; hypothesis < hypotheses; hypothesis++) {
+            const int64_t row = sentence * hypotheses + hypothesis;
+            largest.add_all(x + row * entries, entries, offsets[row], hypothesis * entries);
+        }
+    }
+}
+
+void log_sums_of_rows(const float* x, int64_t rows, int64_t entries, float* log_sums) {
+    for (int64_t row = 0; row < rows; row++) log_sums[row] = log_of_summed_exponentials(x + row * entries, entries);
+}
+
+// Return 0; 1 if there is no memory; 2 if a sentence has no place.
+int64_t decode_layer(const Layer* layer, const Past* past, const Source* source, float* states, float* cache) {
+    for (int64_t sentence = 0; sentence < past->sentences; sentence++) {
+        const int64_t place = past->place_of(sentence);
+        if (place < 0 || place >= past->places) return 2;
+    }
+    const Step step{*layer, *past, *source, states, cache};
+    const int64_t together = std::max<int64_t>(1, TOGETHER / past->hypotheses);
+    try {
+        Workspace work(step, std::min(together, past->sentences) * past->hypotheses);
+        for (int64_t first = 0; first < past->sentences; first += together) {
+            decode(step, first, std::min(first + together, past->sentences), work);
+        }
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+    return 0;
+}
+}

@@ -1,0 +1,419 @@
+"""The native code of decoding on a CPU: built at its first use on a machine, called with tensors.
+
+`decoder_step.cpp` is compiled by the compiler that is there, for the vectors of this CPU. The library is kept in a
+directory of this user alone, under a name that is a hash of source, compiler and flags, and ends in a hash of its
+content. Without a compiler, or where no such directory can be made, there is no native code, and torch decodes.
+
+The code has no state, starts no threads, and may be called by several.
+
+Legend: B sentences, W hypotheses of a sentence, R rows = B x W, D model width, E outputs, H heads, K head width,
+P positions of a sentence, C capacity of a cache in positions, S source length.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+from collections.abc import Sequence
+from ctypes import c_double, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.files import atomic_write_bytes, read_regular
+
+FEW_ROWS = 16
+"""Rows up to which the products are faster than oneDNN's in any case."""
+_SOURCE = Path(__file__).with_name("decoder_step.cpp")
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp-simd", "-ffp-contract=fast", "-Wno-psabi")
+CAPABILITIES = {
+    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"),
+    "AVX2": ("-mavx2", "-mfma"),
+    "DEFAULT": (),
+}
+"""Flags of the compiler by torch's name of what a CPU has; vectors of other CPUs are the compiler's default."""
+_COMPILERS = ("g++", "c++", "clang++")
+_BUILD_S = 300.0
+"""Seconds after which a compiler is given up."""
+_WIDE = 16
+"""Outputs of a panel of AVX2's vectors."""
+_ACTIVATIONS = ("relu", "gelu", "swish")
+
+
+class NativeError(Exception):
+    """The reason why there is no native code here; a clause."""
+
+
+class _Product(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("weight", "scale", "bias")),
+        *((name, c_int64) for name in ("inputs", "outputs", "is_int8")),
+    )
+
+
+class _Residual(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("weight", "bias")),
+        *((name, c_double) for name in ("epsilon", "alpha")),
+        ("is_pre", c_int64),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("dim", "inner", "heads", "activation", "has_source")),
+        *((name, _Residual) for name in ("around_self", "around_source", "around_network")),
+        *((name, _Product) for name in ("keys_values_query", "self_out", "query", "source_out", "up", "down")),
+    )
+
+
+class _States(ctypes.Structure):
+    _fields_ = (
+        ("first", c_void_p),
+        *((name, c_int64) for name in ("of_place", "of_head", "of_position")),
+    )
+
+
+class _Past(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("sentences", "hypotheses", "places")),
+        ("place", c_void_p),
+        *((name, c_int64) for name in ("capacity", "positions")),
+        ("seen", c_void_p),
+    )
+
+
+class _Source(ctypes.Structure):
+    _fields_ = (
+        *((name, _States) for name in ("keys", "values")),
+        ("positions", c_int64),
+        ("seen", c_void_p),
+    )
+
+
+class Library:
+    """The compiled code, from a file.
+
+    Attributes:
+        panel_outputs: outputs of a panel.
+        is_wide: True if its vectors are those of AVX2 or AVX-512.
+
+    Raises:
+        NativeError: if a file is no such library, or computes something else.
+    """
+
+    def __init__(self, file: Path) -> None:
+        try:
+            self.file, code = file, ctypes.CDLL(str(file))
+            self.decode_layer, self.multiply_rows = code.decode_layer, code.multiply_rows
+            self._largest, self._log_sums = code.largest_of_rows, code.log_sums_of_rows
+            code.panel_outputs.restype = self.decode_layer.restype = c_int64
+            self.multiply_rows.restype = self._largest.restype = self._log_sums.restype = None
+            self.panel_outputs = int(code.panel_outputs())
+            self.is_wide = self.panel_outputs >= _WIDE
+        except (OSError, AttributeError) as error:  # such as a file system from which nothing may be run
+            raise NativeError(f"the compiled code cannot be loaded ({error})") from error
+        structures = map(ctypes.POINTER, (_Layer, _Past, _Source))
+        self.decode_layer.argtypes = (*structures, c_void_p, c_void_p)
+        self.multiply_rows.argtypes = (ctypes.POINTER(_Product), c_void_p, c_int64, c_void_p)
+        self._largest.argtypes = (c_void_p, c_void_p, *[c_int64] * 4, c_void_p, c_void_p)
+        self._log_sums.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
+        weight = torch.arange(-7.0, 8.0).repeat(9)[:130].view(26, 5)
+        x = torch.arange(35.0).view(7, 5)
+        if not torch.equal(Panels(self, weight, None)(x), x @ weight.t()):
+            raise NativeError("the compiled code multiplies wrongly")
+
+    def log_sums(self, x_RV: Tensor) -> Tensor:
+        """Compute log sum_v exp x_v of each row. Shape: fp32 (R,V) -> (R,)."""
+        log_sums_R = x_RV.new_empty(len(x_RV))
+        self._log_sums(_pointer(x_RV, x_RV.shape), *x_RV.shape, log_sums_R.data_ptr())
+        return log_sums_R
+
+    def largest(self, x_RV: Tensor, offset_R: Tensor, sentences: int, k: int) -> tuple[Tensor, Tensor]:
+        """Find the ``k`` largest of x + offset of each sentence, largest first, and their indices in its W x V.
+
+        Shape: fp32 (R,V), (R,) -> (B,k), (B,k)
+        """
+        rows, entries = x_RV.shape
+        hypotheses = rows // sentences
+        if rows != sentences * hypotheses or not 0 < k <= hypotheses * entries:
+            raise ValueError(f"{k} entries of {rows} x {entries} for {sentences} sentences")
+        values_Bk, index_Bk = x_RV.new_empty(sentences, k), offset_R.new_empty(sentences, k, dtype=torch.int64)
+        inputs = _pointer(x_RV, (rows, entries)), _pointer(offset_R, (rows,))
+        outputs = values_Bk.data_ptr(), index_Bk.data_ptr()
+        self._largest(*inputs, sentences, hypotheses, entries, k, *outputs)
+        return values_Bk, index_Bk
+
+
+class Panels:
+    """A weight (E,D), in fp32 or rounded to int8 with a scale for each output, and a bias or None, in panels."""
+
+    def __init__(self, library: Library, weight_ED: Tensor, bias_E: Tensor | None, int8: bool = False) -> None:
+        weight, self._library = weight_ED.detach().float(), library
+        self.outputs, self.inputs = weight.shape
+        scale_E = weight.new_ones(self.outputs)
+        if int8:
+            scale_E = (weight.abs().amax(dim=1) / 127.0).clamp(min=1e-12)
+            weight = (weight / scale_E.unsqueeze(1)).round().to(torch.int8)
+        rest = -self.outputs % library.panel_outputs
+        panels = F.pad(weight, (0, 0, 0, rest)).view(-1, library.panel_outputs, self.inputs)
+        self._weight = panels.transpose(1, 2).contiguous()
+        self._scale = F.pad(scale_E, (0, rest))
+        bias_E = weight_ED.new_zeros(self.outputs) if bias_E is None else bias_E.detach()
+        self._bias = F.pad(bias_E.float(), (0, rest))
+        pointers = (x.data_ptr() for x in (self._weight, self._scale, self._bias))
+        self.structure = _Product(*pointers, self.inputs, self.outputs, int8)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute x W^T + b. Shape: fp32 (..., D) -> (..., E)."""
+        x = x.contiguous()
+        y = x.new_empty(*x.shape[:-1], self.outputs)
+        rows = y.numel() // self.outputs
+        of_x, of_y = _pointer(x.view(-1, self.inputs), (rows, self.inputs)), _pointer(y, y.shape)
+        self._library.multiply_rows(self.structure, of_x, rows, of_y)
+        return y
+
+
+class AroundSublayer(NamedTuple):
+    """A residual connection: x + f(norm(x)) if ``is_pre``, else norm(alpha x + f(x))."""
+
+    weight_D: Tensor
+    bias_D: Tensor
+    epsilon: float
+    alpha: float
+    is_pre: bool
+
+
+class Past:
+    """The cached positions that the hypotheses of a step see, the newest included; all layers share it.
+
+    Args:
+        rows: R.
+        positions: P; the last W of P are the newest.
+        seen_B1WP: True where a hypothesis sees a position; None if all see all.
+        places_B: places of the sentences in caches; None: the first ones, in order.
+        places: of a cache, N.
+        capacity: of a cache, C.
+    """
+
+    def __init__(
+        self,
+        sentences: int,
+        rows: int,
+        positions: int,
+        seen_B1WP: Tensor | None,
+        places_B: Tensor | None,
+        places: int,
+        capacity: int,
+    ) -> None:
+        hypotheses = rows // sentences
+        if rows != sentences * hypotheses or not 0 < hypotheses <= positions <= capacity or sentences > places:
+            raise ValueError(f"{rows} rows do not fit {sentences} sentences and {positions} of {capacity} positions")
+        self.rows, self.sentences, self.places, self.capacity = rows, sentences, places, capacity
+        self._kept = seen_B1WP, places_B  # the structure points to their memory
+        seen = None if seen_B1WP is None else _pointer(seen_B1WP, (sentences, 1, hypotheses, positions), torch.bool)
+        place = None if places_B is None else _pointer(places_B, (sentences,), torch.int64)
+        self.structure = _Past(sentences, hypotheses, places, place, capacity, positions, seen)
+
+
+class Source:
+    """Keys and values of the source in N places; True where a position of a sentence is no padding, None for all."""
+
+    def __init__(self, keys_NHSK: Tensor, values_NHSK: Tensor, seen_B11S: Tensor | None) -> None:
+        self.keys_NHSK, self.seen_B11S, self._values = keys_NHSK, seen_B11S, values_NHSK
+        self.shape, length = keys_NHSK.shape, keys_NHSK.shape[2]
+        self.sentences = None if seen_B11S is None else len(seen_B11S)
+        seen = None if seen_B11S is None else _pointer(seen_B11S, (len(seen_B11S), 1, 1, length), torch.bool)
+        self.structure = _Source(*(_strided(x, self.shape) for x in (keys_NHSK, values_NHSK)), length, seen)
+
+    def is_of(self, keys_NHSK: Tensor, seen_B11S: Tensor | None) -> bool:
+        """Return True if it was made of these."""
+        return self.keys_NHSK is keys_NHSK and self.seen_B11S is seen_B11S
+
+
+_NO_SOURCE = _Source()
+
+
+class NativeLayer:
+    """A decoder layer of self-attention, cross-attention if there is one, and feed-forward.
+
+    Args:
+        library: the compiled code.
+        heads: H.
+        activation: of the feed-forward network: relu, gelu or swish.
+        around: the residual connections of the sub-layers in this order.
+        products: keys, values and query of self-attention in one, and its output; query of cross-attention, and its
+            output; the two of feed-forward.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        heads: int,
+        activation: str,
+        around: Sequence[AroundSublayer],
+        products: Sequence[Panels],
+    ) -> None:
+        joint, out, *of_source, up, down = products
+        dim, has_source = joint.inputs, len(around) == 3
+        self._library, self._dim, self._heads, self._has_source = library, dim, heads, has_source
+        self._kept = tuple(around), tuple(products)  # the structure points to their memory
+        shapes = [(3 * dim, dim), *[(dim, dim)] * (3 if has_source else 1), (up.outputs, dim), (dim, up.outputs)]
+        if [(one.outputs, one.inputs) for one in products] != shapes or dim % heads:
+            raise ValueError("the weights of a layer do not fit one another")
+        residuals = [
+            _Residual(*(_pointer(x_D, (dim,)) for x_D in one[:2]), one.epsilon, one.alpha, one.is_pre)
+            for one in around
+        ]
+        structures = [one.structure for one in (joint, out, *of_source)]
+        if not has_source:
+            residuals.insert(1, _Residual())
+            structures += [_Product(), _Product()]
+        structures += [up.structure, down.structure]
+        numbers = (dim, up.outputs, heads, _ACTIVATIONS.index(activation), has_source)
+        self._structure = _Layer(*numbers, *residuals, *structures)
+
+    def __call__(self, x_R1D: Tensor, past: Past, cache_2NHCK: Tensor, source: Source | None) -> Tensor:
+        """Decode the newest position of each hypothesis, and write its keys and values into the cache.
+
+        ``source``, of a layer with cross-attention, has its sentences in the places of the past.
+
+        Shape: fp32 (R,1,D) -> (R,1,D)
+        """
+        width, of_source = self._dim // self._heads, _NO_SOURCE
+        if self._has_source:
+            assert source is not None
+            fits = source.sentences in (None, past.sentences) and source.shape[:2] == (past.places, self._heads)
+            if not fits or source.shape[3] != width:
+                raise ValueError(f"a source of {tuple(source.shape)} does not fit {past.sentences} sentences")
+            of_source = source.structure
+        states = x_R1D.clone(memory_format=torch.contiguous_format)
+        pointers = (
+            _pointer(states, (past.rows, 1, self._dim)),
+            _pointer(cache_2NHCK, (2, past.places, self._heads, past.capacity, width)),
+        )
+        problem = self._library.decode_layer(self._structure, past.structure, of_source, *pointers)
+        if problem:
+            raise MemoryError("no memory for a step of decoding") if problem == 1 else IndexError("no such place")
+        return states
+
+
+def _pointer(x: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
+    """Return the address of a tensor of exactly this shape and dtype, contiguous on the CPU."""
+    if x.shape != shape or x.dtype != dtype or not x.is_contiguous() or not x.is_cpu:
+        raise ValueError(f"{x.dtype} {tuple(x.shape)} on {x.device} in place of contiguous {dtype} {tuple(shape)}")
+    return x.data_ptr()
+
+
+def _strided(x_BHSK: Tensor, shape: Sequence[int]) -> _States:
+    """Return where keys or values of this shape are, of which those of a head at a position are contiguous."""
+    *strides, last = x_BHSK.stride()
+    if x_BHSK.shape != shape or x_BHSK.dtype != torch.float32 or last != 1 or not x_BHSK.is_cpu:
+        raise ValueError(f"{x_BHSK.dtype} {tuple(x_BHSK.shape)} in place of keys or values {tuple(shape)}")
+    return _States(x_BHSK.data_ptr(), *strides)
+
+
+@cache
+def library() -> Library:
+    """Return the code for this CPU, which is compiled if need be.
+
+    Raises:
+        NativeError: if there is none.
+    """
+    capability = torch.backends.cpu.get_cpu_capability()
+    return build(capability if capability in CAPABILITIES else "DEFAULT", kept_directory())
+
+
+@cache
+def obstacle() -> str | None:
+    """Return the reason why there is no native code here, or None."""
+    try:
+        library()
+    except NativeError as error:
+        return str(error)
+    return None
+
+
+def build(capability: str, directory: Path) -> Library:
+    """Return the code for one of :data:`CAPABILITIES` from a directory, after it is compiled if need be.
+
+    Raises:
+        NativeError: if it cannot be compiled, kept or loaded, or computes something else.
+    """
+    compiler = _compiler()
+    command = [*compiler, *_FLAGS, *CAPABILITIES[capability], str(_SOURCE)]
+    try:
+        _make_private(directory)
+        version, source = _output_of([*compiler, "--version"]), _SOURCE.read_text(encoding="utf-8")
+        made_of = [platform.machine(), version, *command[:-1], source]
+        file = directory / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]}.so"
+        if not _is_whole(file):
+            logger.info("the code of decoding is compiled for this CPU, once: %s", file)
+            with TemporaryDirectory() as scratch:
+                new = Path(scratch) / file.name
+                _output_of([*command, "-o", str(new)])
+                content = new.read_bytes()
+            atomic_write_bytes(file, content + hashlib.sha256(content).digest())
+    except OSError as error:
+        reason = error.strerror or error
+        raise NativeError(f"{directory} cannot keep compiled code ({reason}); set XDG_CACHE_HOME") from error
+    return Library(file)
+
+
+def kept_directory() -> Path:
+    """Return the directory that keeps compiled code."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepspeed_nmt"
+    except RuntimeError as error:
+        raise NativeError("there is no home directory to keep compiled code in; set XDG_CACHE_HOME") from error
+
+
+def _compiler() -> list[str]:
+    given = shlex.split(os.environ.get("CXX", ""))
+    path = next(filter(None, map(shutil.which, given[:1] or _COMPILERS)), None)
+    if path is None:
+        raise NativeError("there is no C++ compiler; install g++" if not given else f"CXX is {given[0]}, no program")
+    return [path, *given[1:]]
+
+
+def _output_of(command: Sequence[str]) -> str:
+    """Run a compiler and return its output; a NativeError if it fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_BUILD_S).stdout
+    except subprocess.CalledProcessError as error:
+        reason = next((line for line in error.stderr.splitlines() if "error" in line), f"status {error.returncode}")
+        raise NativeError(f"{command[0]} fails: {reason.strip()}") from error
+    except (subprocess.TimeoutExpired, OSError, UnicodeDecodeError) as error:
+        raise NativeError(f"{command[0]} fails: {error}") from error
+
+
+def _make_private(directory: Path) -> None:
+    """Make a directory in which only this user writes; a NativeError if it is another's."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise NativeError(
+            f"{directory} is another user's, or others may write to it; remove it or set XDG_CACHE_HOME"
+        )
+
+
+def _is_whole(file: Path) -> bool:
+    """Return True if a file is this user's library as it was written."""
+    try:
+        status, content = file.lstat(), read_regular(file)
+    except OSError:
+        return False
+    own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+    return own and hashlib.sha256(content[:-32]).digest() == content[-32:]

@@ -1,0 +1,378 @@
+"""Native decoding: the arithmetic of torch's path, for exactly the layers that it knows, by code to be trusted."""
+
+import copy
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deepspeed_nmt.build import build_model
+from deepspeed_nmt.config import validate
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import CheckpointError, ConfigError
+from deepspeed_nmt.native import library as native
+from deepspeed_nmt.native.library import AroundSublayer, NativeError, NativeLayer, Panels, Past, Source
+from deepspeed_nmt.nn.layers import DecoderLayer
+from deepspeed_nmt.nn.linear import pack_weights
+from deepspeed_nmt.search.base import Hypothesis
+from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
+from deepspeed_nmt.search.models import Ensemble, resolve_native
+
+pytestmark = pytest.mark.skipif(native.obstacle() is not None, reason=f"{native.obstacle()}")
+VOCABULARY = Vocabulary(70)
+CPU = torch.device("cpu")
+SIZES = {"dim": 24, "ffn_dim": 40, "heads": 3, "encoder_layers": 2, "decoder_layers": 3}
+SOURCE_BS = torch.tensor([[5, 9, 11, 4, 2], [7, 6, 2, 0, 0], [8, 2, 0, 0, 0]])
+ORDER = list(native.CAPABILITIES)
+CAPABLE = ORDER[ORDER.index(next(filter(ORDER.__contains__, [torch.backends.cpu.get_cpu_capability()]), ORDER[-1])) :]
+"""Kinds of vectors that this CPU has."""
+FAMILIES: Mapping[str, tuple[Mapping[str, Any], int]] = {
+    "pre": ({}, 3),
+    "post, GELU": ({"model": {"norm": "post", "activation": "gelu"}}, 3),
+    "DeepNorm, swish": ({"model": {"norm": "deepnorm", "activation": "swish"}}, 3),
+    "pre and post": ({"model": {"decoder_norm": "post", "output_bias": True}}, 3),
+    "drop": ({"layer": {"name": "cross_attention_drop", "drop_depth": 1, "beyond": 0.5}}, 3),
+    "stacked": ({"model": {"name": "recurrent", "encoder_loops": 1, "decoder_loops": 2}}, 3),
+    "chain": ({"model": {"name": "recurrent", "sharing": "closed_chain", "encoder_loops": 1, "norm": "deepnorm"}}, 3),
+    "DLCL": ({"model": {"name": "dlcl"}}, 3),
+    "grown": ({"model": {"name": "depth_growing", "top_decoder_layers": 2}}, 5),
+    "relative": ({"model": {"name": "relative_positions"}}, 0),
+    "merged": ({"layer": {"name": "merged_attention"}}, 0),
+}
+"""Settings of models, and the number of their decoder layers that native code serves."""
+
+
+def model_of(name: str) -> TranslationModel:
+    """Return a random model whose parameters all matter."""
+    settings, _ = FAMILIES[name]
+    sections = {**settings, "model": {"name": "transformer", **SIZES, **settings.get("model", {})}}
+    model = build_model(validate(sections), VOCABULARY).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = 0.3 if parameter.ndim < 2 else 1.5 * parameter.shape[-1] ** -0.5
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def translated(model: Any, beam: int, source_BS: torch.Tensor = SOURCE_BS) -> list[Hypothesis]:
+    settings = BeamConfig(beam=beam, max_length_ratio=0.0, max_length_extra=12)
+    return [one for best in BeamSearch(settings, model, VOCABULARY).search(source_BS) for one in best]
+
+
+def both(model: TranslationModel, int8: bool = False) -> tuple[TranslationModel, TranslationModel]:
+    """Return two copies of a model, the first of which decodes natively."""
+    other = copy.deepcopy(model)
+    pack_weights(model, int8, native.library())
+    pack_weights(other)
+    return model, other
+
+
+def served(model: TranslationModel) -> int:
+    """Return the number of layers that have made native steps."""
+    layers = [part for part in model.modules() if isinstance(part, DecoderLayer)]
+    return sum(layer.packed is not None and layer.packed.steps.get(layer) is not None for layer in layers)
+
+
+def assert_same(ours: list[Hypothesis], theirs: list[Hypothesis]) -> None:
+    assert [one.tokens for one in ours] == [one.tokens for one in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.log_prob == pytest.approx(other.log_prob, abs=1e-5 * (len(one.tokens) + 1))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_searches_find_the_same_as_by_torch(name: str) -> None:
+    ours, theirs = both(model_of(name))
+    for beam in (1, 4):
+        assert_same(translated(ours, beam), translated(theirs, beam))
+    assert served(ours) == FAMILIES[name][1] and served(theirs) == 0
+
+
+def test_exits_and_ensembles_decode_natively() -> None:
+    ours, theirs = both(model_of("pre"))
+    assert_same(translated(ours.at_exit("1-2"), 3), translated(theirs.at_exit("1-2"), 3))
+    assert served(ours) == 2
+    others = both(model_of("chain"))
+    pairs = [Ensemble(list(pair), [0.3, 0.7]).eval() for pair in zip((ours, theirs), others, strict=True)]
+    assert_same(translated(pairs[0], 3), translated(pairs[1], 3))
+
+
+def test_many_rows_are_as_by_torch() -> None:
+    """More rows than pass through a layer together, of sentences that end one after another."""
+    generator = torch.Generator().manual_seed(3)
+    source_BS = torch.randint(4, 70, (50, 9), generator=generator)
+    source_BS[:, -1] = 2
+    for row, length in enumerate(torch.randint(1, 9, (50,), generator=generator).tolist()):
+        source_BS[row, length:] = 0
+        source_BS[row, length - 1] = 2
+    ours, theirs = both(model_of("pre"))
+    assert_same(translated(ours, 4, source_BS), translated(theirs, 4, source_BS))
+
+
+def test_int8_rounds_weights_alone() -> None:
+    """The same as torch's fp32 with weights that are rounded, and near the model's own."""
+    model = model_of("pre")
+    rounded = copy.deepcopy(model)
+    for part in rounded.modules():
+        if isinstance(part, torch.nn.Linear) or part is rounded.projection:
+            weight: torch.Tensor = part.weight  # type: ignore[assignment]
+            scale = weight.detach().abs().amax(dim=1, keepdim=True) / 127.0
+            part.weight = torch.nn.Parameter((weight.detach() / scale).round() * scale)
+    pack_weights(model, True, native.library())
+    with torch.inference_mode():
+        tokens_R, difference = torch.tensor([1, 1, 1]), 0.0
+        memory = rounded.encode(SOURCE_BS)
+        cache, other = model.begin(), rounded.begin()
+        for _ in range(4):
+            logits_RV, expected_RV = model.step(tokens_R, memory, cache), rounded.step(tokens_R, memory, other)
+            difference = max(difference, float((logits_RV - expected_RV).abs().max()))
+            tokens_R = expected_RV.argmax(dim=1)
+    # The encoder's states are the same. Keys and values of the source are oneDNN's in int8, or here of few rows.
+    assert difference < 1e-3
+    exact = translated(model_of("pre"), 1)
+    assert sum(one.tokens[:2] == two.tokens[:2] for one, two in zip(translated(model, 1), exact, strict=True)) >= 2
+
+
+@pytest.mark.parametrize("capability", CAPABLE)
+def test_products_of_any_size(capability: str) -> None:
+    code = native.build(capability, native.kept_directory())
+    torch.manual_seed(4)
+    for rows, inputs, outputs in ((1, 1, 1), (2, 17, 33), (5, 8, 64), (7, 40, 129), (13, 24, 96), (35, 3, 7)):
+        x, weight, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+        exact = F.linear(x.double(), weight.double(), bias.double()).float()
+        torch.testing.assert_close(Panels(code, weight, bias)(x), exact)
+        scale = weight.abs().amax(dim=1, keepdim=True) / 127.0
+        rounded = F.linear(x, (weight / scale).round() * scale)
+        torch.testing.assert_close(Panels(code, weight, None, int8=True)(x), rounded, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("capability", CAPABLE)
+@pytest.mark.parametrize("width", [5, 16, 24])
+def test_a_layer_is_that_of_the_equations(capability: str, width: int) -> None:
+    """Attention to what a mask shows, and all else, in float64; keys and values are where they were written."""
+    code = native.build(capability, native.kept_directory())
+    heads, sentences, hypotheses, positions, length, inner = 2, 3, 2, 7, 4, 11
+    dim, rows = heads * width, sentences * hypotheses
+    torch.manual_seed(5)
+    weights = [torch.randn(outputs, inputs) * inputs**-0.5 for outputs, inputs in (
+        (3 * dim, dim), (dim, dim), (dim, dim), (dim, dim), (inner, dim), (dim, inner)
+    )]  # fmt: skip
+    biases = [0.3 * torch.randn(len(weight)) for weight in weights]
+    around = [AroundSublayer(torch.randn(dim), torch.randn(dim), 1e-5, 1.0 + n, n == 0) for n in range(3)]
+    layer = NativeLayer(
+        code, heads, "relu", around, [Panels(code, *both) for both in zip(weights, biases, strict=True)]
+    )
+    place = torch.tensor([4, 0, 2])  # of five
+    cache = torch.randn(2, 5, heads, positions + 3, width)
+    x = torch.randn(rows, 1, dim)
+    seen = torch.rand(sentences, 1, hypotheses, positions) < 0.5
+    seen[..., -hypotheses:] = torch.eye(hypotheses, dtype=torch.bool)
+    keys, values = (torch.randn(5, length, heads, width).transpose(1, 2) for _ in range(2))
+    source_seen = torch.rand(sentences, 1, 1, length) < 0.7
+    source_seen[..., 0] = True
+    expected = cache.clone()
+    past = Past(sentences, rows, positions, seen, place, *cache.shape[1:4:2])
+    source = Source(keys, values, source_seen)
+    found = layer(x, past, cache, source)
+
+    def attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q = query.view(sentences, hypotheses, heads, width).transpose(1, 2)
+        scores = (q @ keys.double().transpose(2, 3) / width**0.5).masked_fill(~mask, -torch.inf)
+        return (scores.softmax(dim=3) @ values.double()).transpose(1, 2).reshape(rows, dim)
+
+    def connected(state: torch.Tensor, one: AroundSublayer, sublayer: Any) -> torch.Tensor:
+        norm = lambda y: F.layer_norm(y, (dim,), one.weight_D.double(), one.bias_D.double(), one.epsilon)  # noqa: E731
+        return state + sublayer(norm(state)) if one.is_pre else norm(one.alpha * state + sublayer(state))
+
+    def product(y: torch.Tensor, number: int) -> torch.Tensor:
+        return F.linear(y, weights[number].double(), biases[number].double())
+
+    def to_past(y: torch.Tensor) -> torch.Tensor:
+        new_keys, new_values, query = product(y, 0).split(dim, dim=1)
+        for part, new in enumerate((new_keys, new_values)):
+            of_heads = new.view(sentences, hypotheses, heads, width).transpose(1, 2)
+            expected[part, place, :, positions - hypotheses : positions] = of_heads.float()
+        return product(attended(query, *expected[:, place, :, :positions], seen), 1)
+
+    state = connected(x.double().squeeze(1), around[0], to_past)
+    state = connected(
+        state, around[1], lambda y: product(attended(product(y, 2), keys[place], values[place], source_seen), 3)
+    )
+    state = connected(state, around[2], lambda y: product(product(y, 4).relu(), 5))
+    torch.testing.assert_close(found.squeeze(1), state.float(), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(cache, expected, atol=2e-5, rtol=2e-5)
+    sizes: dict[str, Any] = {"sentences": sentences, "rows": rows, "positions": positions, "seen_B1WP": seen}
+    sizes |= {"places_B": place, "places": 5, "capacity": positions + 3}
+    for wrong in (
+        {"sentences": 4},
+        {"positions": positions + 4},
+        {"seen_B1WP": seen[..., :-1]},
+        {"places": 2, "places_B": None},
+        {"places_B": place.int()},
+    ):
+        with pytest.raises(ValueError):
+            Past(**{**sizes, **wrong})
+    with pytest.raises(IndexError):
+        layer(x, Past(**{**sizes, "places_B": torch.tensor([0, 1, 5])}), cache, source)
+    for state, buffer, of in (
+        (x.double(), cache, source),
+        (x[1:], cache, source),
+        (x, cache[..., :-1], source),
+        (x, cache, Source(keys[:, :1], values[:, :1], None)),
+        (x, cache, Source(keys[:4], values[:4], source_seen)),
+        (x, cache, Source(keys, values, source_seen[:2])),
+    ):
+        with pytest.raises(ValueError):
+            layer(state, past, buffer, of)
+    for parts in ((keys, values[:, :, 1:], None), (keys, values, source_seen[..., 1:])):
+        with pytest.raises(ValueError):
+            Source(*parts)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swish"])
+@pytest.mark.parametrize("capability", CAPABLE)
+def test_activations(activation: str, capability: str) -> None:
+    """Of a layer whose attention adds nothing to zeros, and whose network passes on its first bias."""
+    code, dim = native.build(capability, native.kept_directory()), 53
+    zeros, around = torch.zeros(dim, dim), [AroundSublayer(torch.ones(dim), torch.zeros(dim), 1e-5, 1.0, True)] * 2
+    for inputs in torch.linspace(-100.0, 100.0, 53 * 30).view(-1, dim).contiguous():
+        weights = (zeros.repeat(3, 1), None), (zeros, None), (zeros, inputs), (torch.eye(dim), None)
+        layer = NativeLayer(code, 1, activation, around, [Panels(code, *pair) for pair in weights])
+        past = Past(1, 1, 1, None, None, places=1, capacity=2)
+        found = layer(torch.zeros(1, 1, dim), past, torch.zeros(2, 1, 1, 2, dim), None).flatten()
+        expected = {"relu": F.relu, "gelu": F.gelu, "swish": F.silu}[activation](inputs)
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6)
+
+
+def test_the_largest_of_sentences_are_those_of_torch() -> None:
+    torch.manual_seed(6)
+    code = native.library()
+    for sentences, hypotheses, entries, k in ((1, 1, 1, 1), (3, 2, 200, 8), (2, 1, 130, 130), (2, 4, 1000, 3)):
+        x = torch.randn(sentences * hypotheses, entries).round(decimals=1 if k == 8 else 6)  # with equal ones
+        offset = torch.randn(len(x))
+        values, index = code.largest(x, offset, sentences, k)
+        total = (x + offset.unsqueeze(1)).view(sentences, -1)
+        assert torch.equal(values, total.topk(k, dim=1).values) and torch.equal(total.gather(1, index), values)
+        assert all(len(set(row)) == k for row in index.tolist())
+        torch.testing.assert_close(code.log_sums(30.0 * x), (30.0 * x).logsumexp(dim=1), rtol=1e-6, atol=1e-6)
+    x = torch.full((2, 150), -torch.inf)
+    x[0, 70], x[1, 100] = torch.nan, 1.0
+    values, index = code.largest(x, torch.zeros(2), 1, 3)
+    assert values[0, 0].isnan() and values[0, 1:].tolist() == [1.0, -torch.inf] and index[0, :2].tolist() == [70, 250]
+    assert code.log_sums(x)[0].isnan() and code.log_sums(x)[1] == 1.0
+    with pytest.raises(ValueError):
+        code.largest(x, torch.zeros(2), 1, 301)
+    with pytest.raises(ValueError):
+        code.largest(x, torch.zeros(3), 1, 3)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Decode in one thread, which native code is for."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_nothing_hides_nan() -> None:
+    panels = Panels(native.library(), torch.tensor([[1.0, torch.inf], [2.0, 3.0], [torch.nan, 0.0]]), None)
+    assert panels(torch.ones(1, 2)).tolist()[0][:2] == [torch.inf, 5.0] and panels(torch.ones(1, 2))[0, 2].isnan()
+    for name in ("self_attention.q_proj.weight", "self_residual.norm.weight", "feed_forward.up_proj.bias"):
+        model = model_of("pre")
+        model.get_parameter(f"decoder.layers.1.{name}").data.view(-1)[3] = torch.nan
+        pack_weights(model, native=native.library())
+        with pytest.raises(CheckpointError, match="NaN"):
+            translated(model, 2)
+
+
+class FakeCompiler:
+    """A compiler that copies a library, and counts its calls."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls, self.program, made = directory / "calls", directory / "compiler", directory / "made.so"
+        made.write_bytes(native.library().file.read_bytes())
+        self.program.write_text(
+            f'#!/bin/sh\nif [ "$1" = --version ]; then echo fake 1; exit; fi\necho call >>"{self.calls}"\n'
+            f'for last; do :; done\ncp "{made}" "$last"\n',
+            encoding="utf-8",
+        )
+        self.program.chmod(0o755)
+        monkeypatch.setenv("CXX", str(self.program))
+
+    @property
+    def count(self) -> int:
+        return len(self.calls.read_text().splitlines()) if self.calls.exists() else 0
+
+
+def test_a_library_is_compiled_once_and_again_if_it_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, kept = FakeCompiler(tmp_path, monkeypatch), tmp_path / "kept"
+    for _ in range(2):
+        native.build("DEFAULT", kept)
+    assert compiler.count == 1 and stat.S_IMODE(kept.stat().st_mode) == 0o700
+    (file,) = kept.iterdir()
+    whole = file.read_bytes()
+    for content in (b"", b"no library", whole[:-40], b"\x7fELF" + whole[4:-1] + b"!"):
+        file.unlink()  # a library that is loaded must not change
+        file.write_bytes(content)
+        native.build("DEFAULT", kept)
+        assert file.read_bytes() == whole
+    assert compiler.count == 5
+    native.build("DEFAULT", tmp_path / "other")
+    compiler.program.write_text(compiler.program.read_text().replace("fake 1", "fake 2"))
+    native.build("DEFAULT", kept)
+    assert compiler.count == 7 and len(list(kept.iterdir())) == 2
+
+
+def test_a_directory_of_somebody_else_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, kept = FakeCompiler(tmp_path, monkeypatch), tmp_path / "kept"
+    native.build("DEFAULT", kept)
+    kept.chmod(0o777)
+    with pytest.raises(NativeError, match="others may write"):
+        native.build("DEFAULT", kept)
+    kept.chmod(0o700)
+    (tmp_path / "link").symlink_to(kept)
+    with pytest.raises(NativeError, match="link"):
+        native.build("DEFAULT", tmp_path / "link")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 12345)
+        with pytest.raises(NativeError, match="another user's"):
+            native.build("DEFAULT", kept)
+    with pytest.raises(NativeError, match="XDG_CACHE_HOME"):
+        native.build("DEFAULT", compiler.program / "below")
+    with pytest.raises(NativeError, match="XDG_CACHE_HOME"):
+        native.build("DEFAULT", Path("/proc/kept"))
+
+
+def test_without_a_compiler_torch_decodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    with pytest.raises(NativeError, match="CXX"):
+        native.build("DEFAULT", tmp_path)
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NativeError, match=r"no C\+\+ compiler"):
+        native.build("DEFAULT", tmp_path)
+    (tmp_path / "g++").write_text('#!/bin/sh\necho "x.cpp:1: error: wrong" >&2\nexit 1\n')
+    (tmp_path / "g++").chmod(0o755)
+    with pytest.raises(NativeError, match="error: wrong"):
+        native.build("DEFAULT", tmp_path)
+    monkeypatch.setattr(native, "obstacle", lambda: "there is no C++ compiler; install g++")
+    with caplog.at_level("INFO"):
+        assert not resolve_native("auto", CPU, "fp32")
+    assert "install g++" in caplog.text
+    with pytest.raises(ConfigError, match=r"`native` is on, .*install g\+\+"):
+        resolve_native("on", CPU, "fp32")
+    caplog.clear()
+    assert not resolve_native("off", CPU, "fp32") and not resolve_native("auto", CPU, "bf16") and not caplog.text
+    with pytest.raises(ConfigError, match="bf16"):
+        resolve_native("on", CPU, "bf16")
