@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -66,6 +67,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.parent.name == "unit" or item.path.name in FAST_FILES:
             item.add_marker("fast")
     items.sort(key=_start)
+
+
+def pytest_collection_finish() -> None:
+    """Spare the collector the modules and tests, which live to the end."""
+    gc.freeze()
 
 
 def _start(item: pytest.Item) -> int:

@@ -109,7 +109,8 @@ def _start_server() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         modules = [module.name for module in pkgutil.walk_packages(deepspeed_nmt.__path__, "deepspeed_nmt.")]
-        _FORKING.set_forkserver_preload([*(name for name in modules if not name.endswith(".__main__")), *LIBRARIES])
+        packages = [name for name in modules if not name.endswith(".__main__")]
+        _FORKING.set_forkserver_preload([*packages, *LIBRARIES, "tests.frozen"])
         forkserver.ensure_running()
     finally:
         if before is None:

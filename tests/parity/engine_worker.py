@@ -35,8 +35,8 @@ from deepspeed_nmt.registry import SelfTest
 from deepspeed_nmt.train.faults import attribute, has_replicas
 from tests.support import parity_loader
 
-UPDATES = 20
-STOPPED, RESUMED = 4, 8
+UPDATES = 10
+STOPPED, RESUMED = 2, 4
 REPEATS = 32  # a power of two, so that the factor on the loss is exact
 
 

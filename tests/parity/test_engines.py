@@ -16,7 +16,7 @@ from tests.support import ROOT, run_ranks, write_mixture, write_weights
 FULL = ["plain", "zero0", "zero1", "zero2", "zero3"]
 SIXTEEN_BIT = ["plain:bf16", "zero1:bf16", "zero3:bf16", "zero2:fp16"]
 PACKED = ["plain+packed", "zero2+packed", "zero2:bf16+packed"]
-RECOMPUTED = ["zero0+recompute", "zero2+recompute", "zero3:bf16+recompute", "zero3+recompute+packed"]
+RECOMPUTED = ["zero2+recompute", "zero3:bf16+recompute", "zero3+recompute+packed"]
 # Engines of each method, by number of ranks. All are compared with one plain process.
 ENGINES = {
     "vanilla": {
@@ -26,33 +26,33 @@ ENGINES = {
     },
     "deep_decoder": {
         1: ["plain", "plain+r_drop"],
-        2: ["plain", "zero1", "zero3", "zero2:fp16", *RECOMPUTED, "zero2+r_drop", "plain+packed+r_drop"],
+        2: ["zero1", "zero2:fp16", *RECOMPUTED, "zero2+r_drop", "plain+packed+r_drop"],
     },
-    "exits": {1: ["plain"], 2: ["zero1+packed", "zero2:fp16", "zero3+recompute"]},
-    "growing": {1: ["plain"], 2: ["zero3", "plain:fp16", "zero1:bf16", "zero2+recompute+packed"]},
-    "berts": {1: ["plain"], 2: ["zero1+packed", "zero3+recompute"]},
-    "abnet": {1: ["plain"], 2: ["zero3+recompute", "zero2:fp16"]},
-    "transparent": {1: ["plain"], 2: ["zero1:bf16+packed", "zero3+recompute+packed"]},
+    "exits": {1: ["plain"], 2: ["zero1+packed", "zero3+recompute"]},
+    "growing": {1: ["plain"], 2: ["plain:fp16", "zero1:bf16", "zero2+recompute+packed"]},
+    "berts": {1: ["plain"], 2: ["zero3+recompute+packed"]},
+    "abnet": {1: ["plain"], 2: ["zero3+recompute"]},
+    "transparent": {1: ["plain"], 2: ["zero3+recompute+packed"]},
     # The model of vanilla on a mixture of corpora with a schedule, a tag and two segmentations.
-    "vanilla+mixture": {1: ["plain"], 2: ["plain+packed", "zero2"]},
+    "vanilla+mixture": {1: ["plain"], 2: ["zero2+packed"]},
 }
 # Methods whose engines are the same, and that share the start of the ranks.
 JOINT = {
-    ("gnmt", "convs2s", "merged", "coordination"): ["zero2+recompute", "zero3"],
-    ("dlcl", "relative_positions", "sdt"): ["zero2+packed", "zero3+recompute"],
+    ("gnmt", "convs2s", "merged", "coordination"): ["zero3+recompute"],
+    ("dlcl", "relative_positions", "sdt"): ["zero2+packed"],
 }
 ENGINES |= {method: {1: ["plain"], 2: names} for methods, names in JOINT.items() for method in methods}
 # Engines of each method on two pairs of tensor-parallel ranks, and the settings that make the model shallower there.
 TENSOR = {
-    "vanilla": ["plain+packed", "plain:bf16", "zero0", "zero3+recompute"],
-    "deep_decoder": ["zero1+packed", "zero2:fp16", "zero3"],
-    "exits": ["zero2+packed", "zero3+recompute"],
+    "vanilla": ["plain+packed", "plain:bf16", "zero3+recompute"],
+    "deep_decoder": ["zero2:fp16", "zero3"],
+    "exits": ["zero2+packed"],
     "growing": ["zero0+recompute", "zero3"],
     "berts": ["zero3"],
     "transparent": ["zero3"],
-    "dlcl": ["zero3+packed"],
-    "relative_positions": ["zero3+packed"],
-    "sdt": ["zero3+packed"],
+    "dlcl": ["zero3+recompute+packed"],
+    "relative_positions": ["zero3+recompute+packed"],
+    "sdt": ["zero3+recompute+packed"],
 }
 DEPTHS = {
     "vanilla": {"encoder_layers": 1, "decoder_layers": 1},
@@ -114,7 +114,7 @@ def test_losses_norms_and_weights_equal_those_of_one_plain_process(
     reports: Reports, method: str, ranks: Ranks, name: str
 ) -> None:
     reference, ours = reference_of(reports, method, ranks, name), reports(method, ranks)[name]
-    assert len(ours["loss"]) == 20
+    assert len(ours["loss"]) == 10
     assert ours["loss"] == pytest.approx(reference["loss"], abs=1e-5, rel=0)
     assert ours["norm"] == pytest.approx(reference["norm"], abs=1e-5, rel=0)
     for theirs, metrics in zip(reference["metrics"], ours["metrics"], strict=True):
