@@ -14,13 +14,13 @@ import pytest
 
 from tests.commands import logged
 from tests.slurm.cluster import Cluster
-from tests.support import ROOT, assert_same
+from tests.support import ROOT, ZERO2, assert_same
 from tests.system.conftest import SMALL
 
-UPDATES = 120
+UPDATES, POINT_UPDATES = 160, 100
 RUN = [
     *("--recipe", "transformer_base", *SMALL),
-    *("engine.name=deepspeed", "engine.ds_config=zero2", "engine.silent_s=6", "collapse.every=0"),
+    *("engine.name=deepspeed", ZERO2, "engine.silent_s=6", "collapse.every=0"),
     *(f"training.max_updates={UPDATES}", "training.validate_every=100000", "training.save_every=10"),
     # Deterministic, because new memory is then filled with NaN, which a result must not depend on.
     *("training.log_every=10", "validation.metrics=[]", "engine.deterministic=true"),
@@ -85,14 +85,16 @@ def test_a_job_resumes_to_the_bit_however_it_is_interrupted(
     urgent = cluster.submit("--partition", "high", "--nodes", "2", "--exclusive", str(script), cwd=tmp_path)
     assert cluster.ended(urgent, 200) == "COMPLETED"
     job.gets_further(restarts=3)
-    # A power loss.
+    # A power loss. SLURM may send SIGTERM to a new start for the old one when the node returns.
+    said = job.said()
+    assert said.count("stopped by SIGUSR1 after update") == said.count("stopped by SIGTERM after update") == 1
     cluster.cut_power(2)
     cluster.until(lambda: "down" in cluster.run("sinfo", "-h", "-n", "node2", "-o", "%T"), 120, "a node that is down")
     cluster.start_node(2)
     assert cluster.ended(job.number, 300) == "COMPLETED", job.said()[-5000:]
     said, restarts = job.said(), int(cluster.job(job.number, "Restarts"))
     assert restarts >= 4, "SLURM may kill the old job of a node that returns after its new start"
-    assert said.count("stopped by SIGUSR1 after update") == said.count("stopped by SIGTERM after update") == 1
+    assert said.count("stopped by SIGUSR1 after update") == 1
     assert said.count("rank 1 is gone or stopped: no heartbeat for 6 s") >= 1
     assert said.count("ended with status 137") >= 1, "the highest status: 70, or that of the killed task"
     assert said.count("resuming after update") >= 4
@@ -166,7 +168,7 @@ def test_a_chain_of_jobs_prepares_trains_and_translates(
 def test_an_array_trains_the_points_of_a_sweep(cluster: Cluster, data: Path, tmp_path: Path) -> None:
     recipes = "transformer_base,transformer_big"
     words = ["--array", "1-2", str(ROOT / "launch/sweep.sbatch"), "--recipes", recipes, "--data", str(data)]
-    settings = [*RUN[2:], "engine.name=plain", "engine.ds_config=null"]
+    settings = [*RUN[2:], "engine.name=plain", "engine.ds_config=null", f"training.max_updates={POINT_UPDATES}"]
     number = cluster.submit(*words, "--runs", str(tmp_path / "runs"), *settings, cwd=tmp_path)
     # One of the jobs has the number of the whole array. Queuing one again must not affect the other.
     waiting = {1, 2}
@@ -183,7 +185,7 @@ def test_an_array_trains_the_points_of_a_sweep(cluster: Cluster, data: Path, tmp
     cluster.until(lambda: set(cluster.run(*states).split()) == {"COMPLETED"}, 400, "the end of an array")
     for point, dropout in ((1, 0.1), (2, 0.3)):
         run = tmp_path / "runs" / str(point)
-        assert (run / f"checkpoints/update-{UPDATES:07d}").exists(), list(tmp_path.glob("*.log"))
+        assert (run / f"checkpoints/update-{POINT_UPDATES:07d}").exists(), list(tmp_path.glob("*.log"))
         assert f" dropout: {dropout}" in (run / "config.yaml").read_text()
         starts = re.findall(
             r"^job \d+, start \d+, on ", next(tmp_path.glob(f"*_{point}.log")).read_text(), re.MULTILINE

@@ -12,7 +12,7 @@ from deepspeed_nmt.reports.outcome import Outcome
 from deepspeed_nmt.run.directory import DataRecord
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from tests.commands import logged, pair_words, refused
-from tests.support import run_ranks
+from tests.support import ZERO2, run_ranks
 from tests.system.conftest import SMALL
 
 SETTINGS = ["validation.metrics=[]", "collapse.every=0", "model.dropout=0"]
@@ -64,7 +64,7 @@ def test_a_mixture_is_trained_on_recorded_and_changed_on_resume(
     assert len(checkpoint(run, 12).progress.phases) == 1
     # Two ranks, and one that was interrupted, have made the same updates.
     whole = tmp_path / "whole"
-    run_ranks(["-m", "deepspeed_nmt", *words_of(whole, *both)], 2, tmp_path)
+    run_ranks(["-m", "deepspeed_nmt", *words_of(whole, *both), ZERO2], 2, tmp_path)
     ours, theirs = checkpoint(run, 12).weights(), checkpoint(whole, 12).weights()
     assert all(torch.allclose(theirs[name], weight, atol=1e-4) for name, weight in ours.items())
     # Other weights from here on: a second phase, in which the corpora go on where they were.

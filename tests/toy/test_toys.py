@@ -17,7 +17,7 @@ from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.plugins import registry_of
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from tests.models import two_pairs
-from tests.support import run_ranks
+from tests.support import ZERO2, run_ranks
 from tests.system.conftest import SMALL
 from tests.toy import ENTRIES, toy_attention
 
@@ -51,7 +51,7 @@ def test_toys_are_trained_resumed_and_used_to_translate(recipe: str, data: Path,
 def test_an_optimizer_of_one_state_is_trained_and_resumed_to_the_bit(engine: str, data: Path, tmp_path: Path) -> None:
     words = ["-m", "deepspeed_nmt", "train", "--data", str(data), *SMALL, "optimizer.name=lion"]
     words += ["optimizer.weight_decay=0.1", "optimizer.lr=1e-3", "training.norms_every=2", "validation.metrics=[]"]
-    words += ["engine.name=plain"] if engine == "plain" else ["engine.name=deepspeed", f"engine.ds_config={engine}"]
+    words += ["engine.name=plain"] if engine == "plain" else ["engine.name=deepspeed", ZERO2]
     for run, updates in (("straight", 6), ("stopped", 3), ("stopped", 6)):
         command = [*words, f"training.max_updates={updates}", "--run", str(tmp_path / run)]
         run_ranks(command, 1 if engine == "plain" else 2, tmp_path, DEEPSPEED_NMT_PLUGINS="tests.toy")
