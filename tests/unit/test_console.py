@@ -86,7 +86,12 @@ def test_a_log_file_that_cannot_be_written_is_reported_once(capsys: pytest.Captu
 def test_a_terminal_whose_size_comes_late_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     def drawn() -> str:
         bar.refresh()
-        return os.read(terminal, 4096).decode()
+        stream.write("$")
+        stream.flush()
+        text = ""
+        while not text.endswith("$"):  # the kernel hands a text over in parts
+            text += os.read(terminal, 4096).decode()
+        return text.removesuffix("$").rpartition("\r")[2]
 
     def set_size(columns: int) -> None:
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
