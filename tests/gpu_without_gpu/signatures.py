@@ -28,7 +28,7 @@ ATTENTION = re.compile(
     r"_(flash|efficient)_attention_(forward|backward)$|_scaled_dot_product_(flash|efficient)_attention"
 )
 """Operators that are recorded, whether or not the package calls them."""
-YAML, VARLEN = "torchgen/packaged/ATen/native/native_functions.yaml", "torch/nn/attention/varlen.py"
+YAML = "torchgen/packaged/ATen/native/native_functions.yaml"
 
 
 @dataclass(frozen=True)
@@ -108,19 +108,15 @@ def schemas_of(text: str) -> Any:
 
 
 def declared(wheel: Path) -> dict[str, list[str]]:
-    """Return the declarations of the operators by name, and the parameters of ``varlen_attn``."""
+    """Return the declarations of the operators by name."""
     wanted = {call.operator for call in calls()}
     with zipfile.ZipFile(wheel) as archive:
         lines = archive.read(YAML).decode().splitlines()
-        varlen = ast.parse(archive.read(VARLEN))
     found: dict[str, list[str]] = {}
     for line in lines:
         match = re.match(r"- func: (\w+)((?!\S*out\b).*)", line)  # not those that write into given tensors
         if match and (match[1] in wanted or ATTENTION.match(match[1])):
             found.setdefault(match[1], []).append(match[1] + match[2])
-    for node in varlen.body:
-        if isinstance(node, ast.FunctionDef) and node.name == "varlen_attn":
-            found["varlen_attn"] = [each.arg for each in [*node.args.args, *node.args.kwonlyargs]]
     return dict(sorted(found.items()))
 
 

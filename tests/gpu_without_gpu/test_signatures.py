@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from typing import Any
 
@@ -37,11 +36,7 @@ def test_operators_accept_the_calls(version: str) -> None:
 
 @pytest.mark.skipif(INSTALLED not in VERSIONS, reason="this version of torch is not recorded")
 def test_the_record_is_that_of_torch() -> None:
-    recorded = dict(VERSIONS[INSTALLED])
-    from torch.nn.attention.varlen import varlen_attn
-
-    assert recorded.pop("varlen_attn") == list(inspect.signature(varlen_attn).parameters)
-    for operator, texts in recorded.items():
+    for operator, texts in VERSIONS[INSTALLED].items():
         known = {str(each) for each in schemas(operator, "installed")}
         assert {str(schemas_of(text)) for text in texts} <= known, operator
 
@@ -55,7 +50,6 @@ def test_versions_of_attention_differ_only_by_later_optional_arguments() -> None
             for new in (schemas_of(other).arguments for other in others):
                 assert [each.name for each in old] == [each.name for each in new][: len(old)], name
                 assert all(each.has_default_value() for each in new[len(old) :]), name
-    assert all(version["varlen_attn"][:7] == first["varlen_attn"][:7] for version in later)
 
 
 @pytest.mark.parametrize(
