@@ -105,15 +105,12 @@ def load_config(
     resumed: Path | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> RunConfig:
-    """Load a configuration; each source overrides those before it.
+    """Load a configuration; each source overrides those before it. A ConfigError lists all settings that are wrong.
 
     Args:
         settings: of the form ``section.key=value``, with the value in YAML.
         resumed: file with the settings of the run that is resumed. What it records is not the user's choice.
         options: settings by section that options of the command line give; ``settings`` override them.
-
-    Raises:
-        ConfigError: if a setting is unknown, of the wrong type or out of range; it lists all of them.
     """
     merged: dict[str, Any] = {}
     given: dict[str, Any] = {}  # without those that the resumed run recorded

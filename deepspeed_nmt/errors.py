@@ -51,25 +51,16 @@ class DataError(UserError):
 
 
 class ConfigError(UserError):
-    """Wrong settings, reported together.
-
-    Args:
-        problems: one message per wrong setting.
-
-    Attributes:
-        problems: the messages, as a list.
-    """
+    """Wrong settings, reported together: ``problems`` has a message for each."""
 
     def __init__(self, problems: Iterable[str] | str) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
-        if len(self.problems) == 1:
-            message = self.problems[0]
-        else:
-            lines = [f"  - {problem}" for problem in self.problems[:_MAX_PROBLEMS]]
-            if more := len(self.problems) - len(lines):
+        lines = self.problems
+        if len(lines) != 1:
+            lines = [f"{len(self.problems):,} settings are wrong:", *(f"  - {one}" for one in lines[:_MAX_PROBLEMS])]
+            if (more := len(self.problems) - _MAX_PROBLEMS) > 0:
                 lines.append(f"  ... and {more:,} more")
-            message = "\n".join([f"{len(self.problems):,} settings are wrong:", *lines])
-        super().__init__(message)
+        super().__init__("\n".join(lines))
 
 
 class MetricError(UserError):
@@ -81,13 +72,10 @@ class CheckpointError(UserError):
 
 
 class TrainingError(RuntimeError):
-    """A condition that ends training, such as a loss that stays NaN. The last good checkpoint is intact.
-
-    Attributes:
-        status: exit status of the command.
-    """
+    """A condition that ends training, such as a loss that stays NaN. The last good checkpoint is intact."""
 
     status = 1
+    """Exit status of the command."""
 
 
 class NoProgressError(TrainingError):
@@ -103,16 +91,11 @@ class DeviceError(TrainingError):
 
 
 class ReportedError(Exception):
-    """The end of this process for a reason that this rank or another one has reported already.
-
-    Args:
-        reason: the reason, if this rank knows it.
-    """
+    """The end of this process for a reason, if this rank knows it, that one of the ranks has reported already."""
 
     def __init__(self, status: int, reason: str = "") -> None:
         super().__init__(status)
-        self.status = status
-        self.reason = reason
+        self.status, self.reason = status, reason
 
 
 @contextmanager
@@ -136,47 +119,27 @@ def shown(value: object) -> str:
 
 
 def whole_number(text: str) -> int:
-    """Parse a whole number in ASCII digits. Python's int takes ``1_0`` and digits of other scripts as well.
-
-    Raises:
-        ValueError: if it is none, or has thousands of digits.
-    """
+    """Parse a whole number in ASCII digits, or raise a ValueError. Python's int takes ``1_0`` and others as well."""
     if not _WHOLE_NUMBER.fullmatch(text):
         raise ValueError(f"{shown(text)} is no whole number")
     return int(text)
 
 
 def finite_number(text: str) -> float:
-    """Parse a finite number in ASCII digits, such as 0.5 or 7e-4.
-
-    Raises:
-        ValueError: if it is none.
-    """
+    """Parse a finite number in ASCII digits, such as 0.5 or 7e-4, or raise a ValueError."""
     if not _NUMBER.fullmatch(text) or not math.isfinite(value := float(text)):
         raise ValueError(f"{shown(text)} is no finite number")
     return value
 
 
 def check_installed(package: str, needed_by: str, install: str) -> None:
-    """Check that an optional package is installed, without importing it.
-
-    Args:
-        needed_by: option that needs it, as it is typed.
-        install: command that installs it.
-
-    Raises:
-        ConfigError: if it is not.
-    """
+    """Check, without importing it, that a package is installed that an option needs; ``install`` is a command."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"{needed_by} needs the package {package}, which is not installed; install it ({install})")
 
 
 def counted(count: int, units: str) -> str:
-    """Return a number with its unit for a message: "1 run", "2,000 runs".
-
-    Args:
-        units: of what is counted, a plural in -s.
-    """
+    """Return a number with its unit, a plural in -s, for a message: "1 run", "2,000 runs"."""
     return f"{count:,} {units.removesuffix('s') if count == 1 else units}"
 
 
@@ -189,11 +152,7 @@ def shown_bytes(size: int) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a hint for a misspelt word, to append to a message.
-
-    Returns:
-        "; did you mean 'x'?" if a correct word is similar, else a list of the correct words.
-    """
+    """Return the end of a message: "; did you mean 'x'?" if a known word is similar, else a list of these words."""
     choices = sorted(known)
     alike = [choice for choice in choices if min(len(choice), len(word)) > 0.5 * max(len(choice), len(word))]
     close = difflib.get_close_matches(word, alike, n=1, cutoff=0.6)  # "ter" is a part of "meteor", no misspelling

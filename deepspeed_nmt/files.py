@@ -5,8 +5,7 @@ behind. The next one that writes the same file removes it: a living process hold
 the kernel releases when the process ends, however it ends.
 
 A directory is filled under a hidden name beside the old one, which is moved away and then removed. A process that is
-killed leaves one of them, or both: :func:`restore_directory` brings the old one back if nothing has its name, and
-:func:`clear_hidden` removes the rest.
+killed leaves one of them, or both: :func:`restore_directory` brings the old one back if nothing has its name.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ import shutil
 import stat
 import sys
 import time
-import uuid
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
+from secrets import token_hex
 from typing import IO, Any, TextIO
 
 from deepspeed_nmt.console import logger
@@ -37,10 +36,9 @@ from deepspeed_nmt.text import text_of
 _BLOCK_BYTES = 1 << 20
 _OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors that writing has and reading has not."""
-_TEMPORARY_END = r"[0-9a-f]{8}\.tmp"
-_PARTIAL, _OLD, _NUMBER = "partial-", "old-", "[0-9a-f]{8}"
-_LEFT = rf"(?:{_PARTIAL}|{_OLD}){_NUMBER}"
-"""Ends of the hidden names of directories."""
+_NUMBER = "[0-9a-f]{8}"
+_LEFT = rf"(?:partial|old)-{_NUMBER}"
+"""End of the hidden name of a directory that is written, or moved away."""
 MAX_LINE_BYTES = 1 << 26
 """Bound of a line of text, far above any sentence: a device can be one line without an end."""
 _NOT_PLAIN = {
@@ -68,13 +66,13 @@ def open_regular(path: Path) -> BufferedReader[Any]:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a file; see :func:`open_regular`."""
+    """Return the content of a regular file."""
     with open_regular(path) as file:
         return file.read()
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file's content in hexadecimal."""
+    """Return the SHA-256 of a regular file in hexadecimal."""
     digest = hashlib.sha256()
     with open_regular(path) as file:
         while block := file.read(_BLOCK_BYTES):
@@ -226,21 +224,21 @@ def hidden(path: Path, suffix: str) -> Path:
     return path.with_name(f".{short}.{suffix}")
 
 
-def hidden_beside(path: Path, suffix: str) -> list[Path]:
+def _hidden_beside(path: Path, suffix: str) -> list[Path]:
     """Return the hidden files beside ``path`` that belong to it and end in ``suffix``, a regular expression."""
     pattern = re.compile(re.escape(hidden(path, "").name) + suffix)
     return [other for other in path.parent.iterdir() if pattern.fullmatch(other.name)]
 
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:
-    """Replace the content of a file atomically; see :func:`atomic_writer`."""
+    """Replace the content of a file; see :func:`atomic_writer`."""
     with atomic_writer(path) as file:
         file.write(data)
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Replace the content of a file by UTF-8 text atomically; see :func:`atomic_writer`."""
-    atomic_write_bytes(path, text.encode("utf-8"))
+    """Replace the content of a file by UTF-8 text; see :func:`atomic_writer`."""
+    atomic_write_bytes(path, text.encode())
 
 
 @contextmanager
@@ -259,8 +257,7 @@ def atomic_writer(path: Path, mode: str = "wb") -> Iterator[Any]:
             yield file
         return
     path = resolved(path)
-    for orphan in hidden_beside(path, _TEMPORARY_END):
-        _remove_orphan(orphan)
+    _remove_orphans(_hidden_beside(path, rf"{_NUMBER}\.tmp"))
     old = path.stat() if path.is_file() else None
     temporary, descriptor = _create_locked(path, 0o666 if old is None else 0o600)
     try:
@@ -301,7 +298,7 @@ def copy_permissions(old: os.stat_result, new: int | Path) -> None:
 def _create_locked(path: Path, mode: int) -> tuple[Path, int]:
     """Create a temporary file for ``path`` and lock it, and return its path and descriptor."""
     while True:
-        temporary = hidden(path, f"{uuid.uuid4().hex[:8]}.tmp")
+        temporary = hidden(path, f"{token_hex(4)}.tmp")
         try:
             descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
             with suppress(OSError):  # a file system without locks, where orphans stay
@@ -316,26 +313,23 @@ def _create_locked(path: Path, mode: int) -> tuple[Path, int]:
 
 def remove_orphans(directory: Path) -> None:
     """Remove the temporary files in a directory whose processes have ended."""
-    for temporary in directory.glob(".*.tmp"):
-        if re.fullmatch(rf"\..*\.{_TEMPORARY_END}", temporary.name, re.DOTALL):
-            _remove_orphan(temporary)
+    pattern = re.compile(rf"\..*\.{_NUMBER}\.tmp", re.DOTALL)
+    _remove_orphans(path for path in directory.glob(".*.tmp") if pattern.fullmatch(path.name))
 
 
-def _remove_orphan(temporary: Path) -> None:
-    with suppress(OSError), temporary.open("rb+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        temporary.unlink()
+def _remove_orphans(temporary: Iterable[Path]) -> None:
+    for path in temporary:
+        with suppress(OSError), path.open("rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
 
 
 @contextmanager
 def exclusive(path: Path, refusal: str, patience_s: float = 0.0) -> Iterator[bool]:
     """Hold a lock during the block. It is released when the process ends, however it ends.
 
-    Yields:
-        True; False without a lock, because the directory is read-only or the file system has no locks.
-
-    Raises:
-        DataError: if another process holds the lock after ``patience_s``: ``refusal``, in which {holder} is its name.
+    If another process holds it after ``patience_s``, ``refusal`` is a DataError, in which {holder} is its name. Yield
+    False without a lock, because the directory is read-only or the file system has no locks.
     """
     deadline = time.monotonic() + patience_s
     try:
@@ -404,37 +398,29 @@ def replacing(path: Path, is_whole: Callable[[Path], bool]) -> Iterator[None]:
     refusal = f"{{holder}} is writing {path}; wait for it, or choose another --out"
     with exclusive(hidden(path, "lock"), refusal) as locked:
         if locked:  # without a lock, the others may be alive
-            restore_directory(path, is_whole)
-            clear_hidden(path)
+            restore_directory(path, is_whole, clear=True)
         yield
 
 
-def restore_directory(path: Path, is_whole: Callable[[Path], bool]) -> None:
-    """Restore a directory that a killed process had moved away to replace it, if nothing has its name."""
-    for old in hidden_beside(path, _OLD + _NUMBER):
-        if not _exists(path) and is_whole(old):
+def restore_directory(path: Path, is_whole: Callable[[Path], bool], *, clear: bool) -> None:
+    """Restore a directory that a killed process had moved away to replace it, if nothing has its name.
+
+    With ``clear``, what else is left of it is removed, which no living process may be writing.
+    """
+    for rest in _hidden_beside(path, _LEFT):
+        if rest.suffix.startswith(".old-") and not os.path.lexists(path) and is_whole(rest):
             with suppress(FileNotFoundError):  # another rank has restored it
-                old.rename(path)
+                rest.rename(path)
                 logger.warning("%s is restored: a killed process had moved it away to replace it", path)
-
-
-def clear_hidden(path: Path) -> None:
-    """Remove what killed processes left of a directory under hidden names."""
-    for rest in hidden_beside(path, _LEFT):
-        remove(rest)
+        elif clear:
+            remove(rest)
 
 
 def restore_directories(directory: Path, names: str, is_whole: Callable[[Path], bool], *, clear: bool) -> None:
-    """Restore those directories in another one, by a pattern of names, that killed processes had moved away.
-
-    With ``clear``, what else is left of them is removed, which no living process may be writing.
-    """
+    """Restore those directories in another one whose names match a pattern; see :func:`restore_directory`."""
     pattern = re.compile(rf"\.({names})\.{_LEFT}")
-    matches = filter(None, (pattern.fullmatch(path.name) for path in directory.glob(".*")))
-    for name in sorted({match[1] for match in matches}):
-        restore_directory(directory / name, is_whole)
-        if clear:
-            clear_hidden(directory / name)
+    for name in {match[1] for path in directory.glob(".*") if (match := pattern.fullmatch(path.name))}:
+        restore_directory(directory / name, is_whole, clear=clear)
 
 
 @contextmanager
@@ -444,8 +430,8 @@ def staged(path: Path, check: Callable[[], object] = lambda: None) -> Iterator[P
     Only one process may replace it at a time. If ``path`` is a symbolic link, it is replaced, and what it leads to
     stays. ``check`` is called last of all; it raises an error if ``path`` must not be replaced.
     """
-    number = uuid.uuid4().hex[:8]
-    new, old = hidden(path, _PARTIAL + number), hidden(path, _OLD + number)
+    number = token_hex(4)
+    new, old = hidden(path, f"partial-{number}"), hidden(path, f"old-{number}")
     try:
         new.mkdir()
         mode = new.stat().st_mode  # as the umask leaves it
@@ -463,7 +449,7 @@ def staged(path: Path, check: Callable[[], object] = lambda: None) -> Iterator[P
         new.rename(path)
         sync_directory(path.parent)
     finally:
-        if _exists(old) and not _exists(path):
+        if os.path.lexists(old) and not os.path.lexists(path):
             old.rename(path)
         for rest in (new, old):
             remove(rest)
@@ -472,7 +458,7 @@ def staged(path: Path, check: Callable[[], object] = lambda: None) -> Iterator[P
 def remove_directory(path: Path) -> None:
     """Remove a directory, or the symbolic link that leads to it; errors are ignored."""
     # Renamed first, so that a process that is killed does not leave a part of it under its name.
-    rest = hidden(path, _PARTIAL + uuid.uuid4().hex[:8])
+    rest = hidden(path, f"partial-{token_hex(4)}")
     with suppress(OSError):
         path.rename(rest)
         remove(rest)
@@ -482,10 +468,6 @@ def remove(path: Path) -> None:
     """Remove a directory, a file or a symbolic link, if it exists; errors are ignored."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
-        return
-    with suppress(OSError):
-        path.unlink()
-
-
-def _exists(path: Path) -> bool:
-    return path.is_symlink() or path.exists()
+    else:
+        with suppress(OSError):
+            path.unlink()

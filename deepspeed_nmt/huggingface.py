@@ -2,6 +2,7 @@
 
 A model is named by a folder, or by its name on the Hugging Face hub; `option` is the setting that has the name, for
 messages. No other file imports `transformers`, an optional package; this one imports it when a function is called.
+What cannot be loaded, or is not supported, is a ConfigError.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.registry import problem_of
+from deepspeed_nmt.registry import problems_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,14 +103,7 @@ class TokenizerFile(NamedTuple):
 
 
 def load_shape(name: str, option: str) -> dict[str, Any]:
-    """Load the shape of a BERT.
-
-    Returns:
-        A mapping with the keys dim, layers, heads, ffn_dim, positions, norm_eps and activation.
-
-    Raises:
-        ConfigError: if the model cannot be loaded, is not a BERT, or is of a kind that is not supported.
-    """
+    """Load the shape of a BERT, by the names of our settings."""
     config = _load_config(_BertConfig, "bert", name, option, "a BERT", "name a BERT")
     if config.hidden_act not in ("gelu", "relu"):
         raise ConfigError(f"{option}: {name} has hidden_act={config.hidden_act}; name a BERT with gelu or relu")
@@ -127,14 +121,9 @@ def load_shape(name: str, option: str) -> dict[str, Any]:
 
 
 def load_weights(name: str, option: str) -> dict[str, Tensor]:
-    """Load the weights of a BERT.
+    """Load the weights of a BERT in fp32, by their names in BertForMaskedLM of `transformers`.
 
-    Returns:
-        The weights in fp32, by their names in BertForMaskedLM of `transformers`. The head is absent if the model was
-        saved without it.
-
-    Raises:
-        ConfigError: if the weights cannot be loaded, some are missing, unexpected, or not finite.
+    The head is absent if the model was saved without it.
     """
     load_shape(name, option)
     weights, missing = _load_weights("BertForMaskedLM", name, option, "a BERT", ("cls.",), r"bert\.encoder\.")
@@ -142,11 +131,7 @@ def load_weights(name: str, option: str) -> dict[str, Tensor]:
 
 
 def load_vocabulary(name: str, option: str) -> TokenizerFile:
-    """Load the tokenizer of a BERT.
-
-    Raises:
-        ConfigError: if the tokenizer cannot be loaded, or lacks a special token or most of the vocabulary.
-    """
+    """Load the tokenizer of a BERT, with all special tokens and most of the vocabulary."""
     tokenizer = _load("AutoTokenizer", name, option, "tokenizer of a BERT")
     numbers = {token: getattr(tokenizer, f"{token}_token_id", None) for token in SPECIAL}
     special = {token: int(number) for token, number in numbers.items() if number is not None}
@@ -177,11 +162,7 @@ class MarianFiles(NamedTuple):
 
 
 def load_marian(name: str, option: str) -> MarianFiles:
-    """Load a MarianMT model and its tokenizer.
-
-    Raises:
-        ConfigError: if it cannot be loaded, or is no MarianMT model.
-    """
+    """Load a MarianMT model and its tokenizer."""
     remedy = (
         "name a MarianMT model, or use the run of which it is an export (that of a pre-norm run is Pegasus, which is "
         "not imported)"
@@ -203,29 +184,20 @@ def load_marian(name: str, option: str) -> MarianFiles:
 
 
 def load_translation_model(directory: Path) -> Any:
-    """Load a translation model from a folder, in eval mode.
-
-    Raises:
-        ConfigError: if it cannot be loaded.
-    """
+    """Load a translation model from a folder, in eval mode."""
     return _load("AutoModelForSeq2SeqLM", str(directory), "--out", "weights of a translation model").eval()
 
 
 def _load_config(kind: type[AnyConfig], model_type: str, name: str, option: str, what: str, remedy: str) -> AnyConfig:
-    """Load the configuration of a model, and compare it with the size of the weights of a folder.
-
-    Raises:
-        ConfigError: if it cannot be loaded, is of another kind of model, has a wrong value, or describes a model that
-            is larger than the weights.
-    """
+    """Load the configuration of a model, which must not describe a larger one than the weights of a folder are."""
     loaded = _load("AutoConfig", name, option, f"config.json of {what}")
     if loaded.model_type != model_type:
         raise ConfigError(f"{option}: {name} has model_type={loaded.model_type}; {remedy}")
     try:
         config = kind.model_validate(loaded.to_dict())
     except ValidationError as error:
-        problems = [problem_of(one, ".".join(map(str, one["loc"]))) for one in error.errors()]
-        raise ConfigError([f"{option}: the config.json of {name}: {problem}" for problem in problems]) from error
+        where = f"{option}: the config.json of {name}"
+        raise ConfigError(f"{where}: {problem}" for problem in problems_of(error)) from error
     folder = Path(name).expanduser()
     if folder.is_dir():
         size = sum(file.stat().st_size for ending in ("safetensors", "bin") for file in folder.glob(f"*.{ending}"))
@@ -246,9 +218,6 @@ def _load_weights(
 
     Returns:
         The weights in fp32, and True if optional ones are missing.
-
-    Raises:
-        ConfigError: if they cannot be loaded, or some are missing, unexpected, of another shape, or not finite.
     """
     import torch
 
@@ -273,11 +242,7 @@ def _load_weights(
 
 
 def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:
-    """Load an object through ``from_pretrained`` of a class of `transformers`, without its log and progress bars.
-
-    Raises:
-        ConfigError: if `transformers` is not installed, or the object cannot be loaded.
-    """
+    """Load an object through ``from_pretrained`` of a class of `transformers`, without its log and progress bars."""
     try:
         import transformers
     except ImportError as error:

@@ -47,13 +47,9 @@ class FileRecord(Config):
         return cls(bytes=content.stat().st_size, sha256=sha256_of(content))
 
     def problem(self, file: Path, verify: bool = True) -> str | None:
-        """Compare a file with its record.
+        """Return the predicate of a message, such as "is missing", for a file that is not as recorded, else None.
 
-        Args:
-            verify: True to compare the hash, False to compare the size only.
-
-        Returns:
-            Predicate of a message, such as "is missing"; None if the file is as recorded.
+        Without ``verify`` only sizes are compared.
         """
         if not file.is_file():
             return "is missing"
@@ -86,11 +82,7 @@ def write_record(path: Path, content: bytes) -> None:
 
 
 def read_record(path: Path) -> bytes:
-    """Read a record, and compare it with its hash.
-
-    Raises:
-        DamagedRecordError: if it cannot be read, or does not match its hash.
-    """
+    """Read a record, and compare it with its hash; a difference is a DamagedRecordError."""
     hash_file = path.with_name(path.name + HASH_SUFFIX)
     try:
         content, hashes = read_regular(path), read_regular(hash_file).decode("ascii", errors="replace")
@@ -118,16 +110,8 @@ def check_own(
 ) -> None:
     """Check that nothing is lost if a directory is replaced: all its files are as their record lists them.
 
-    This is the rule of every command that replaces or removes a directory; a mere name proves nothing.
-
-    Args:
-        option: that gave the directory, for the message.
-        beside: content of files that the record does not list, by name.
-        verify: True to compare hashes, False to compare sizes only.
-
-    Raises:
-        DataError: if it is a file or a mount point, or has files that this program did not write, or that were
-            changed.
+    This is the rule of every command that replaces or removes a directory; a mere name proves nothing. It was given
+    by ``option``, and ``beside`` is the content, by name, of files that the record does not list.
     """
     if not os.path.lexists(directory):
         return

@@ -60,12 +60,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 @dataclass(frozen=True)
 class Plugin:
-    """A plug-in that this process has loaded.
-
-    Attributes:
-        entries: its rows of the registries.
-        sha256: hash (hexadecimal) of the Python files of its package, or of its only file.
-    """
+    """Rows of the registries of a loaded plug-in, and the hash (hexadecimal) of the Python files of its package."""
 
     entries: Sequence[Entry[Any]]
     sha256: str
@@ -76,11 +71,7 @@ PLUGINS: dict[str, Plugin] = {}
 
 
 def load_plugins() -> None:
-    """Import the plug-ins that the environment names, and add their entries to the registries.
-
-    Raises:
-        ConfigError: if one is missing, cannot be imported or is no plug-in, or has a name that exists.
-    """
+    """Import the plug-ins that the environment names, and add their entries to the registries."""
     for name in filter(None, map(str.strip, os.environ.get(PLUGINS_VARIABLE, "").split(","))):
         module = _imported(name)
         if module.__name__ not in PLUGINS:
@@ -109,14 +100,7 @@ def plugins_of(entries: Sequence[Entry[Any]]) -> dict[str, str]:
 
 
 def check_plugins(recorded: Mapping[str, str], run: Path) -> None:
-    """Check that the plug-ins of a run are loaded; warn if one has changed.
-
-    Args:
-        recorded: their hashes, by name.
-
-    Raises:
-        ConfigError: if one is not loaded.
-    """
+    """Check that the plug-ins of a run, whose hashes are recorded by name, are loaded; warn if one has changed."""
     if missing := [name for name in recorded if name not in PLUGINS]:
         plugins, all_names = " and ".join(missing), ",".join([*PLUGINS, *missing])
         raise ConfigError(f"{run} was trained with the plug-in {plugins}; set {PLUGINS_VARIABLE}={all_names}")
@@ -173,43 +157,27 @@ def _entries(module: ModuleType) -> list[Entry[Any]]:
     entries = getattr(module, "ENTRIES", None)
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, Entry) for entry in entries):
         raise ConfigError(f"the plug-in {name} has no list ENTRIES of `Entry`; add it")
-    seen: set[tuple[str, str]] = set()
-    cases = set(self_tests())
+    known = {registry.kind: set(registry) for registry in _REGISTRIES.values()} | {"SelfTest": set(self_tests())}
+    known[LIKELIHOODS.kind] = known[REGULARIZERS.kind] = {*LIKELIHOODS, *REGULARIZERS}
     for entry in entries:
-        registry = registry_of(entry)
-        in_objective = registry in (LIKELIHOODS, REGULARIZERS)
-        others: tuple[Registry[Any], ...] = (LIKELIHOODS, REGULARIZERS) if in_objective else (registry,)
-        key = ("objective" if in_objective else registry.kind, entry.name)
-        if key in seen or any(entry.name in other for other in others):
-            raise ConfigError(
-                f"the plug-in {name} has the {registry.kind} {entry.name}, but that name exists; rename it"
-            )
-        if not _NAME.fullmatch(entry.name):
-            raise ConfigError(
-                f"the plug-in {name} has the {registry.kind} {shown(entry.name)}; name it by letters, digits and _"
-            )
-        seen.add(key)
+        names = {registry_of(entry).kind: entry.name}
         if entry.selftest is not None:
-            if entry.selftest.name in cases:
-                raise ConfigError(
-                    f"the plug-in {name} has the SelfTest {entry.selftest.name}, but that name exists; rename it"
-                )
-            cases.add(entry.selftest.name)
+            names["SelfTest"] = entry.selftest.name
+        for kind, of in names.items():
+            if of in known[kind]:
+                raise ConfigError(f"the plug-in {name} has the {kind} {of}, but that name exists; rename it")
+            if kind != "SelfTest" and not _NAME.fullmatch(of):
+                raise ConfigError(f"the plug-in {name} has the {kind} {shown(of)}; name it by letters, digits and _")
+            known[kind].add(of)
     return entries
 
 
 def _digest(module: ModuleType) -> str:
     """Return the SHA-256 of the output of ``sha256sum`` for the Python files of a module's package."""
     package = module.__spec__.parent if module.__spec__ is not None else ""
-    if package:
-        files = {
-            str(file.relative_to(place)): file
-            for place in map(Path, sys.modules[package].__path__)
-            for file in place.rglob("*.py")
-            if file.is_file()
-        }
-    else:
-        file = Path(module.__file__ or "")
-        files = {file.name: file}
+    alone = Path(module.__file__ or "")
+    files: dict[str, Path] = {} if package else {alone.name: alone}
+    for root in map(Path, sys.modules[package].__path__ if package else ()):
+        files |= {str(file.relative_to(root)): file for file in root.rglob("*.py") if file.is_file()}
     lines = [f"{sha256_of(files[name])}  {name}\n" for name in sorted(files)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()

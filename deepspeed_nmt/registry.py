@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 
@@ -42,19 +42,12 @@ _OF_TYPES = ("_type", "_parsing", "_parsing_size", "_from_float", "_number", "_u
 
 
 def problem_of(error: Mapping[str, Any], name: str) -> str:
-    """Return the message for an error of pydantic: "`name` is ...; give ...".
-
-    Args:
-        name: of the setting or option; "" for settings that contradict each other.
-    """
+    """Return the message for an error of pydantic: "`name` is ...; give ..."; "" for the name of a whole."""
     kind: str = error["type"]
     if kind == "value_error":  # of a validator of ours, which shows the value itself
         message = str(error["ctx"]["error"])
-        return (
-            f"{name} {message}"
-            if message.startswith(("is ", "has ", "must "))
-            else f"{name}: {message}".removeprefix(": ")
-        )
+        colon = "" if message.startswith(("is ", "has ", "must ")) else ":"
+        return f"{name}{colon} {message}".removeprefix(": ")
     if kind == "json_invalid":
         return f"{name} is no JSON ({error['ctx']['error']})"
     if kind == "missing":
@@ -65,12 +58,19 @@ def problem_of(error: Mapping[str, Any], name: str) -> str:
     return f"{name} is {shown(error['input'])}; give {remedy}"
 
 
+def problems_of(error: ValidationError, named: Callable[[str], str] = str, whole: str = "") -> list[str]:
+    """Return the messages for all errors of pydantic; ``named`` returns the name of the value at a dotted place."""
+    return [
+        problem_of(problem, named(".".join(map(str, problem["loc"]))) if problem["loc"] else whole)
+        for problem in error.errors()
+    ]
+
+
 @dataclass(frozen=True)
 class SelfTest:
-    """A small run that the command `selftest` trains under every engine.
+    """A small run that the command `selftest` trains under every engine; one can cover several methods.
 
     Attributes:
-        name: of the case in the table of `selftest`; one case can cover several methods.
         settings: of the run, nested by section as in YAML. Dropout is 0 unless the comparison sets it.
         quick: True for the case that `selftest --quick` trains.
     """
@@ -82,12 +82,10 @@ class SelfTest:
 
 @dataclass(frozen=True)
 class Entry(Generic[T_co]):
-    """A row of a registry.
+    """A row of a registry: the name of a part in a configuration, its configuration class, and its builder.
 
     Attributes:
-        name: of the part in a configuration.
-        config: configuration class of the part.
-        build: function that builds the part; its arguments depend on the registry.
+        build: function whose arguments depend on the registry.
         selftest: case of `selftest` that covers the part; None if the case of another part covers it.
         collapse_remedy: settings to recommend when a decoder ignores its source; "" if the part is no remedy.
     """

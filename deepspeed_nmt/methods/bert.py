@@ -31,7 +31,7 @@ from deepspeed_nmt.methods.transformer import refuse_other_layers
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform, Projection
 from deepspeed_nmt.nn.layers import EncoderLayer, FeedForward, LayerParts, Residual
-from deepspeed_nmt.registry import Config, problem_of
+from deepspeed_nmt.registry import Config, problems_of
 
 _STD = 0.02
 """Standard deviation of random weights."""
@@ -142,7 +142,7 @@ class BertPair(ModelConfig):
         try:
             return type(self).model_validate({**self.model_dump(), **shapes})
         except ValidationError as error:
-            problems = [problem_of(one, ".".join(["model", *map(str, one["loc"])])) for one in error.errors()]
+            problems = problems_of(error, lambda place: f"model.{place}", "model")
             raise ConfigError(f"the BERTs do not fit: {problem}" for problem in problems) from error
 
 

@@ -51,7 +51,7 @@ from deepspeed_nmt.manifest import (
     read_record,
     write_record,
 )
-from deepspeed_nmt.registry import Config, problem_of
+from deepspeed_nmt.registry import Config, problems_of
 from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
 from deepspeed_nmt.train.progress import Count, LogState, Progress
 
@@ -233,8 +233,7 @@ class Checkpoint:
 def _reason(error: Exception) -> str:
     """Return a clause about an error."""
     if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        return f"its content is wrong: {problem_of(first, '.'.join(map(str, first['loc']))).strip()}"
+        return f"its content is wrong: {problems_of(error)[0].strip()}"
     return str(error) if isinstance(error, DamagedRecordError) else f"it cannot be read ({error})"
 
 

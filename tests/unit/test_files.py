@@ -21,7 +21,6 @@ from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.export.certificate import Certificate
 from deepspeed_nmt.files import (
     atomic_write_text,
-    clear_hidden,
     exclusive,
     hidden,
     open_text,
@@ -29,6 +28,7 @@ from deepspeed_nmt.files import (
     read_regular,
     remove_directory,
     remove_orphans,
+    restore_directory,
     sha256_of,
     staged,
     text_lines,
@@ -206,7 +206,7 @@ def test_a_removed_directory_is_gone_at_once(tmp_path: Path, monkeypatch: pytest
         remove_directory(path)
     (left,) = tmp_path.iterdir()
     assert not path.exists() and left.name.startswith(".path.partial-")
-    clear_hidden(path)
+    restore_directory(path, lambda old: False, clear=True)
     path.mkdir()
     remove_directory(path)
     (tmp_path / "elsewhere").mkdir()
