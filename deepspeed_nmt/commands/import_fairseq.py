@@ -13,8 +13,12 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from deepspeed_nmt.console import output
+from deepspeed_nmt.errors import ConfigError
 
 if TYPE_CHECKING:
     from deepspeed_nmt.data.fairseq import FairseqTokenizer
@@ -59,13 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Import the model, the text or both, and print what they are.
-
-    Raises:
-        UserError: if something cannot be imported.
-    """
-    from deepspeed_nmt.console import output
-    from deepspeed_nmt.errors import ConfigError
+    """Import the model, the text or both, and print what they are."""
     from deepspeed_nmt.run.importing_fairseq import find_languages, import_model, open_dictionaries, read_checkpoint
 
     if (arguments.origin is None) != (arguments.run is None):
@@ -73,8 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.run is None and arguments.out is None:
         raise ConfigError("neither --run nor --out is given; give --from and --run, or --out, or all of them")
     checkpoint = None if arguments.origin is None else read_checkpoint(arguments.origin)
-    given = arguments.source_lang, arguments.target_lang
-    languages = find_languages(arguments.data_bin, *given, None if checkpoint is None else checkpoint.options)
+    languages = find_languages(arguments.data_bin, arguments.source_lang, arguments.target_lang, checkpoint)
     tokenizer = open_dictionaries(arguments.data_bin, languages, arguments.sentencepiece)
     text = _text_form(arguments, languages)
     if checkpoint is not None:
@@ -89,15 +86,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _text_form(arguments: argparse.Namespace, languages: Languages) -> TextForm:
     """Return the form of the text. Names of languages that are no language codes are not recorded."""
-    from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.text import Form, TextForm, check_language
 
-    codes: list[str | None] = []
-    for language in (languages.source, languages.target):
-        try:
-            codes.append(check_language(language))
-        except ValueError:
-            codes.append(None)
+    codes: list[str | None] = [None, None]
+    for number, language in enumerate(languages):
+        with suppress(ValueError):
+            codes[number] = check_language(language)
     form: Form = arguments.text or ("raw" if arguments.sentencepiece else "tokenised")
     if form == "moses" and codes[1] is None:
         raise ConfigError(

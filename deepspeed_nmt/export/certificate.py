@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import uuid
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from secrets import token_hex
 from tempfile import TemporaryFile
 from typing import Annotated, Any, Literal
 
@@ -22,7 +23,7 @@ from pydantic import Field, ValidationError
 from deepspeed_nmt.console import cell, logger, table
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.export.ctranslate2_search import RULES, ExportBeamSettings
-from deepspeed_nmt.files import atomic_write_text, exclusive, hidden, parse_json, read_regular, sha256_of
+from deepspeed_nmt.files import atomic_write_bytes, exclusive, hidden, read_regular, sha256_of
 from deepspeed_nmt.manifest import (
     MANIFEST_FILE,
     DamagedRecordError,
@@ -33,7 +34,7 @@ from deepspeed_nmt.manifest import (
     read_record,
     write_record,
 )
-from deepspeed_nmt.registry import Config, problem_of
+from deepspeed_nmt.registry import Config, problems_of
 from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
 
 INFO_FILE = "deepspeed_nmt.json"
@@ -52,8 +53,6 @@ _SHOWN = 20
 """Differences of a beam size in the table."""
 EXPORTS = "exports"
 """Directory of a run with the exports that translation has made."""
-STAMP_FILE = "stamp.json"
-"""File beside an export with hashes of the run's manifests when it was last compared with the run."""
 EXPORTER = "ctranslate2"
 """Format of the exports that are translated with."""
 _PATIENCE_S = 86_400.0
@@ -72,10 +71,8 @@ class ExportInfo(Config):
     Attributes:
         longest: positions of the longest sentence.
         longest_line: default bound of a source line, in tokens without EOS.
-        search_name: name of the search that decodes the run at this exit.
-        search: its settings that a beam search has.
-        rules: its rules of the next token, which other programs lack.
-        model: shape of the model, for readers.
+        search_name: of the search that decodes the run at this exit; ``search`` are its settings that a beam search
+            has, and ``rules`` its rules of the next token, which other programs lack.
     """
 
     format: Literal[1] = 1
@@ -101,7 +98,7 @@ class ExportInfo(Config):
         try:
             return cls.model_validate_json(read_regular(directory / INFO_FILE), strict=True)
         except (OSError, ValidationError) as error:
-            why = problem_of(error.errors()[0], "its content") if isinstance(error, ValidationError) else error
+            why = problems_of(error, whole="it")[0] if isinstance(error, ValidationError) else error
             raise DataError(f"{directory / INFO_FILE} cannot be read ({why}); export again") from error
 
 
@@ -125,13 +122,11 @@ class Difference(Config):
 
 
 class Comparison(Config):
-    """Translations of both programs with one beam size.
+    """Translations of both programs with one beam size; BLEU is None without references.
 
     Attributes:
-        score_difference: largest difference of scores among identical translations; None if the other program gives
-            none.
+        score_difference: largest difference of scores among identical translations; None if one program gives none.
         tolerance: largest margin of a near-tie.
-        bleu_here: of this program; None without references.
     """
 
     beam: int
@@ -242,20 +237,16 @@ class Certificate(Config):
 
     @classmethod
     def read(cls, directory: Path) -> Certificate:
-        """Read the certificate of an export, and compare the export's files with it.
-
-        Raises:
-            DataError: if it is missing or damaged, or a file is not as recorded.
-        """
+        """Read the certificate of an export, and compare the export's files with it; a difference is a DataError."""
         path = directory / CERTIFICATE_FILE
         try:
             certificate = cls.model_validate_json(read_record(path), strict=True)
         except DamagedRecordError as error:
             raise DataError(f"{directory} is no trusted export: {error}; export again") from error
         except ValidationError as error:
-            first = error.errors()[0]
-            why = problem_of(first, ".".join(map(str, first["loc"])))
-            raise DataError(f"{path} has wrong content ({why}); export again") from error
+            raise DataError(
+                f"{path} has wrong content ({problems_of(error, whole='it')[0]}); export again"
+            ) from error
         for name in (INFO_FILE, *(_READ_FILES if certificate.exporter == EXPORTER else ())):
             if name not in certificate.files:
                 raise DataError(f"{path} has no record of {name}; export again")
@@ -269,11 +260,7 @@ class Certificate(Config):
 
     @classmethod
     def check_own(cls, directory: Path) -> None:
-        """Check that nothing but an export is replaced; see :func:`deepspeed_nmt.manifest.check_own`.
-
-        Raises:
-            DataError: if there is something else.
-        """
+        """Check that nothing but an export is replaced; see :func:`deepspeed_nmt.manifest.check_own`."""
         beside = {}
         with suppress(DamagedRecordError, ValidationError):
             certificate = cls.model_validate_json(read_record(directory / CERTIFICATE_FILE))
@@ -303,12 +290,7 @@ class Certificate(Config):
 
 
 def given_export(place: Path, precision: str) -> Certificate:
-    """Return the certificate of an export that the user has made; precision auto takes that of the export.
-
-    Raises:
-        ConfigError: if it is for another program, of another precision, or its certificate is not passed.
-        DataError: if it is no export, or a file was changed.
-    """
+    """Return the certificate, which must be passed, of an export that the user has made; precision auto takes any."""
     if not place.is_dir():
         raise ConfigError(f"no directory {place}; give --export one that `export` has made")
     certificate = Certificate.read(place)
@@ -331,14 +313,10 @@ class KeptExport:
         key = hashlib.sha256(json.dumps([checkpoint, exit]).encode()).hexdigest()[:8]
         self.place = run / EXPORTS / f"{EXPORTER}-{precision}-{key}"
         self._run, self._checkpoint = run, checkpoint
-        self._stamp_file = self.place.with_name(f"{self.place.name}.{STAMP_FILE}")
+        self._stamp_file = self.place.with_name(f"{self.place.name}.stamp")
 
     def ensure(self, make: Callable[[Path], Certificate], is_current: Callable[[Certificate], bool]) -> Certificate:
-        """Make sure that the export is there, current, as its certificate says, and that this is passed.
-
-        Raises:
-            ConfigError: if the certificate is not passed, or the run cannot be written.
-        """
+        """Make the export if it is not there, or not current, and return its certificate, which must be passed."""
         certificate = self._current(is_current)
         if certificate is None:
             refusal = f"{{holder}} is making {self.place}; wait for it"
@@ -346,9 +324,9 @@ class KeptExport:
                 # Another process may have exported it meanwhile.
                 certificate = self._current(is_current, warn=True)
                 if certificate is None:
-                    stamp = self._manifests()
+                    stamp = self._stamp()
                     certificate = make(self.place)
-                    self._write_stamp(stamp)
+                    self._write(stamp)
         if not certificate.passed:
             raise ConfigError(
                 f"the export of {self._run} does not translate as the run: {'; '.join(certificate.problems)}; "
@@ -372,31 +350,30 @@ class KeptExport:
         """Return the certificate of an export that can be used as it is; None if the run must be exported."""
         if not self.place.is_dir():
             return None
-        stamp = self._manifests()
+        stamp = self._stamp()
         try:
             certificate = Certificate.read(self.place)
             ExportInfo.read(self.place)
         except DataError as error:
             if warn:
-                aside = self.place.with_name(f"{self.place.name}.{uuid.uuid4().hex[:8]}.aside")
-                self.place.rename(aside)
+                aside = self.place.rename(self.place.with_name(f"{self.place.name}.{token_hex(4)}.aside"))
                 reason = str(error).rpartition("; ")[0]
                 logger.warning("%s; the run is exported again, and the old export kept as %s", reason, aside.name)
             return None
-        with suppress(OSError, ValueError):
-            if parse_json(read_regular(self._stamp_file)) == stamp:
+        with suppress(OSError):
+            if read_regular(self._stamp_file) == stamp:
                 return certificate
         if not is_current(certificate):
             return None
-        self._write_stamp(stamp)
+        self._write(stamp)
         return certificate
 
-    def _manifests(self) -> dict[str, str]:
+    def _stamp(self) -> bytes:
         """Return hashes from which follows that the run's checkpoint and settings are the same."""
         places = [self._run, *sorted((self._run / "checkpoints").glob("*/")), Path(self._checkpoint)]
-        manifests = [place / MANIFEST_FILE for place in places]
-        return {str(file): sha256_of(file) for file in manifests if file.is_file()}
+        manifests = [file for place in places if (file := place / MANIFEST_FILE).is_file()]
+        return b"".join(f"{sha256_of(file)}  ".encode() + os.fsencode(file) + b"\n" for file in manifests)
 
-    def _write_stamp(self, stamp: dict[str, str]) -> None:
+    def _write(self, stamp: bytes) -> None:
         with suppress(OSError):  # only costs time: the export is compared with the run again
-            atomic_write_text(self._stamp_file, json.dumps(stamp, indent=1))
+            atomic_write_bytes(self._stamp_file, stamp)

@@ -22,7 +22,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from deepspeed_nmt.core.parts import MAX_HYPOTHESES, SearchConfig
-from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.core.vocabulary import SIDES
+from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.search.base import Hypothesis, LengthPenalty, PenaltyName, length_bound
 from deepspeed_nmt.search.lines import length_buckets
@@ -49,11 +50,7 @@ other translations.
 
 
 def import_ctranslate2() -> Any:
-    """Import CTranslate2, and return the module.
-
-    Raises:
-        ConfigError: if it is not installed, or cannot be imported.
-    """
+    """Import CTranslate2, and return the module, or raise a ConfigError."""
     try:
         import ctranslate2
     except ImportError as error:
@@ -81,25 +78,15 @@ class ExportBeamSettings(SearchConfig):
 class CTranslate2Search:
     """Beam search with an exported model of ``longest`` positions, in fp32 or int8, on the device auto, cpu or cuda.
 
-    ``pieces`` are the texts of all tokens of source and target; ``self.device`` is cpu or cuda.
-
-    Raises:
-        ConfigError: if CTranslate2 is not installed, or does not support the precision on the device.
+    ``self.device`` is cpu or cuda.
     """
 
     def __init__(
-        self,
-        directory: Path,
-        vocabulary: Vocabulary,
-        pieces: tuple[Sequence[str], Sequence[str]],
-        longest: int,
-        precision: str,
-        device: str = "cpu",
+        self, directory: Path, tokenizer: Tokenizer, longest: int, precision: str, device: str = "cpu"
     ) -> None:
-        self._vocabulary = vocabulary
-        self._source_pieces, self._target_pieces = pieces
-        self._numbers = {piece: number for number, piece in enumerate(pieces[1])}
-        self._longest = longest
+        self._vocabulary, self._longest = tokenizer.vocabulary, longest
+        self._source_pieces, self._target_pieces = (tokenizer.all_pieces(side) for side in SIDES)
+        self._numbers = {piece: number for number, piece in enumerate(self._target_pieces)}
         compute_type = "int8_float32" if precision == "int8" else "float32"
         ctranslate2 = import_ctranslate2()
         try:
@@ -111,19 +98,16 @@ class CTranslate2Search:
     def search(
         self, sources: Sequence[Sequence[int]], settings: ExportBeamSettings, max_tokens: int
     ) -> Iterator[tuple[int, list[Hypothesis]]]:
-        """Translate sentences without EOS, of which none is empty, the longest first.
-
-        Yields:
-            The number of each sentence and its translations, best first.
-        """
+        """Yield the number and the translations, best first, of each sentence, the longest first; none is empty."""
         lengths = [len(source) + 1 for source in sources]  # with EOS
+        special = set(self._vocabulary.unpredicted)
         width = settings.beam if settings.beam <= _USUAL_BEAM else _SHARE * settings.beam
         for numbers in length_buckets(lengths, max_tokens, width):
             limits = [settings.limit(lengths[number], self._longest) for number in numbers]
             batch = self._translate([sources[number] for number in numbers], settings, max(limits), False)
             for number, limit, hypotheses in zip(numbers, limits, batch, strict=True):
                 best = hypotheses
-                if self._has_special(best):
+                if any(not special.isdisjoint(one.tokens) for one in best):
                     best = self._translate([sources[number]], settings, limit, True)[0]
                     if all(len(one.tokens) < limit for one in best):
                         # Without these tokens, the probabilities of the others are larger there.
@@ -133,9 +117,12 @@ class CTranslate2Search:
                 yield number, sorted(best, key=lambda one: one.score, reverse=True)
 
     def token_log_probs(
-        self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], max_tokens: int
+        self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], max_tokens: int = 0
     ) -> list[list[float]]:
-        """Compute the log-probabilities (nats) of the tokens of translations and of the EOS after them."""
+        """Compute the log-probabilities (nats) of the tokens of translations and of the EOS after them.
+
+        Batches have at most ``max_tokens``; 0 for one batch.
+        """
         scored = self._model.score_batch(
             [[self._source_pieces[token] for token in source] for source in sources],
             [[self._target_pieces[token] for token in target] for target in targets],
@@ -152,19 +139,16 @@ class CTranslate2Search:
         penalty = LengthPenalty.parse(settings.length_penalty)
         exponent = penalty.exponent or _NO_PENALTY
         return [
-            [
-                self._hypothesis(pieces, score * (len(pieces) + 1) ** exponent, penalty)
-                for pieces, score in zip(result.hypotheses, result.scores, strict=True)
-            ]
-            for result in self._run(sources, settings.beam, exponent, longest, suppress)
+            [_hypothesis(tokens, score * (len(tokens) + 1) ** exponent, penalty) for tokens, score in hypotheses]
+            for hypotheses in self._run(sources, settings.beam, exponent, longest, suppress)
         ]
 
     def _run(
         self, sources: Sequence[Sequence[int]], beam: int, exponent: float, longest: int, suppress: bool
-    ) -> list[Any]:
-        """Run CTranslate2's search; of the finished hypotheses it returns the best K by its own penalty."""
+    ) -> list[list[tuple[list[int], float]]]:
+        """Return the tokens and scores of CTranslate2's search: the best K finished hypotheses by its own penalty."""
         special = self._vocabulary.unpredicted
-        results: list[Any] = self._model.translate_batch(
+        results = self._model.translate_batch(
             [[self._source_pieces[token] for token in source] for source in sources],
             beam_size=beam,
             num_hypotheses=beam,
@@ -175,15 +159,13 @@ class CTranslate2Search:
             return_scores=True,
             suppress_sequences=[[self._target_pieces[token]] for token in special] if suppress else None,
         )
-        return results
-
-    def _hypothesis(self, pieces: Sequence[str], log_prob: float, penalty: LengthPenalty) -> Hypothesis:
-        tokens = [self._numbers[piece] for piece in pieces]
-        return Hypothesis(tokens, log_prob / penalty(len(tokens) + 1), log_prob)
-
-    def _has_special(self, hypotheses: Sequence[Hypothesis]) -> bool:
-        special = set(self._vocabulary.unpredicted)
-        return any(not special.isdisjoint(hypothesis.tokens) for hypothesis in hypotheses)
+        return [
+            [
+                ([self._numbers[piece] for piece in pieces], score)
+                for pieces, score in zip(result.hypotheses, result.scores, strict=True)
+            ]
+            for result in results
+        ]
 
     def _until(self, source: Sequence[int], settings: ExportBeamSettings, limit: int) -> list[Hypothesis]:
         """Translate a sentence whose hypotheses reach its limit, and extend them there by EOS.
@@ -195,9 +177,8 @@ class CTranslate2Search:
         cut = limit - 1
         unfinished: dict[tuple[int, ...], None] = {} if cut else {(): None}
         for longest, exponent in ((cut, -_EXTREME), (cut, _EXTREME), (limit, _EXTREME)) if cut else ():
-            (result,) = self._run([source], settings.beam, exponent, longest, True)
-            for pieces in result.hypotheses:
-                tokens = [self._numbers[piece] for piece in pieces]
+            (hypotheses,) = self._run([source], settings.beam, exponent, longest, True)
+            for tokens, _ in hypotheses:
                 if longest == cut or len(tokens) == limit:
                     unfinished[tuple(tokens[:cut])] = None
         best = self._scored(source, list(unfinished), settings)
@@ -208,10 +189,10 @@ class CTranslate2Search:
     ) -> list[Hypothesis]:
         """Score translations of a sentence by the probabilities of all tokens, EOS included."""
         penalty = LengthPenalty.parse(settings.length_penalty)
-        texts = [[self._target_pieces[token] for token in tokens] for tokens in hypotheses]
-        sources = [[self._source_pieces[token] for token in source]] * len(texts)
-        scored = self._model.score_batch(sources, texts, max_input_length=0)
-        return [
-            self._hypothesis(text, math.fsum(score.log_probs), penalty)
-            for text, score in zip(texts, scored, strict=True)
-        ]
+        scored = self.token_log_probs([source] * len(hypotheses), hypotheses)
+        pairs = zip(hypotheses, scored, strict=True)
+        return [_hypothesis(list(tokens), math.fsum(log_probs), penalty) for tokens, log_probs in pairs]
+
+
+def _hypothesis(tokens: list[int], log_prob: float, penalty: LengthPenalty) -> Hypothesis:
+    return Hypothesis(tokens, log_prob / penalty(len(tokens) + 1), log_prob)

@@ -16,12 +16,7 @@ from typing_extensions import override
 from deepspeed_nmt.core.description import StandardTransformer
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.export.ctranslate2_search import (
-    EXTRA,
-    CTranslate2Search,
-    ExportBeamSettings,
-    import_ctranslate2,
-)
+from deepspeed_nmt.export.ctranslate2_search import EXTRA, CTranslate2Search, ExportBeamSettings, import_ctranslate2
 from deepspeed_nmt.export.formats import MAX_TOKENS, Format, Sentences, Subject, standardise
 from deepspeed_nmt.search.base import Hypothesis
 
@@ -36,9 +31,7 @@ class CTranslate2Format(Format):
     install = EXTRA
 
     def __init__(self, directory: Path, subject: Subject) -> None:
-        self._search = CTranslate2Search(
-            directory, subject.vocabulary, subject.pieces, subject.longest, subject.precision
-        )
+        self._search = CTranslate2Search(directory, subject.tokenizer, subject.longest, subject.precision)
 
     @override
     @staticmethod
@@ -48,8 +41,9 @@ class CTranslate2Format(Format):
     @override
     @staticmethod
     def write(directory: Path, subject: Subject) -> None:
-        model = subject.model.described()
-        write_ctranslate2(directory, model, subject.vocabulary, subject.pieces, subject.longest, subject.precision)
+        model, tokenizer = subject.model.described(), subject.tokenizer
+        pieces = tokenizer.all_pieces("source"), tokenizer.all_pieces("target")
+        write_ctranslate2(directory, model, tokenizer.vocabulary, pieces, subject.longest, subject.precision)
 
     @override
     def translate(self, sources: Sentences, settings: ExportBeamSettings) -> list[Hypothesis]:
@@ -72,10 +66,6 @@ def write_ctranslate2(
     """Write a model as CTranslate2 reads it: ``model.bin``, ``config.json`` and ``*_vocabulary.json``.
 
     ``longest`` is the number of positions, T. In int8, a matrix has one scale for each row.
-
-    Raises:
-        ConfigError: if CTranslate2 is not installed.
-        OSError: if a file cannot be written.
     """
     import_ctranslate2()
     from ctranslate2 import specs

@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 from deepspeed_nmt.core.description import StandardTransformer
 from deepspeed_nmt.core.model import TranslationModel
@@ -31,7 +28,6 @@ from deepspeed_nmt.text import NO_TAGS, Tags
 
 MAX_TOKENS = 4096
 """Sentences times the longest source of a batch."""
-WEIGHTS_FILE = "model.safetensors"
 _STANDARD_GAIN = 1024.0
 """Gain of a LayerNorm that is followed by another one; a power of two, so that it adds no rounding."""
 _READS_STATE = re.compile(r"self_attention\.[qkv]_proj\.weight|cross_attention\.q_proj\.weight|up_proj\.weight")
@@ -55,20 +51,12 @@ class Subject:
         """Special tokens."""
         return self.tokenizer.vocabulary
 
-    @property
-    def pieces(self) -> tuple[list[str], list[str]]:
-        """Text of each token of source and target."""
-        return self.tokenizer.all_pieces("source"), self.tokenizer.all_pieces("target")
-
 
 class Format(ABC):
     """A format of exports. An instance is an export in a directory that the format's own program has opened.
 
-    Attributes:
-        name: on the command line.
-        length_penalty: the only one that its program has; None if it has all.
-        package: of the program.
-        install: command that installs it.
+    ``install`` is the command that installs the program's package; ``length_penalty`` the only one that it has, or
+    None.
     """
 
     name: ClassVar[str]
@@ -95,7 +83,7 @@ class Format(ABC):
     @staticmethod
     @abstractmethod
     def write(directory: Path, subject: Subject) -> None:
-        """Write a model's files, or raise NotStandardError or OSError."""
+        """Write the files of a model that has been checked, or raise an OSError."""
 
 
 class OwnProgram:
@@ -118,24 +106,12 @@ class OwnProgram:
 
     def token_log_probs(self, sources: Sentences, targets: Sentences) -> list[list[float]]:
         """Return the log-probabilities (nats) of the tokens of given translations and of the EOS after them."""
-
-        def score(source: Sequence[int], target: Sequence[int]) -> list[float]:
+        result = []
+        for source, target in zip(sources, targets, strict=True):
             source_BS = torch.tensor([[*source, self._vocabulary.source.eos]])
-            return token_log_probs([self._model], self._vocabulary, source_BS, False, [[list(target)]])[0][0]
-
-        return [score(source, target) for source, target in zip(sources, targets, strict=True)]
-
-
-def save_weights(directory: Path, state: dict[str, Tensor]) -> None:
-    """Write weights as safetensors, of which no two share memory.
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
-    try:
-        save_file(state, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    except SafetensorError as error:  # how safetensors reports a full disk
-        raise OSError(str(error)) from error
+            scored = token_log_probs([self._model], self._vocabulary, source_BS, False, [[list(target)]])
+            result.append(scored[0][0])
+        return result
 
 
 def standardise(model: StandardTransformer) -> StandardTransformer:

@@ -15,29 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from typing_extensions import override
 
 from deepspeed_nmt import huggingface
 from deepspeed_nmt.core.description import NotStandardError, StandardTransformer
 from deepspeed_nmt.core.model import TranslationModel
-from deepspeed_nmt.core.vocabulary import SIDES, Vocabulary
+from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.export.ctranslate2_search import ExportBeamSettings
-from deepspeed_nmt.export.formats import (
-    MAX_TOKENS,
-    Format,
-    Sentences,
-    Subject,
-    save_weights,
-    standardise,
-)
+from deepspeed_nmt.export.formats import MAX_TOKENS, Format, Sentences, Subject, standardise
 from deepspeed_nmt.search.base import Hypothesis, LengthPenalty
 
 _CLASSES = {"post": ("marian", "MarianMTModel"), "pre": ("pegasus", "PegasusForConditionalGeneration")}
 _EPS = 1e-5
 """Eps of the LayerNorms of both classes."""
-_LAYER_NAMES = {
+LAYER_NAMES = {
     "self_attention": "self_attn",
     "self_residual.norm": "self_attn_layer_norm",
     "cross_attention": "encoder_attn",
@@ -47,7 +42,7 @@ _LAYER_NAMES = {
     "feed_forward_residual.norm": "final_layer_norm",
     "final_norm": "layer_norm",
 }
-"""Modules of a stack here, and their names there."""
+"""Modules of a stack here, and their names in `transformers` and in fairseq."""
 _EMBEDDINGS = ("source_embedding.weight", "target_embedding.weight")
 _FIXED_NAMES = {
     "source_embedding.weight": "model.encoder.embed_tokens.weight",
@@ -72,7 +67,24 @@ class HuggingFaceFormat(Format):
     @override
     @staticmethod
     def check(model: TranslationModel) -> None:
-        check_class(model.described())
+        described = model.described()
+        norms = described.norms
+        if described.norm_eps != _EPS:
+            raise NotStandardError(
+                f"its LayerNorms have eps {described.norm_eps:g}, and those of transformers' classes {_EPS:g}"
+            )
+        if described.relative:
+            raise NotStandardError(
+                "it has relative positions, and transformers has no class for translation with them; CTranslate2 has "
+                "(--format ctranslate2)"
+            )
+        if len(set(norms)) > 1:
+            raise NotStandardError(
+                f"its encoder is {norms[0]}-norm and its decoder {norms[1]}-norm, and transformers has no class with "
+                "both; CTranslate2 has (--format ctranslate2)"
+            )
+        if norms[0] == "pre" and len({len(described.weights[name]) for name in _EMBEDDINGS}) > 1:
+            raise NotStandardError("it is pre-norm and has two vocabularies, and transformers' Pegasus has one")
 
     @override
     @staticmethod
@@ -103,14 +115,10 @@ class HuggingFaceFormat(Format):
                     options |= {"early_stopping": True, "length_penalty": penalty.exponent}
                 done = self._model.generate(input_ids=source_BS, attention_mask=torch.ones_like(source_BS), **options)
                 scores = done.sequences_scores.tolist() if settings.beam > 1 else [math.nan] * len(batch)
-                for number, sequence, score in zip(batch, done.sequences.tolist(), scores, strict=True):
-                    best[number] = Hypothesis(self._tokens(sequence), score, math.nan)
+                for number, (_, *tokens), score in zip(batch, done.sequences.tolist(), scores, strict=True):
+                    end = tokens.index(self._vocabulary.eos) if self._vocabulary.eos in tokens else len(tokens)
+                    best[number] = Hypothesis(tokens[:end], score, math.nan)
         return [best[number] for number in range(len(sources))]
-
-    def _tokens(self, sequence: list[int]) -> list[int]:
-        """Return a translation without BOS and EOS."""
-        tokens = sequence[1:]
-        return tokens[: tokens.index(self._vocabulary.eos)] if self._vocabulary.eos in tokens else tokens
 
     @override
     def token_log_probs(self, sources: Sentences, targets: Sentences) -> list[list[float]]:
@@ -129,42 +137,19 @@ class HuggingFaceFormat(Format):
         return result
 
 
-def check_class(model: StandardTransformer) -> None:
-    """Check that a class of ``transformers`` can have a model.
-
-    Raises:
-        NotStandardError: if none can.
-    """
-    if model.norm_eps != _EPS:
-        raise NotStandardError(
-            f"its LayerNorms have eps {model.norm_eps:g}, and those of transformers' classes {_EPS:g}"
-        )
-    if model.relative:
-        raise NotStandardError(
-            "it has relative positions, and transformers has no class for translation with them; CTranslate2 has "
-            "(--format ctranslate2)"
-        )
-    if len(set(model.norms)) > 1:
-        raise NotStandardError(
-            f"its encoder is {model.norms[0]}-norm and its decoder {model.norms[1]}-norm, and transformers has no "
-            "class with both; CTranslate2 has (--format ctranslate2)"
-        )
-    if model.norms[0] == "pre" and len({len(model.weights[name]) for name in _EMBEDDINGS}) > 1:
-        raise NotStandardError("it is pre-norm and has two vocabularies, and transformers' Pegasus has one")
-
-
 def write_huggingface(directory: Path, model: StandardTransformer, vocabulary: Vocabulary, longest: int) -> None:
-    """Write a model as ``transformers`` reads it: weights, ``config.json`` and ``generation_config.json``.
-
-    Raises:
-        NotStandardError: if no class can have the model.
-        OSError: if a file cannot be written.
-    """
-    check_class(model)
+    """Write a model as ``transformers`` reads it: weights, ``config.json`` and ``generation_config.json``."""
     model = standardise(model)
     kind, name = _CLASSES[model.norms[0]]
     state = _state(model, longest)
     tied = "lm_head.weight" not in state
+    special = {
+        "pad_token_id": vocabulary.pad,
+        "bos_token_id": vocabulary.bos,
+        "eos_token_id": vocabulary.eos,
+        "decoder_start_token_id": vocabulary.bos,
+        "forced_eos_token_id": None,
+    }
     (source_size, dim), (target_size, _) = (model.weights[name].shape for name in _EMBEDDINGS)
     encoder_layers, decoder_layers = model.depths
     ffn_dim = len(model.weights["encoder.layers.0.feed_forward.up_proj.weight"])
@@ -189,29 +174,21 @@ def write_huggingface(directory: Path, model: StandardTransformer, vocabulary: V
         "is_encoder_decoder": True,
         "dropout": 0.1,
         "torch_dtype": "float32",
-        "forced_eos_token_id": None,
-        **_special(vocabulary),
+        **special,
     }
     generation = {
-        **_special(vocabulary),
+        **special,
         "suppress_tokens": list(vocabulary.unpredicted),
-        "forced_eos_token_id": None,
         "early_stopping": True,
         "num_beams": 5,
         "max_length": longest,
     }
     _write(directory / "config.json", config, indent=1)
     _write(directory / "generation_config.json", generation, indent=1)
-    save_weights(directory, state)
-
-
-def _special(vocabulary: Vocabulary) -> dict[str, int]:
-    return {
-        "pad_token_id": vocabulary.pad,
-        "bos_token_id": vocabulary.bos,
-        "eos_token_id": vocabulary.eos,
-        "decoder_start_token_id": vocabulary.bos,
-    }
+    try:
+        save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(str(error)) from error
 
 
 def _state(model: StandardTransformer, longest: int) -> dict[str, Tensor]:
@@ -241,16 +218,12 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float32).clone().contiguous()
 
 
-def name_there(name: str) -> str:
-    """Return the name in `transformers` of a parameter of a Transformer of this program."""
-    return _FIXED_NAMES.get(name, f"model.{layer_name(name)}")
-
-
-def layer_name(name: str) -> str:
-    """Return the name of a parameter of a stack with the names of modules in `transformers` and in fairseq."""
-    for part, other in _LAYER_NAMES.items():
-        name = name.replace(f".{part}.", f".{other}.")
-    return name
+def name_there(name: str, fixed: Mapping[str, str] = _FIXED_NAMES, prefix: str = "model.") -> str:
+    """Return the name there of a parameter of a Transformer of this program: ``fixed``, or by :data:`LAYER_NAMES`."""
+    there = prefix + name
+    for part, other in LAYER_NAMES.items():
+        there = there.replace(f".{part}.", f".{other}.")
+    return fixed.get(name, there)
 
 
 def write_marian_tokenizer(directory: Path, tokenizer: Tokenizer, longest: int) -> None:
@@ -259,16 +232,14 @@ def write_marian_tokenizer(directory: Path, tokenizer: Tokenizer, longest: int) 
     A vocabulary of SentencePiece becomes a MarianTokenizer. Other vocabularies are written as ``vocab.json`` only: a
     number for each token.
     """
-    for side, name in zip(SIDES, ("vocab.json", "target_vocab.json"), strict=True):
-        if side == "target" and tokenizer.vocabulary.own_source is None:
-            continue
-        numbers = {piece: number for number, piece in enumerate(tokenizer.all_pieces(side))}
-        _write(directory / name, numbers)
-    models = tokenizer.sentencepiece_models()
-    if models is None:
+    special, pieces = tokenizer.vocabulary, tokenizer.all_pieces("target")
+    vocabularies = {"vocab.json": tokenizer.all_pieces("source")}
+    if special.own_source is not None:
+        vocabularies["target_vocab.json"] = pieces
+    for name, of_side in vocabularies.items():
+        _write(directory / name, {piece: number for number, piece in enumerate(of_side)})
+    if (models := tokenizer.sentencepiece_models()) is None:
         return
-    special = tokenizer.vocabulary
-    pieces = tokenizer.all_pieces("target")
     for name, model in zip(("source.spm", "target.spm"), models, strict=True):
         (directory / name).write_bytes(model)
     config = {

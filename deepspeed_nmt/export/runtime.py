@@ -20,7 +20,7 @@ from deepspeed_nmt.export.ctranslate2_search import (
     ExportBeamSettings,
     import_ctranslate2,
 )
-from deepspeed_nmt.registry import problem_of
+from deepspeed_nmt.registry import problems_of
 from deepspeed_nmt.search.base import Translation
 from deepspeed_nmt.search.decode_options import DecodeOptions, identity_of, marked
 from deepspeed_nmt.search.lines import (
@@ -39,23 +39,15 @@ PRECISIONS = ("fp32", "int8")
 """Precisions of exports that are translated with."""
 
 
-LACKS = frozenset(marked("torch"))
-"""Options that CTranslate2 does not have."""
-
-
 def check_options(options: DecodeOptions) -> None:
-    """Check the options that do not depend on the run.
-
-    Raises:
-        ConfigError: if CTranslate2 is not installed, or does not have what they ask for.
-    """
+    """Check the options that do not depend on the run, and that CTranslate2 is installed."""
     check_installed("ctranslate2", f"{option('runtime')} ctranslate2", EXTRA)
     if options.precision not in ("auto", *PRECISIONS):
         raise ConfigError(
             f"{option('precision')} is {options.precision}, which {option('runtime')} ctranslate2 lacks; give "
             f"{' or '.join(PRECISIONS)}"
         )
-    if name := next(iter(options.given(sorted(LACKS))), None):
+    if name := next(iter(options.given(sorted(marked("torch")))), None):
         raise ConfigError(f"{option(name)} is not for CTranslate2; leave it out, or translate by the run with torch")
     if (options.encoder_layers is None) != (options.decoder_layers is None):
         raise ConfigError(
@@ -78,10 +70,7 @@ def check_options(options: DecodeOptions) -> None:
 def choose(options: DecodeOptions, info: ExportInfo, place: Path) -> tuple[ExportBeamSettings, Tags, TextForm | None]:
     """Return what the options make of a run's settings: search, tags, form of plain text if any.
 
-    The run or the export is in the directory `place`.
-
-    Raises:
-        ConfigError: if CTranslate2 does not have what they ask for, or an option is wrong.
+    The run or the export is in the directory `place`. What CTranslate2 does not have is a ConfigError.
     """
     runtime, changes = f"{option('runtime')} ctranslate2", options.settings
     if changes["name"] is None and info.search_name != "beam":
@@ -111,12 +100,7 @@ def choose(options: DecodeOptions, info: ExportInfo, place: Path) -> tuple[Expor
 
 
 class ExportedTranslator:
-    """Translator of sentences by CTranslate2 with the export in a directory; it is used as ``Translator``.
-
-    Raises:
-        ConfigError: if an option is wrong, or CTranslate2 is not installed.
-        DataError: if the vocabulary is not that of the certificate, or the tag is no symbol of it.
-    """
+    """Translator of sentences by CTranslate2 with the export in a directory; it is used as ``Translator``."""
 
     def __init__(self, place: Path, certificate: Certificate, options: DecodeOptions) -> None:
         info = ExportInfo.read(place)
@@ -130,10 +114,7 @@ class ExportedTranslator:
         self.longest_line, self._longest_source = info.longest_line, info.longest
         if self._tags.source is not None:
             self.tokenizer.symbol("source", self._tags.source)
-        pieces = self.tokenizer.all_pieces("source"), self.tokenizer.all_pieces("target")
-        self._search = CTranslate2Search(
-            place, self.tokenizer.vocabulary, pieces, info.longest, info.precision, options.device
-        )
+        self._search = CTranslate2Search(place, self.tokenizer, info.longest, info.precision, options.device)
 
     def identity(self) -> dict[str, Any]:
         """Return all that translations depend on besides the options and the text."""
@@ -141,11 +122,7 @@ class ExportedTranslator:
         return {**identity, **identity_of(self.search, self._search.device, self.precision)}
 
     def check(self, sentences: Iterable[str], max_source_tokens: int | None = None) -> None:
-        """Check that no sentence is too long.
-
-        Raises:
-            DataError: if one is.
-        """
+        """Check that no sentence is too long, or raise a DataError."""
         reader = self._reader(DecodeOptions(max_source_tokens=max_source_tokens, strict=True))
         for sentence in self._tags.tagged(sentences):
             reader.encode(sentence)
@@ -159,12 +136,7 @@ class ExportedTranslator:
         first_line: int = 0,
         **options: Any,
     ) -> Iterator[list[Translation]]:
-        """Yield the ``nbest`` best translations of each sentence; see ``Translator.stream``.
-
-        Raises:
-            ConfigError: if a number is out of range.
-            DataError: if a sentence is too long, and ``strict`` is True.
-        """
+        """Yield the ``nbest`` best translations of each sentence; see ``Translator.stream``."""
         chosen = DecodeOptions.of(options)
         check_nbest(chosen.nbest, self.search)
         reader = self._reader(chosen, counts, first_line)
@@ -192,11 +164,7 @@ class ExportedTranslator:
 
 
 def changed_settings(settings: ExportBeamSettings, changes: Mapping[str, Any]) -> ExportBeamSettings:
-    """Return settings of a search with the user's changes.
-
-    Raises:
-        ConfigError: if one is out of range, or none that CTranslate2's search has.
-    """
+    """Return settings of a search with the user's changes, which must be among those of CTranslate2's search."""
     given = {
         name: value
         for name, value in changes.items()
@@ -210,6 +178,4 @@ def changed_settings(settings: ExportBeamSettings, changes: Mapping[str, Any]) -
     try:
         return ExportBeamSettings.model_validate({**settings.model_dump(), **given})
     except ValidationError as error:
-        raise ConfigError(
-            [problem_of(problem, option(str(problem["loc"][0]))) for problem in error.errors()]
-        ) from error
+        raise ConfigError(problems_of(error, option)) from error

@@ -46,12 +46,14 @@ from deepspeed_nmt.export.huggingface_weights import HuggingFaceFormat
 from deepspeed_nmt.files import check_utf8_name, replacing, staged
 from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.run.directory import Run
+from deepspeed_nmt.run.opening import cut_at
 from deepspeed_nmt.run.start import recorded_data
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.base import Hypothesis, LengthPenalty
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch, BeamSentence
 from deepspeed_nmt.search.forced import token_log_probs
 from deepspeed_nmt.search.left_to_right import Live, largest
+from deepspeed_nmt.train.checkpoint import Checkpoint
 
 FORMATS: Mapping[str, type[Format]] = {format.name: format for format in (CTranslate2Format, HuggingFaceFormat)}
 """All formats by name."""
@@ -94,12 +96,8 @@ def export_run(
 ) -> Certificate:
     """Export a run into a directory, compare translations, and write the certificate there.
 
-    ``check`` refuses a run by what the export will say of it, before anything is written.
-
-    Raises:
-        ConfigError: if the model cannot be expressed, the directory is in use, or an option does not fit.
-        DataError: if the text is missing, or another process writes the export.
-        OSError: if a file cannot be written; an older export is then unchanged.
+    ``check`` refuses a run by what the export will say of it, before anything is written. After any error an older
+    export is unchanged.
     """
     format = FORMATS[request.format]
     check_installed(format.package, f"--format {format.name}", format.install)
@@ -112,8 +110,8 @@ def export_run(
         raise ConfigError(
             f"{run.path} predicts masked tokens, and only runs that translate from left to right are exported"
         )
-    config, vocabulary = run.config, run.tokenizer.vocabulary
-    empty = _cut(run, build_meta_model(config, vocabulary), request.exit)
+    exit = request.exit or TOP
+    empty = cut_at(run, build_meta_model(run.config, run.tokenizer.vocabulary), exit)
     try:
         format.check(empty)
     except NotStandardError as error:
@@ -121,11 +119,18 @@ def export_run(
     info = _info(run, request, empty)
     check(info)
     checkpoint = run.checkpoint(request.checkpoint)
-    _warn_of_search(run, info)
+    # The run's search may be none that the export's program has.
+    search = {"name": info.search_name} if info.search_name != SEARCHES.default else {}
+    if lacking := [f"search.{name}={value}" for name, value in {**search, **info.rules}.items()]:
+        logger.warning(
+            "the export of %s is compared by beam search without %s, which other programs lack",
+            run.path,
+            " and ".join(lacking),
+        )
     settings, longest = info.search, info.longest
     text = export_text(run, request, longest, request.sentences or SENTENCES)
     scorer = None if text.references is None else run.scorer(text.references)
-    cut = _cut(run, run.model(request.checkpoint), request.exit).eval()
+    cut = run.model(request.checkpoint).at_exit(exit).eval()
 
     subject = Subject(cut, run.tokenizer, longest, request.precision, run.tags)
     with replacing(out, is_export), staged(out, partial(Certificate.check_own, out)) as new:
@@ -153,9 +158,7 @@ def export_run(
             exit=request.exit or "",
             update=checkpoint.progress.update,
             hashes={
-                "config.yaml": run.files["config.yaml"].sha256,
-                "vocabulary": run.tokenizer.digest,
-                "weights": checkpoint.weights_digest,
+                **_hashes(run, checkpoint),
                 "text": hashlib.sha256("\n".join(text.lines).encode()).hexdigest(),
             },
             text=text.description,
@@ -174,12 +177,7 @@ def export_run(
 
 
 def export_text(run: Run, request: ExportRequest, longest: int, most: int) -> ExportText:
-    """Return the text to compare translations of: test set, validation set, then training set.
-
-    Raises:
-        ConfigError: if there is a reference without a source, or int8 without references.
-        DataError: if there is no text.
-    """
+    """Return the text to compare translations of: test set, validation set, then training set."""
     has_references = request.source is None or request.reference is not None
     if request.reference is not None and request.source is None:
         raise ConfigError("--reference is given without --source; give both")
@@ -237,32 +235,9 @@ def _own_pairs(run: Run, most: int) -> tuple[list[tuple[str, str, str]], str]:
     return pairs, str(data.path)
 
 
-def _warn_of_search(run: Run, info: ExportInfo) -> None:
-    """Warn if the run's search is none that the export's program has."""
-    search = {"name": info.search_name} if info.search_name != SEARCHES.default else {}
-    if lacking := [f"search.{name}={value}" for name, value in {**search, **info.rules}.items()]:
-        logger.warning(
-            "the export of %s is compared by beam search without %s, which other programs lack",
-            run.path,
-            " and ".join(lacking),
-        )
-
-
 def is_export(path: Path) -> bool:
     """Return True if a directory is an export that was written in full."""
     return (path / CERTIFICATE_FILE).is_file()
-
-
-def _cut(run: Run, model: TranslationModel, exit: str | None) -> TranslationModel:
-    """Return a run's model at an exit; None for the top.
-
-    Raises:
-        ConfigError: if it has no such exit.
-    """
-    try:
-        return model.at_exit(exit or TOP)
-    except ConfigError as error:
-        raise ConfigError(f"{run.path}: {error}") from error
 
 
 def settings_of(run: Run) -> ExportBeamSettings:
@@ -301,11 +276,7 @@ def _info(run: Run, request: ExportRequest, model: TranslationModel) -> ExportIn
 def _compare(
     subject: Subject, program: Format, settings: ExportBeamSettings, text: ExportText, scorer: Scorer | None
 ) -> tuple[tuple[Comparison, ...], float]:
-    """Translate by both programs.
-
-    Returns:
-        A comparison for each beam size, and the largest difference of a token's log-probability.
-    """
+    """Return a comparison for each beam size, and the largest difference (nats) of a token's log-probability."""
     sources = [subject.tokenizer.encode(line) for line in text.lines]
     programs = OwnProgram(subject.model, subject.vocabulary), program
     comparisons: list[Comparison] = []
@@ -367,12 +338,15 @@ def _logit_difference(here: OwnProgram, program: Format, sources: Sentences, own
 def is_current(certificate: Certificate, path: Path, checkpoint: str) -> bool:
     """Return True if a certificate is of the settings, the vocabulary and the weights that a run has now."""
     run = Run.open(path)
-    now = {
+    return _hashes(run, run.checkpoint(checkpoint)).items() <= certificate.hashes.items()
+
+
+def _hashes(run: Run, checkpoint: Checkpoint) -> dict[str, str]:
+    return {
         "config.yaml": run.files["config.yaml"].sha256,
         "vocabulary": run.tokenizer.digest,
-        "weights": run.checkpoint(checkpoint).weights_digest,
+        "weights": checkpoint.weights_digest,
     }
-    return all(certificate.hashes.get(name) == digest for name, digest in now.items())
 
 
 class _TracedSearch(BeamSearch):

@@ -11,13 +11,13 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 from unittest.mock import patch
 
 import torch
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic import ConfigDict, Field, ValidationError, create_model
 from torch import Tensor, _weights_only_unpickler
 
 from deepspeed_nmt.build import build_meta_model
@@ -29,10 +29,9 @@ from deepspeed_nmt.core.vocabulary import SIDES
 from deepspeed_nmt.data.fairseq import BinarisedText, FairseqTokenizer, read_dictionary
 from deepspeed_nmt.engine.contract import ParameterState
 from deepspeed_nmt.errors import ConfigError, DataError, shown
-from deepspeed_nmt.export.huggingface_weights import layer_name
+from deepspeed_nmt.export.huggingface_weights import name_there
 from deepspeed_nmt.files import read_regular
 from deepspeed_nmt.methods import MODELS
-from deepspeed_nmt.registry import problem_of
 from deepspeed_nmt.run.importing import check_new, imported_state, write_run
 from deepspeed_nmt.text import TextForm
 
@@ -56,12 +55,12 @@ _NUMPY = (
     "ndarray",
     "dtype",
     *(f"{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
+    *(f"dtypes.{name}DType" for name in ("Float64", "Float32", "Int64")),
 )
 _STAND_INS: dict[str, Any] = {
     "argparse.Namespace": argparse.Namespace,
     "_codecs.encode": _Unread,
     **{f"numpy.{name}": _Unread for name in _NUMPY},
-    **{f"numpy.dtypes.{name}DType": _Unread for name in ("Float64", "Float32", "Int64")},
 }
 """Classes that are created besides those of tensors, by their names there; fairseq's arguments are a Namespace."""
 _OF_TENSORS = re.compile(
@@ -78,24 +77,38 @@ _CONVERT = (
     "'model': state['model']}; torch.save(state, sys.argv[2])\" CHECKPOINT COPY"
 )
 """Way to write the settings of a checkpoint as plain values."""
-_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "swish"}
-"""Activations by their names there."""
+_STACKS = ("encoder", "decoder")
+_WIDTHS = ("embed_dim", "ffn_embed_dim", "attention_heads")
+_REQUIRED = {"encoder_layers", "decoder_layers", *(f"encoder_{name}" for name in _WIDTHS)}
 _SWITCHES = (
     *("adaptive_input", "character_embeddings", "encoder_learned_pos", "decoder_learned_pos", "layernorm_embedding"),
     *("no_token_positional_embeddings", "no_scale_embedding", "no_cross_attention", "cross_self_attention"),
     *("no_decoder_final_norm", "scale_attn", "scale_fc", "scale_heads", "scale_resids"),
 )
-_REQUIRED: Mapping[str, tuple[Any, ...]] = {
-    "adaptive_softmax_cutoff": (None, "", ()),
-    "encoder_layers_to_keep": (None, ""),
-    "decoder_layers_to_keep": (None, ""),
-    "moe_freq": (0,),
-    **dict.fromkeys(_SWITCHES, (False,)),
+"""Options that other models have."""
+_Width = Annotated[int, Field(ge=1, le=MAX_INNER_WIDTH)]
+_TYPES: dict[str, Any] = {
+    "arch": str,
+    "activation_fn": Literal["relu", "gelu", "swish"],
+    # Parts of the names of files.
+    **dict.fromkeys(("source_lang", "target_lang"), Annotated[str, Field(pattern=r"^[^/\x00]*$", max_length=64)]),
+    **{f"{side}_layers": Annotated[int, Field(ge=1, le=MAX_LAYERS)] for side in _STACKS},
+    **{f"{side}_{name}": _Width for side in _STACKS for name in _WIDTHS},
+    **dict.fromkeys(("decoder_input_dim", "decoder_output_dim"), _Width),
+    **{f"{side}_normalize_before": bool for side in _STACKS},
+    **dict.fromkeys(("share_all_embeddings", "share_decoder_input_output_embed"), bool),
+    **dict.fromkeys(
+        ("dropout", "attention_dropout", "activation_dropout", "relu_dropout", "label_smoothing"),
+        Annotated[float, Field(ge=0.0, lt=1.0)],
+    ),
+    **dict.fromkeys(_SWITCHES, Literal[False]),
+    "adaptive_softmax_cutoff": Literal[""] | tuple[()],
+    **{f"{side}_layers_to_keep": Literal[""] for side in _STACKS},
+    "moe_freq": Literal[0],
 }
-"""Options that must have one of these values, in an older checkpoint also None or none at all."""
-_COMPARED = (bool, int, float, str, list, tuple)
-_STACKS = ("encoder", "decoder")
-_BOTH_SIDES = ("embed_dim", "ffn_embed_dim", "attention_heads")
+"""Types of the options that decide on a model; older versions know nothing of most, which are then None."""
+_FIELDS: Any = {name: (kind, ... if name in _REQUIRED else None) for name, kind in _TYPES.items()}
+_Options = create_model("_Options", __config__=ConfigDict(strict=True, allow_inf_nan=False), **_FIELDS)
 _ARCHITECTURES = re.compile(r"transformer(_(iwslt|wmt|vaswani|tiny|align|wmt_en_de)\w*)?")
 """Architectures of fairseq's own that are plain Transformers."""
 _UNUSED = re.compile(
@@ -107,7 +120,12 @@ _UNUSED = re.compile(
 A bias of keys adds the same number to all scores of a query. Version 0.12.2 has further matrices in encoder layers,
 to which its fast path copies the others.
 """
-_OUTPUT, _OLD_OUTPUT = "decoder.output_projection.weight", "decoder.embed_out"
+_MATRICES = {
+    "source_embedding.weight": "encoder.embed_tokens.weight",
+    "target_embedding.weight": "decoder.embed_tokens.weight",
+    "projection.weight": "decoder.output_projection.weight",
+}
+"""Matrices of which some can be tied, by their names here."""
 
 
 class Languages(NamedTuple):
@@ -117,16 +135,19 @@ class Languages(NamedTuple):
     target: str
 
 
-def find_languages(
-    directory: Path, source: str | None, target: str | None, options: dict[str, Any] | None = None
-) -> Languages:
-    """Find the languages: those given, those of a checkpoint's options, or those of the directory's only pair.
+class FairseqCheckpoint(NamedTuple):
+    """Options of `fairseq-train` that decide on a model, as attributes (None if not given), and weights by name."""
 
-    Raises:
-        ConfigError: if they are not clear.
-    """
-    known = options or {}
-    source, target = source or known.get("source_lang"), target or known.get("target_lang")
+    options: Any
+    weights: dict[str, Tensor]
+
+
+def find_languages(
+    directory: Path, source: str | None, target: str | None, checkpoint: FairseqCheckpoint | None = None
+) -> Languages:
+    """Return the languages that are given, those of a checkpoint, or those of the directory's only pair."""
+    if checkpoint is not None:
+        source, target = source or checkpoint.options.source_lang, target or checkpoint.options.target_lang
     if source and target:
         return Languages(source, target)
     known_pairs = {match.groups()[:2] for file in _names(directory) if (match := _INDEX.fullmatch(file))}
@@ -140,12 +161,7 @@ def find_languages(
 
 
 def open_dictionaries(directory: Path, languages: Languages, models: Sequence[Path] = ()) -> FairseqTokenizer:
-    """Read the dictionaries `dict.LANG.txt` of both sides, and their SentencePiece models if text is not segmented.
-
-    Raises:
-        DataError: if a file is missing or damaged.
-        ConfigError: if there are more than two models.
-    """
+    """Read the dictionaries `dict.LANG.txt` of both sides, and their SentencePiece models if text is raw."""
     source, target = (read_dictionary(directory / f"dict.{language}.txt") for language in languages)
     if len(models) > 2:
         raise ConfigError(f"--sentencepiece has {len(models)} models; give one, or two for source and target")
@@ -159,80 +175,32 @@ def open_dictionaries(directory: Path, languages: Languages, models: Sequence[Pa
 def import_model(
     path: Path, checkpoint: FairseqCheckpoint, tokenizer: FairseqTokenizer, out: Path, text: TextForm
 ) -> RunConfig:
-    """Write the model of a checkpoint as a run with one checkpoint, which is its best and its last.
-
-    Returns:
-        Settings of the run.
-
-    Raises:
-        ConfigError: if the directory is not new, or the model has what this program has not.
-        OSError: if a file cannot be written; then nothing is left in the directory.
-    """
+    """Write the model of a checkpoint as a run in a new directory, and return its settings."""
     check_new(out)
-    settings: dict[str, Any] = {"model": model_settings(checkpoint, str(path)), "search": SEARCH}
-    if (smoothing := checkpoint.options.get("label_smoothing")) is not None:
-        settings["objective"] = {"label_smoothed": {"smoothing": smoothing}}
+    options = checkpoint.options
+    settings: dict[str, Any] = {"model": _model_settings(checkpoint, str(path)), "search": SEARCH}
+    if options.label_smoothing is not None:
+        settings["objective"] = {"label_smoothed": {"smoothing": options.label_smoothing}}
     config = validate(settings)
-    shared = tokenizer.vocabulary.own_source is None
-    if checkpoint.options.get("share_all_embeddings") and not shared:
+    if options.share_all_embeddings and tokenizer.vocabulary.own_source is not None:
         raise ConfigError(
             f"{path} shares all embeddings, but the dictionaries of --data-bin differ; give the directory that the "
             "model was trained on"
         )
     model = build_meta_model(config, tokenizer.vocabulary)
-    write_run(out, config, tokenizer, list(states(model, checkpoint, str(path))), str(path.resolve()), text)
+    write_run(out, config, tokenizer, list(_states(model, checkpoint, str(path))), str(path.resolve()), text)
     return config
 
 
-def _check_file_name(language: str | None) -> str | None:
-    if language is not None and ("/" in language or "\0" in language or len(language) > 64):
-        raise ValueError(f"is {shown(language)}, which cannot be a part of the name of a dictionary")
-    return language
-
-
-_Layers = Annotated[int | None, Field(ge=1, le=MAX_LAYERS)]
-_Width = Annotated[int | None, Field(ge=1, le=MAX_INNER_WIDTH)]
-_Rate = Annotated[float | None, Field(ge=0.0, lt=1.0)]
-_Language = Annotated[str | None, AfterValidator(_check_file_name)]
-
-
-_KINDS: Any = {
-    **dict.fromkeys(("arch", "activation_fn"), str | None),
-    **dict.fromkeys(("source_lang", "target_lang"), _Language),
-    **{f"{side}_layers": _Layers for side in _STACKS},
-    **{f"{side}_{name}": _Width for side in _STACKS for name in ("embed_dim", "ffn_embed_dim", "attention_heads")},
-    **dict.fromkeys(("decoder_input_dim", "decoder_output_dim"), _Width),
-    **{f"{side}_normalize_before": bool | None for side in _STACKS},
-    **dict.fromkeys(("share_all_embeddings", "share_decoder_input_output_embed"), bool | None),
-    **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "relu_dropout", "label_smoothing"), _Rate),
-}
-"""Types of the options that decide on a model, of any of which older versions know nothing."""
-_FIELDS: Any = {name: (kind, None) for name, kind in _KINDS.items()}
-_Options = create_model(
-    "_Options", __config__=ConfigDict(strict=True, extra="ignore", allow_inf_nan=False), **_FIELDS
-)
-
-
-class FairseqCheckpoint(NamedTuple):
-    """Options of `fairseq-train` for a model, with `source_lang` and `target_lang`, and its weights; by name."""
-
-    options: dict[str, Any]
-    weights: dict[str, Tensor]
-
-
 def read_checkpoint(path: Path) -> FairseqCheckpoint:
-    """Read a checkpoint. Only tensors, containers and Namespaces are created.
-
-    Raises:
-        ConfigError: if it cannot be read, holds anything else, or is no checkpoint of fairseq.
-    """
-    state = _load(path)
-    weights = state.get("model") if isinstance(state, Mapping) else None
+    """Read a checkpoint, of which only tensors, containers and Namespaces are created; all else is a ConfigError."""
+    content = _load(path)
+    state = content if isinstance(content, Mapping) else {}
+    weights = state.get("model")
     if not isinstance(weights, Mapping) or not all(
         type(name) is str and isinstance(weight, Tensor) for name, weight in weights.items()
     ):
         raise ConfigError(f"{path} has no weights ('model'); give a checkpoint that fairseq-train wrote")
-    assert isinstance(state, Mapping)
     for name, weight in weights.items():
         # A view can claim more numbers than there are bytes.
         if not weight.is_floating_point() or weight.nbytes > weight.untyped_storage().nbytes():
@@ -250,12 +218,17 @@ def read_checkpoint(path: Path) -> FairseqCheckpoint:
             options.setdefault("arch", options.get("_name"))
     if options is None:
         raise ConfigError(f"{path} has no options ('args' or 'cfg'); give a checkpoint that fairseq-train wrote")
+    given = {name: options[name] for name in _TYPES if options.get(name) is not None}
+    if missing := sorted(_REQUIRED - given.keys()):
+        raise ConfigError(f"{path} has no option {missing[0]}, as a Transformer has; use another model")
     try:
-        _Options.model_validate(options)
+        return FairseqCheckpoint(_Options.model_validate(given), dict(weights))
     except ValidationError as error:
-        problems = [problem_of(one, f"the option {one['loc'][0]} of {path}") for one in error.errors()]
-        raise ConfigError(problems) from error
-    return FairseqCheckpoint(options, dict(weights))
+        wrong = dict.fromkeys(str(problem["loc"][0]) for problem in error.errors())
+        raise ConfigError(
+            f"{path} has {name}={shown(given[name])}, which no model of this program has; use another model"
+            for name in wrong
+        ) from error
 
 
 def _load(path: Path) -> Any:
@@ -305,39 +278,26 @@ def _flat(model: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def model_settings(checkpoint: FairseqCheckpoint, origin: str) -> dict[str, Any]:
-    """Return the settings of a model, which came from the file `origin`.
-
-    Raises:
-        ConfigError: if it has what this program has not; all such properties at once.
-    """
-    options = checkpoint.options
-    needed = ("embed_dim", "ffn_embed_dim", "attention_heads")
-    for name in ("encoder_layers", "decoder_layers", *(f"encoder_{name}" for name in needed)):
-        if options.get(name) is None:
-            raise ConfigError(f"{origin} has no option {name}, as a Transformer has; use another model")
-    for side in _STACKS:
-        layers = {match[1] for name in checkpoint.weights if (match := re.match(rf"{side}\.layers\.(\d+)\.", name))}
-        if len(layers) != options[f"{side}_layers"]:
+def _model_settings(checkpoint: FairseqCheckpoint, origin: str) -> dict[str, Any]:
+    """Return the settings of a model; a ConfigError lists all that it has and this program has not."""
+    options, weights = checkpoint
+    depths = {side: getattr(options, f"{side}_layers") for side in _STACKS}
+    for side, depth in depths.items():
+        layers = {match[1] for name in weights if (match := re.match(rf"{side}\.layers\.(\d+)\.", name))}
+        if len(layers) != depth:
             raise ConfigError(
-                f"{origin} has {side}_layers={options[f'{side}_layers']}, but weights of {len(layers)} layers; use "
-                "another model"
+                f"{origin} has {side}_layers={depth}, but weights of {len(layers)} layers; use another model"
             )
-    problems = [
-        f"{origin} has {name}={shown(value)}, which this program lacks"
-        for name, allowed in _REQUIRED.items()
-        if (value := options.get(name)) is not None and (not isinstance(value, _COMPARED) or value not in allowed)
-    ]
-    for name in _BOTH_SIDES:
-        one, other = (options.get(f"{side}_{name}") for side in _STACKS)
-        if (one or False) != (other or False):
+    problems = []
+    for name in _WIDTHS:
+        one, other = (getattr(options, f"{side}_{name}") for side in _STACKS)
+        if one != other:
             problems.append(f"{origin} has encoder_{name}={one} and decoder_{name}={other}, which must be equal")
-    width = options.get("decoder_embed_dim")
     for name in ("decoder_input_dim", "decoder_output_dim"):
-        if options.get(name) not in (None, width):
-            problems.append(f"{origin} has {name}={options[name]}, other than decoder_embed_dim={width}")
-    norms = ["pre" if options.get(f"{side}_normalize_before") else "post" for side in _STACKS]
-    versions = [checkpoint.weights.get(f"{side}.version", torch.zeros(1)) for side in _STACKS]
+        if (width := getattr(options, name)) not in (None, options.decoder_embed_dim):
+            problems.append(f"{origin} has {name}={width}, other than decoder_embed_dim={options.decoder_embed_dim}")
+    norms = ["pre" if getattr(options, f"{side}_normalize_before") else "post" for side in _STACKS]
+    versions = [weights.get(f"{side}.version", torch.zeros(1)) for side in _STACKS]
     if any(
         norm == "pre" and (version.numel() != 1 or float(version) < 3)
         for norm, version in zip(norms, versions, strict=True)
@@ -346,47 +306,42 @@ def model_settings(checkpoint: FairseqCheckpoint, origin: str) -> dict[str, Any]
             f"{origin} is pre-norm and older than fairseq 0.7, so that its stacks may end without a LayerNorm; load "
             "and save it with a newer fairseq"
         )
-    activation = options.get("activation_fn") or "relu"
-    if activation not in _ACTIVATIONS:
-        problems.append(f"{origin} has activation_fn={activation}, none of {', '.join(_ACTIVATIONS)}")
     if problems:
         raise ConfigError(problems)
-    architecture = str(options.get("arch"))
-    if not _ARCHITECTURES.fullmatch(architecture):
+    if not _ARCHITECTURES.fullmatch(str(options.arch)):
         logger.warning(
             "%s: the architecture %s is not one of fairseq's own Transformers, and is taken for one, because its "
             "options and weights are; compare its translations with those of fairseq-generate",
             origin,
-            architecture,
+            options.arch,
         )
-    shared = "decoder" if options.get("share_decoder_input_output_embed") else "none"
+    shared = "decoder" if options.share_decoder_input_output_embed else "none"
     return {
         "name": MODELS.default,
-        "dim": options["encoder_embed_dim"],
-        "ffn_dim": options["encoder_ffn_embed_dim"],
-        "heads": options["encoder_attention_heads"],
-        **{f"{side}_layers": options[f"{side}_layers"] for side in _STACKS},
+        "dim": options.encoder_embed_dim,
+        "ffn_dim": options.encoder_ffn_embed_dim,
+        "heads": options.encoder_attention_heads,
+        **{f"{side}_layers": depth for side, depth in depths.items()},
         "norm": norms[0],
         "decoder_norm": None if norms[0] == norms[1] else norms[1],
-        "share_embeddings": "all" if options.get("share_all_embeddings") else shared,
-        "activation": _ACTIVATIONS[activation],
+        "share_embeddings": "all" if options.share_all_embeddings else shared,
+        "activation": options.activation_fn or "relu",
         "positions": "fairseq",
-        "dropout": options.get("dropout") or 0.0,
-        "attention_dropout": options.get("attention_dropout") or 0.0,
-        "activation_dropout": options.get("activation_dropout") or options.get("relu_dropout") or 0.0,
+        "dropout": options.dropout or 0.0,
+        "attention_dropout": options.attention_dropout or 0.0,
+        "activation_dropout": options.activation_dropout or options.relu_dropout or 0.0,
     }
 
 
-def states(model: TranslationModel, checkpoint: FairseqCheckpoint, origin: str) -> Iterator[ParameterState]:
-    """Yield the parameters of a model with the settings that :func:`model_settings` has returned.
-
-    Raises:
-        ConfigError: if a weight is missing, has another shape, or has no place in the model.
-    """
+def _states(model: TranslationModel, checkpoint: FairseqCheckpoint, origin: str) -> Iterator[ParameterState]:
+    """Yield the parameters of a model with the settings that :func:`_model_settings` has returned."""
     weights = dict(_current(checkpoint.weights, origin))
-    names = {own: _name(own) for own, _ in model.named_parameters()}
-    tied = _tied(weights, names.values())
-    unknown = sorted(name for name in weights.keys() - set(names.values()) - tied if not _UNUSED.fullmatch(name))
+    names = {own: name_there(own, _MATRICES, prefix="") for own, _ in model.named_parameters()}
+    used = set(names.values())
+    matrices = set(_MATRICES.values()) & weights.keys()
+    kept = [weights[name] for name in matrices & used]
+    tied = {name for name in matrices - used if any(torch.equal(weights[name], matrix) for matrix in kept)}
+    unknown = sorted(name for name in weights.keys() - used - tied if not _UNUSED.fullmatch(name))
     if unknown:
         raise ConfigError(
             f"{origin} has {len(unknown):,} weights that a Transformer lacks, among them {unknown[0]}; use "
@@ -398,28 +353,11 @@ def states(model: TranslationModel, checkpoint: FairseqCheckpoint, origin: str) 
         yield imported_state(own, parameter, there, weights.get(there), origin, remedy)
 
 
-def _name(own: str) -> str:
-    """Return the name there of a parameter."""
-    fixed = {
-        "source_embedding.weight": "encoder.embed_tokens.weight",
-        "target_embedding.weight": "decoder.embed_tokens.weight",
-        "projection.weight": _OUTPUT,
-    }
-    return layer_name(fixed.get(own, own))
-
-
-def _tied(weights: Mapping[str, Tensor], used: Iterable[str]) -> set[str]:
-    """Return the names of embeddings and outputs that are equal to a matrix that is used."""
-    matrices = {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight", _OUTPUT} & weights.keys()
-    kept = [weights[name] for name in matrices & set(used)]
-    return {name for name in matrices - set(used) if any(torch.equal(weights[name], matrix) for matrix in kept)}
-
-
 def _current(weights: Mapping[str, Tensor], origin: str) -> Iterator[tuple[str, Tensor]]:
     """Yield weights by the names that versions 0.10 and 0.12 give them; those of older ones are renamed."""
     for name, weight in weights.items():
-        if name == _OLD_OUTPUT:
-            yield _OUTPUT, weight
+        if name == "decoder.embed_out":
+            yield _MATRICES["projection.weight"], weight
         elif match := re.fullmatch(r"(.*_attn\.)in_proj_(weight|bias)", name):
             if weight.ndim == 0 or len(weight) == 0 or len(weight) % 3:
                 raise ConfigError(
@@ -434,14 +372,7 @@ def _current(weights: Mapping[str, Tensor], origin: str) -> Iterator[tuple[str, 
 def write_text(
     directory: Path, languages: Languages, tokenizer: FairseqTokenizer, out: Path
 ) -> dict[str, list[Path]]:
-    """Write binarised text as text, one sentence a line, from which the tokenizer makes the same numbers.
-
-    Returns:
-        The files by names such as ``train_source``.
-
-    Raises:
-        DataError: if files are missing, damaged, or not aligned.
-    """
+    """Write binarised text as text of the same tokens, and return the files by names such as ``train_source``."""
     written: dict[str, list[Path]] = {}
     for split, stem in _binarised(directory, languages):
         source, target = (
@@ -464,10 +395,7 @@ def write_text(
 def _binarised(directory: Path, languages: Languages) -> Iterator[tuple[str, Path]]:
     """Yield splits with their files without ``.SIDE.bin``: of train there may be train1 and so on.
 
-    A directory of the reverse direction has the same text.
-
-    Raises:
-        DataError: if there is no training or no validation text, also if there is other text.
+    A directory of the reverse direction has the same text. Training and validation text must be there.
     """
     names = _names(directory)
     pairs = [f"{languages.source}-{languages.target}", f"{languages.target}-{languages.source}"]
@@ -492,7 +420,6 @@ def _binarised(directory: Path, languages: Languages) -> Iterator[tuple[str, Pat
 
 
 def _names(directory: Path) -> set[str]:
-    """Return the names of a directory's files."""
     try:
         return {path.name for path in directory.iterdir()}
     except OSError as error:

@@ -250,7 +250,7 @@ def option(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
     [
         (option("encoder_learned_pos", True), "has encoder_learned_pos=True"),
         (lambda state: state["model"].pop("decoder.version"), "older than fairseq 0.7"),
-        (option("activation_fn", "tanh"), "has activation_fn=tanh"),
+        (option("activation_fn", "tanh"), "has activation_fn='tanh'"),
         (option("decoder_normalize_before", True), "lacks decoder.layer_norm.weight"),
         (lambda state: state["model"].update({"decoder.gate.weight": torch.ones(2)}), "decoder.gate.weight"),
         (lambda state: state["model"].pop("decoder.layers.1.fc2.bias"), "lacks decoder.layers.1.fc2.bias"),
@@ -365,7 +365,7 @@ def test_a_damaged_checkpoint_is_refused_or_the_same(
     state["extra_state"] = [Pointers(), np.arange(3)]
     path = saved(state, tmp_path / "model.pt", _use_new_zipfile_serialization=zipped)
     content, random, given = path.read_bytes(), np.random.default_rng(3), read_checkpoint(path)
-    assert not any(isinstance(value, np.ndarray) for value in given.options.values())
+    assert given.options.encoder_layers == 2
     refused = 0
     for place in random.integers(0, min(len(content), 8000), 100):
         damaged = bytearray(content)

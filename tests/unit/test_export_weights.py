@@ -160,7 +160,7 @@ def test_ctranslate2_searches_as_this_program(settings: dict[str, Any], tokenize
     wanted = ExportBeamSettings(**{key: getattr(config, key) for key in ExportBeamSettings.model_fields})
     torch.manual_seed(1)
     sources = [torch.randint(4, 48, (length,)).tolist() for length in (1, 2, 3, 5, 8, 8, 9, 12) for _ in range(3)]
-    found = dict(CTranslate2Search(tmp_path, vocabulary, pieces, 64, "fp32").search(sources, wanted, 60))
+    found = dict(CTranslate2Search(tmp_path, tokenizer, 64, "fp32").search(sources, wanted, 60))
     search = BeamSearch(config, model, vocabulary)
     assert sorted(found) == list(range(len(sources)))
     for number, source in enumerate(sources):
