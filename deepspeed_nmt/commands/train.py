@@ -17,7 +17,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_nmt.errors import EXIT_STOPPED, ReportedError
+from deepspeed_nmt.console import log_to, logger, setup_logging
+from deepspeed_nmt.errors import EXIT_STOPPED, ConfigError, ReportedError
+from deepspeed_nmt.files import check_utf8_name
+from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, requeued
 
 if TYPE_CHECKING:
     from deepspeed_nmt.config import RunConfig
@@ -36,20 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", metavar="NAME", help="named experiment to take settings from")
     parser.add_argument("--config", type=Path, metavar="F", help="YAML file of settings, which override the recipe")
     parser.add_argument(
-        "--data",
-        action="append",
-        metavar="DIR[=WEIGHT][@TAG]",
+        "--data", action="append", metavar="DIR[=WEIGHT][@TAG]",
         help="data directory, made by `prepare`; several are mixed, each with a weight (1 by default, or "
         "=WEIGHT:FIRST-LAST,... by update) and a tag in front of its sentences (default: that of the resumed run)",
-    )
+    )  # fmt: skip
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="run directory to make or resume")
     parser.add_argument(
-        "--valid",
-        action="append",
-        default=[],
-        metavar="NAME=DIR",
+        "--valid", action="append", default=[], metavar="NAME=DIR",
         help="validation set by this name: that of a data directory with the same vocabulary; may be repeated",
-    )
+    )  # fmt: skip
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--init-from", type=Path, metavar="RUN", help="warm start: begin with this run's weights")
     start.add_argument("--grow-from", type=Path, metavar="RUN", help="depth growing: stack layers on this frozen run")
@@ -57,17 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from-checkpoint", metavar="C", help="checkpoint of RUN: best, last, average, or a path (default: best)"
     )
     parser.add_argument(
-        "--restart",
-        action="store_true",
+        "--restart", action="store_true",
         help="begin anew: what is in the run directory is set aside beside it (a job that SLURM or torchrun starts "
         "again resumes all the same)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--trust-run",
-        action="store_true",
+        "--trust-run", action="store_true",
         help="start the programs that somebody else has recorded in the run (training.notify, command: and late: "
         "metrics)",
-    )
+    )  # fmt: skip
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, which override all others")
 
 
@@ -91,11 +87,9 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     ledger = Ledger()
     import torch
 
-    from deepspeed_nmt.console import log_to, logger, setup_logging
     from deepspeed_nmt.engine.settings import load_ds_config
     from deepspeed_nmt.nn.compiled import check_compiler
     from deepspeed_nmt.parallel.collectives import fail_together
-    from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, requeued
     from deepspeed_nmt.parallel.watchdog import Watchdog
     from deepspeed_nmt.parallel.world import join_world, leave_world
     from deepspeed_nmt.parallel.world import restart as restarts
@@ -103,7 +97,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     from deepspeed_nmt.run.resolve import check_ranks_agree, check_room
     from deepspeed_nmt.run.start import begin, check_trusted, run_lock
     from deepspeed_nmt.run.trainer import Trainer
-    from deepspeed_nmt.run.validation_sets import SPLIT, check_commands, check_sets_agree, open_sets, warn_of_repeated
+    from deepspeed_nmt.run.validation_sets import SPLIT, check_commands, open_sets, warn_of_repeated
     from deepspeed_nmt.train.events import Events, Notifier, check_notify
 
     ledger.begin("data")
@@ -128,8 +122,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     ledger.begin("data")
     with ExitStack() as stack:
         stack.callback(leave_world)
-        check_ranks_agree(config, data, world)
-        check_sets_agree(sets, world)
+        check_ranks_agree(config, data, sets, world)
         with fail_together(world):  # before anything is written
             check_commands(config, world)
             if world.is_main:
@@ -186,8 +179,6 @@ def _read(
     """
     from deepspeed_nmt.config import given_settings, load_config
     from deepspeed_nmt.data.training import DataOption, TrainingData
-    from deepspeed_nmt.errors import ConfigError
-    from deepspeed_nmt.files import check_utf8_name
     from deepspeed_nmt.run.batches import update_order_of
     from deepspeed_nmt.run.directory import CHECKPOINTS, CONFIG_FILE, Run, recorded_config, verify_run
     from deepspeed_nmt.run.start import Origin, check_origin, has_begun, recorded_data

@@ -46,7 +46,7 @@ def layout_on(config: RunConfig, precision: Precision, capability: Capability | 
             f"batch.layout is packed, but model.name={model.name} has one sentence in a row; set batch.layout=auto"
         )
     if layout == "auto":
-        layout = "packed" if has_packed_kernel(precision, capability) and model.packed else "padded"
+        layout = "packed" if precision != "fp32" and capability is not None and model.packed else "padded"
     return layout
 
 
@@ -57,11 +57,6 @@ def batch_on(config: RunConfig, data: TrainingData, precision: Precision, world:
     if config.batch.layout == "auto" and layout == "packed":
         return with_less_padding(batch, update_order_of(data.corpora(config.mixture), config, data), world)
     return batch
-
-
-def has_packed_kernel(precision: Precision, capability: Capability | None) -> bool:
-    """Return True if attention within packed sentences has a fast kernel on a device; arguments as in `layout_on`."""
-    return precision != "fp32" and capability is not None
 
 
 def with_less_padding(batch: BatchConfig, order: UpdateOrder, world: World) -> BatchConfig:

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 from pydantic import Field, ValidationError
@@ -47,7 +46,7 @@ from deepspeed_nmt.recipes.reading import read_yaml
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.search.decode_options import MAX_SOURCE_TOKENS
 from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
-from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
+from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore, RunRecord
 from deepspeed_nmt.train.configuration import ValidationConfig
 
 CONFIG_FILE, DATA_FILE, CHECKPOINTS = "config.yaml", "data.json", "checkpoints"
@@ -60,7 +59,6 @@ ORIGIN_FILE = "origin.json"
 """File that records the run of a warm start."""
 SCORES_FILE = "test_scores.json"
 """File with the scores of test sets that reports have measured."""
-
 VALIDATION = "validation"
 LOCK_FILE = ".lock"
 """File that names the process that trains in a run directory."""
@@ -129,11 +127,7 @@ class Run:
         return Scorer(metrics, self.text_form, [self.tokenizer.reference(line) for line in references])
 
     def checkpoint(self, which: str, option: str = "") -> Checkpoint:
-        """Open a checkpoint of the run; arguments as of :meth:`CheckpointStore.open`.
-
-        Raises:
-            CheckpointError: if there is none, or it is damaged, or of another run.
-        """
+        """Open a checkpoint, which must be of this run; arguments as of :meth:`CheckpointStore.open`."""
         checkpoint = self.checkpoints.open(which, option)
         check_record(checkpoint, self.config, self.files)
         return checkpoint
@@ -143,7 +137,7 @@ class Run:
         return self.loaded(which)[0]
 
     def loaded(self, which: str) -> tuple[TranslationModel, str]:
-        """Return the model with the weights of a checkpoint, as :meth:`model`, and the hash of these weights."""
+        """Return the model as :meth:`model`, and the hash of its weights."""
         model = build_model(self.config, self.tokenizer.vocabulary)
         checkpoint = self.checkpoint(which)
         try:
@@ -167,11 +161,7 @@ class Run:
 
 
 def recorded_config(run: Path) -> RunConfig:
-    """Load the settings of a run, as `train` wrote them.
-
-    Raises:
-        ConfigError: if they were changed to others, or are of a plug-in that is not loaded.
-    """
+    """Load the settings of a run; those of a plug-in that is not loaded are a ConfigError."""
     with suppress(DamagedRecordError, ValidationError):
         check_plugins(RunManifest.read(run).plugins, run)
     return validate(read_yaml(run / CONFIG_FILE))
@@ -226,14 +216,13 @@ def check_contents(run: Path) -> None:
 
 
 class DataRecord(Config):
-    """The content of ``data.json``.
+    """The content of ``data.json``, which describes the data that the run was last trained on.
 
     Attributes:
-        path: data directory that the run was last trained on.
+        path: its directory, or the first one of a mixture.
         longest_source: tokens of its longest source sentence, without EOS; 0 if it is not known.
-        text: form of its text; None if it is not known.
         tags: symbols in front of all its sentences.
-        corpora: corpora of a mixture, of which that directory is the first; none if there is one corpus.
+        corpora: corpora of a mixture; none if there is one corpus.
     """
 
     path: str
@@ -266,8 +255,14 @@ class DataRecord(Config):
             ) from error
 
     def content(self) -> bytes:
-        """Return the content of DATA_FILE."""
+        """Return the content of the file."""
         return self.model_dump_json().encode()
+
+    def for_checkpoints(self, config: RunConfig, vocabulary: dict[str, FileRecord]) -> RunRecord:
+        """Return the record of a run with this data, for its checkpoints."""
+        of_data = dict(self)
+        directory = of_data.pop("path")
+        return RunRecord(config=config.model_dump(mode="json"), data=directory, vocabulary=vocabulary, **of_data)
 
 
 class RunManifest(Config):
@@ -308,15 +303,14 @@ def replace_files(
     path: Path,
     contents: Mapping[str, bytes],
     seal: str | None = None,
-    plugins: Mapping[str, str] = MappingProxyType({}),
+    plugins: Mapping[str, str] | None = None,
     *,
     keep: bool = True,
 ) -> None:
-    """Replace files of a run; after a crash at any moment they match the manifest.
+    """Replace files of a run, and hashes of plug-ins; after a crash at any moment the files match the manifest.
 
     Args:
         seal: of the commands; None for the one that the manifest has.
-        plugins: hashes of the plug-ins that the settings use, by name.
         keep: True for files and plug-ins of the manifest to stay, if nothing new replaces them; False to remove them.
     """
     try:
@@ -327,7 +321,7 @@ def replace_files(
     new = RunManifest(
         files={**(old.files if keep else {}), **records},
         seal=old.seal if seal is None else seal,
-        plugins={**(old.plugins if keep else {}), **plugins},
+        plugins={**(old.plugins if keep else {}), **(plugins or {})},
     )
     changed = [
         name for name in contents if old.files.get(name) != records[name] or records[name].problem(path / name)
@@ -346,11 +340,7 @@ def replace_files(
 
 
 def verify_run(path: Path) -> dict[str, FileRecord]:
-    """Compare a run's files with its manifest, and return their records by name.
-
-    Raises:
-        DataError: if a file is lost or damaged; or as :func:`check_contents`.
-    """
+    """Compare a run's files with its manifest, and return their records by name."""
     check_contents(path)
     for _ in range(2):  # a start of `train` may replace the files between the two readings
         try:

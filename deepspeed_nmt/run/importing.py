@@ -34,7 +34,7 @@ from deepspeed_nmt.run.directory import (
 )
 from deepspeed_nmt.run.start import environment
 from deepspeed_nmt.text import TextForm
-from deepspeed_nmt.train.checkpoint import CheckpointStore, RunRecord
+from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.progress import Progress
 
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "swish", "silu": "swish"}
@@ -53,12 +53,9 @@ def check_new(out: Path) -> None:
 def write_run(
     out: Path, config: RunConfig, tokenizer: Tokenizer, states: Sequence[ParameterState], origin: str, text: TextForm
 ) -> None:
-    """Write a run with one checkpoint, which is its best and its last, into a directory that is new.
+    """Write a run with one checkpoint, its best and its last, into a new directory, or leave nothing on an error.
 
     ``origin`` is the name of the other program's model, recorded in place of the data.
-
-    Raises:
-        OSError: if a file cannot be written; then nothing is left in the directory.
     """
     vocabulary = tokenizer.files()
     records = {file: FileRecord.of(content) for file, content in vocabulary.items()}
@@ -67,14 +64,7 @@ def write_run(
     try:
         replace_files(out, {CONFIG_FILE: config.to_yaml().encode(), DATA_FILE: data.content(), **vocabulary})
         atomic_write_text(out / ENVIRONMENT_FILE, json.dumps(environment(), indent=1))
-        record = RunRecord(
-            config=config.model_dump(mode="json"),
-            data=data.path,
-            fingerprint=data.fingerprint,
-            text=data.text,
-            vocabulary=records,
-        )
-        store = CheckpointStore(out / CHECKPOINTS, record=record)
+        store = CheckpointStore(out / CHECKPOINTS, record=data.for_checkpoints(config, records))
         store.save(Progress(best_score=0.0, best_by="import"), EngineScalars(), states)
     except BaseException:
         with suppress(OSError):
@@ -83,15 +73,7 @@ def write_run(
 
 
 def import_marian(name: str, out: Path) -> RunConfig:
-    """Write a MarianMT model, a folder or a name on the Hugging Face hub, as a run with one checkpoint.
-
-    Returns:
-        Settings of the run.
-
-    Raises:
-        ConfigError: if the directory is not new, or the model has what this program has not.
-        OSError: if a file cannot be written; then nothing is left in the directory.
-    """
+    """Write a MarianMT model, a folder or a name on the Hugging Face hub, as a run, and return its settings."""
     check_new(out)
     files = load_marian(name, "--from")
     search = {"name": "beam", "beam": 5, "length_penalty": "power:1"}  # as `generate`
@@ -108,11 +90,7 @@ def import_marian(name: str, out: Path) -> RunConfig:
 
 
 def _model_settings(files: MarianFiles, name: str) -> dict[str, Any]:
-    """Return the settings of the model.
-
-    Raises:
-        ConfigError: if it has what this program has not; all such properties at once.
-    """
+    """Return the settings of the model; a ConfigError lists all that it has and this program has not."""
     config = files.config
     problems = []
     for setting in ("ffn_dim", "attention_heads"):
@@ -151,16 +129,14 @@ def _model_settings(files: MarianFiles, name: str) -> dict[str, Any]:
 
 def _positions(files: MarianFiles) -> str | None:
     """Return the name of the model's positions; None if it has others."""
-    tables = [files.weights[f"model.{side}.embed_positions.weight"] for side in ("encoder", "decoder")]
+    tables_TD = [files.weights[f"model.{side}.embed_positions.weight"] for side in ("encoder", "decoder")]
     for name, function in POSITIONS.items():
-        if all(_close(table, function(table.shape[0], table.shape[1], None)) for table in tables):
+        positions = [function(table_TD.shape[0], table_TD.shape[1], None) for table_TD in tables_TD]
+        differences = [float((a - b).abs().max()) for a, b in zip(tables_TD, positions, strict=True)]
+        # Angles of thousands of radians are rounded differently.
+        if max(differences) <= _TOLERANCE * max(1.0, len(tables_TD[0]) / 100):
             return name
     return None
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    # Angles of thousands of radians are rounded differently.
-    return bool((one - other).abs().max() <= _TOLERANCE * max(1.0, len(one) / 100))
 
 
 def _tokenizer(files: MarianFiles, name: str) -> MarianTokenizer:
@@ -192,11 +168,7 @@ def _tokenizer(files: MarianFiles, name: str) -> MarianTokenizer:
 def imported_state(
     own: str, parameter: Tensor, there: str, weight: Tensor | None, origin: str, remedy: str = "use another model"
 ) -> ParameterState:
-    """Return a parameter with the weight `there` of the model `origin` of another program, which may lack it.
-
-    Raises:
-        ConfigError: if it is missing, has another shape, or numbers that are not finite.
-    """
+    """Return a parameter with the weight `there` of another program's model `origin`, which may lack it."""
     if weight is None or weight.shape != parameter.shape:
         what = f"lacks {there}" if weight is None else f"has {there} as {tuple(weight.shape)}"
         raise ConfigError(f"{origin} {what}, not as {tuple(parameter.shape)}; {remedy}")

@@ -166,16 +166,12 @@ def choose_best(run: Run) -> str:
             validation = best.validation
             store.choose(Chosen(update=best.update, by=best.choice.by, score=validation.score, loss=validation.loss))
             record_best(Events(run.path, active=True), best.update, validation)
-        return _line_about(run, sum(record.awaits_score for record in records))
-
-
-def _line_about(run: Run, pending: int) -> str:
-    store = run.checkpoints
-    to_come = f"; {counted(pending, 'scores')} to come" if pending else ""
-    best, chosen = store.best(), store.chosen()
-    if best is None:
+        pending = sum(record.awaits_score for record in records)
+        to_come = f"; {counted(pending, 'scores')} to come" if pending else ""
+        name, chosen = store.best(), store.chosen()
+    if name is None:
         return f"{run.path} has no best checkpoint yet{to_come}"
     how = "by its loss: no late score has come"
-    if chosen is not None and store.update_of(best) == chosen.update:
+    if chosen is not None and store.update_of(name) == chosen.update:
         how = f"{chosen.by} {run.config.validation.value_of(chosen.by, chosen.score):.4f}"
-    return f"best checkpoint: {store.directory / best} ({how}){to_come}"
+    return f"best checkpoint: {store.directory / name} ({how}){to_come}"

@@ -20,7 +20,7 @@ from deepspeed_nmt.core.vocabulary import SIDES
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import ConfigError, DataError, counted, did_you_mean, option, shown
-from deepspeed_nmt.registry import problem_of
+from deepspeed_nmt.registry import problems_of
 from deepspeed_nmt.run.directory import DataRecord, Run
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.alignment import AttentionWatch, cross_attention
@@ -55,12 +55,7 @@ def search_settings(runs: Sequence[Run], changes: Mapping[str, Any], exits: Sequ
     try:
         search = kind.model_validate({key: value for key, value in settings.items() if key in kind.model_fields})
     except ValidationError as error:
-        raise ConfigError(
-            [
-                problem_of(problem, option(str(problem["loc"][0])) if problem["loc"] else "")
-                for problem in error.errors()
-            ]
-        ) from error
+        raise ConfigError(problems_of(error, option)) from error
     assert isinstance(search, SearchConfig)
     if not set(search.needs_exits) <= set(run.config.model.named_exits):
         raise ConfigError(
@@ -146,11 +141,8 @@ def suppressed(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[int, ...]:
 
 def chosen_tags(run: Run, source: str | None, target: str | None) -> Tags:
     """Return the tags of a translation: those that the user gives, "" for none, None for those of the run's data."""
-    recorded = run.tags
-    tags = Tags(
-        recorded.source if source is None else source or None,
-        recorded.target if target is None else target or None,
-    )
+    given = {"source": source, "target": target}
+    tags = replace(run.tags, **{side: tag or None for side, tag in given.items() if tag is not None})
     for side in SIDES:
         if (tag := tags.of(side)) is not None:
             run.tokenizer.symbol(side, tag)
@@ -205,13 +197,7 @@ def alignment_layer(run: Run, model: TranslationModel) -> int:
     are divided into two halves by sentence. From each half p(target token | linked source token) is estimated, and
     the other half is scored: the layer with the lowest cross-entropy is chosen. A layer that attends to the end of
     the sentence, to punctuation or to the token before the translated one predicts hardly better than the frequencies
-    of the target tokens.
-
-    Args:
-        model: of the run, in eval mode.
-
-    Raises:
-        ConfigError: if the model has no cross-attention, or the validation text cannot be read.
+    of the target tokens. The model is in eval mode.
     """
     attentions = model.cross_attentions()
     if not attentions:

@@ -22,7 +22,7 @@ from deepspeed_nmt.planning.counting import Counts, count_model
 from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.layouts import LayoutEstimate, estimates, prefers_padded
 from deepspeed_nmt.planning.planner import Planner, layout_of
-from deepspeed_nmt.run.batches import has_packed_kernel, layout_on, update_order_of
+from deepspeed_nmt.run.batches import layout_on, update_order_of
 from deepspeed_nmt.train.goodput import STARTING, Entry
 
 VOCAB_SIZE = "32000"
@@ -85,9 +85,7 @@ def make_planner(
 ) -> Planner:
     """Return a planner of a run.
 
-    Args:
-        kernels: planned for the GPUs' capability, see :meth:`Kernels.planned_for`.
-        counts: of models for GPUs of this capability, which are used and added to; None for none.
+    ``kernels`` are planned for the GPUs' capability; ``counts``, of models for it, are used and added to.
     """
     check_tensor_ranks(config, ranks)
     tensor_ranks = config.engine.tensor_parallel
@@ -104,8 +102,7 @@ def make_planner(
 def planned_vocabulary(sizes: str | None, config: RunConfig, data: DataDirectory | None) -> Vocabulary:
     """Return the vocabulary to plan with: that of the data, of the sizes, of the model's own files, or VOCAB_SIZE.
 
-    Args:
-        sizes: of the vocabulary, or SOURCE,TARGET; None if not given.
+    The sizes are one, or SOURCE,TARGET; None if not given.
     """
     own = config.model.own_vocabulary()
     if data is None and sizes is None and own is not None:
@@ -155,23 +152,23 @@ def layout_notes(
     if layout == "packed" and config.batch.layout == "auto" and prefers_padded(*layouts):
         layout, reason = "padded", ", which has less padding"
     notes.append(f"batch.layout={config.batch.layout} on {gpu.name} in {precision} is {layout}{reason}")
-    if layout == "packed" and not has_packed_kernel(precision, gpu.capability):
+    if layout == "packed" and precision == "fp32":
         notes.append("there attention copies each sentence into a padded row: its fast kernels need 16 bit")
     return notes
 
 
 class MeasuredTimes(NamedTuple):
-    """Times of a run, from its ledger.
+    """Times of a run, from its ledger: None before the first.
 
     Attributes:
-        saving_s: median of the seconds for which a checkpoint stopped training; None before the first.
-        restart_s: mean seconds from the beginning of a process to its first update; None before the first start.
-        update_s: mean seconds of an update; None before the first.
+        saving_s: median of the seconds for which a checkpoint stopped training.
+        restart_s: mean seconds from the beginning of a process to its first update.
+        update_s: mean seconds of an update.
     """
 
-    saving_s: float | None
-    restart_s: float | None
-    update_s: float | None
+    saving_s: float | None = None
+    restart_s: float | None = None
+    update_s: float | None = None
 
     @classmethod
     def of(cls, entries: Sequence[Entry]) -> MeasuredTimes:

@@ -41,7 +41,7 @@ from deepspeed_nmt.plugins import PLUGINS_VARIABLE
 from deepspeed_nmt.run.batches import batch_on
 from deepspeed_nmt.run.directory import CHECKPOINTS
 from deepspeed_nmt.run.plans import make_planner
-from deepspeed_nmt.run.validation_sets import SPLIT, title
+from deepspeed_nmt.run.validation_sets import SPLIT, digest, title
 from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.log import Workload
 from deepspeed_nmt.train.saving import check_can_save
@@ -101,12 +101,6 @@ class Resolved:
         atomic_write_text(run / RESOLVED_FILE, json.dumps(content, indent=1))
 
 
-def _recorded_products(run: Path | None) -> object:
-    with suppress(OSError, ValueError, AttributeError):
-        return None if run is None else parse_json(read_regular(run / RESOLVED_FILE)).get("products")
-    return None
-
-
 def resolve(
     config: RunConfig,
     data: TrainingData,
@@ -120,10 +114,6 @@ def resolve(
         sets: data directories of all validation sets by name.
         resumed: run directory, if the run has a checkpoint: no pretrained weights are loaded, and matrices are
             multiplied by the library that it has recorded.
-
-    Raises:
-        ConfigError: if a setting cannot be respected on this machine, or a metric not with this text.
-        DataError: if the data does not fit the model.
     """
     with fail_together(world):
         vocabulary = data.main.tokenizer().vocabulary
@@ -140,7 +130,10 @@ def resolve(
             metrics, _ = config.validation.chosen(directory.text_form, name)
             Scorer(metrics, directory.text_form, [])  # imports what it needs
         kernels = build_kernels(config)
-    kernels = keep_products(kernels, _recorded_products(resumed), world)
+    products: object = None
+    with suppress(OSError, ValueError, AttributeError):
+        products = resumed and parse_json(read_regular(resumed / RESOLVED_FILE)).get("products")
+    kernels = keep_products(kernels, products, world)
     # Validation on a CPU runs in fp32, too.
     kernels = agree_on_kernels(kernels, world, {DTYPES[engine.precision], torch.float32})
     with fail_together(world):
@@ -162,7 +155,6 @@ def _check_alignments(config: RunConfig, data: TrainingData) -> None:
 def _check_lengths(
     config: RunConfig, model: TranslationModel, data: TrainingData, sets: Mapping[str, DataDirectory]
 ) -> None:
-    """Check that the model can read all sentences."""
     bounds = {"source": model.longest_source, "target": model.longest_target}
     if not any(bounds.values()):
         return
@@ -227,11 +219,12 @@ def resolve_recomputation(
     return plan.recompute
 
 
-def check_ranks_agree(config: RunConfig, data: TrainingData, world: World) -> None:
-    """Check that all ranks have the settings and the data of rank 0, since each host may have files of its own."""
+def check_ranks_agree(config: RunConfig, data: TrainingData, sets: Mapping[str, DataDirectory], world: World) -> None:
+    """Check that all ranks have the settings and texts of rank 0, since each host may have files of its own."""
     own: dict[str, Any] = {
         "settings": config.model_dump(mode="json"),
         "data": [data.main.text_form.form, *(f"{part.identity} {part.weights}" for part in data.parts)],
+        "sets": {name: [digest({name: of}), of.text_form.form] for name, of in sets.items()},
     }
     own["settings"]["validation"]["sets"] = list(config.validation.sets)  # at places of their own on each host
     own["settings"][PLUGINS_VARIABLE] = config.plugins
@@ -244,6 +237,9 @@ def check_ranks_agree(config: RunConfig, data: TrainingData, world: World) -> No
             )
         if own["data"] != main["data"]:
             raise DataError(f"{data} is not the data of rank 0 here; copy that to this host")
+        for name, of in sets.items():
+            if own["sets"][name] != main["sets"].get(name):
+                raise DataError(f"{title(name)} in {of.path} is not that of rank 0 here; copy that to this host")
 
 
 def keep_products(kernels: Kernels, recorded: object, world: World) -> Kernels:
@@ -292,10 +288,9 @@ def check_room(run: Path, config: RunConfig, data: TrainingData) -> None:
 
 def sizes(model: TranslationModel) -> tuple[int, int]:
     """Return the numbers of trained and of frozen parameters."""
-    numbers = {True: 0, False: 0}
-    for parameter in model.parameters():
-        numbers[parameter.requires_grad] += parameter.numel()
-    return numbers[True], numbers[False]
+    parameters = list(model.parameters())
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    return trained, sum(parameter.numel() for parameter in parameters) - trained
 
 
 def checkpoint_size(model: TranslationModel, config: RunConfig) -> int:

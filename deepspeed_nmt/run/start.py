@@ -60,7 +60,7 @@ from deepspeed_nmt.run.directory import (
     replace_files,
     verify_run,
 )
-from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore, RunRecord
+from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
 from deepspeed_nmt.train.events import EVENTS_FILE, read_lines
 from deepspeed_nmt.train.log import METRICS_FILE
 from deepspeed_nmt.train.progress import Count
@@ -74,27 +74,11 @@ def has_begun(path: Path) -> bool:
     return bool(CheckpointStore(path / CHECKPOINTS).names())
 
 
-def record_of(config: RunConfig, data: TrainingData) -> RunRecord:
-    """Return the record of a run, for its checkpoints."""
-    of_data = dict(DataRecord.of(data))
-    directory = of_data.pop("path")
-    return RunRecord(
-        config=config.model_dump(mode="json"), data=directory, vocabulary=data.main.vocabulary, **of_data
-    )
-
-
 def begin(path: Path, config: RunConfig, data: TrainingData, *, restart: bool = False) -> str:
     """Write the files of a new run, or check that a resumed one has the same fixed settings and the same data.
 
-    With ``restart`` a run begins anew; what is in the directory is moved into a new one beside it.
-
-    Returns:
-        A line about the environment, for the log.
-
-    Raises:
-        ConfigError: if a fixed setting has changed, or there are files that `train` did not write.
-        CheckpointError: if the checkpoints are gone.
-        DataError: if the data has changed, or a file of the run is a pipe or leads out of it.
+    With ``restart`` a run begins anew; what is in the directory is moved into a new one beside it. Return a line for
+    the log about the environment.
     """
     if restart:
         _set_aside(path)
@@ -106,7 +90,11 @@ def begin(path: Path, config: RunConfig, data: TrainingData, *, restart: bool = 
         path.mkdir(parents=True, exist_ok=True)
         _check_own(path)
         check_contents(path)
-        if update := last_saved(path):
+        # A run that was killed before its first checkpoint starts again. Of one that has lost its history, the
+        # metrics decide.
+        events = list(read_lines(path / EVENTS_FILE))
+        saved = [line.update for line in events if line.event in ("saved", "resume", "rollback", "stop", "end")]
+        if update := max(saved if events else (line.update for line in read_lines(path / METRICS_FILE)), default=0):
             raise CheckpointError(
                 f"{path} was trained to update {update} or further, but its checkpoints are gone; bring "
                 f"{path / CHECKPOINTS} back, or give --restart, which sets aside what is left and begins anew"
@@ -169,17 +157,6 @@ def _check_same(path: Path, config: RunConfig, data: TrainingData) -> None:
         if key.startswith(_LEARNING) and before.get(key) != now[key]
     ]:
         logger.warning("%s continues with other settings: %s", path, ", ".join(changes))
-
-
-def last_saved(path: Path) -> int:
-    """Return an update after which, by its history, a run had a checkpoint; 0 if it had none.
-
-    A run that was killed before its first checkpoint had none: it starts again without being asked. Of one that has
-    lost its history, the metrics decide.
-    """
-    events = list(read_lines(path / EVENTS_FILE))
-    saved = [line.update for line in events if line.event in ("saved", "resume", "rollback", "stop", "end")]
-    return max(saved if events else (line.update for line in read_lines(path / METRICS_FILE)), default=0)
 
 
 def _check_own(path: Path) -> None:
@@ -253,11 +230,7 @@ def seal_of(commands: Sequence[str]) -> str:
 
 
 def check_trusted(path: Path, config: RunConfig, given: Sequence[Mapping[str, Any]]) -> None:
-    """Check that the commands of a run were given by this user: now, or when the run was last started.
-
-    Args:
-        given: settings that the user gives now, each by its section.
-    """
+    """Check that this user gave the commands of a run: ``given`` by section now, or when it was last started."""
     recorded = commands_of(recorded_config(path))
     own = {f"{section}.{key}" for content in given for section, keys in content.items() for key in keys or ()}
     foreign = [name for name in commands_of(config) if name in recorded and name.partition("=")[0] not in own]
@@ -304,6 +277,10 @@ def environment() -> dict[str, Any]:
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
+    git: str | None = None
+    words, here = ["git", "describe", "--always", "--dirty"], Path(__file__).parent
+    with suppress(OSError, subprocess.SubprocessError):
+        git = subprocess.run(words, cwd=here, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
     return {
         "deepspeed_nmt": __version__,
         "python": platform.python_version(),
@@ -312,30 +289,19 @@ def environment() -> dict[str, Any]:
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "ranks": int(os.environ.get("WORLD_SIZE", "1")),
         "threads": torch.get_num_threads(),
-        "git": _git(),
+        "git": git,
         "command": sys.argv,
         "slurm": {name: value for name, value in os.environ.items() if name in _SLURM},
     }
 
 
-def _git() -> str | None:
-    words, here = ["git", "describe", "--always", "--dirty"], Path(__file__).parent
-    with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(words, cwd=here, capture_output=True, text=True, timeout=5, check=True)
-        return done.stdout.strip()
-    return None
-
-
 _NUMBERED = re.compile(r"((?:encoder|decoder)\.[a-z_.]+\.)\d+\.")
+_OPTIONS = {False: "--init-from", True: "--grow-from"}
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Run and checkpoint of a warm start.
-
-    Attributes:
-        grow: True if its model becomes the frozen bottom of the new one; False if its weights are trained further.
-    """
+    """Run and checkpoint of a warm start, which with ``grow`` become the frozen bottom of the new run's model."""
 
     run: Path
     checkpoint: str
@@ -344,15 +310,13 @@ class Origin:
     @property
     def option(self) -> str:
         """Option by which the user named it."""
-        return _option(self.grow)
+        return _OPTIONS[self.grow]
 
 
 class OriginRecord(Config):
     """The content of ORIGIN_FILE: a checkpoint, ``which`` as the user named it, of another run.
 
-    Attributes:
-        frozen: True if its model became the frozen bottom of this one.
-        differences: phrases for what computes differently with the weights here.
+    ``frozen`` is `Origin.grow`; ``differences`` are phrases for what computes differently with the weights here.
     """
 
     run: str
@@ -376,26 +340,18 @@ class OriginRecord(Config):
 def load_first_weights(
     model: TranslationModel, config: RunConfig, origin: Origin | None, data: DataDirectory
 ) -> OriginRecord | None:
-    """Give a new run's model the weights of its origin, if it has one, or pretrained ones."""
-    if origin is not None:
-        return warm_start(model, config, origin, data)
-    if not model.load_pretrained() and not all(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(
-            "this model has frozen parts, which need trained weights; give their run with --grow-from RUN"
-        )
-    return None
-
-
-def warm_start(model: TranslationModel, config: RunConfig, origin: Origin, data: DataDirectory) -> OriginRecord:
-    """Copy the weights of a checkpoint of another run into a new model.
+    """Give a new run's model the weights of its origin, if it has one, or pretrained ones.
 
     With ``origin.grow`` they become the model's frozen bottom (depth growing). Otherwise they are the model's own,
     and layers above those of the other run keep their initial weights (direct stacking), or begin as the copies that
-    the model's settings say.
-
-    Raises:
-        ConfigError: if vocabularies, shapes, or the computations with the weights differ.
+    the model's settings say. Vocabularies, shapes, or computations with the weights that differ are a ConfigError.
     """
+    if origin is None:
+        if not model.load_pretrained() and not all(parameter.requires_grad for parameter in model.parameters()):
+            raise ConfigError(
+                "this model has frozen parts, which need trained weights; give their run with --grow-from RUN"
+            )
+        return None
     source = Run.open(origin.run, origin.option)
     if source.tokenizer.digest != data.tokenizer().digest:
         raise ConfigError(
@@ -446,7 +402,7 @@ def check_origin(run: Path, origin: Origin) -> None:
     same_run = _same_path(origin.run, record.run) and origin.grow == record.frozen
     same_checkpoint = origin.checkpoint == record.which or _same_path(Path(origin.checkpoint), record.checkpoint)
     if not (same_run and same_checkpoint):
-        began = f"{_option(record.frozen)} {record.run} --from-checkpoint {record.which}"
+        began = f"{_OPTIONS[record.frozen]} {record.run} --from-checkpoint {record.which}"
         raise ConfigError(
             f"{run} began with {began}, but now {origin.option} is {origin.run} and --from-checkpoint "
             f"{origin.checkpoint}; {remedy}"
@@ -484,10 +440,6 @@ def _copy(model: TranslationModel, checkpoint: Checkpoint, source: Run, prefix: 
     with torch.no_grad():
         for name in expected & set(weights):
             own[name].copy_(weights[name])
-
-
-def _option(grow: bool) -> str:
-    return "--grow-from" if grow else "--init-from"
 
 
 def _same_path(path: Path, recorded: str) -> bool:

@@ -31,10 +31,10 @@ from deepspeed_nmt.parallel.tensor import parallelize
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run.batches import update_order_of, with_mixture
-from deepspeed_nmt.run.directory import CHECKPOINTS, GRADIENTS, check_record
+from deepspeed_nmt.run.directory import CHECKPOINTS, GRADIENTS, DataRecord, check_record
 from deepspeed_nmt.run.late_scores import LateScores
 from deepspeed_nmt.run.resolve import checkpoint_size, resolve, sizes, workload_of
-from deepspeed_nmt.run.start import Origin, load_first_weights, record_of
+from deepspeed_nmt.run.start import Origin, load_first_weights
 from deepspeed_nmt.run.validator import ModelValidator
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
 from deepspeed_nmt.train.collapse import CollapseMonitor
@@ -72,7 +72,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         training, late = self.config.training, LateScores(self.path, self.config.validation)
-        record = record_of(self.config, self.data)
+        record = DataRecord.of(self.data).for_checkpoints(self.config, self.data.main.vocabulary)
         directory = self.path / CHECKPOINTS
         self.store = CheckpointStore(directory, training.keep_last, training.keep_best, record, late.awaiting)
 

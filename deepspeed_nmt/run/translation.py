@@ -125,7 +125,7 @@ class Texts:
         return readers
 
     def digests(self) -> dict[str, str]:
-        """Return the hashes of the texts."""
+        """Return the SHA-256 of the texts."""
         digests = {}
         for option, stream in self.streams.items():
             stream.seek(0)
@@ -139,7 +139,10 @@ class Texts:
     @property
     def piece_lines(self) -> int:
         """Number of lines of a piece."""
-        return MAX_LINES if self.lines is None else lines_of_a_piece(self.lines, self.options.max_tokens)
+        if self.lines is None:
+            return MAX_LINES
+        least = min(MAX_LINES_OF_LARGE_BATCHES, self.options.max_tokens // _TOKENS_PER_LINE)
+        return max(1, least, min(MAX_LINES, -(-self.lines // _PIECES)))
 
     def in_pieces(self) -> bool:
         """Return True if the text is translated in pieces, which can be resumed; False if as a stream."""
@@ -166,14 +169,8 @@ def is_file(name: str, stream: BufferedReader[Any]) -> bool:
     return name != "-" and stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
 
 
-def lines_of_a_piece(lines: int, max_tokens: int) -> int:
-    """Return the number of lines of a piece of a text, given the bound of a batch in tokens."""
-    least = min(MAX_LINES_OF_LARGE_BATCHES, max_tokens // _TOKENS_PER_LINE)
-    return max(1, least, min(MAX_LINES, -(-lines // _PIECES)))
-
-
 def _count_lines(stream: BufferedReader[Any], name: str) -> int | None:
-    """Count the lines of a text, which is read again from where it stands; None if it can be read only once."""
+    """Return the number of lines of a text from where it stands; None if it can be read only once."""
     if not stream.seekable():
         return None
     start = stream.tell()
@@ -187,9 +184,7 @@ def open_aligned(
 ) -> tuple[dict[str, BufferedReader[Any]], int | None]:
     """Open the texts that options name, the source first, and return them, and the number of their lines, if known.
 
-    Raises:
-        ConfigError: if standard input is given twice, or an output would replace a text.
-        DataError: if a file cannot be read or has another number of lines.
+    They must have equally many lines, and no output may replace one of them.
     """
     if list(names.values()).count("-") > 1:
         raise ConfigError("standard input (`-`) is given more than once; give paths")
@@ -210,7 +205,11 @@ def open_aligned(
 @contextmanager
 def open_texts(options: DecodeOptions) -> Iterator[Texts]:
     """Open the source and the texts beside it, see :func:`open_aligned`, and check the outputs."""
-    outputs = check_outputs(options)
+    outputs = [output_path(str(options.output), "--output")]
+    if options.alignment is not None:
+        outputs.append(output_path(str(options.alignment), "--alignment"))
+        if len({path and resolved(path) for path in outputs}) == 1:
+            raise ConfigError("--alignment and --output are the same file; give another")
     names = {name: path for name in _INPUTS if (path := getattr(options, name)) is not None}
     with ExitStack() as stack:
         streams, lines = open_aligned(stack, names, dict(zip(_OUTPUTS, outputs, strict=False)))
@@ -239,17 +238,16 @@ def output_path(name: str, option: str) -> Path | None:
     """Return the path of an output file; None for standard output."""
     if name == "-":
         return None
-    target = Path(name)
+    target, problem = Path(name), ""
     try:
         if target.is_dir():
             problem = "is a directory"
         elif (inside := recorded_directory(target)) is not None:
             problem = f"lies in {inside}, which other commands read"
-        elif not is_replaceable(target):
-            problem = "" if os.access(target, os.W_OK) else f"cannot be written ({os.strerror(errno.EACCES)})"
-        else:
-            with TemporaryFile(dir=resolved(target).parent):  # permissions do not tell what some file systems refuse
-                problem = ""
+        elif is_replaceable(target):
+            TemporaryFile(dir=resolved(target).parent).close()  # permissions do not tell what file systems refuse
+        elif not os.access(target, os.W_OK):
+            problem = f"cannot be written ({os.strerror(errno.EACCES)})"
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -257,16 +255,6 @@ def output_path(name: str, option: str) -> Path | None:
     if problem:
         raise ConfigError(f"{option}: {target} {problem}; give another path")
     return target
-
-
-def check_outputs(options: DecodeOptions) -> list[Path | None]:
-    """Return the paths of the translations and, if there is one, of the alignment; None for standard output."""
-    outputs = [output_path(str(options.output), "--output")]
-    if options.alignment is not None:
-        outputs.append(output_path(str(options.alignment), "--alignment"))
-        if len({path and resolved(path) for path in outputs}) == 1:
-            raise ConfigError("--alignment and --output are the same file; give another")
-    return outputs
 
 
 def written(options: DecodeOptions, number: int, best: Sequence[Translation]) -> str:
@@ -334,12 +322,11 @@ def translate_in_pieces(translator: LineTranslator, texts: Texts) -> int:
 
     Pieces that an earlier start has finished are used. If this one is interrupted, those that it has finished stay.
     """
-    pieces = Pieces(texts, translator.identity())
+    pieces = Pieces(translator, texts)
     here, work = place(), None
     try:
         with SharedWork.join(here) as work:
-            rank = _Rank(work, pieces, translator)
-            rank.lead() if here.rank == 0 else rank.follow()
+            pieces.lead(work) if here.rank == 0 else pieces.follow(work)
     except (Interrupted, ReportedError) as end:
         if not isinstance(end, Interrupted) and end.status != EXIT_STOPPED:
             raise
@@ -363,35 +350,92 @@ class _PieceHeader(BaseModel):
 
 
 class Pieces:
-    """The directory of the pieces of a translation, which depends on texts, their options, and an identity."""
+    """The pieces of a translation, in a directory, and the part of one rank in it."""
 
-    def __init__(self, texts: Texts, identity: Mapping[str, Any]) -> None:
+    def __init__(self, translator: LineTranslator, texts: Texts) -> None:
         assert texts.lines is not None
-        self.texts, self.path = texts, pieces_directory(texts.options)
-        self.piece_lines, self.count = texts.piece_lines, -(-texts.lines // texts.piece_lines)
+        self.path = pieces_directory(texts.options)
+        self._translator, self._texts, self._options = translator, texts, texts.options
+        self._lines, self._piece_lines = texts.lines, texts.piece_lines
+        self._count = -(-self._lines // self._piece_lines)
+        self._keywords = stream_keywords(self._options, strict=False, buffer_lines=self._piece_lines)
         self._sources = texts.digests()
         job = {
-            **texts.options.resumed(),
-            "--alignment": texts.options.alignment is not None,
+            **self._options.resumed(),
+            "--alignment": self._options.alignment is not None,
             **self._sources,
-            **identity,
+            **translator.identity(),
             "the version of the program": __version__,
-            "lines of a piece": self.piece_lines,
+            "lines of a piece": self._piece_lines,
         }
         self._job: dict[str, Any] = json.loads(json.dumps(job, default=str))
-        self.digest = hashlib.sha256(json.dumps(self._job, sort_keys=True).encode()).hexdigest()
-        self.restart()
+        self._digest = hashlib.sha256(json.dumps(self._job, sort_keys=True).encode()).hexdigest()
+        self._first_missing = 0
+        """Number of a piece before which all are finished."""
+        self._progress: Callable[[int], object] | None = None
+        self._reported = 0
+        self._warnings: SourceCounts | None = None
+        self._restart()
 
-    def restart(self) -> None:
+    def _restart(self) -> None:
         """Read the texts from their beginnings from now on."""
-        self._reading = 0, self.texts.read(from_start=True)
+        self._reading = 0, self._texts.read(from_start=True)
 
     def __str__(self) -> str:
         """Return how much of a translation is kept, and where."""
-        finished = sum(map(self.has, range(self.count)))
-        return f"{finished} of {self.count} pieces are finished, in {self.path}"
+        return f"{len(self._finished())} of {self._count} pieces are finished, in {self.path}"
 
-    def prepare(self) -> int:
+    def lead(self, work: SharedWork) -> None:
+        """Prepare the pieces, translate with the other ranks, and join what all have translated."""
+        self._work = work
+        target = Path(str(self._options.output))
+        refusal = f"{target} is in use: {{holder}} is translating to it; wait for it"
+        with exclusive(
+            hidden(resolved(target), "translate.lock"), refusal, patience_s=_LOCK_S if requeued() else 0.0
+        ):
+            texts = self._texts
+            if self._options.strict:
+                self._translator.check(texts.read(from_start=True)["input"], self._options.max_source_tokens)
+            beginning = islice(texts.read(from_start=True)["input"], LINES_OF_A_FORM)
+            deque(warn_of_form(beginning, self._translator.text), maxlen=0)
+            self._warnings = SourceCounts()
+            if self._options.alignment:  # the layer is chosen and recorded before other ranks need it
+                deque(self._translator.stream([], **self._keywords), maxlen=0)
+            self._restart()
+            before = self._prepare()
+            work.announce(self._digest)
+            with counting("translate", "sentences", texts.lines, before) as self._progress:
+                self._translate_all()
+                self._report()
+            self._warnings.warn_at_end()
+            digests = texts.digests().values(), self._sources.values()
+            for name, now, then in zip(texts.streams, *digests, strict=True):
+                if now != then:
+                    raise self._changed(name)
+            self._restart()
+            self._join()
+            work.complete()
+            self.remove()
+
+    def follow(self, work: SharedWork) -> None:
+        """Translate with the other ranks, until all is translated."""
+        self._work = work
+        rank = work.place.rank
+        if work.announced() != self._digest:
+            raise ConfigError(
+                f"rank {rank} translates another text, run or options than rank 0; if the run is being trained, name "
+                "the checkpoint; if GPUs differ, give --precision; if only some hosts have a compiler, --native off"
+            )
+        deadline = time.monotonic() + _VISIBLE_S
+        while not (self.path / _JOB_FILE).exists() and not work.is_complete():
+            if time.monotonic() > deadline:
+                raise DataError(f"rank {rank} does not see {self.path}; write to a file system that all hosts share")
+            work.pause()
+        self._translate_all()
+        while not work.is_complete():  # a launcher may end all ranks some time after the first
+            work.pause()
+
+    def _prepare(self) -> int:
         """Make the directory or resume in it, and return the number of translated lines."""
         files = self.path.iterdir() if self.path.is_dir() else [self.path] if self.path.exists() else []
         if foreign := [file for file in files if not _OWN.fullmatch(file.name) or file.is_dir()]:
@@ -405,76 +449,11 @@ class Pieces:
         if file.exists():
             self._check_job(file)
         atomic_write_bytes(file, json.dumps(self._job, indent=1).encode())
-        finished = list(filter(self.has, range(self.count)))
-        if finished:
-            logger.info("resumes: %d of %d pieces are in %s", len(finished), self.count, self.path)
-        return sum(map(self.lines_of, finished))
-
-    def lines_of(self, number: int) -> int:
-        """Return the number of lines of a piece."""
-        assert self.texts.lines is not None
-        return min(self.piece_lines, self.texts.lines - number * self.piece_lines)
-
-    def file(self, number: int) -> Path:
-        """Return the path of a piece."""
-        return self.path / f"piece-{number:07d}"
-
-    def has(self, number: int) -> bool:
-        """Return True if a piece is finished."""
-        return self.file(number).exists()
-
-    def source(self, number: int) -> dict[str, list[Any]]:
-        """Read the lines of a piece in all texts, which must not have become shorter."""
-        at, readers = self._reading
-        if number < at:
-            self.restart()
-            at, readers = self._reading
-        first = (number - at) * self.piece_lines
-        sources = {name: list(islice(lines, first, first + self.piece_lines)) for name, lines in readers.items()}
-        self._reading = number + 1, readers
-        for name, lines in sources.items():
-            if len(lines) != self.lines_of(number):
-                raise self._changed(name)
-        return sources
-
-    def check_sources(self) -> None:
-        """Check that the texts are still those that were translated."""
-        digests = self.texts.digests().values(), self._sources.values()
-        for name, now, before in zip(self.texts.streams, *digests, strict=True):
-            if now != before:
-                raise self._changed(name)
-        self.restart()
-
-    def _changed(self, name: str) -> DataError:
-        return DataError(f"{self.texts.name(name)} changed while it was translated; start again")
-
-    def write(self, number: int, text: bytes, alignment: bytes, counts: SourceCounts) -> None:
-        """Write a piece: its translations, their alignments if any, and counts of its source lines."""
-        header = {"job": self.digest, "text": len(text), "counts": asdict(counts)}
-        content = json.dumps(header).encode() + b"\n" + text + alignment
-        atomic_write_bytes(self.file(number), hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
-
-    def read(self, number: int) -> tuple[bytes, bytes, SourceCounts] | None:
-        """Return what was written as a piece; None if it is damaged or of another translation."""
-        with suppress(*_DAMAGED):
-            digest, _, content = read_regular(self.file(number)).partition(b"\n")
-            line, _, texts = content.partition(b"\n")
-            header = _PieceHeader.model_validate_json(line)
-            if hashlib.sha256(content).hexdigest().encode() == digest and header.job == self.digest:
-                return texts[: header.text], texts[header.text :], header.counts
-        return None
-
-    def remove(self) -> None:
-        """Remove the directory and its files, or warn that it cannot be removed."""
-        try:
-            for file in self.path.iterdir():
-                file.unlink(missing_ok=True)
-            self.path.rmdir()
-        except OSError as error:  # such as files that NFS keeps because another rank has them open
-            logger.warning("%s could not be removed (%s); remove it", self.path, error.strerror or error)
+        if finished := self._finished():
+            logger.info("resumes: %d of %d pieces are in %s", len(finished), self._count, self.path)
+        return sum(map(self._lines_of, finished))
 
     def _check_job(self, file: Path) -> None:
-        """Compare the job with the one that is recorded."""
         try:
             before = dict(parse_json(read_regular(file)))
         except _DAMAGED:
@@ -494,70 +473,20 @@ class Pieces:
                 f"with, or remove {self.path} to begin anew"
             )
 
+    def _lines_of(self, number: int) -> int:
+        return min(self._piece_lines, self._lines - number * self._piece_lines)
 
-class _Rank:
-    """The part of one rank in a translation."""
+    def file(self, number: int) -> Path:
+        """Return the path of a piece, which is there if it is finished."""
+        return self.path / f"piece-{number:07d}"
 
-    def __init__(self, work: SharedWork, pieces: Pieces, translator: LineTranslator) -> None:
-        self._work, self._pieces, self._translator = work, pieces, translator
-        self._options = pieces.texts.options
-        self._keywords = stream_keywords(self._options, strict=False, buffer_lines=pieces.piece_lines)
-        self._first_missing = 0
-        """Number of a piece before which all are finished."""
-        self._progress: Callable[[int], object] | None = None
-        self._reported = 0
-        self._warnings: SourceCounts | None = None
-
-    def lead(self) -> None:
-        """Prepare the pieces, translate with the other ranks, and join what all have translated."""
-        target = Path(str(self._options.output))
-        refusal = f"{target} is in use: {{holder}} is translating to it; wait for it"
-        with exclusive(
-            hidden(resolved(target), "translate.lock"), refusal, patience_s=_LOCK_S if requeued() else 0.0
-        ):
-            texts = self._pieces.texts
-            if self._options.strict:
-                self._translator.check(texts.read(from_start=True)["input"], self._options.max_source_tokens)
-            beginning = islice(texts.read(from_start=True)["input"], LINES_OF_A_FORM)
-            deque(warn_of_form(beginning, self._translator.text), maxlen=0)
-            self._warnings = SourceCounts()
-            if self._options.alignment:  # the layer is chosen and recorded before other ranks need it
-                deque(self._translator.stream([], **self._keywords), maxlen=0)
-            self._pieces.restart()
-            before = self._pieces.prepare()
-            self._work.announce(self._pieces.digest)
-            with counting("translate", "sentences", texts.lines, before) as self._progress:
-                self._translate_all()
-                self._report()
-            self._warnings.warn_at_end()
-            self._pieces.check_sources()
-            self._join()
-            self._work.complete()
-            self._pieces.remove()
-
-    def follow(self) -> None:
-        """Translate with the other ranks, until all is translated."""
-        rank = self._work.place.rank
-        if self._work.announced() != self._pieces.digest:
-            raise ConfigError(
-                f"rank {rank} translates another text, run or options than rank 0; if the run is being trained, name "
-                "the checkpoint; if GPUs differ, give --precision; if only some hosts have a compiler, --native off"
-            )
-        deadline = time.monotonic() + _VISIBLE_S
-        while not (self._pieces.path / _JOB_FILE).exists() and not self._work.is_complete():
-            if time.monotonic() > deadline:
-                raise DataError(
-                    f"rank {rank} does not see {self._pieces.path}; write to a file system that all hosts share"
-                )
-            self._work.pause()
-        self._translate_all()
-        while not self._work.is_complete():  # a launcher may end all ranks some time after the first
-            self._work.pause()
+    def _finished(self) -> list[int]:
+        return [number for number in range(self._count) if self.file(number).exists()]
 
     def _translate_all(self) -> None:
         """Translate pieces as long as any is missing."""
-        while (number := self._work.claim()) < self._pieces.count:
-            if not self._pieces.has(number):
+        while (number := self._work.claim()) < self._count:
+            if not self.file(number).exists():
                 self._translate(number)
             self._look()
         done, since = self._work.done(), time.monotonic()
@@ -572,35 +501,65 @@ class _Rank:
                 since = time.monotonic()
 
     def _look(self) -> bool:
-        """Look which pieces are finished by now, and return True if all are. Rank 0 warns of their source lines."""
+        """Return True if all pieces are finished by now. Rank 0 warns of their source lines."""
         self._report()
-        while self._first_missing < self._pieces.count and self._pieces.has(self._first_missing):
+        while self._first_missing < self._count and self.file(self._first_missing).exists():
             if self._warnings is not None:
-                self._warnings.warn_of(self._read(self._first_missing)[2])
+                self._warnings.warn_of(self._read_or_repair(self._first_missing)[2])
             self._first_missing += 1
-        return self._first_missing == self._pieces.count
+        return self._first_missing == self._count
 
     def _translate(self, number: int) -> None:
-        """Translate a piece and write it."""
-        counts, before, lines = SourceCounts(), number * self._pieces.piece_lines, self._pieces.source(number)
+        counts, before, lines = SourceCounts(), number * self._piece_lines, self._source(number)
         translations = self._translator.stream(
             lines.pop("input"), advance=self._advance, counts=counts, first_line=before, **lines, **self._keywords
         )
-        text, links = [], []
+        text, links = "", ""
         for line, best in enumerate(translations, before):
-            text.append(written(self._options, line, best))
-            if self._options.alignment:
-                links.append(aligned(best))
-        self._pieces.write(number, "".join(text).encode(), "".join(links).encode(), counts)
+            text += written(self._options, line, best)
+            links += aligned(best) if self._options.alignment else ""
+        self.write(number, text.encode(), links.encode(), counts)
 
-    def _read(self, number: int) -> tuple[bytes, bytes, SourceCounts]:
+    def _source(self, number: int) -> dict[str, list[Any]]:
+        """Read the lines of a piece in all texts, which must not have become shorter."""
+        if number < self._reading[0]:
+            self._restart()
+        at, readers = self._reading
+        first = (number - at) * self._piece_lines
+        sources = {name: list(islice(lines, first, first + self._piece_lines)) for name, lines in readers.items()}
+        self._reading = number + 1, readers
+        for name, lines in sources.items():
+            if len(lines) != self._lines_of(number):
+                raise self._changed(name)
+        return sources
+
+    def _changed(self, name: str) -> DataError:
+        return DataError(f"{self._texts.name(name)} changed while it was translated; start again")
+
+    def write(self, number: int, text: bytes, alignment: bytes, counts: SourceCounts) -> None:
+        """Write a piece: its translations, their alignments if any, and counts of its source lines."""
+        header = {"job": self._digest, "text": len(text), "counts": asdict(counts)}
+        content = json.dumps(header).encode() + b"\n" + text + alignment
+        atomic_write_bytes(self.file(number), hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+
+    def _read(self, number: int) -> tuple[bytes, bytes, SourceCounts] | None:
+        """Return what was written as a piece; None if it is damaged or of another translation."""
+        with suppress(*_DAMAGED):
+            digest, _, content = read_regular(self.file(number)).partition(b"\n")
+            line, _, texts = content.partition(b"\n")
+            header = _PieceHeader.model_validate_json(line)
+            if hashlib.sha256(content).hexdigest().encode() == digest and header.job == self._digest:
+                return texts[: header.text], texts[header.text :], header.counts
+        return None
+
+    def _read_or_repair(self, number: int) -> tuple[bytes, bytes, SourceCounts]:
         """Read a piece, after it is translated again if it is damaged."""
-        if (piece := self._pieces.read(number)) is None:
-            logger.warning("%s is damaged; it is translated again", self._pieces.file(number))
+        if (piece := self._read(number)) is None:
+            logger.warning("%s is damaged; it is translated again", self.file(number))
             self._translate(number)
-            piece = self._pieces.read(number)
+            piece = self._read(number)
         if piece is None:
-            raise DataError(f"{self._pieces.file(number)} is not as it was written; check the disk")
+            raise DataError(f"{self.file(number)} is not as it was written; check the disk")
         return piece
 
     def _advance(self, more: int) -> None:
@@ -615,9 +574,17 @@ class _Rank:
 
     def _join(self) -> None:
         """Write the pieces in order to the outputs, which are replaced when they are complete."""
-        pieces = self._pieces
         with ExitStack() as stack:
-            outputs = [stack.enter_context(atomic_writer(path)) for path in pieces.texts.outputs if path is not None]
-            for number in range(pieces.count):
-                for output, content in zip(outputs, self._read(number)[:2], strict=False):
+            outputs = [stack.enter_context(atomic_writer(path)) for path in self._texts.outputs if path is not None]
+            for number in range(self._count):
+                for output, content in zip(outputs, self._read_or_repair(number)[:2], strict=False):
                     output.write(content)
+
+    def remove(self) -> None:
+        """Remove the directory and its files, or warn that it cannot be removed."""
+        try:
+            for file in self.path.iterdir():
+                file.unlink(missing_ok=True)
+            self.path.rmdir()
+        except OSError as error:  # such as files that NFS keeps because another rank has them open
+            logger.warning("%s could not be removed (%s); remove it", self.path, error.strerror or error)

@@ -29,11 +29,10 @@ from deepspeed_nmt.errors import ConfigError, DataError, shown
 from deepspeed_nmt.evaluate.command_metrics import ScoredFiles, check_programs
 from deepspeed_nmt.evaluate.metrics import Metric
 from deepspeed_nmt.files import atomic_write_text, check_utf8_name, read_regular
-from deepspeed_nmt.parallel.collectives import fail_together, from_main
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run.directory import VALIDATION
 from deepspeed_nmt.text import Kind, TextForm, detokenise, tokenise
-from deepspeed_nmt.train.configuration import MAIN, MAIN_DIRECTORY, ValidationConfig, check_set_name
+from deepspeed_nmt.train.configuration import MAIN, MAIN_DIRECTORY, ValidationConfig
 
 SPLIT = "valid"
 
@@ -45,10 +44,6 @@ def given_sets(values: Sequence[str]) -> dict[str, str]:
         name, _, directory = value.partition("=")
         if not name or not directory:
             raise ConfigError(f"--valid is {shown(value)}; give NAME=DIR with a directory made by `prepare`")
-        try:
-            check_set_name(name)
-        except ValueError as error:
-            raise ConfigError(f"--valid {error}") from error
         if name in sets:
             raise ConfigError(f"--valid has the name {name} twice; remove one")
         path = Path(directory).absolute()
@@ -103,18 +98,6 @@ def warn_of_repeated(sets: Mapping[str, DataDirectory]) -> None:
                 title(name),
                 title(other) if other else f"that of the training data ({sets[MAIN].path})",
                 name,
-            )
-
-
-def check_sets_agree(sets: Mapping[str, DataDirectory], world: World) -> None:
-    """Check that all ranks have the validation sets of rank 0, since each host may have files of its own."""
-    own = {name: [digest({name: data}), data.text_form.form] for name, data in sets.items()}
-    main = from_main(own, world)
-    with fail_together(world):
-        if differing := [name for name, value in own.items() if value != main.get(name)]:
-            raise DataError(
-                f"{title(differing[0])} in {sets[differing[0]].path} is not that of rank 0 here; copy that to this "
-                "host"
             )
 
 

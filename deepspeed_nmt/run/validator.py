@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -45,10 +46,6 @@ class ModelValidator:
     Args:
         update: number of updates made so far; what is there of later ones is removed.
         interrupted: function that returns True if the run is to stop, so that programs are not waited for.
-
-    Attributes:
-        main: validation set of the training data, in batches.
-        measure: tag of the measure that chooses the best checkpoint.
     """
 
     def __init__(
@@ -67,6 +64,7 @@ class ModelValidator:
         self._config, self._interrupted = config.validation, interrupted
         self._sets = {name: _MeasuredSet(name, data[MAIN], of, objective, config, world) for name, of in data.items()}
         self.main = self._sets[MAIN].batched
+        """Validation set of the training data, in batches."""
         # Attention to a source belongs to a token that is predicted next.
         count = config.validation.attention_images if config.search.left_to_right and world.is_main else 0
         self._attention = AttentionImages(self.main.corpus, data[MAIN].tokenizer(), count) if count else None
@@ -77,6 +75,7 @@ class ModelValidator:
         # Scores of other text are not compared. The main set is always the same one.
         self._choice = choice_by(self._best, chooses, data, "" if chooses == MAIN else f" of {digest(chosen_by)}")
         self.measure = self._choice.by.partition(" ")[0]
+        """Tag of the measure that chooses the best checkpoint."""
         self._late = LateScores(run, config.validation)
         if world.is_main:
             for measured in self._sets.values():
@@ -166,12 +165,7 @@ def choice_by(metric: Metric | None, chooses: str, sets: Iterable[str], suffix: 
 
 
 class _MeasuredSet:
-    """A validation set and its measures; all ranks measure it together.
-
-    Args:
-        main: data that is trained on.
-        data: data directory with the set's text.
-    """
+    """A validation set, of ``data``, and its measures; all ranks measure it together. ``main`` is trained on."""
 
     def __init__(
         self,
@@ -199,10 +193,9 @@ class _MeasuredSet:
             )
         with open_regular(data.text(SPLIT, "source")) as stream:
             self._sources = list(text_lines(stream))
-        with open_regular(data.text(SPLIT, "target")) as stream:
-            references = [self._tokenizer.reference(line) for line in text_lines(stream)]
         self._count = min(len(self._sources), self._config.max_sentences or len(self._sources))
-        self._references = references[: self._count]
+        with open_regular(data.text(SPLIT, "target")) as stream:
+            self._references = [self._tokenizer.reference(line) for line in islice(text_lines(stream), self._count)]
         self._scorer = Scorer(self.metrics, data.text_form, self._references)
         self._translations: list[str] = []
         if world.is_main:

@@ -321,7 +321,7 @@ def test_the_end_of_one_rank_ends_the_others(
         self._work.pause()
         self._work.pause()
 
-    monkeypatch.setattr(translation._Rank, "_translate", fails)
+    monkeypatch.setattr(Pieces, "_translate", fails)
     in_ranks(monkeypatch, 2, work)
     assert ends == {1: "DataError ", 0: "ReportedError 2"}
 
