@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from deepspeed_nmt.console import output
 from deepspeed_nmt.errors import CheckpointError
+from deepspeed_nmt.files import exclusive
 
 HELP = "average a run's newest checkpoints"
 
@@ -23,8 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the average."""
-    from deepspeed_nmt.console import output
-    from deepspeed_nmt.files import exclusive
     from deepspeed_nmt.run.directory import Run
 
     opened = Run.open(arguments.run)

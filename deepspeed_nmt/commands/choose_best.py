@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from deepspeed_nmt.console import output
+
 HELP = "choose a run's best checkpoint by results that came late"
 
 
@@ -21,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the results, and print the best checkpoint."""
-    from deepspeed_nmt.console import output
     from deepspeed_nmt.run.directory import Run
     from deepspeed_nmt.run.late_scores import choose_best
 

@@ -13,6 +13,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from deepspeed_nmt.console import output
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.parallel.launched import once_per_host, place
+
 HELP = "examine this host, or all hosts of a job, before a training"
 
 _MOST_S = 3600.0
@@ -24,20 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run", type=Path, metavar="DIR", help="run directory to check; it need not exist (default: this directory)"
     )
     parser.add_argument(
-        "--timeout",
-        type=float,
-        default=120.0,
-        metavar="S",
+        "--timeout", type=float, default=120.0, metavar="S",
         help="seconds after which a rank stops waiting for another (default: %(default)g)",
-    )
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Examine, print, and return the exit status."""
-    from deepspeed_nmt.errors import ConfigError
-    from deepspeed_nmt.parallel.launched import once_per_host, place
-
     with once_per_host():
         place()
         if not 1.0 <= arguments.timeout <= _MOST_S:
@@ -52,9 +50,7 @@ def _examine(arguments: argparse.Namespace) -> int:
     import json
     import signal
 
-    from deepspeed_nmt.console import output
     from deepspeed_nmt.doctor.examination import context_of, examine
-    from deepspeed_nmt.parallel.launched import place
 
     # Batch systems announce a time limit by it, which is a finding and no reason to end.
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -13,15 +13,17 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
+from deepspeed_nmt.console import logger, output
+from deepspeed_nmt.errors import ConfigError
+
 HELP = "export a run for CTranslate2 or Hugging Face, with a certificate"
-_FORMATS = ("ctranslate2", "huggingface")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="run directory, made by `train`")
     parser.add_argument(
-        "--format", choices=_FORMATS, required=True,
+        "--format", choices=("ctranslate2", "huggingface"), required=True,
         help="ctranslate2; huggingface: MarianMT (post-norm) or Pegasus (pre-norm)",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the export")
@@ -45,16 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Export, and print the certificate.
-
-    Returns:
-        0; 1 if the certificate is not passed.
-
-    Raises:
-        UserError: if the run cannot be exported.
-    """
-    from deepspeed_nmt.console import logger, output
-    from deepspeed_nmt.errors import ConfigError
+    """Export, print the certificate, and return 0, or 1 if it is not passed."""
     from deepspeed_nmt.run.exporting import ExportRequest, export_run
 
     if arguments.precision != "fp32" and arguments.format != "ctranslate2":

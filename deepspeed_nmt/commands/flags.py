@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.registry import Config, problem_of
+from deepspeed_nmt.registry import Config, problems_of
 
 _METAVARS: Mapping[Any, str] = {int: "N", float: "P", Path: "F"}
 
@@ -90,16 +90,12 @@ def _form(field: FieldInfo, extra: Mapping[str, Any], required: bool) -> dict[st
 
 
 def validated(config: type[Any], settings: Mapping[str, Any]) -> Any:
-    """Return the configuration that options give.
-
-    Raises:
-        ConfigError: if an option is out of range, or contradicts another; messages name the flags.
-    """
+    """Return the configuration that options give; the messages of a ConfigError name the flags."""
     try:
         return config.model_validate(settings)
     except ValidationError as error:
-        problems = []
-        for problem in error.errors():
-            names = [part for part in problem["loc"] if isinstance(part, str)]
-            problems.append(problem_of(problem, flag(names[-1]) if names else ""))
-        raise ConfigError(problems) from error
+
+        def named(place: str) -> str:
+            return flag([part for part in place.split(".") if not part.isdigit()][-1])
+
+        raise ConfigError(problems_of(error, named)) from error

@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from deepspeed_nmt.console import output
+
 HELP = "import a MarianMT model of Hugging Face as a run"
 
 
@@ -23,18 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Import the model, and print its shape.
-
-    Raises:
-        UserError: if it cannot be imported.
-    """
-    from deepspeed_nmt.console import output
+    """Import the model, and print its shape."""
     from deepspeed_nmt.run.importing import import_marian
 
-    config = import_marian(arguments.origin, arguments.run)
-    model = config.model.model_dump()
-    shape = ", ".join(
-        f"{key}={model[key]}" for key in ("encoder_layers", "decoder_layers", "dim", "ffn_dim", "heads")
-    )
-    output(f"{arguments.run}: {shape}")
+    model = import_marian(arguments.origin, arguments.run).model.model_dump()
+    keys = ("encoder_layers", "decoder_layers", "dim", "ffn_dim", "heads")
+    output(f"{arguments.run}: {', '.join(f'{key}={model[key]}' for key in keys)}")
     return 0

@@ -23,6 +23,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepspeed_nmt.console import logger, output
+from deepspeed_nmt.errors import ConfigError, shown
+
 if TYPE_CHECKING:
     from deepspeed_nmt.config import RunConfig
     from deepspeed_nmt.planning.checkpoints import CheckpointPlan, IntervalPlan
@@ -72,13 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Check the options.
-
-    Raises:
-        ConfigError: if they contradict each other or are out of range; it lists all of them.
-    """
+    """Check the options; a ConfigError lists all that are out of range, or contradict each other."""
     from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY
-    from deepspeed_nmt.errors import ConfigError, shown
 
     sizes = (arguments.vocab_size or "4").split(",")
     is_size = [text.isascii() and text.isdecimal() and 4 <= int(text[:20]) <= MAX_VOCABULARY for text in sizes]
@@ -105,15 +103,9 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan a recipe or every point of a sweep, and print the plans.
-
-    Raises:
-        ConfigError: if an option or a setting is out of range, or unknown.
-    """
+    """Plan a recipe or every point of a sweep, and print the plans."""
     import json
 
-    from deepspeed_nmt.console import output
-    from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.planning.gpus import gpu_named
     from deepspeed_nmt.recipes import load_sweep
 
@@ -174,12 +166,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _interval(arguments: argparse.Namespace, checkpoints: CheckpointPlan, update_s: float | None) -> IntervalPlan:
     """Return how often to save, by times that are given, measured in a run, or estimated."""
-    from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.planning.checkpoints import IntervalPlan, seconds_of
     from deepspeed_nmt.run.plans import MeasuredTimes
     from deepspeed_nmt.train.goodput import GOODPUT_FILE, read_ledger
 
-    measured = MeasuredTimes(None, None, None)
+    measured = MeasuredTimes()
     if arguments.run is not None:
         measured = MeasuredTimes.of(read_ledger(arguments.run))
         if measured.saving_s is None and arguments.saving_time is None:
@@ -193,7 +184,6 @@ def _interval(arguments: argparse.Namespace, checkpoints: CheckpointPlan, update
 def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gpu: Gpu) -> tuple[dict[str, Any], str]:
     import torch
 
-    from deepspeed_nmt.console import logger
     from deepspeed_nmt.kernels.choice import is_installed
     from deepspeed_nmt.kernels.precision import DTYPES
     from deepspeed_nmt.planning.planner import as_text, notes_on, plan_for

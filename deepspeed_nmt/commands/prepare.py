@@ -19,6 +19,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepspeed_nmt.console import output, table
+
 if TYPE_CHECKING:
     from deepspeed_nmt.data.data_directory import Meta
     from deepspeed_nmt.data.options import PrepareOptions
@@ -39,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prepare the data, and print what was removed and what is left."""
-    from deepspeed_nmt.console import output
     from deepspeed_nmt.data.preparation import prepare
 
     options = read_options(vars(arguments))
@@ -52,7 +53,6 @@ def read_options(values: Mapping[str, Any]) -> PrepareOptions:
     from deepspeed_nmt.commands.flags import validated
     from deepspeed_nmt.data.clean import CleaningConfig
     from deepspeed_nmt.data.options import PrepareOptions
-    from deepspeed_nmt.run.text_form import verify_vocabulary
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cleaning = {name: values[name] for name in CleaningConfig.model_fields if name in values}
@@ -63,9 +63,16 @@ def read_options(values: Mapping[str, Any]) -> PrepareOptions:
     return options
 
 
+def verify_vocabulary(path: Path) -> None:
+    """Verify the files of a run. A data directory is verified when it is opened."""
+    if (path / "checkpoints").is_dir():
+        from deepspeed_nmt.run.directory import verify_run  # takes seconds
+
+        verify_run(path)
+
+
 def report(meta: Meta, out: Path) -> str:
     """Return a table of the pairs removed, by reason, and of the data directory's content."""
-    from deepspeed_nmt.console import table
     from deepspeed_nmt.data.clean import CleaningConfig
     from deepspeed_nmt.data.filters import read_filters
 
@@ -123,7 +130,6 @@ def _examples(meta: Meta) -> list[str]:
 
 
 def _describe_vocabulary(meta: Meta) -> str:
-    """Return the size and the kind of a directory's vocabularies."""
     source, target = meta.source_vocabulary_size, f"{meta.vocabulary_size:,}"
     if "vocabulary.source.json" in meta.files:
         return f"{source:,} and {target} tokens (of two BERTs)"

@@ -12,6 +12,9 @@ import argparse
 import re
 from typing import Any
 
+from deepspeed_nmt.console import output, table
+from deepspeed_nmt.errors import UserError
+
 HELP = "list the named experiments"
 HEAD = ["recipe", "layers", "D", "norm", "dropout", "peak lr", "warm-up", "tokens an update", "updates"]
 """Columns of a name and its :func:`cells`."""
@@ -24,8 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the recipes by group, each with layers, width and description."""
-    from deepspeed_nmt.console import output, table
-    from deepspeed_nmt.errors import UserError
     from deepspeed_nmt.recipes import recipe_files
 
     groups: dict[str, list[list[str]]] = {}
@@ -71,7 +72,6 @@ def cells(name: str) -> list[str]:
 
 
 def _norms(model: Any) -> str:
-    """Return the places of the LayerNorms, those of encoder and decoder if they differ."""
     if hasattr(model, "norms"):
         return "/".join(dict.fromkeys(model.norms()))
     return "post" if hasattr(model, "source") else "none"

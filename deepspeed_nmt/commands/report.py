@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepspeed_nmt.console import cell, json_line, logger, output, table
+from deepspeed_nmt.errors import ConfigError, DataError, check_installed
+from deepspeed_nmt.files import atomic_write_bytes
+
 if TYPE_CHECKING:
     from deepspeed_nmt.reports.text_scores import ParallelText
 
@@ -15,9 +19,6 @@ HELP = "make a page of a run; compare runs, the points of a sweep, or the depths
 
 _FEW_SENTENCES = 200
 """Number of sentences below which a comparison of depths is not reliable."""
-_PAGES = (".html", ".htm")
-
-
 _TRANSLATING = "depths runs sweep"
 """Kinds that translate a test set."""
 _OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -80,7 +81,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _read_text(arguments: argparse.Namespace, runs: Iterable[Path]) -> ParallelText | None:
     """Check --out and the options of decoding, and read the text to translate; None if no option names one."""
     from deepspeed_nmt.data.data_directory import DataDirectory
-    from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.reports.pictures import check_out
     from deepspeed_nmt.reports.text_scores import ParallelText
     from deepspeed_nmt.search.decode_options import DecodeOptions
@@ -99,8 +99,6 @@ def _read_text(arguments: argparse.Namespace, runs: Iterable[Path]) -> ParallelT
 
 def _print(arguments: argparse.Namespace, rows: Iterable[Mapping[str, Any]], text: Callable[[], str]) -> int:
     """Print a JSON object for each row, or the text; return the exit status."""
-    from deepspeed_nmt.console import json_line, logger, output
-
     output("\n".join(map(json_line, rows)) if arguments.json else text())
     logger.info("picture: %s", arguments.out)
     return 0
@@ -116,8 +114,6 @@ def _collapse(arguments: argparse.Namespace) -> int:
     over updates. Source reliance is the rise of the loss, in nats per target token, when the sources are
     shuffled among the sentences.
     """
-    from deepspeed_nmt.console import cell, table
-    from deepspeed_nmt.errors import DataError
     from deepspeed_nmt.evaluate.metrics import validation_tag
     from deepspeed_nmt.reports import run_log
     from deepspeed_nmt.reports.outcome import collapse_row
@@ -157,8 +153,6 @@ def _depths(arguments: argparse.Namespace) -> int:
     pair translates best, by sentence BLEU (ties go to the pair of the least measured time), and has the BLEU of
     the best pair for each sentence.
     """
-    from deepspeed_nmt.console import logger
-    from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.reports.depths import draw_depths, measure, systems_of
     from deepspeed_nmt.reports.text_scores import common_scorer
     from deepspeed_nmt.run.directory import Run
@@ -199,12 +193,9 @@ def _run(arguments: argparse.Namespace) -> int:
     and its settings, data and environment. What a run does not record is left out, so the page of a run that is
     still trained, or that failed, can be made at any time. Figures are drawn by plotly, which the page contains.
     """
-    from deepspeed_nmt.console import logger, output
-    from deepspeed_nmt.errors import ConfigError, check_installed
-    from deepspeed_nmt.files import atomic_write_bytes
     from deepspeed_nmt.reports.pictures import check_out
 
-    check_out(arguments.out, [arguments.run], _PAGES)
+    check_out(arguments.out, [arguments.run], (".html", ".htm"))
     check_installed("plotly", "report run", "pip install plotly")
     from deepspeed_nmt.reports.page import RunPage
 
@@ -233,7 +224,6 @@ def _runs(arguments: argparse.Namespace) -> int:
     its own search, and its scores are recorded in the run, so that it is translated once; scores recorded before
     are shown, too. The picture shows perplexity and BLEU over target tokens.
     """
-    from deepspeed_nmt.console import table
     from deepspeed_nmt.evaluate.metrics import validation_tag
     from deepspeed_nmt.reports import run_log
     from deepspeed_nmt.reports.outcome import Outcome, comparison_table, differing, legend
@@ -273,8 +263,6 @@ def _sweep(arguments: argparse.Namespace) -> int:
     first metric that any run has logged. Runs without it and unfinished runs are named, and points without a run
     are counted.
     """
-    from deepspeed_nmt.console import table
-    from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.reports import sweep as sweeps
     from deepspeed_nmt.reports.text_scores import score_runs
     from deepspeed_nmt.run.directory import CONFIG_FILE

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from deepspeed_nmt.console import output
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.files import shown_name
-from deepspeed_nmt.text import Kind, check_language, join_segments
+from deepspeed_nmt.text import Kind, TextForm, check_language, join_segments
 
 if TYPE_CHECKING:
     from deepspeed_nmt.evaluate.nbest import Converter
@@ -49,29 +49,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "[NAME=]command:PATH, which need --source (default: bleu and chrf, with --tokenised bleu_tokenised)",
     )  # fmt: skip
     parser.add_argument(
-        "--tokenised",
-        action="store_true",
+        "--tokenised", action="store_true",
         help="the text is tokenised: compute multi-bleu, as older papers do (not comparable with sacreBLEU)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--segmented", action="store_true", help="join subword-nmt's `@@ ` segments first; implies --tokenised"
     )
     parser.add_argument(
-        "--segmented",
-        action="store_true",
-        help="join subword-nmt's `@@ ` segments first; implies --tokenised",
-    )
-    parser.add_argument(
-        "--language",
-        metavar="L",
+        "--language", metavar="L",
         help="target language, for example zh: sets BLEU's tokenizer (default: that of --like, else 13a)",
-    )
+    )  # fmt: skip
     parser.add_argument("--lowercase", action="store_true", help="ignore case")
     parser.add_argument(
-        "--like",
-        type=Path,
-        metavar="DIR",
+        "--like", type=Path, metavar="DIR",
         help="the files have the form of this run's or data directory's text: Moses' tokens are made plain; with "
         "--tokenised they are kept, and raw text is tokenised by Moses' rules; references get the lower case and the "
         "spaces of a BERT's tokenizer, which makes scores comparable only with one another",
-    )
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print a JSON object for each hypothesis, one a line")
 
 
@@ -105,15 +99,8 @@ def _tune(arguments: argparse.Namespace, tokenised: bool) -> str:
     if arguments.source is not None:
         raise ConfigError("--tune-rerank compares n-best lists with --reference alone; leave out --source")
     convert, convert_reference, language = _converters(arguments, tokenised)
-    tuning = tune(
-        arguments.tune_rerank,
-        arguments.reference,
-        convert,
-        convert_reference,
-        tokenised,
-        arguments.lowercase,
-        language,
-    )
+    lists, references, lowercase = arguments.tune_rerank, arguments.reference, arguments.lowercase
+    tuning = tune(lists, references, convert, convert_reference, tokenised, lowercase, language)
     return tuning.as_json(arguments.grid) if arguments.json else tuning.as_text(arguments.grid)
 
 
@@ -155,12 +142,18 @@ def _converters(arguments: argparse.Namespace, tokenised: bool) -> tuple[Convert
         raise ConfigError(f"--language {error}") from error
     if arguments.like is None:
         return join, join, language
-    from deepspeed_nmt.data.data_directory import open_tokenizer
-    from deepspeed_nmt.run.text_form import recorded_form, verify_vocabulary
+    from deepspeed_nmt.commands.prepare import verify_vocabulary
+    from deepspeed_nmt.data.data_directory import META_FILE, DataDirectory, open_tokenizer
 
     verify_vocabulary(arguments.like)
-    tokenizer = open_tokenizer(arguments.like)
-    form = recorded_form(arguments.like, tokenizer)
+    tokenizer, recorded = open_tokenizer(arguments.like), None
+    if (arguments.like / META_FILE).exists():
+        recorded = DataDirectory.open(arguments.like).text_form
+    elif (arguments.like / "data.json").exists():
+        from deepspeed_nmt.run.directory import DataRecord  # takes seconds
+
+        recorded = DataRecord.read(arguments.like).text
+    form = recorded or TextForm.unrecorded(tokenizer.segmented)
     kind: Kind = "tokenised" if tokenised else "plain"
     known = form.form != "unknown"  # otherwise the text is what the options say
     if known and (problem := form.problem(kind)):

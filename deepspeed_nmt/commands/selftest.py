@@ -17,6 +17,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from deepspeed_nmt.console import output, setup_logging
+from deepspeed_nmt.errors import ConfigError, shown
+from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, place
+
 if TYPE_CHECKING:
     from deepspeed_nmt.parity import Row
 
@@ -43,16 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Start the ranks, or run as one of them.
-
-    Raises:
-        ConfigError: if an option is out of range, or cannot be respected here.
-    """
+    """Start the ranks, or run as one of them."""
     import os
 
-    from deepspeed_nmt.errors import ConfigError, shown
     from deepspeed_nmt.parallel.hardware import uses_cuda
-    from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, place
     from deepspeed_nmt.parity import methods
 
     launched, ranks = place().ranks, arguments.ranks
@@ -83,7 +81,6 @@ def _run_rank(arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from deepspeed_nmt.console import output, setup_logging
     from deepspeed_nmt.kernels.choice import DEFAULT
     from deepspeed_nmt.parallel.world import join_world, leave_world
     from deepspeed_nmt.parity import busy, methods, rows

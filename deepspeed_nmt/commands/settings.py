@@ -13,6 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
+from deepspeed_nmt.console import output
+from deepspeed_nmt.errors import UserError
+
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
@@ -34,9 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the tables of settings that have all words."""
-    from deepspeed_nmt.console import output
-    from deepspeed_nmt.errors import UserError
-
     if not (tables := settings_reference(arguments.words)):
         raise UserError(f"no setting has {' '.join(arguments.words)}; `deepspeed-nmt settings` lists all")
     output(tables.rstrip())
@@ -62,7 +62,6 @@ def settings_reference(words: Sequence[str] = ()) -> str:
 
 
 def _tables(section: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the title and the rows of each table of a section."""
     from deepspeed_nmt.config import NAMED, setting_classes
 
     if section in NAMED:
