@@ -14,7 +14,7 @@ from deepspeed_nmt.train.checkpoint import Checkpoint
 from tests.support import ROOT, run_ranks
 
 METHOD = "deep_decoder"
-HALF, END = 10, 20
+HALF, END = 5, 10
 # Engine, number of ranks, tensor-parallel ranks among them.
 Layout = tuple[str, int, int]
 ONE: Layout = ("plain", 1, 1)

@@ -18,7 +18,7 @@ def test_a_job_on_two_nodes_is_stopped_and_resumes(
     for name, value in {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "PART_LINES": "50"}.items():
         monkeypatch.setitem(cluster.environment, name, value)
     log, out, text = tmp_path / "job.log", tmp_path / "out", data.parent / "text/train.de"
-    words = ["--run", str(trained), "--text", str(text), str(text), "--data", str(data), "--out", str(out)]
+    words = ["--run", str(trained), "--text", str(text), "--data", str(data), "--out", str(out)]
     words += ["--tag", "none", "--score-run", str(trained), "--min-score", "-99", "--", "--max-tokens", "256"]
     nodes = ["--nodes", "2", "--ntasks-per-node", "1", "--output", "job.log"]
     job = cluster.submit(*nodes, str(ROOT / "launch/backtranslate.sbatch"), *words, cwd=tmp_path)
@@ -31,5 +31,5 @@ def test_a_job_on_two_nodes_is_stopped_and_resumes(
     cluster.until(lambda: cluster.job(job, "Restarts") == "1", 200, "a job that is queued again")
     assert cluster.ended(job, 300) == "COMPLETED", said()[-5000:]
     assert "stopped by SIGUSR1; " in said() and "resumes: " in said() and said().count(" (2 tasks), ") == 2, said()
-    assert len((out / "scores").read_text().splitlines()) == 800
-    assert DataDirectory.open(out / "data").meta.pairs_read == 800
+    assert len((out / "scores").read_text().splitlines()) == 400
+    assert DataDirectory.open(out / "data").meta.pairs_read == 400

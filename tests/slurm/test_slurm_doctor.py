@@ -36,7 +36,7 @@ def test_planted_faults_of_a_node_are_found(
     for name, value in {"PYTHON": tmp_path / "task.sh", "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setitem(cluster.environment, name, str(value))
     words = ["--nodes", "2", "--ntasks-per-node", "1", "--time", "5", "--output", "job.log"]
-    script = [str(ROOT / "launch/doctor.sbatch"), "--run", str(run), "--json", "--timeout", "40"]
+    script = [str(ROOT / "launch/doctor.sbatch"), "--run", str(run), "--json", "--timeout", "25"]
     number = cluster.submit(*words, *script, cwd=tmp_path)
     assert cluster.ended(number, 300) == "FAILED" and cluster.job(number, "Restarts") == "0"
     log = (tmp_path / "job.log").read_text()

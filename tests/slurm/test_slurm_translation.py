@@ -20,7 +20,7 @@ def test_a_translation_on_two_nodes_is_stopped_and_preempted_and_ends_as_alone(
     for name, value in {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setitem(cluster.environment, name, value)
     source, target, log = tmp_path / "text", tmp_path / "text.hyp", tmp_path / "job.log"
-    source.write_text(5 * (data.parent / "text/train.en").read_text(encoding="utf-8"), encoding="utf-8")
+    source.write_text(3 * (data.parent / "text/train.en").read_text(encoding="utf-8"), encoding="utf-8")
     words = ["--run", str(trained), "--input", str(source), "--max-tokens", "256", "--beam", "1"]
     nodes = ["--nodes", "2", "--ntasks-per-node", "1", "--output", "job.log"]
     script = [str(ROOT / "launch/translate.sbatch"), *words, "--output", str(target)]

@@ -6,8 +6,6 @@ import os
 import stat
 from pathlib import Path
 
-import pytest
-
 from deepspeed_nmt.cli import main
 from tests.commands import pair_words
 from tests.system.conftest import SMALL
@@ -15,11 +13,11 @@ from tests.system.conftest import SMALL
 RUN = [*SMALL, "training.max_updates=2", "training.validate_every=1", "training.log_every=1", "collapse.every=1"]
 
 
-@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
-def test_all_files_and_directories_follow_the_umask(mask: int, data: Path, tmp_path: Path) -> None:
+def test_all_files_and_directories_follow_the_umask(data: Path, tmp_path: Path) -> None:
     text, top = data.parent / "text", tmp_path / "all"
     run, directory, hypothesis = str(top / "run"), str(top / "data"), str(top / "test.de")
     source, target = str(text / "test.en"), str(text / "test.de")
+    mask = 0o027  # group and others differ, and both from the modes that are usual
     before = os.umask(mask)
     try:
         top.mkdir()
