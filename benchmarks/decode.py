@@ -127,7 +127,8 @@ def ctranslate2(subject: Subject, precision: str, directory: Path) -> Translate:
     def translate(source_BS: Tensor, beam: int) -> int:
         tokens = [[token for token in row if token != vocabulary.pad] for row in source_BS.tolist()]
         rows = [[sources[token] for token in row[:-1]] for row in tokens]  # it adds the EOS itself
-        found = program.translate_batch(rows, beam_size=beam, max_batch_size=len(rows), **subject.peers)
+        limits = {"max_decoding_length": int(1.5 * max(map(len, tokens))) + 10, **subject.peers}
+        found = program.translate_batch(rows, beam_size=beam, max_batch_size=len(rows), **limits)
         return sum(len(result.hypotheses[0]) for result in found)
 
     return translate
