@@ -4,9 +4,10 @@
 
 Each flip is a bit of one fp32 weight, of one fp32 gradient before it is reduced, or of one token of a batch. Rank 1
 has the fault, in one update of a small model on two CPU ranks under plain torch. A flip is detected if it makes the
-update's gradient infinite or NaN, or the weights of the ranks differ (training.checksum_every=1). It is attributed
-rightly if rank 1 is named, alone or as one of the two that contradict one another; a gradient that is damaged after
-its loss was computed is put down to the way between devices.
+update's gradient infinite or NaN, or ten times as long (training.norm_spike_factor=10), or the weights of the ranks
+differ (training.checksum_every=1). It is attributed rightly if rank 1 is named, alone or as one of the two that
+contradict one another; a gradient that is damaged after its loss was computed is put down to the way between devices,
+and a token that makes a spike to data.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import os
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.loader import TrainLoader
 from deepspeed_nmt.data.update_order import Cursor
+from deepspeed_nmt.engine.contract import UpdateResult
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.errors import ReportedError
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
@@ -50,6 +51,10 @@ KINDS = {
     "batch": "a token of a batch",
 }
 FAULTY = 1
+FACTOR = 10
+"""Times the usual norm of a gradient from which on an update is a spike."""
+RIGHT = ("named", "on its way", "data")
+"""Ends with the right cause."""
 
 
 def flip(tensor: torch.Tensor, dice: random.Random) -> int:
@@ -71,8 +76,13 @@ def flip_token(batch: Batch, dice: random.Random) -> tuple[Batch, int]:
             return replace(batch, source_BS=source), bit
 
 
-def outcome(kind: str, seed: int, loader: TrainLoader, module: TrainModule, world: World) -> tuple[str, int]:
-    """Make an update with a flip on the faulty rank; return how it ended, and the number of the bit."""
+def outcome(
+    kind: str, seed: int, usual: float, loader: TrainLoader, module: TrainModule, world: World
+) -> tuple[str, int]:
+    """Make an update, with a flip on the faulty rank, whose norm would be ``usual``.
+
+    Returns how it ended, and the number of the bit.
+    """
     dice, bit = random.Random(seed), -1
     engine = PlainEngine(deepcopy(module), AdamConfig(), "fp32", world)
     parameters = list(engine.module.parameters())
@@ -97,16 +107,23 @@ def outcome(kind: str, seed: int, loader: TrainLoader, module: TrainModule, worl
             return output
 
         engine._backward = damaged  # type: ignore[method-assign]
-    found: Callable[[str], str] = lambda reason: "named" if f"rank {FAULTY} on " in reason else "WRONG"  # noqa: E731
+    again = lambda rank: next(loader.of_rank(rank).updates(Cursor(), 1)).micro_batches  # noqa: E731
+    causes: list[str] = []
+
+    def watch(result: UpdateResult) -> None:
+        if not result.skipped and result.grad_norm > FACTOR * usual:
+            causes.append(attribute(engine.module, again, result, world))
+
     try:
-        result = engine.update(batches, update.target_tokens, 1e-3)
+        result = engine.update(batches, update.target_tokens, 1e-3, on_gradient=watch)
         if result.skipped:
-            again = lambda rank: next(loader.of_rank(rank).updates(Cursor(), 1)).micro_batches  # noqa: E731
             cause = attribute(engine.module, again, result, world)
             return ("on its way" if "on its way" in cause else f"WRONG: {cause}"), bit
         check_replicas(engine.module, world)
     except ReportedError as error:
-        return found(error.reason), bit
+        return ("named" if f"rank {FAULTY} on " in error.reason else "WRONG"), bit
+    if causes:
+        return ("data" if kind == "batch" and "data or arithmetic" in causes[0] else f"WRONG: {causes[0]}"), bit
     return "undetected", bit
 
 
@@ -121,12 +138,15 @@ def work(rank: int, flips: int, seed: int, port: int, directory: str) -> None:
     torch.manual_seed(1)
     config = TransformerConfig(dim=16, ffn_dim=32, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.1)
     module = TrainModule(build_transformer(config, V), Objective(LabelSmoothed(0.1, V.pad)))
+    first = next(loader.updates(Cursor(), 1))
+    sound = PlainEngine(deepcopy(module), AdamConfig(), "fp32", world)
+    usual = sound.update(first.micro_batches, first.target_tokens, 1e-3).grad_norm
     rows: dict[str, Counter[str]] = {}
     bits: dict[str, Counter[int]] = {kind: Counter() for kind in KINDS}
     for kind in KINDS:
         rows[kind] = Counter()
         for number in range(flips):
-            ended, bit = outcome(kind, hash((seed, list(KINDS).index(kind), number)), loader, module, world)
+            ended, bit = outcome(kind, hash((seed, list(KINDS).index(kind), number)), usual, loader, module, world)
             rows[kind][ended] += 1
             if ended == "undetected":
                 bits[kind][bit] += 1
@@ -150,7 +170,7 @@ def run(arguments: argparse.Namespace) -> Results:
         found = json.loads((Path(directory) / str(FAULTY) / "flips.json").read_text())
     rows = []
     for kind, ends in found.items():
-        right, undetected = ends.get("named", 0) + ends.get("on its way", 0), ends.get("undetected", 0)
+        right, undetected = sum(ends.get(end, 0) for end in RIGHT), ends.get("undetected", 0)
         counts: Counter[str] = Counter()
         for bit, count in ends["undetected by bit"].items():
             counts[part_of(int(bit)) if kind != "batch" else "token"] += count

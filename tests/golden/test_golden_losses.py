@@ -74,6 +74,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "closed_chain": {"model": {**LOOPS, "sharing": "closed_chain"}, "objective": {"r_drop": {"weight": 1.0}}},
     "recurrent": {"model": {**LOOPS, "sharing": "stacked"}},
+    "transparent_attention": {"model": {"name": "transparent_attention", **SHAPE, "encoder_layers": 3}},
+    "dlcl": {"model": {"name": "dlcl", **SHAPE}},
+    "relative_positions": {"model": {"name": "relative_positions", **SHAPE, "clip_distance": 4}},
+    "sdt": {"model": {"name": "sdt", **SHAPE, "encoder_layers": 4, "stack_layers": 2}},
+    "coordination": {"model": {"name": "coordination", **SHAPE}},
+    "merged_attention": {
+        "model": {"name": "transformer", **SHAPE, "norm": "post"},
+        "layer": {"name": "merged_attention"},
+    },
+    "gnmt": {"model": {"name": "gnmt", "dim": 32, "encoder_layers": 3, "decoder_layers": 3, "dropout": 0.1}},
+    "convs2s": {
+        "model": {
+            "name": "convs2s",
+            "dim": 32,
+            "encoder_convolutions": [[2, 32, 3]],
+            "decoder_convolutions": [[1, 32, 3], [1, 48, 3]],
+            "dropout": 0.1,
+        }
+    },
 }
 
 

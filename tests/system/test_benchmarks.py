@@ -33,11 +33,16 @@ OPTIONS: dict[str, list[str]] = {
     "launches": ["--norm", "pre", "--layout", "packed", "--tokens", "64"],
     "decode": ["--layers", "1", "--beams", "2", "--batches", "1", "--rounds", "1"],
     "flips": ["--flips", "2"],
+    "golden": ["--family", "vanilla"],
     "big_54": ["--ranks", "1", "--updates", "1", "--settings", "layer.drop_depth=1", *MODEL_54],
 }
 """Options with which a benchmark takes seconds."""
 ELSEWHERE = {"kills": "tests/system/test_kills.py"}
-LONG = {"planted": "runs the unit tests again and again", "poisson": "runs a job of `kills` for minutes"}
+LONG = {
+    "planted": "runs the unit tests again and again",
+    "poisson": "runs a job of `kills` for minutes",
+    "restart": "needs an older commit",
+}
 """Benchmarks that only start, see tests/docs/test_results.py, like the experiments, which train for hours."""
 
 
