@@ -28,6 +28,12 @@ from deepspeed_nmt.nn.layers import (
 from deepspeed_nmt.nn.stack import LayerStack
 
 M = TypeVar("M", bound=nn.Module)
+_OUTPUTS = {
+    "self_residual": "self_attention.out_proj",
+    "cross_residual": "cross_attention.out_proj",
+    "feed_forward_residual": "feed_forward.down_proj",
+}
+"""The last product within each residual connection of a layer."""
 
 
 class NotStandardError(Exception):
@@ -115,15 +121,26 @@ def _weights(stack: LayerStack, side: str) -> Iterator[tuple[str, Tensor]]:
         raise NotStandardError(f"its {side} adds the embedded tokens to the state again before layer {added[0] + 1}")
     if stack.links is not None:
         raise NotStandardError(f"layers of its {side} read combinations of the states of several layers below")
-    layers = [_standard(layer, f"layer {number} of its {side}") for number, layer in enumerate(stack.layers, 1)]
+    layers = [
+        _folded(_standard(layer, f"layer {number} of its {side}")) for number, layer in enumerate(stack.layers, 1)
+    ]
     for number, index in enumerate(order.indices):
-        for name, parameter in layers[index].named_parameters():
-            yield f"{side}.layers.{number}.{name}", parameter
+        yield from ((f"{side}.layers.{number}.{name}", weight) for name, weight in layers[index].items())
     if norm is not None:
         if not isinstance(norm, LayerNorm):
             raise NotStandardError(f"its {side} ends in another module than a LayerNorm")
         yield f"{side}.final_norm.weight", norm.weight
         yield f"{side}.final_norm.bias", norm.bias
+
+
+def _folded(layer: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of a layer by name, with the scales of its residual connections in them."""
+    weights: dict[str, Tensor] = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    for name, output in _OUTPUTS.items():
+        around = getattr(layer, name, None)
+        if isinstance(around, Residual):
+            around.fold(weights, name, output)
+    return weights
 
 
 def _connections(stack: LayerStack, side: str) -> tuple[NormStyle, float]:
@@ -137,6 +154,9 @@ def _standard(layer: nn.Module, which: str) -> nn.Module:
     standard = layer.in_inference() if isinstance(layer, DecoderBlock) else layer
     if not isinstance(standard, DecoderLayer) and type(standard) is not EncoderLayer:
         raise NotStandardError(f"{which} is no standard layer")
+    for around in _modules(standard, Residual):
+        if around.not_standard:
+            raise NotStandardError(around.not_standard)
     if type(standard.feed_forward) is not FeedForward:
         raise NotStandardError("its feed-forward networks are not those of a standard Transformer")
     attentions = list(_modules(standard, MultiHeadAttention))

@@ -58,9 +58,9 @@ class MergedAttentionLayer(DecoderBlock):
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Decode whole sentences, (B,T,D) -> (B,T,D), or with ``cache`` the next positions, (R,1,D) -> (R,1,D)."""
+        bottom_BTD, last = x_BTD, self.feed_forward_residual
         x_BTD = self.cross(x_BTD, context, cache)
-        x_BTD = self.feed_forward_residual(x_BTD, self.feed_forward)
-        return x_BTD
+        return last(x_BTD, self.feed_forward, last.branch_of(x_BTD, bottom_BTD))
 
     @override
     def attend_to_source(

@@ -23,12 +23,13 @@ Deviations are in docs/papers/recurrent-layers.md.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from deepspeed_nmt.core.parts import MAX_LAYERS, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.methods.stabilisers import PLAIN
 from deepspeed_nmt.methods.transformer import Transformer, TransformerShape, build_transformer
 from deepspeed_nmt.nn.layers import MakeDecoderLayer, make_decoder_layer
 from deepspeed_nmt.nn.stack import LayerOrder
@@ -51,6 +52,9 @@ class RecurrentConfig(TransformerShape):
     decoder_loops: int = Field(
         default=2, ge=1, le=MAX_LAYERS, description="loops over the layers of the decoder (T); 1: no recurrence"
     )
+
+    # A layer that is applied several times has no single number (layernorm_scaling), and no single input (admin).
+    known_norms: ClassVar[frozenset[str]] = frozenset({*PLAIN, "b2t", "peri", "layer_scale"})
 
     @model_validator(mode="after")
     def _check_loops(self) -> RecurrentConfig:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ from deepspeed_nmt.core.parts import MAX_INNER_WIDTH
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels import torch_ops
 from deepspeed_nmt.kernels.segments import Mask, SegmentPair, attention_by_rows
+from deepspeed_nmt.methods.stabilisers import Norm
 from deepspeed_nmt.methods.transformer import SMALL, Side, Transformer, TransformerShape, build_transformer
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import KeysValues
@@ -47,6 +48,7 @@ class RelativePositionsConfig(TransformerShape):
     edges: Edges = Field(default="layer", description="vectors of distances: of a layer, or of each of its heads")
     positions: PositionName = Field(default="none", description="absolute positions besides; none in the paper")
 
+    known_norms: ClassVar[frozenset[str]] = frozenset(get_args(Norm))
     shape_fields: ClassVar[frozenset[str]] = TransformerShape.shape_fields | {"clip_distance", "edges"}
 
     @override

@@ -5,7 +5,7 @@ Vaswani, Shazeer, Parmar, Uszkoreit, Jones, Gomez, Kaiser, Polosukhin: "Attentio
 - Normalisation: post-norm, LN(x + f(x)); pre-norm, x + f(LN(x)), with a final LayerNorm on each stack (Wang, Li,
   Xiao, Zhu, Li, Wong, Chao: "Learning Deep Transformer Models for Machine Translation", 2019); or DeepNorm, LN(alpha
   x + f(x)) (Wang, Ma, Dong, Huang, Zhang, Wei: "DeepNet: Scaling Transformers to 1,000 Layers", 2022). Encoder and
-  decoder may differ in it, but for DeepNorm.
+  decoder may be one pre-norm and one post-norm. Others are in :mod:`~deepspeed_nmt.methods.stabilisers`.
 - Initialisation: Xavier uniform; or depth-scaled, with the weights of layer l multiplied by 1/sqrt(l) (Zhang, Titov,
   Sennrich: "Improving Deep Transformer with Depth-Scaled Initialization and Merged Attention", 2019, DS-Init with
   alpha = 1).
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from pydantic import Field, model_validator
@@ -30,6 +30,7 @@ from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH, Lay
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.segments import Segments, mask_between
+from deepspeed_nmt.methods.stabilisers import NEEDS_FINAL_NORM, PLAIN, Norm, make_residual, profile
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PositionName, Projection, TokenEmbedding
@@ -42,8 +43,6 @@ from deepspeed_nmt.nn.layers import (
     LayerNorm,
     LayerParts,
     MakeDecoderLayer,
-    NormStyle,
-    Residual,
     make_decoder_layer,
 )
 from deepspeed_nmt.nn.stack import LayerOrder, LayerStack
@@ -62,12 +61,22 @@ class TransformerShape(ModelConfig):
     heads: int = Field(default=8, ge=1, le=MAX_WIDTH, description="attention heads; must divide dim")
     encoder_layers: int = Field(default=6, ge=1, le=MAX_LAYERS, description="layers of the encoder (N)")
     decoder_layers: int = Field(default=6, ge=1, le=MAX_LAYERS, description="layers of the decoder (M)")
-    norm: NormStyle = Field(
+    norm: Norm = Field(
         default="pre",
-        description="LayerNorm before the sub-layer (pre) or after (post); deepnorm: post, with a weighted residual",
+        description="LayerNorm before the sub-layer (pre) or after (post); deepnorm: post, with a weighted residual; "
+        "b2t: post, with the layer's input added before its last norm; admin: post, with a learned weight of the "
+        "residual; layernorm_scaling: pre, divided by the root of the layer's number; peri: before and after; "
+        "layer_scale: pre, with a learned scale of what is added",
     )
     decoder_norm: Literal["pre", "post"] | None = Field(
         default=None, description="place of the decoder's LayerNorms, if other than that of the encoder's"
+    )
+    layer_scale: float | None = Field(
+        default=None,
+        ge=0.0,
+        le=1.0,
+        description="start of the scales of norm=layer_scale; 0: every layer begins as the identity; by default 0.1, "
+        "in stacks of more than 18 layers 1e-5, and of more than 24 layers 1e-6",
     )
     init: Literal["xavier", "depth_scaled"] = Field(default="xavier", description="initialisation of the layers")
     share_embeddings: Literal["all", "decoder", "none"] = Field(
@@ -87,8 +96,10 @@ class TransformerShape(ModelConfig):
     activation_dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="dropout after the activation")
 
     packed: ClassVar[bool] = True
+    known_norms: ClassVar[frozenset[str]] = frozenset(PLAIN)
+    """Values of ``norm`` that the model has a meaning for."""
     learning_fields: ClassVar[frozenset[str]] = frozenset(
-        {"init", "dropout", "attention_dropout", "activation_dropout"}
+        {"layer_scale", "init", "dropout", "attention_dropout", "activation_dropout"}
     )
     shape_fields: ClassVar[frozenset[str]] = frozenset(
         {
@@ -111,18 +122,23 @@ class TransformerShape(ModelConfig):
             divisors = [n for n in range(1, self.dim + 1) if self.dim % n == 0]
             nearest = " or ".join(map(str, sorted(sorted(divisors, key=lambda n: abs(n - self.heads))[:2])))
             raise ValueError(f"heads is {self.heads}, which does not divide dim {self.dim}; use {nearest}")
-        if self.norm == "deepnorm" and self.init != "xavier":
+        if self.norm not in self.known_norms:
+            *some, last = [norm for norm in get_args(Norm) if norm in self.known_norms]
+            raise ValueError(f"norm is {self.norm}, which this model does not have; use {', '.join(some)} or {last}")
+        if self.norm in ("deepnorm", "layernorm_scaling") and self.init != "xavier":
             raise ValueError(
-                f"init is {self.init}, but norm=deepnorm has an initialisation of its own; set init=xavier"
+                f"init is {self.init}, but norm={self.norm} is a scaling by depth of its own; set init=xavier"
             )
-        if self.norm == "deepnorm" and self.decoder_norm is not None:
+        if self.norm not in ("pre", "post") and self.decoder_norm is not None:
             raise ValueError(
-                f"decoder_norm is {self.decoder_norm}, but the constants of norm=deepnorm are for both stacks; "
-                "remove decoder_norm, or set norm to pre or post"
+                f"decoder_norm is {self.decoder_norm}, but norm={self.norm} is for both stacks; remove decoder_norm, "
+                "or set norm to pre or post"
             )
+        if self.norm != "layer_scale" and self.layer_scale is not None:
+            raise ValueError(f"layer_scale is a setting of norm=layer_scale only, and norm is {self.norm}")
         return self
 
-    def norms(self) -> tuple[NormStyle, NormStyle]:
+    def norms(self) -> tuple[Norm, Norm]:
         """Return the places of the LayerNorms of encoder and decoder."""
         return self.norm, self.decoder_norm or self.norm
 
@@ -147,6 +163,8 @@ class TransformerConfig(TransformerShape):
     """Settings of a Transformer that applies each layer once."""
 
     name: Literal["transformer"] = "transformer"
+
+    known_norms: ClassVar[frozenset[str]] = frozenset(get_args(Norm))
 
 
 class StandardLayerConfig(LayerConfig):
@@ -279,7 +297,10 @@ def build_transformer(
     """Build a Transformer, initialised from torch's global generator; see :func:`build_stacks`."""
     source, target, projection = build_embeddings(config, vocabulary)
     encoder, decoder = build_stacks(config, make_layer, orders)
-    return Transformer(source, target, encoder, decoder, projection, vocabulary.pad)
+    model = Transformer(source, target, encoder, decoder, projection, vocabulary.pad)
+    if config.norm == "admin" and not projection.weight.is_meta:
+        profile(model, vocabulary.source.size, vocabulary.size)
+    return model
 
 
 def build_embeddings(
@@ -306,11 +327,12 @@ def build_stacks(
 
     ``orders`` are those in which encoder and decoder apply their layers; None: each layer once.
     """
-    encoder = [EncoderLayer(layer_parts(config, "encoder")) for _ in range(config.encoder_layers)]
-    decoder = [make_layer(number, layer_parts(config, "decoder")) for number in range(1, config.decoder_layers + 1)]
+    n, m = config.encoder_layers, config.decoder_layers
+    encoder = [EncoderLayer(layer_parts(config, "encoder", number)) for number in range(1, n + 1)]
+    decoder = [make_layer(number, layer_parts(config, "decoder", number)) for number in range(1, m + 1)]
     initialise_layers(encoder, config, "encoder")
     initialise_layers(decoder, config, "decoder")
-    final_norms = [LayerNorm(config.dim) if norm == "pre" else None for norm in config.norms()]
+    final_norms = [LayerNorm(config.dim) if norm in NEEDS_FINAL_NORM else None for norm in config.norms()]
     return LayerStack(encoder, orders[0], final_norms[0]), LayerStack(decoder, orders[1], final_norms[1])
 
 
@@ -327,14 +349,15 @@ def _embedding(vocabulary: Vocabulary, dim: int) -> nn.Parameter:
     return nn.Parameter(weight_VD)
 
 
-def layer_parts(config: TransformerShape, side: Side) -> LayerParts:
-    """Return the makers of the parts of a layer."""
+def layer_parts(config: TransformerShape, side: Side, number: int = 1) -> LayerParts:
+    """Return the makers of the parts of layer ``number``, from 1."""
     alpha, _ = _deepnorm(config, side)
     norm = config.norms()[side == "decoder"]
+    depth = config.encoder_layers if side == "encoder" else config.decoder_layers
     return LayerParts(
         attention=lambda kind=MultiHeadAttention: kind(config.dim, config.heads, config.attention_dropout),
         feed_forward=lambda: FeedForward(config.dim, config.ffn_dim, config.activation, config.activation_dropout),
-        residual=lambda: Residual(config.dim, norm, config.dropout, alpha),
+        residual=lambda: make_residual(norm, config.dim, config.dropout, number, depth, alpha, config.layer_scale),
         self_attention=lambda: config.self_attention(side)(config.dim, config.heads, config.attention_dropout),
     )
 

@@ -92,8 +92,11 @@ class Residual(nn.Module, UsesKernels):
     - deepnorm: norm(alpha x + dropout(f(x)))   (Wang et al. 2022)
 
     Attributes:
+        not_standard: why a layer with it is none that other programs know; empty if it is one.
         watch: called with every output of the sub-layer, before dropout; None: not called.
     """
+
+    not_standard: ClassVar[str] = ""
 
     def __init__(self, dim: int, style: NormStyle, dropout_p: float, alpha: float = 1.0, eps: float = 1e-5) -> None:
         super().__init__()
@@ -111,21 +114,40 @@ class Residual(nn.Module, UsesKernels):
 
         Shape: (..., D) -> (..., D)
         """
-        kernels, norm, p = self.kernels, self.norm, self.dropout_p if self.training else 0.0
+        kernels, eps, p = self.kernels, self.norm.eps, self.dropout_p if self.training else 0.0
+        weight, norm_bias = self.norm_weights()
         branch = x if onto is None else onto
         if self.style == "pre" and onto is None:
-            branch, x = kernels.branch_layer_norm(x, norm.weight, norm.bias, norm.eps)
+            branch, x = kernels.branch_layer_norm(x, weight, norm_bias, eps)
         elif self.style == "pre":
-            x = norm(x)
-        output = sublayer(x)
-        value, bias = output if isinstance(output, Product) else (output, None)
+            x = kernels.layer_norm(x, weight, norm_bias, eps)
+        value, bias = self.output_of(sublayer(x))
         if self.watch is not None:
             self.watch(value if bias is None else value + bias)
         if self.style == "pre":
             return kernels.bias_dropout_add(value, bias, branch, p)
-        return kernels.bias_dropout_add_layer_norm(
-            value, bias, branch, norm.weight, norm.bias, p, self.alpha, norm.eps
-        )[1]
+        return kernels.bias_dropout_add_layer_norm(value, bias, branch, weight, norm_bias, p, self.alpha, eps)[1]
+
+    def norm_weights(self) -> tuple[Tensor, Tensor]:
+        """Return weight and bias of the LayerNorm, (D) each."""
+        return self.norm.weight, self.norm.bias
+
+    def output_of(self, output: Tensor | Product) -> tuple[Tensor, Tensor | None]:
+        """Return what is added to the residual branch, and its bias. Shape: (..., D) -> (..., D), (D)."""
+        return (output.value, output.bias) if isinstance(output, Product) else (output, None)
+
+    def branch_of(self, x: Tensor, bottom: Tensor) -> Tensor | None:
+        """Return the residual branch around the last sub-layer of a layer; None if it is ``x``, its input.
+
+        ``bottom`` is the input of the layer. Shape: (..., D) -> (..., D)
+        """
+        return None
+
+    def fold(self, weights: dict[str, Tensor], own: str, output: str) -> None:
+        """Multiply its scales into weights of its layer, in place, so that it is pre-norm or post-norm without them.
+
+        ``own`` is its name within the layer, ``output`` that of the last product of its sub-layer.
+        """
 
 
 @dataclass(frozen=True)
@@ -217,9 +239,9 @@ class EncoderLayer(nn.Module):
     def forward(self, x_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Encode. An encoder caches nothing. Shape: (B,S,D) -> (B,S,D)."""
         assert cache is None
+        bottom_BSD, last = x_BSD, self.feed_forward_residual
         x_BSD = self.self_residual(x_BSD, lambda h: self.self_attention(h, h, context.mask))
-        x_BSD = self.feed_forward_residual(x_BSD, self.feed_forward)
-        return x_BSD
+        return last(x_BSD, self.feed_forward, last.branch_of(x_BSD, bottom_BSD))
 
 
 class DecoderBlock(nn.Module):
@@ -315,10 +337,10 @@ class DecoderLayer(DecoderBlock, UsesPackedWeights):
         """Decode whole sentences, (B,T,D) -> (B,T,D), or with ``cache`` the next positions, (R,1,D) -> (R,1,D)."""
         if cache is not None and (step := self._native_step(x_BTD.shape[0])) is not None:
             return step(x_BTD, context, cache)
+        bottom_BTD, last = x_BTD, self.feed_forward_residual
         x_BTD = self.self_residual(x_BTD, lambda h: self.self_attention(h, h, context.target_mask, True, cache))
         x_BTD = self.cross(x_BTD, context, cache)
-        x_BTD = self.feed_forward_residual(x_BTD, self.feed_forward)
-        return x_BTD
+        return last(x_BTD, self.feed_forward, last.branch_of(x_BTD, bottom_BTD))
 
     def in_inference(self) -> DecoderLayer | None:
         """Return this layer. A class derived from it computes something else unless it says otherwise."""

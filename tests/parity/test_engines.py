@@ -54,10 +54,11 @@ TENSOR = {
     "relative_positions": ["zero3+recompute+packed"],
     "sdt": ["zero3+recompute+packed"],
 }
-DEPTHS = {
-    "vanilla": {"encoder_layers": 1, "decoder_layers": 1},
-    "deep_decoder": {"decoder_layers": 2},
-    "exits": {"encoder_loops": 2},
+# They also have the connections of deep stacks that have weights of their own.
+DEPTHS: dict[str, dict[str, Any]] = {
+    "vanilla": {"encoder_layers": 1, "decoder_layers": 1, "norm": "admin"},
+    "deep_decoder": {"decoder_layers": 2, "norm": "layer_scale", "layer_scale": 0.5},
+    "exits": {"encoder_loops": 2, "norm": "peri"},
 }
 WEIGHTED = ("deep_decoder", "exits")
 """Methods that are trained on pairs with weights."""

@@ -1,0 +1,183 @@
+"""Residual connections with which very deep stacks train, besides pre-norm, post-norm and DeepNorm.
+
+With f a sub-layer of layer l, counted from 1 in its stack, x its input, and LN a LayerNorm:
+
+- ``b2t``: LN(x + f(x)), and around a layer's last sub-layer LN(x + x_l + f(x)), with x_l the input of the layer
+  (Takase, Kiyono, Kobayashi, Suzuki: "B2T Connection: Serving Stability and Performance in Deep Transformers", 2022).
+- ``admin``: LN(w * x + f(x)), with w a learned vector. A profiling pass through the fresh model sets it in the order
+  of computation: w_1 = 1, w_{i+1}^2 = Var[w_i * x_i] + Var[f_i(x_i)] (Liu, Liu, Gao, Chen, Han: "Understanding the
+  Difficulty of Training Transformers", 2020).
+- ``layernorm_scaling``: x + f(LN(x) / sqrt(l)) (Sun, Song, Li, Yin, Zheng, Liu: "The Curse of Depth in Large Language
+  Models", 2025).
+- ``peri``: x + LN'(f(LN(x))) (Kim, Lee, Park, Oh, Kim, Yoo, Shin, Han, Shin, Yoo: "Peri-LN: Revisiting Normalization
+  Layer in the Transformer Architecture", 2025), without a LayerNorm of the embeddings, which the paper leaves open.
+- ``layer_scale``: x + w * f(LN(x)), with w a learned vector that begins small: at 0.1, in stacks of more than 18
+  layers at 1e-5, and of more than 24 at 1e-6, or at ``model.layer_scale`` (Touvron, Cord, Sablayrolles, Synnaeve,
+  Jégou: "Going Deeper with Image Transformers", 2021). At 0 it begins as ReZero does (Bachlechner, Majumder, Mao,
+  Cottrell, McAuley: "ReZero is All You Need", 2020): every layer is the identity.
+
+Legend: D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.nn.layers import LayerNorm, NormStyle, Residual, Sublayer
+from deepspeed_nmt.nn.linear import Product
+
+Norm = Literal["pre", "post", "deepnorm", "b2t", "admin", "layernorm_scaling", "peri", "layer_scale"]
+PLAIN: tuple[str, ...] = get_args(NormStyle)
+"""Those that a :class:`Residual` computes."""
+NEEDS_FINAL_NORM = frozenset({"pre", "layernorm_scaling", "peri", "layer_scale"})
+"""Those that normalise the input of a sub-layer, and not the state: a stack of them ends in a LayerNorm."""
+_PROFILED_PAIRS, _PROFILED_LENGTH = 64, 32
+
+
+class BottomToTop(Residual):
+    """The connection of ``b2t``."""
+
+    not_standard = "its layers add their input again before their last LayerNorm"
+
+    def __init__(self, dim: int, dropout_p: float) -> None:
+        super().__init__(dim, "post", dropout_p)
+
+    @override
+    def branch_of(self, x: Tensor, bottom: Tensor) -> Tensor:
+        return x + bottom
+
+
+class Admin(Residual):
+    """The connection of ``admin``."""
+
+    not_standard = "each unit of its residual branches has a weight of its own"
+
+    def __init__(self, dim: int, dropout_p: float) -> None:
+        super().__init__(dim, "post", dropout_p)
+        self.branch_scale = nn.Parameter(torch.ones(dim))
+
+    @override
+    def forward(self, x: Tensor, sublayer: Sublayer, onto: Tensor | None = None) -> Tensor:
+        """Apply the sub-layer within the connection. Shape: (..., D) -> (..., D)."""
+        branch = x if onto is None else onto
+        return super().forward(x, sublayer, branch * self.branch_scale.to(branch.dtype))
+
+
+class ScaledNorm(Residual):
+    """The connection of ``layernorm_scaling`` in layer ``number``, from 1."""
+
+    def __init__(self, dim: int, dropout_p: float, number: int) -> None:
+        super().__init__(dim, "pre", dropout_p)
+        self.norm_scale = number**-0.5
+
+    @override
+    def norm_weights(self) -> tuple[Tensor, Tensor]:
+        return self.norm.weight * self.norm_scale, self.norm.bias * self.norm_scale
+
+    @override
+    def fold(self, weights: dict[str, Tensor], own: str, output: str) -> None:
+        for part in ("weight", "bias"):
+            weights[f"{own}.norm.{part}"] = weights[f"{own}.norm.{part}"] * self.norm_scale
+
+
+class Peri(Residual):
+    """The connection of ``peri``."""
+
+    not_standard = "its sub-layers have a LayerNorm at their end, too"
+
+    def __init__(self, dim: int, dropout_p: float) -> None:
+        super().__init__(dim, "pre", dropout_p)
+        self.output_norm = LayerNorm(dim)
+
+    @override
+    def output_of(self, output: Tensor | Product) -> tuple[Tensor, Tensor | None]:
+        value, bias = super().output_of(output)
+        return self.output_norm(value if bias is None else value + bias), None
+
+
+class LayerScale(Residual):
+    """The connection of ``layer_scale``, whose weights begin at ``start``."""
+
+    def __init__(self, dim: int, dropout_p: float, start: float) -> None:
+        super().__init__(dim, "pre", dropout_p)
+        self.output_scale = nn.Parameter(torch.full((dim,), start))
+
+    @override
+    def output_of(self, output: Tensor | Product) -> tuple[Tensor, Tensor | None]:
+        value, bias = super().output_of(output)
+        scale = self.output_scale.to(value.dtype)
+        return value * scale, None if bias is None else bias * scale
+
+    @override
+    def fold(self, weights: dict[str, Tensor], own: str, output: str) -> None:
+        scale = weights.pop(f"{own}.output_scale")
+        weights[f"{output}.weight"] = weights[f"{output}.weight"] * scale.unsqueeze(1)
+        weights[f"{output}.bias"] = weights[f"{output}.bias"] * scale
+
+
+def make_residual(
+    norm: Norm, dim: int, dropout_p: float, number: int, depth: int, alpha: float = 1.0, start: float | None = None
+) -> Residual:
+    """Make a freshly initialised connection of layer ``number``, from 1, of a stack of ``depth`` layers.
+
+    Args:
+        alpha: weight of DeepNorm's residual branch.
+        start: of LayerScale's weights; None: by the depth.
+    """
+    if norm == "pre" or norm == "post" or norm == "deepnorm":
+        return Residual(dim, norm, dropout_p, alpha)
+    makers: dict[str, Callable[[], Residual]] = {
+        "b2t": lambda: BottomToTop(dim, dropout_p),
+        "admin": lambda: Admin(dim, dropout_p),
+        "layernorm_scaling": lambda: ScaledNorm(dim, dropout_p, number),
+        "peri": lambda: Peri(dim, dropout_p),
+        "layer_scale": lambda: LayerScale(dim, dropout_p, _start(depth) if start is None else start),
+    }
+    return makers[norm]()
+
+
+def _start(depth: int) -> float:
+    return 0.1 if depth <= 18 else 1e-5 if depth <= 24 else 1e-6
+
+
+@torch.no_grad()
+def profile(model: TranslationModel, source_vocabulary: int, target_vocabulary: int) -> None:
+    """Set the weights of Admin's residual branches in a pass through a fresh model, in the order of computation.
+
+    The authors profile on batches of the training data, with dropout. Here they are sentences of tokens drawn from
+    torch's global generator, without dropout, so that the weights of a model depend on its settings and seed alone.
+    """
+    variances: dict[str, Tensor] = {}
+
+    def set_scale(connection: nn.Module, inputs: tuple[Tensor, ...], side: str) -> None:
+        assert isinstance(connection, Admin)
+        if side in variances:
+            connection.branch_scale.fill_(float(variances[side].sqrt()))
+        variances[side] = (inputs[0] * connection.branch_scale).var(correction=0)
+
+    def add_output(output: Tensor, side: str) -> None:
+        variances[side] = variances[side] + output.var(correction=0)
+
+    training, hooks = model.training, []
+    connections = [(name, part) for name, part in model.named_modules() if isinstance(part, Admin)]
+    for name, connection in connections:
+        side = name.partition(".")[0]
+        hooks.append(
+            connection.register_forward_pre_hook(lambda part, inputs, side=side: set_scale(part, inputs, side))
+        )
+        connection.watch = lambda output, side=side: add_output(output, side)  # type: ignore[misc]
+    size = (_PROFILED_PAIRS, _PROFILED_LENGTH)
+    model.eval()
+    memory = model.encode(torch.randint(source_vocabulary, size), padded=False)
+    model.decode(torch.randint(target_vocabulary, size), memory)
+    model.train(training)
+    for hook in hooks:
+        hook.remove()
+    for _, connection in connections:
+        connection.watch = None

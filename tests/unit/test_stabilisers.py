@@ -1,0 +1,157 @@
+"""Residual connections of deep stacks: equations, how they begin, Admin's profile, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed_nmt.build import build_model
+from deepspeed_nmt.config import validate
+from deepspeed_nmt.core.description import NotStandardError
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.methods.stabilisers import Admin, profile
+from tests.equations import attend
+from tests.transformer_equations import embed, network, norm
+
+V = Vocabulary(40)
+HEADS = 2
+SHAPE = {"dim": 8, "ffn_dim": 12, "heads": HEADS, "encoder_layers": 2, "decoder_layers": 3, "dropout": 0.0}
+NORMS = ["b2t", "admin", "layernorm_scaling", "peri", "layer_scale"]
+SOURCE, TARGET = [7, 8, 9, 10, 2], [1, 17, 18, 19]
+Function = Callable[[Tensor], Tensor]
+
+
+def built(**model: Any) -> Any:
+    """Build a model in float64."""
+    settings = {"name": "transformer", **SHAPE, **model}
+    return build_model(validate({"model": settings}), V).double()
+
+
+def connect(kind: str, part: Any, number: int, x: Tensor, f: Function, bottom: Tensor | None = None) -> Tensor:
+    """Connect a sub-layer f of layer ``number``; ``bottom`` is the layer's input, given to its last sub-layer."""
+    if kind == "b2t":
+        return norm(part.norm, x + f(x) if bottom is None else x + bottom + f(x))
+    if kind == "admin":
+        return norm(part.norm, part.branch_scale * x + f(x))
+    if kind == "layernorm_scaling":
+        return x + f(norm(part.norm, x) / math.sqrt(number))
+    if kind == "peri":
+        return x + norm(part.output_norm, f(norm(part.norm, x)))
+    assert kind == "layer_scale"
+    return x + part.output_scale * f(norm(part.norm, x))
+
+
+def encoder_layer(kind: str, layer: Any, number: int, bottom: Tensor) -> Tensor:
+    x = connect(kind, layer.self_residual, number, bottom, lambda h: attend(layer.self_attention, HEADS, h, h))
+    return connect(kind, layer.feed_forward_residual, number, x, lambda h: network(layer.feed_forward, h), bottom)
+
+
+def decoder_layer(kind: str, layer: Any, number: int, bottom: Tensor, memory: Tensor) -> Tensor:
+    own = lambda h: attend(layer.self_attention, HEADS, h, h, causal=True)  # noqa: E731
+    y = connect(kind, layer.self_residual, number, bottom, own)
+    y = connect(kind, layer.cross_residual, number, y, lambda h: attend(layer.cross_attention, HEADS, h, memory))
+    return connect(kind, layer.feed_forward_residual, number, y, lambda h: network(layer.feed_forward, h), bottom)
+
+
+def states(kind: str, model: Any) -> Tensor:
+    """Compute the decoder's states."""
+    x, y = embed(model.source_embedding.weight, SOURCE), embed(model.target_embedding.weight, TARGET)
+    is_post = kind in ("b2t", "admin")
+    for number, layer in enumerate(model.encoder.layers, 1):
+        x = encoder_layer(kind, layer, number, x)
+    memory = x if is_post else norm(model.encoder.final_norm, x)
+    for number, layer in enumerate(model.decoder.layers, 1):
+        y = decoder_layer(kind, layer, number, y, memory)
+    return y if is_post else norm(model.decoder.final_norm, y)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_states_and_gradients_are_those_of_the_equations(kind: str) -> None:
+    model = built(norm=kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    expected = states(kind, model)
+    (computed,) = model.decode(torch.tensor([TARGET]), model.encode(torch.tensor([SOURCE])))
+    torch.testing.assert_close(computed[0], expected)
+    weights = torch.randn_like(expected)
+    own = torch.autograd.grad((computed[0] * weights).sum(), list(model.parameters()), retain_graph=True)
+    theirs = torch.autograd.grad((expected * weights).sum(), list(model.parameters()))
+    for (name, _), one, other in zip(model.named_parameters(), own, theirs, strict=True):
+        torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_admin_profiles_in_the_order_of_computation() -> None:
+    model = built(norm="admin", encoder_layers=3)
+    parts = [part for part in model.modules() if isinstance(part, Admin)]
+    assert all(len(part.branch_scale.unique()) == 1 for part in parts)
+    torch.manual_seed(5)
+    profile(model, 40, 40)
+    scales = [float(part.branch_scale.detach()[0]) for part in model.encoder.modules() if isinstance(part, Admin)]
+    torch.manual_seed(5)
+    x = model.source_embedding(torch.randint(40, (64, 32)))
+    expected, variance = [], None
+    for layer in model.encoder.layers:
+        attention, feed_forward = layer.self_attention, layer.feed_forward
+        for part, f in (
+            (layer.self_residual, lambda h, a=attention: a(h, h, None).total()),
+            (layer.feed_forward_residual, lambda h, n=feed_forward: n(h).total()),
+        ):
+            expected.append(1.0 if variance is None else math.sqrt(variance))
+            branch, output = expected[-1] * x, f(x)
+            variance = float(branch.var(correction=0)) + float(output.var(correction=0))
+            x = part.norm(branch + output)
+    assert scales == pytest.approx(expected)
+    assert scales == sorted(scales) and scales[0] == 1.0 and scales[-1] > 1.5
+    assert all(part.watch is None and not part._forward_pre_hooks for part in parts)
+
+
+@pytest.mark.parametrize(("layers", "start"), [(18, 0.1), (19, 1e-5), (24, 1e-5), (25, 1e-6)])
+def test_layer_scale_begins_by_depth(layers: int, start: float) -> None:
+    model = built(norm="layer_scale", encoder_layers=layers)
+    scales = {
+        float(part.output_scale.detach().max()) for part in model.encoder.modules() if hasattr(part, "output_scale")
+    }
+    assert scales == {pytest.approx(start)}
+    assert float(model.decoder.layers[0].self_residual.output_scale[0]) == pytest.approx(0.1)
+
+
+def test_at_zero_every_layer_begins_as_the_identity() -> None:
+    model = built(norm="layer_scale", layer_scale=0.0)
+    source = torch.tensor([SOURCE])
+    memory = model.encode(source).states_BSD
+    torch.testing.assert_close(memory, model.encoder.final_norm(model.source_embedding(source)))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ({"norm": "b2t", "decoder_norm": "pre"}, "norm=b2t is for both stacks"),
+        ({"norm": "layernorm_scaling", "init": "depth_scaled"}, "scaling by depth of its own; set init=xavier"),
+        ({"layer_scale": 0.1}, "layer_scale is a setting of norm=layer_scale only"),
+        ({"name": "dlcl", "norm": "peri"}, "norm is peri, which this model does not have; use pre, post or deepnorm"),
+        ({"name": "recurrent", "norm": "admin"}, "use pre, post, deepnorm, b2t, peri or layer_scale"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(model: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        validate({"model": {"name": "transformer", **model}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("b2t", "add their input again before their last LayerNorm"),
+        ("admin", "each unit of its residual branches has a weight"),
+        ("peri", "have a LayerNorm at their end, too"),
+    ],
+)
+def test_other_programs_cannot_express_some(kind: str, reason: str) -> None:
+    with pytest.raises(NotStandardError, match=reason):
+        built(norm=kind).described()
