@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from deepspeed_nmt.registry import Config
 
@@ -13,7 +13,7 @@ from deepspeed_nmt.registry import Config
 class ScheduleConfig(Config):
     """Learning-rate schedule: a linear warm-up to ``optimizer.lr``, then a decay."""
 
-    name: Literal["inverse_sqrt", "cosine", "linear", "constant"] = Field(
+    name: Literal["inverse_sqrt", "cosine", "linear", "constant", "wsd"] = Field(
         default="inverse_sqrt", description="shape after the warm-up"
     )
     warmup_updates: int = Field(default=4000, ge=0, description="updates of linear warm-up")
@@ -22,8 +22,21 @@ class ScheduleConfig(Config):
         default=0, ge=0, description="updates by which the schedule is ahead; warmup_updates: it begins at the peak"
     )
     final_lr: float = Field(
-        default=0.0, ge=0.0, description="learning rate of cosine and linear at training.max_updates"
+        default=0.0, ge=0.0, description="learning rate of cosine, linear and wsd at training.max_updates"
     )
+    decay_updates: int = Field(
+        default=0, ge=0, description="last updates, in which wsd (warm-up, stable, decay) lowers the learning rate"
+    )
+
+    @model_validator(mode="after")
+    def _check_decay(self) -> ScheduleConfig:
+        if self.name == "wsd" and self.decay_updates == 0:
+            raise ValueError(
+                "decay_updates is 0, but name=wsd ends in a decay; use a fifth of the updates or so"
+            )
+        if self.name != "wsd" and self.decay_updates > 0:
+            raise ValueError(f"decay_updates is a setting of name=wsd only, and name is {self.name}; remove it")
+        return self
 
 
 def learning_rate(update: int, peak: float, config: ScheduleConfig, max_updates: int) -> float:
@@ -33,8 +46,10 @@ def learning_rate(update: int, peak: float, config: ScheduleConfig, max_updates:
     - inverse_sqrt:  peak sqrt(W / u)
     - cosine:        final + (peak - final) (1 + cos(pi (u - W) / (U - W))) / 2
     - linear:        final + (peak - final) (U - u) / (U - W)
+    - wsd:           peak until U - D, then final + (peak - final) (1 - sqrt((u - U + D) / D))   (Hägele et al. 2024)
 
-    with u the update from 1, W ``warmup_updates``, U ``max_updates``; ``skipped_updates`` are added to u and U.
+    with u the update from 1, W ``warmup_updates``, U ``max_updates``, D ``decay_updates``, of which those within the
+    warm-up do not count; ``skipped_updates`` are added to u and U.
     """
     warmup, update, max_updates = (
         config.warmup_updates,
@@ -47,6 +62,10 @@ def learning_rate(update: int, peak: float, config: ScheduleConfig, max_updates:
         return peak
     if config.name == "inverse_sqrt":
         return peak * math.sqrt(max(1, warmup) / update)
-    done = min(1.0, (update - warmup) / max(1, max_updates - warmup))
-    rest = (1.0 + math.cos(math.pi * done)) / 2.0 if config.name == "cosine" else 1.0 - done
+    since = max(warmup, max_updates - config.decay_updates) if config.name == "wsd" else warmup
+    done = min(1.0, max(0.0, (update - since) / max(1, max_updates - since)))
+    if config.name == "cosine":
+        rest = (1.0 + math.cos(math.pi * done)) / 2.0
+    else:
+        rest = 1.0 - (math.sqrt(done) if config.name == "wsd" else done)
     return config.final_lr + (peak - config.final_lr) * rest

@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from deepspeed_nmt.engine.eager import eager
 from deepspeed_nmt.engine.optimizer import Groups, OptimizerConfig
@@ -24,11 +25,26 @@ from deepspeed_nmt.train.schedule import ScheduleConfig, learning_rate
         ("linear", 1100, 0.1),
         ("linear", 9999, 0.1),
         ("constant", 700, 1.0),
+        ("wsd", 50, 0.5),
+        ("wsd", 900, 1.0),
+        ("wsd", 950, 0.55),
+        ("wsd", 1100, 0.1),
+        ("wsd", 9999, 0.1),
     ],
 )
 def test_schedules(name: str, update: int, expected: float) -> None:
-    config = ScheduleConfig(name=name, warmup_updates=100, initial_lr=0.0, final_lr=0.1)
+    decay = {"decay_updates": 200} if name == "wsd" else {}
+    config = ScheduleConfig(name=name, warmup_updates=100, initial_lr=0.0, final_lr=0.1, **decay)
     assert learning_rate(update, 1.0, config, max_updates=1100) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [({"name": "wsd"}, "ends in a decay"), ({"name": "cosine", "decay_updates": 9}, "a setting of name=wsd only")],
+)
+def test_a_decay_belongs_to_wsd(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        ScheduleConfig.model_validate(settings)
 
 
 def test_a_schedule_that_is_ahead_begins_at_its_peak() -> None:
