@@ -12,6 +12,9 @@ A sweep is a grid of settings around a recipe, for example of a figure in a pape
     deepspeed-nmt plan --sweep deep_decoder_fig1
     deepspeed-nmt train $(deepspeed-nmt plan --sweep deep_decoder_fig1 --point 3) --data DATA --run RUN
 
+`--probe` builds the model, and measures it before any update: how far source and prefix move the decoder's top state,
+and the gradients of its layers.
+
 `--mtbf 3h` proposes how often to save in a job that fails every three hours on average, from the time that a
 checkpoint takes, and names the goodput to expect.
 """
@@ -69,6 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, metavar, kind, default, text in _OPTIONS:
         parser.add_argument(f"--{name}", metavar=metavar, type=kind, default=default, help=text)
     parser.add_argument(
+        "--probe", action="store_true", help="build the untrained model, and measure its inputs' effect and gradients"
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print a JSON object for each recipe or point, one a line"
     )
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, which override the recipe")
@@ -123,6 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.engine.contract import checkpoint_bytes
     from deepspeed_nmt.planning.checkpoints import CheckpointPlan
     from deepspeed_nmt.run.plans import Plans, layout_estimates, layout_notes, planned_vocabulary, tokens_of
+    from deepspeed_nmt.run.probe import probe
 
     plans, file = Plans(), None if arguments.config is None else Path(arguments.config)
     data = TrainingData([DataOption.parse(text) for text in arguments.data]) if arguments.data else None
@@ -152,6 +159,10 @@ def run(arguments: argparse.Namespace) -> int:
             lines = [f"{number:>3}  {count:>13,} parameters  --recipe {recipe} {' '.join(settings)}"]
         else:
             lines.append(str(checkpoints))
+        if arguments.probe:
+            probed = probe(config, vocabulary)
+            result["probe"] = probed.as_json()
+            lines.append(str(probed))
         if arguments.mtbf is not None:
             interval = _interval(arguments, checkpoints, update_s)
             result["saving"] = interval.as_json()

@@ -31,9 +31,7 @@ class ScheduleConfig(Config):
     @model_validator(mode="after")
     def _check_decay(self) -> ScheduleConfig:
         if self.name == "wsd" and self.decay_updates == 0:
-            raise ValueError(
-                "decay_updates is 0, but name=wsd ends in a decay; use a fifth of the updates or so"
-            )
+            raise ValueError("decay_updates is 0, but name=wsd ends in a decay; use a fifth of the updates or so")
         if self.name != "wsd" and self.decay_updates > 0:
             raise ValueError(f"decay_updates is a setting of name=wsd only, and name is {self.name}; remove it")
         return self
