@@ -15,6 +15,10 @@ With f a sub-layer of layer l, counted from 1 in its stack, x its input, and LN 
   layers at 1e-5, and of more than 24 at 1e-6, or at ``model.layer_scale`` (Touvron, Cord, Sablayrolles, Synnaeve,
   Jégou: "Going Deeper with Image Transformers", 2021). At 0 it begins as ReZero does (Bachlechner, Majumder, Mao,
   Cottrell, McAuley: "ReZero is All You Need", 2020): every layer is the identity.
+- ``completep``: x + (B / L) f(LN(x)), with L the layers of the stack and B ``model.base_layers``, the depth at which the
+  learning rate was chosen: it is meant to hold at any other (Dey, Zhang, Noci, Li, Bordelon, Bergsma, Pehlevan, Hanin,
+  Hestness: "Don't be Lazy: CompleteP Enables Compute-Efficient Deep Transformers", 2025, with alpha = 1). The paper's
+  rules for other widths, and for the eps of Adam, are not here.
 
 Legend: D model width.
 """
@@ -32,11 +36,13 @@ from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.nn.layers import LayerNorm, NormStyle, Residual, Sublayer
 from deepspeed_nmt.nn.linear import Product
 
-Norm = Literal["pre", "post", "deepnorm", "b2t", "admin", "layernorm_scaling", "peri", "layer_scale"]
+Norm = Literal["pre", "post", "deepnorm", "b2t", "admin", "layernorm_scaling", "peri", "layer_scale", "completep"]
 PLAIN: tuple[str, ...] = get_args(NormStyle)
 """Those that a :class:`Residual` computes."""
-NEEDS_FINAL_NORM = frozenset({"pre", "layernorm_scaling", "peri", "layer_scale"})
+NEEDS_FINAL_NORM = frozenset({"pre", "layernorm_scaling", "peri", "layer_scale", "completep"})
 """Those that normalise the input of a sub-layer, and not the state: a stack of them ends in a LayerNorm."""
+BASE_LAYERS = 6
+"""Depth at which the settings of most recipes were chosen."""
 _PROFILED_PAIRS, _PROFILED_LENGTH = 64, 32
 
 
@@ -121,14 +127,41 @@ class LayerScale(Residual):
         weights[f"{output}.bias"] = weights[f"{output}.bias"] * scale
 
 
+class CompleteP(Residual):
+    """The connection of ``completep``, which adds ``output_scale`` times what the sub-layer computes."""
+
+    def __init__(self, dim: int, dropout_p: float, output_scale: float) -> None:
+        super().__init__(dim, "pre", dropout_p)
+        self.output_scale = output_scale
+
+    @override
+    def output_of(self, output: Tensor | Product) -> tuple[Tensor, Tensor | None]:
+        value, bias = super().output_of(output)
+        return value * self.output_scale, None if bias is None else bias * self.output_scale
+
+    @override
+    def fold(self, weights: dict[str, Tensor], own: str, output: str) -> None:
+        for part in ("weight", "bias"):
+            weights[f"{output}.{part}"] = weights[f"{output}.{part}"] * self.output_scale
+
+
 def make_residual(
-    norm: Norm, dim: int, dropout_p: float, number: int, depth: int, alpha: float = 1.0, start: float | None = None
+    norm: Norm,
+    dim: int,
+    dropout_p: float,
+    number: int,
+    depth: int,
+    *,
+    alpha: float = 1.0,
+    start: float | None = None,
+    base_layers: int = BASE_LAYERS,
 ) -> Residual:
     """Make a freshly initialised connection of layer ``number``, from 1, of a stack of ``depth`` layers.
 
     Args:
         alpha: weight of DeepNorm's residual branch.
         start: of LayerScale's weights; None: by the depth.
+        base_layers: of CompleteP.
     """
     if norm == "pre" or norm == "post" or norm == "deepnorm":
         return Residual(dim, norm, dropout_p, alpha)
@@ -138,6 +171,7 @@ def make_residual(
         "layernorm_scaling": lambda: ScaledNorm(dim, dropout_p, number),
         "peri": lambda: Peri(dim, dropout_p),
         "layer_scale": lambda: LayerScale(dim, dropout_p, _start(depth) if start is None else start),
+        "completep": lambda: CompleteP(dim, dropout_p, base_layers / depth),
     }
     return makers[norm]()
 

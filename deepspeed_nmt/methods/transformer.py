@@ -30,7 +30,7 @@ from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH, Lay
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.segments import Segments, mask_between
-from deepspeed_nmt.methods.stabilisers import NEEDS_FINAL_NORM, PLAIN, Norm, make_residual, profile
+from deepspeed_nmt.methods.stabilisers import BASE_LAYERS, NEEDS_FINAL_NORM, PLAIN, Norm, make_residual, profile
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PositionName, Projection, TokenEmbedding
@@ -66,7 +66,7 @@ class TransformerShape(ModelConfig):
         description="LayerNorm before the sub-layer (pre) or after (post); deepnorm: post, with a weighted residual; "
         "b2t: post, with the layer's input added before its last norm; admin: post, with a learned weight of the "
         "residual; layernorm_scaling: pre, divided by the root of the layer's number; peri: before and after; "
-        "layer_scale: pre, with a learned scale of what is added",
+        "layer_scale: pre, with a learned scale of what is added; completep: pre, with a constant one",
     )
     decoder_norm: Literal["pre", "post"] | None = Field(
         default=None, description="place of the decoder's LayerNorms, if other than that of the encoder's"
@@ -77,6 +77,13 @@ class TransformerShape(ModelConfig):
         le=1.0,
         description="start of the scales of norm=layer_scale; 0: every layer begins as the identity; by default 0.1, "
         "in stacks of more than 18 layers 1e-5, and of more than 24 layers 1e-6",
+    )
+    base_layers: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_LAYERS,
+        description="depth at which the learning rate was chosen, for norm=completep (B): what a sub-layer of a stack of "
+        "L layers adds is multiplied by B/L; by default 6",
     )
     init: Literal["xavier", "depth_scaled"] = Field(default="xavier", description="initialisation of the layers")
     share_embeddings: Literal["all", "decoder", "none"] = Field(
@@ -107,6 +114,7 @@ class TransformerShape(ModelConfig):
             "ffn_dim",
             "heads",
             "norm",
+            "base_layers",
             "decoder_norm",
             "share_embeddings",
             "activation",
@@ -136,6 +144,8 @@ class TransformerShape(ModelConfig):
             )
         if self.norm != "layer_scale" and self.layer_scale is not None:
             raise ValueError(f"layer_scale is a setting of norm=layer_scale only, and norm is {self.norm}")
+        if self.norm != "completep" and self.base_layers is not None:
+            raise ValueError(f"base_layers is a setting of norm=completep only, and norm is {self.norm}")
         return self
 
     def norms(self) -> tuple[Norm, Norm]:
@@ -357,7 +367,16 @@ def layer_parts(config: TransformerShape, side: Side, number: int = 1) -> LayerP
     return LayerParts(
         attention=lambda kind=MultiHeadAttention: kind(config.dim, config.heads, config.attention_dropout),
         feed_forward=lambda: FeedForward(config.dim, config.ffn_dim, config.activation, config.activation_dropout),
-        residual=lambda: make_residual(norm, config.dim, config.dropout, number, depth, alpha, config.layer_scale),
+        residual=lambda: make_residual(
+            norm,
+            config.dim,
+            config.dropout,
+            number,
+            depth,
+            alpha=alpha,
+            start=config.layer_scale,
+            base_layers=config.base_layers or BASE_LAYERS,
+        ),
         self_attention=lambda: config.self_attention(side)(config.dim, config.heads, config.attention_dropout),
     )
 

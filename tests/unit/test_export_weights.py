@@ -79,6 +79,7 @@ EXPRESSED = {
     "deepnorm": ({"norm": "deepnorm"}, None, None),
     "layernorm_scaling": ({"norm": "layernorm_scaling"}, None, None),
     "layer_scale": ({"norm": "layer_scale"}, CAD, None),
+    "completep": ({"norm": "completep"}, None, None),
     "pre and post": ({"decoder_norm": "post"}, None, None),
     "post and pre": ({"norm": "post", "decoder_norm": "pre"}, None, None),
     "three matrices": ({"norm": "post", "share_embeddings": "none"}, None, None),

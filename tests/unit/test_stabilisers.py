@@ -15,14 +15,14 @@ from deepspeed_nmt.config import validate
 from deepspeed_nmt.core.description import NotStandardError
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.methods.stabilisers import Admin, profile
+from deepspeed_nmt.methods.stabilisers import Admin, CompleteP, profile
 from tests.equations import attend
 from tests.transformer_equations import embed, network, norm
 
 V = Vocabulary(40)
 HEADS = 2
 SHAPE = {"dim": 8, "ffn_dim": 12, "heads": HEADS, "encoder_layers": 2, "decoder_layers": 3, "dropout": 0.0}
-NORMS = ["b2t", "admin", "layernorm_scaling", "peri", "layer_scale"]
+NORMS = ["b2t", "admin", "layernorm_scaling", "peri", "layer_scale", "completep"]
 SOURCE, TARGET = [7, 8, 9, 10, 2], [1, 17, 18, 19]
 Function = Callable[[Tensor], Tensor]
 
@@ -43,6 +43,8 @@ def connect(kind: str, part: Any, number: int, x: Tensor, f: Function, bottom: T
         return x + f(norm(part.norm, x) / math.sqrt(number))
     if kind == "peri":
         return x + norm(part.output_norm, f(norm(part.norm, x)))
+    if kind == "completep":
+        return x + part.output_scale * f(norm(part.norm, x))
     assert kind == "layer_scale"
     return x + part.output_scale * f(norm(part.norm, x))
 
@@ -122,6 +124,15 @@ def test_layer_scale_begins_by_depth(layers: int, start: float) -> None:
     assert float(model.decoder.layers[0].self_residual.output_scale[0]) == pytest.approx(0.1)
 
 
+def test_completep_divides_by_the_depth_of_each_stack() -> None:
+    model = built(norm="completep", encoder_layers=24, base_layers=6)
+    scales = [
+        {part.output_scale for part in stack.modules() if isinstance(part, CompleteP)}
+        for stack in (model.encoder, model.decoder)
+    ]
+    assert scales == [{0.25}, {2.0}]
+
+
 def test_at_zero_every_layer_begins_as_the_identity() -> None:
     model = built(norm="layer_scale", layer_scale=0.0)
     source = torch.tensor([SOURCE])
@@ -135,6 +146,7 @@ def test_at_zero_every_layer_begins_as_the_identity() -> None:
         ({"norm": "b2t", "decoder_norm": "pre"}, "norm=b2t is for both stacks"),
         ({"norm": "layernorm_scaling", "init": "depth_scaled"}, "scaling by depth of its own; set init=xavier"),
         ({"layer_scale": 0.1}, "layer_scale is a setting of norm=layer_scale only"),
+        ({"norm": "post", "base_layers": 6}, "base_layers is a setting of norm=completep only"),
         ({"name": "dlcl", "norm": "peri"}, "norm is peri, which this model does not have; use pre, post or deepnorm"),
         ({"name": "recurrent", "norm": "admin"}, "use pre, post, deepnorm, b2t, peri or layer_scale"),
     ],

@@ -91,7 +91,7 @@ def cases() -> dict[str, tuple[dict[str, Any], Callable[[TranslationModel], None
         ]
         if registry is not MODELS or entry.config.left_to_right  # type: ignore[attr-defined]
     }
-    for norm in ("post", "deepnorm", "b2t", "admin", "layernorm_scaling", "peri", "layer_scale"):
+    for norm in ("post", "deepnorm", "b2t", "admin", "layernorm_scaling", "peri", "layer_scale", "completep"):
         found[norm] = {"model": {**standard["model"], "norm": norm, "activation": "gelu"}}, unchanged
     found["pre and post"] = {"model": {**standard["model"], "decoder_norm": "post"}}, unchanged
     for decoder in ("serial", "transformer", "coordinator"):
