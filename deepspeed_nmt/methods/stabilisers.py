@@ -15,10 +15,10 @@ With f a sub-layer of layer l, counted from 1 in its stack, x its input, and LN 
   layers at 1e-5, and of more than 24 at 1e-6, or at ``model.layer_scale`` (Touvron, Cord, Sablayrolles, Synnaeve,
   Jégou: "Going Deeper with Image Transformers", 2021). At 0 it begins as ReZero does (Bachlechner, Majumder, Mao,
   Cottrell, McAuley: "ReZero is All You Need", 2020): every layer is the identity.
-- ``completep``: x + (B / L) f(LN(x)), with L the layers of the stack and B ``model.base_layers``, the depth at which the
-  learning rate was chosen: it is meant to hold at any other (Dey, Zhang, Noci, Li, Bordelon, Bergsma, Pehlevan, Hanin,
-  Hestness: "Don't be Lazy: CompleteP Enables Compute-Efficient Deep Transformers", 2025, with alpha = 1). The paper's
-  rules for other widths, and for the eps of Adam, are not here.
+- ``completep``: x + (B / L) f(LN(x)), with L the layers of the stack and B ``model.base_layers``, the depth at which
+  the learning rate was chosen: it is meant to hold at any other (Dey, Zhang, Noci, Li, Bordelon, Bergsma, Pehlevan,
+  Hanin, Hestness: "Don't be Lazy: CompleteP Enables Compute-Efficient Deep Transformers", 2025, with alpha = 1). The
+  paper's rules for other widths, and for the eps of Adam, are not here.
 
 Legend: D model width.
 """
