@@ -24,7 +24,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,12 +125,13 @@ def entries_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def train(name: str, seed: str, data: dict[str, Path], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train an arm until its end or its time is up, and return what it has measured."""
+def train(
+    name: str, seed: str, own: list[str], updates: int, data: dict[str, Path], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Train an arm with settings of its own until its end or its time is up, and return what it has measured."""
     memory = name.startswith("memory")
     run = arguments.out / f"{name}-seed{seed}"
-    updates = arguments.updates or (4000 if memory else 3000)
-    settings = [*COMMON, *ARMS[name], *arguments.settings, f"training.max_updates={updates}", f"training.seed={seed}"]
+    settings = [*COMMON, *own, *arguments.settings, f"training.max_updates={updates}", f"training.seed={seed}"]
     words = ["train", "--recipe", "multi30k_cpu", "--data", str(data["pairs" if memory else "data"])]
     begun = time.monotonic()
     status = _run([*words, "--run", str(run), *settings], run, arguments.hours * 3600)
@@ -168,10 +169,15 @@ def _measured(run: Path) -> dict[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, ARMS, JOBS)
+
+
+def add_options(parser: argparse.ArgumentParser, arms: Iterable[str], jobs: list[str]) -> None:
+    """Add the options of an experiment whose arms end one after another."""
     parser.add_argument("--text", type=Path, required=True, help="directory of raw Multi30k")
     parser.add_argument("--out", type=Path, required=True, help="directory for data and runs")
     parser.add_argument(
-        "--jobs", nargs="+", default=JOBS, metavar="ARM:SEED", help=f"runs to make; arms: {', '.join(ARMS)}"
+        "--jobs", nargs="+", default=jobs, metavar="ARM:SEED", help=f"runs to make; arms: {', '.join(arms)}"
     )
     parser.add_argument("--updates", type=int, default=0, help="length of each run (default: that of the experiment)")
     parser.add_argument("--hours", type=float, default=2.0, help="longest time of an arm (default: %(default)s)")
@@ -183,6 +189,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Iterator[Results]:
     """Run the jobs that have no row yet, one after another; each is a row more."""
     data = prepare(arguments.text, arguments.out)
+    yield from results(arguments, COLUMNS, lambda name, seed: train_arm(name, seed, data, arguments))
+
+
+def train_arm(name: str, seed: str, data: dict[str, Path], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train an arm of this experiment."""
+    updates = arguments.updates or (4000 if name.startswith("memory") else 3000)
+    return train(name, seed, ARMS[name], updates, data, arguments)
+
+
+def results(
+    arguments: argparse.Namespace, columns: dict[str, str], row_of: Callable[[str, str], dict[str, Any]]
+) -> Iterator[Results]:
+    """Yield the results after each job that the record lacks, given what makes a row of an arm and a seed."""
     path = arguments.results / f"{arguments.record}.json"
     rounds: list[dict[str, Any]] = []
     if path.exists():
@@ -190,6 +209,6 @@ def run(arguments: argparse.Namespace) -> Iterator[Results]:
     ended = {f"{row['arm']}:{row['seed']}" for row in rounds}
     for job in arguments.jobs:
         if job not in ended:
-            rounds.append(train(*job.split(":"), data, arguments))
-            rows = [{title: row.get(key) for title, key in COLUMNS.items()} for row in rounds]
+            rounds.append(row_of(*job.split(":")))
+            rows = [{title: row.get(key) for title, key in columns.items()} for row in rounds]
             yield Results(tables={"arms": Table.of(rows)}, rounds=rounds)

@@ -82,8 +82,8 @@ class TransformerShape(ModelConfig):
         default=None,
         ge=1,
         le=MAX_LAYERS,
-        description="depth at which the learning rate was chosen, for norm=completep (B): what a sub-layer of a stack "
-        "of L layers adds is multiplied by B/L; by default 6",
+        description="depth at which the learning rate was chosen, for norm=completep (B): what a sub-layer adds in a "
+        "stack of L layers is multiplied by B/L; by default 6",
     )
     init: Literal["xavier", "depth_scaled"] = Field(default="xavier", description="initialisation of the layers")
     share_embeddings: Literal["all", "decoder", "none"] = Field(
