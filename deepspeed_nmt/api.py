@@ -304,6 +304,7 @@ class Translator:
         *,
         advance: Callable[[int], object] = lambda more: None,
         warn: bool = True,
+        reliance: bool = False,
         **options: Any,
     ) -> Iterator[ScoredTranslation]:
         """Yield the log-probability (nats) of each token of given translations, by forced decoding.
@@ -315,6 +316,7 @@ class Translator:
             targets: a translation of each; for an n-best list repeat the source.
             advance: called with the number of pairs finished since the last call.
             warn: False to log no warnings of lines, for text that is scored again.
+            reliance: True to measure how much each translation relies on its source, for twice the work.
 
         Raises:
             ConfigError: if a number is out of range, the texts are something else, or the run predicts masked tokens.
@@ -322,6 +324,7 @@ class Translator:
                 longer than the model can read, or a source is too long and ``strict`` is True.
         """
         check_type("warn", warn, (bool,), "True or False")
+        check_type("reliance", reliance, (bool,), "True or False")
         chosen = self._line_options(options)
         if not self.search.left_to_right:
             raise ConfigError(
@@ -338,11 +341,15 @@ class Translator:
             device=self.device,
             advance=advance,
             warn=warn,
+            blind=(self.tags.source or "") if reliance else None,
             lock=self._lock,
         )
         if tag is None:
             return scored
-        return (ScoredTranslation(pair.tokens[1:], pair.log_probs[1:]) for pair in scored)
+        return (
+            ScoredTranslation(pair.tokens[1:], pair.log_probs[1:], pair.blind_log_probs and pair.blind_log_probs[1:])
+            for pair in scored
+        )
 
 
 def _plain(translations: Iterable[list[Translation]], form: TextForm) -> Iterator[list[Translation]]:

@@ -3,8 +3,10 @@
     deepspeed-nmt score-pairs --run RUN --source test.en --target candidates.de --output scores.tsv
     deepspeed-nmt score-pairs --run RUN --source test.en --target test.de --all-exits --tokens
 
-For reranking and for contrastive test sets. A line has the number of the pair from 0, the exit, the log-probability
-(nats) of the translation with its EOS, the mean of its tokens, and their number without EOS, separated by tabs.
+For reranking, contrastive test sets, and doubtful translations. A line has the number of the pair from 0, the exit,
+the log-probability (nats) of the translation with its EOS, the mean of its tokens, and their number without EOS,
+separated by tabs. With `--reliance` it also has by how much the source raises the mean: near 0, the translation does
+not come from its source.
 """
 
 from __future__ import annotations
@@ -49,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     exits = parser.add_mutually_exclusive_group()
     exits.add_argument("--exit", metavar="E", help="exit to score at: shallow, deep, or N-M (default: the top)")
     exits.add_argument("--all-exits", action="store_true", help="score at every exit that the run has trained")
+    parser.add_argument(
+        "--reliance",
+        action="store_true",
+        help="also print by how much the source raises the mean of the tokens",
+    )
     parser.add_argument("--tokens", action="store_true", help="also print each token and its log-probability")
     parser.add_argument("--json", action="store_true", help="print JSON objects, one a line")
     add_flags(parser, DecodeOptions, _OPTIONS, ("run",), {"precision": "fp32"})
@@ -80,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         keywords = options.given_values("max_tokens", "max_source_tokens", "strict")
         streams = [  # read together, in bounded memory
             (translator.at_exit(name) if arguments.all_exits else translator).score(
-                *texts, advance=advance, warn=number == 0, **keywords
+                *texts, advance=advance, warn=number == 0, reliance=arguments.reliance, **keywords
             )
             for number, (name, *texts) in enumerate(zip(exits, *sides, strict=True))
         ]
@@ -109,10 +116,22 @@ def _line(
             "mean_log_prob": scored.mean_log_prob,
             "tokens": len(scored.tokens),
         }
+        if arguments.reliance:
+            values["reliance"] = scored.reliance
         if arguments.tokens:
             values |= {"pieces": pieces, "token_log_probs": scored.log_probs}
+        if arguments.tokens and arguments.reliance:
+            values["token_reliance"] = scored.token_reliance
         return json.dumps(values, ensure_ascii=False)
     fields = [str(number), exit, f"{scored.log_prob:.9g}", f"{scored.mean_log_prob:.9g}", str(len(scored.tokens))]
+    if arguments.reliance:
+        fields.append(f"{scored.reliance:.9g}")
     if arguments.tokens:
-        fields += [" ".join(pieces), " ".join(f"{value:.9g}" for value in scored.log_probs)]
+        fields += [" ".join(pieces), _joined(scored.log_probs)]
+    if arguments.tokens and arguments.reliance:
+        fields.append(_joined(scored.token_reliance or []))
     return "\t".join(fields)
+
+
+def _joined(values: list[float]) -> str:
+    return " ".join(f"{value:.9g}" for value in values)

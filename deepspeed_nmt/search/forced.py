@@ -99,10 +99,12 @@ class ScoredTranslation:
         tokens: tokens without BOS and EOS; none for an empty translation.
         log_probs: log-probability (nats) of each token, given the source and the tokens before it, and of the EOS
             after them. Shape: (T + 1,)
+        blind_log_probs: the same given a source without words; None if they were not requested.
     """
 
     tokens: list[int]
     log_probs: list[float]
+    blind_log_probs: list[float] | None = None
 
     @property
     def log_prob(self) -> float:
@@ -113,6 +115,18 @@ class ScoredTranslation:
     def mean_log_prob(self) -> float:
         """Mean log-probability (nats) of a token, EOS included; minus it is the log of the perplexity."""
         return self.log_prob / len(self.log_probs)
+
+    @property
+    def token_reliance(self) -> list[float] | None:
+        """Rise of each token's log-probability (nats) by the source; near 0 where the model does without it."""
+        if self.blind_log_probs is None:
+            return None
+        return [seen - blind for seen, blind in zip(self.log_probs, self.blind_log_probs, strict=True)]
+
+    @property
+    def reliance(self) -> float | None:
+        """Mean of :attr:`token_reliance`: near 0, or below, if a translation does not come from its source."""
+        return None if self.token_reliance is None else math.fsum(self.token_reliance) / len(self.log_probs)
 
 
 def check_targets(model: DecodableModel, tokenizer: LineTokenizer, tags: Tags, lines: Iterable[str]) -> None:
@@ -148,6 +162,7 @@ def score_lines(
     device: torch.device | str = "cpu",
     advance: Callable[[int], object] = lambda more: None,
     warn: bool = True,
+    blind: str | None = None,
     lock: AbstractContextManager[object] | None = None,
 ) -> Iterator[ScoredTranslation]:
     """Score translations of lines one by one, as they are asked for.
@@ -159,6 +174,7 @@ def score_lines(
         model: on ``device``, in eval mode.
         advance: called with the number of further pairs that are done.
         warn: False to log no warnings of lines, for text that is scored again.
+        blind: source given which all translations are scored, too, such as an empty one; None for none.
         lock: held while the model is used, and at no other time.
 
     Raises:
@@ -199,9 +215,17 @@ def score_lines(
             with lock:
                 source_BS, padded = pad_sources(list(numbers_of), vocabulary.pad, device)
                 scores = token_log_probs(members, vocabulary, source_BS, padded, texts_of, weights)
+                unseen: dict[int, list[float]] = {}
+                if blind is not None:
+                    nothing_1S, _ = pad_sources(
+                        [[*tokenizer.encode(blind), vocabulary.source.eos]], vocabulary.pad, device
+                    )
+                    of_bucket = [targets[number] for number in bucket]
+                    (values,) = token_log_probs(members, vocabulary, nothing_1S, False, [of_bucket], weights)
+                    unseen = dict(zip(bucket, values, strict=True))
             for numbers, of_source in zip(numbers_of.values(), scores, strict=True):
                 for number, log_probs in zip(numbers, of_source, strict=True):
-                    scored[number] = ScoredTranslation(targets[number], log_probs)
+                    scored[number] = ScoredTranslation(targets[number], log_probs, unseen.get(number))
             advance(len(bucket))
         yield from (scored[number] for number in range(len(texts)))
         before += len(buffer)

@@ -87,6 +87,11 @@ def test_validation_is_tagged_and_scored_without_tags(run: Path) -> None:
     scored = list(translator.score(sources[:3], [each.text for each in best]))
     bare = Translator.open(run, checkpoint="last", device="cpu", precision="fp32", tag="", tag_target="")
     assert bare.tags == NO_TAGS
+    relying = list(translator.score(sources[:3], [each.text for each in best], reliance=True))
+    unseen = list(bare.score(["<2de>"] * 3, [f"<go> {each.text}" for each in best]))
+    for pair, without, before in zip(relying, unseen, scored, strict=True):
+        assert pair.blind_log_probs == pytest.approx(without.log_probs[1:], abs=1e-5), "the tag alone is the source"
+        assert pair.log_probs == pytest.approx(before.log_probs, abs=1e-5)
     by_hand = list(bare.score([f"<2de> {each}" for each in sources[:3]], [f"<go> {each.text}" for each in best]))
     for ours, whole in zip(scored, by_hand, strict=True):
         assert ours.tokens == whole.tokens[1:]

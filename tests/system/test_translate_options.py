@@ -209,6 +209,12 @@ def test_pairs_are_scored_at_every_exit(
     rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     assert [(int(row[0]), row[1]) for row in rows] == [(number, "1-2") for number in range(10)]
     assert [float(row[2]) for row in rows] == pytest.approx([each["log_prob"] for each in lines[1::4]], abs=1e-3)
+    assert main([*command, "--exit", "1-2", "--reliance", "--tokens"]) == 0
+    relying = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [row[:5] for row in relying] == rows
+    for row in relying:
+        by_token = list(map(float, row[8].split()))
+        assert len(by_token) == int(row[4]) + 1 and float(row[5]) == pytest.approx(sum(by_token) / len(by_token))
     found = [list(each.log_probs) for each in Translator.open(run, device="cpu", precision="fp32").score(
         source.read_text(encoding="utf-8").splitlines(), [each.text for each in candidates]
     )]  # fmt: skip

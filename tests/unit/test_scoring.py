@@ -71,17 +71,18 @@ def test_order_is_kept_with_any_batches(max_tokens: int, buffer_lines: int) -> N
     model = plain(1)
     sources = ["hello", "hello", "a", "", "somewhat", "deep\n", "b"]
     translations = ["xyz", "", "longertranslation", "a", "", "deep\r\n", "b"]
-    found = list(
-        score_lines(
-            model, Letters(), sources, translations, DecodeOptions(max_tokens=max_tokens, buffer_lines=buffer_lines)
-        )
-    )
+    options = DecodeOptions(max_tokens=max_tokens, buffer_lines=buffer_lines)
+    found = list(score_lines(model, Letters(), sources, translations, options, blind=""))
     for source, text, scored in zip(sources, translations, found, strict=True):
         tokens = Letters().encode(text)
         assert scored.tokens == tokens
         assert scored.log_probs == pytest.approx(
             expected(model, [*Letters().encode(source), V.eos], tokens), rel=1e-5
         )
+        unseen = expected(model, [V.eos], tokens)
+        assert scored.blind_log_probs == pytest.approx(unseen, rel=1e-5)
+        assert scored.reliance == pytest.approx(scored.mean_log_prob - sum(unseen) / len(unseen), rel=1e-4, abs=1e-6)
+        assert source.strip() or scored.reliance == pytest.approx(0.0, abs=1e-6)
 
 
 def test_what_cannot_be_scored_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
