@@ -4,9 +4,8 @@
 
 RUN is a trained run. It translates the source as it is, and three times damaged: a word is left out, a word is put in
 at a random place, or the words are shuffled. A translation is wrong if its chrF against the reference is among the
-lowest tenth of its group, and *detached* if the source was another line's, by which the translation is scored. AUROC is
-the probability that a wrong translation has a lower value than another one; 50% is chance. Intervals are 95% of a
-bootstrap over lines.
+lowest tenth of its group. A *detached* one is scored with the source of another line. AUROC is the probability that a
+wrong translation has a lower value than another one; 50% is chance. Intervals are 95% of a bootstrap over lines.
 """
 
 from __future__ import annotations

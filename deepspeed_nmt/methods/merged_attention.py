@@ -22,15 +22,16 @@ longest sentence.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from deepspeed_nmt.core.parts import LayerConfig
+from deepspeed_nmt.core.parts import LayerConfig, Parts
 from deepspeed_nmt.kernels.segments import Mask, SegmentPair
-from deepspeed_nmt.methods.transformer import SMALL
+from deepspeed_nmt.methods.transformer import SMALL, TransformerShape
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import KeysValues, LayerCache
 from deepspeed_nmt.nn.layers import Context, DecoderBlock, LayerParts, Residual
@@ -42,6 +43,14 @@ class MergedAttentionConfig(LayerConfig):
     """Decoder layers with merged attention, which have no settings."""
 
     name: Literal["merged_attention"] = "merged_attention"
+
+    def contradictions(self, parts: Parts) -> Iterator[str]:
+        """Refuse a decoder without any positions."""
+        if isinstance(parts.model, TransformerShape) and parts.model.positions == "none":
+            yield (
+                f"layer.name=merged_attention has no self-attention, by which model.name={parts.model.name} knows "
+                "positions, and model.positions is none; set model.positions=tensor2tensor"
+            )
 
 
 class MergedAttentionLayer(DecoderBlock):

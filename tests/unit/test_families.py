@@ -58,6 +58,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": {"name": "coordination", "norm": "deepnorm"}}, "norm is deepnorm"),
     ({"model": {"name": "coordination", "decoder_norm": "post"}}, "decoder_norm is post and norm pre"),
     ({"model": {"name": "coordination", "heads": 3}}, "heads is 3, which does not divide dim 512"),
+    (
+        {"model": {"name": "relative_positions"}, "layer": {"name": "merged_attention"}},
+        "has no self-attention, by which model.name=relative_positions knows positions",
+    ),
     ({"model": {"name": "gnmt", "heads": 2}}, "model.heads is a setting of model.name=transformer or"),
 ]
 COUNTS = [
