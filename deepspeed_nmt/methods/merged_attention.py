@@ -69,7 +69,8 @@ class MergedAttentionLayer(DecoderBlock):
         """Decode whole sentences, (B,T,D) -> (B,T,D), or with ``cache`` the next positions, (R,1,D) -> (R,1,D)."""
         bottom_BTD, last = x_BTD, self.feed_forward_residual
         x_BTD = self.cross(x_BTD, context, cache)
-        return last(x_BTD, self.feed_forward, last.branch_of(x_BTD, bottom_BTD))
+        x_BTD = last(x_BTD, self.feed_forward, last.branch_of(x_BTD, bottom_BTD))
+        return x_BTD
 
     @override
     def attend_to_source(

@@ -205,7 +205,7 @@ def profile(model: TranslationModel, source_vocabulary: int, target_vocabulary: 
         hooks.append(
             connection.register_forward_pre_hook(lambda part, inputs, side=side: set_scale(part, inputs, side))
         )
-        connection.watch = lambda output, side=side: add_output(output, side)  # type: ignore[misc]
+        connection.watch = lambda output, side=side: add_output(output, side)
     size = (_PROFILED_PAIRS, _PROFILED_LENGTH)
     model.eval()
     memory = model.encode(torch.randint(source_vocabulary, size), padded=False)

@@ -241,7 +241,8 @@ class EncoderLayer(nn.Module):
         assert cache is None
         bottom_BSD, last = x_BSD, self.feed_forward_residual
         x_BSD = self.self_residual(x_BSD, lambda h: self.self_attention(h, h, context.mask))
-        return last(x_BSD, self.feed_forward, last.branch_of(x_BSD, bottom_BSD))
+        x_BSD = last(x_BSD, self.feed_forward, last.branch_of(x_BSD, bottom_BSD))
+        return x_BSD
 
 
 class DecoderBlock(nn.Module):
@@ -340,7 +341,8 @@ class DecoderLayer(DecoderBlock, UsesPackedWeights):
         bottom_BTD, last = x_BTD, self.feed_forward_residual
         x_BTD = self.self_residual(x_BTD, lambda h: self.self_attention(h, h, context.target_mask, True, cache))
         x_BTD = self.cross(x_BTD, context, cache)
-        return last(x_BTD, self.feed_forward, last.branch_of(x_BTD, bottom_BTD))
+        x_BTD = last(x_BTD, self.feed_forward, last.branch_of(x_BTD, bottom_BTD))
+        return x_BTD
 
     def in_inference(self) -> DecoderLayer | None:
         """Return this layer. A class derived from it computes something else unless it says otherwise."""

@@ -81,14 +81,15 @@ def test_states_and_gradients_are_those_of_the_equations(kind: str) -> None:
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
     expected = states(kind, model)
     (computed,) = model.decode(torch.tensor([TARGET]), model.encode(torch.tensor([SOURCE])))
-    torch.testing.assert_close(computed[0], expected)
+    torch.testing.assert_close(computed[0], expected, rtol=1e-6, atol=1e-6)  # positions are computed in fp32
     weights = torch.randn_like(expected)
     own = torch.autograd.grad((computed[0] * weights).sum(), list(model.parameters()), retain_graph=True)
     theirs = torch.autograd.grad((expected * weights).sum(), list(model.parameters()))
     for (name, _), one, other in zip(model.named_parameters(), own, theirs, strict=True):
-        torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@torch.no_grad()
 def test_admin_profiles_in_the_order_of_computation() -> None:
     model = built(norm="admin", encoder_layers=3)
     parts = [part for part in model.modules() if isinstance(part, Admin)]
@@ -120,7 +121,7 @@ def test_layer_scale_begins_by_depth(layers: int, start: float) -> None:
     scales = {
         float(part.output_scale.detach().max()) for part in model.encoder.modules() if hasattr(part, "output_scale")
     }
-    assert scales == {pytest.approx(start)}
+    assert list(scales) == [pytest.approx(start)]
     assert float(model.decoder.layers[0].self_residual.output_scale[0]) == pytest.approx(0.1)
 
 
