@@ -4,7 +4,8 @@
 
 Memory is counted by running an update of the model on torch's meta device, where tensors have shapes and no data; see
 docs/scale.md. GPUs: v100-16g, v100-32g, a100-40g, a100-80g, l40s-48g, h100-80g, h200-141g, or NAME:GiB. With `--data`
-it also prints the micro-batches of the padded and of the packed layout.
+it also prints the micro-batches of the padded and of the packed layout. With several GPUs it estimates what they send
+each other, and the share of an update that this takes on each link.
 
 A sweep is a grid of settings around a recipe, for example of a figure in a paper. `--sweep` lists its points;
 `--point I` prints one of them as arguments for `train`:
@@ -47,6 +48,8 @@ _OPTIONS: tuple[tuple[str, str, type, object, str], ...] = (
     ("gpu", "G", str, None, "GPU to plan memory and speed for (default: none)"),
     ("num-gpus", "N", int, 1, "number of GPUs (default: %(default)s)"),
     ("mfu", "U", float, 0.3, "expected share of the GPU's peak (default: %(default)s)"),
+    ("bandwidth", "GB/S", float, None,
+     "bandwidth in one direction that collectives reach (default: 80%% of each link of the GPU, by its data sheet)"),
     ("write-speed", "MB/S", float, 300.0,
      "assumed speed of writing checkpoints, their hashes included (default: %(default)g)"),
     ("mtbf", "T", str, None,
@@ -98,6 +101,8 @@ def _check(arguments: argparse.Namespace) -> None:
         f"--num-gpus is {shown(arguments.num_gpus)}; give 1 to {_MAX_GPUS:,}":
             not 1 <= arguments.num_gpus <= _MAX_GPUS,
         f"--mfu is {arguments.mfu}; give a share above 0, at most 1": not 0.0 < arguments.mfu <= 1.0,
+        f"--bandwidth is {arguments.bandwidth}; give a positive number of GB/s":
+            not 0.0 < (1.0 if arguments.bandwidth is None else arguments.bandwidth) < math.inf,
         f"--write-speed is {arguments.write_speed}; give a positive number of MB/s":
             not 0.0 < arguments.write_speed < math.inf,
         f"{' and '.join(unused)} without --mtbf; give it too": unused and arguments.mtbf is None,
@@ -197,6 +202,7 @@ def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gp
 
     from deepspeed_nmt.kernels.choice import is_installed
     from deepspeed_nmt.kernels.precision import DTYPES
+    from deepspeed_nmt.planning import communication
     from deepspeed_nmt.planning.planner import as_text, notes_on, plan_for
 
     if not is_installed("softmax", "triton"):
@@ -213,6 +219,8 @@ def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gp
     speed = None if engine.precision == "fp32" else advised.tokens_per_second(gpu, ranks, arguments.mfu)
     updates, tokens = config.training.max_updates, config.batch.update_tokens
     days = None if speed is None else updates * tokens / speed * ranks / 86_400
+    sent = planner.sent(advised)
+    links = [] if speed is None else communication.on_links(sent, gpu, tokens / speed, arguments.bandwidth)
     advice, notes = planner.settings(advised), notes_on(advised, tokens, gpu)
     result = {
         "gpu": gpu.name,
@@ -224,6 +232,7 @@ def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gp
         "gpu_days": days,
         "advice": advice,
         "notes": notes,
+        **({"communication": communication.as_json(sent, links)} if ranks > 1 else {}),
         **{name: plan.as_json(gpu) for name, plan in (("as_set", plain), ("advised", advised))},
     }
     chosen = kernels.describe(torch.device("meta"), DTYPES[engine.precision])
@@ -232,4 +241,6 @@ def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gp
     if days is not None:
         words += f", and training.max_updates={updates} in {days:,.1f} GPU-days ({days / ranks:,.1f} days)"
     text = as_text(columns, advice, notes, gpu, words)
+    if ranks > 1:
+        text += f"\n\n{communication.as_text(sent, links)}"
     return result, f"{head}\n\n{text}"

@@ -197,6 +197,15 @@ def zero_stage(content: dict[str, Any]) -> int:
     return int(stage)
 
 
+def reduction_type(stage: int | None) -> str | None:
+    """Return the dtype in which 16-bit gradients are reduced over ranks; None for that of training.
+
+    ZeRO-1 reduces the fp32 sums of an update's micro-batches, once. ZeRO-2 and 3 reduce the gradients of each
+    micro-batch, which are in 16 bit, and add up the results in fp32; fp32 would double what they send.
+    """
+    return None if stage in (2, 3) else "fp32"
+
+
 def reconcile_precision(content: dict[str, Any], setting: str) -> str:
     """Return the precision that a DeepSpeed configuration and ``engine.precision`` allow, or "auto"."""
     enabled = {kind: content.get(kind, {}).get("enabled", "auto") for kind in ("fp16", "bf16")}
@@ -264,6 +273,8 @@ def complete_ds_config(
         raise ConfigError(problems)
     # Otherwise the gradients of an update's micro-batches are added in 16 bit.
     result["data_types"] = {"grad_accum_dtype": "fp32", **content.get("data_types", {})}
+    if precision != "fp32" and (reduced := reduction_type(zero_stage(content))) is not None:
+        result.setdefault("communication_data_type", reduced)
     if ranks == 1 and "zero_optimization" in content:
         # There is nothing to overlap, and DeepSpeed would wait for the device in each backward pass.
         result["zero_optimization"]["overlap_comm"] = False

@@ -211,8 +211,7 @@ class _Vocabulary:
         _all_reduce(x, self._group)
 
     def max(self, x: Tensor) -> None:
-        if x.device.type != "meta":
-            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self._group)
+        _all_reduce(x, self._group, dist.ReduceOp.MAX)
 
 
 class _Sum(torch.autograd.Function):
@@ -244,10 +243,18 @@ class _Copy(torch.autograd.Function):
         return total, None
 
 
-def _all_reduce(x: Tensor, group: Any) -> None:
-    """Sum a tensor over a group in place; do nothing on the meta device, where the planner measures models."""
+class Exchange:
+    """Bytes that ranks would reduce: the group of models on the meta device, where the planner measures them."""
+
+    bytes = 0
+
+
+def _all_reduce(x: Tensor, group: Any, op: Any = dist.ReduceOp.SUM) -> None:
+    """Reduce a tensor over a group in place; on the meta device count it only."""
     if x.device.type != "meta":
-        dist.all_reduce(x, group=group)
+        dist.all_reduce(x, op=op, group=group)
+    elif isinstance(group, Exchange):
+        group.bytes += x.nbytes
 
 
 def gather(tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter], world: World) -> list[Tensor]:

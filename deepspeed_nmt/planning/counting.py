@@ -21,7 +21,7 @@ from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.precision import DTYPES, Precision
-from deepspeed_nmt.parallel.tensor import parallelize
+from deepspeed_nmt.parallel.tensor import Exchange, parallelize
 from deepspeed_nmt.parallel.world import World
 
 RecomputedLayers = tuple[int, int]
@@ -99,16 +99,23 @@ class Work:
         activations: bytes that the forward pass keeps for the backward pass.
         logits: bytes on top of those, for the projection, the loss, and temporary tensors of the backward pass.
         flops: of the model's matrix products, forward and backward.
+        exchanged: bytes that tensor-parallel ranks add up.
     """
 
     tokens: int
     activations: int
     logits: int
     flops: int
+    exchanged: int = 0
 
 
 def count_update(
-    model: TranslationModel, objective: Objective, vocabulary: Vocabulary, tokens: int, recompute: RecomputedLayers
+    model: TranslationModel,
+    objective: Objective,
+    vocabulary: Vocabulary,
+    tokens: int,
+    recompute: RecomputedLayers,
+    exchange: Exchange | None = None,
 ) -> Work:
     """Run a micro-batch of so many padded target and source tokens on the meta device, in the dtype of training."""
     model.recompute(*recompute)
@@ -118,6 +125,8 @@ def count_update(
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     batch = _batch(tokens, vocabulary, 1)
     kept: list[int] = []
+    exchange = exchange or Exchange()
+    exchange.bytes = 0
     with Tally() as tally:
         hook = model.projection.register_forward_pre_hook(lambda *_: kept.append(tally.bytes))
         module(batch).loss.backward()
@@ -125,7 +134,7 @@ def count_update(
     for parameter in model.parameters():
         parameter.grad = None
     model.recompute(0, 0)
-    return Work(batch.target_tokens, kept[0], tally.peak_bytes - kept[0], tally.flops)
+    return Work(batch.target_tokens, kept[0], tally.peak_bytes - kept[0], tally.flops, exchange.bytes)
 
 
 class Rates(NamedTuple):
@@ -197,7 +206,7 @@ def interpolated(none: Samples, encoder: Samples, decoder: Samples, applications
             return int(start + sum(share * (line(tokens, counts, what) - start) for share, counts in sides))
 
         logits = max(int(line(tokens, counts, "logits")) for counts in [none, *(counts for _, counts in sides)])
-        return Work(tokens, changed("activations"), logits, changed("flops"))
+        return Work(tokens, changed("activations"), logits, changed("flops"), changed("exchanged"))
 
     return work
 
@@ -219,13 +228,14 @@ def count_model(
     Raises:
         ConfigError: if ``tensor_ranks`` does not divide the model.
     """
-    parallelize(model, World(0, tensor_ranks, 0, torch.device("meta"), tensor_ranks))
+    exchange = Exchange()
+    parallelize(model, World(0, tensor_ranks, 0, torch.device("meta"), tensor_ranks, exchange))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained
     model.to(DTYPES[precision])
 
     def counted(recompute: RecomputedLayers) -> tuple[Work, ...]:
-        return tuple(count_update(model, objective, vocabulary, tokens, recompute) for tokens in _COUNTED)
+        return tuple(count_update(model, objective, vocabulary, tokens, recompute, exchange) for tokens in _COUNTED)
 
     encoder, decoder = (sum(stack.applications for stack in side) for side in model.stacks)
     work = interpolated(counted((0, 0)), counted((1, 0)), counted((0, 1)), (encoder, decoder))

@@ -1,10 +1,11 @@
-"""GPUs by name: memory, and peak of their tensor cores."""
+"""GPUs by name: memory, peak of their tensor cores, and links."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
@@ -20,15 +21,26 @@ def usable_gib(gib: float) -> float:
     return (gib - CONTEXT_GIB) * (1.0 - FRAGMENTED)
 
 
+_LINKS = {"NVLink": 0.0, "InfiniBand": 25.0, "PCIe": 32.0}
+"""Links by default: PCIe 4.0 x16, and HDR InfiniBand."""
+
+
 @dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU: memory, and dense 16-bit operations in 10^12 a second by its data sheet, 0 if unknown."""
+    """A kind of GPU, by its data sheet.
+
+    Attributes:
+        tflops: dense 16-bit operations in 10^12 a second; 0 if unknown.
+        links: GB/s in one direction of the links of a GPU to others; 0 if it has none. InfiniBand is that of the
+            time: EDR (100 Gb/s), HDR (200) or NDR (400), an adapter for each GPU.
+    """
 
     name: str
     gib: float
     tflops: float
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     capability: tuple[int, int] = (8, 0)
+    links: Mapping[str, float] = field(default_factory=lambda: _LINKS)
 
     @property
     def usable_gib(self) -> float:
@@ -36,16 +48,20 @@ class Gpu:
         return usable_gib(self.gib)
 
 
+_V100, _A100, _H100 = (
+    {"NVLink": nvlink, "InfiniBand": infiniband, "PCIe": pcie}
+    for nvlink, infiniband, pcie in ((150.0, 12.5, 16.0), (300.0, 25.0, 32.0), (450.0, 50.0, 64.0))
+)
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("v100-16g", 16.0, 125.0, "fp16", (7, 0)),
-        Gpu("v100-32g", 32.0, 125.0, "fp16", (7, 0)),
-        Gpu("a100-40g", 40.0, 312.0),
-        Gpu("a100-80g", 80.0, 312.0),
+        Gpu("v100-16g", 16.0, 125.0, "fp16", (7, 0), _V100),
+        Gpu("v100-32g", 32.0, 125.0, "fp16", (7, 0), _V100),
+        Gpu("a100-40g", 40.0, 312.0, links=_A100),
+        Gpu("a100-80g", 80.0, 312.0, links=_A100),
         Gpu("l40s-48g", 48.0, 362.0, capability=(8, 9)),
-        Gpu("h100-80g", 80.0, 989.0, capability=(9, 0)),
-        Gpu("h200-141g", 141.0, 989.0, capability=(9, 0)),
+        Gpu("h100-80g", 80.0, 989.0, capability=(9, 0), links=_H100),
+        Gpu("h200-141g", 141.0, 989.0, capability=(9, 0), links=_H100),
     )
 }
 

@@ -26,6 +26,7 @@ from typing import Any
 
 from deepspeed_nmt.engine.contract import SHARD_BYTES
 from deepspeed_nmt.engine.plain import BUFFER_BYTES
+from deepspeed_nmt.engine.settings import reduction_type
 
 GIB = 2**30
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "validation")
@@ -70,16 +71,17 @@ def state_bytes(trained: int, frozen: int, layout: Layout) -> dict[str, int]:
             "optimizer": 4 * layout.states * trained + masters,
             "buffers": min(BUFFER_BYTES, 6 * trained) if layout.stage is None and layout.bits == 16 else 0,
         }
-    bucket = _elements(zero, "reduce_bucket_size", 5e8)
+    bucket = elements(zero, "reduce_bucket_size", 5e8)
     # Allocated in full for models of any size; overlapped communication has a second one.
-    bucket_bytes = width * bucket * (2 if zero.get("overlap_comm") and layout.stage < 3 else 1)
+    element = 4 if reduction_type(layout.stage) == "fp32" else width
+    bucket_bytes = element * bucket * (2 if zero.get("overlap_comm") and layout.stage < 3 else 1)
     optimizer, buffers = 4 * (1 + layout.states) * trained // n, 4 * trained // n + bucket_bytes
     weights = width * count
     gradients = 4 * trained // n if layout.stage >= 2 else 4 * trained
     if layout.stage == 3:
         weights //= n
-        live = _elements(zero, "stage3_max_live_parameters", 1e9)
-        ahead = _elements(zero, "stage3_prefetch_bucket_size", 5e7)
+        live = elements(zero, "stage3_max_live_parameters", 1e9)
+        ahead = elements(zero, "stage3_prefetch_bucket_size", 5e7)
         buffers += width * min(count, live + ahead)
     if _offloads(zero, "optimizer"):
         optimizer, buffers = 0, buffers - 4 * trained // n
@@ -130,7 +132,7 @@ def _offloads(zero: Mapping[str, Any], what: str) -> bool:
     return bool(zero.get(f"offload_{what}", {}).get("device", "none") != "none")
 
 
-def _elements(zero: Mapping[str, Any], key: str, default: float) -> int:
+def elements(zero: Mapping[str, Any], key: str, default: float) -> int:
     """Return a size in DeepSpeed's configuration; "auto" is its default."""
     value = zero.get(key, default)
     return int(default if value == "auto" else float(value))

@@ -10,6 +10,7 @@ from typing import Any
 from deepspeed_nmt.console import table
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.engine.settings import EngineConfig, EngineSettings, load_ds_config
+from deepspeed_nmt.planning.communication import Communication, communication
 from deepspeed_nmt.planning.counting import Counts, RecomputedLayers
 from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.memory import GIB, PARTS, Layout, host_bytes, state_bytes, validation_bytes
@@ -23,8 +24,8 @@ _RECOMPUTE = (0, 4, 2, 1)
 """Settings of recomputation to try: every k-th layer, from the least recomputation to the most; 0 is none."""
 _IDLE_TOKENS = 400
 """Overhead of a micro-batch in tokens: a GPU needs work to hide the launch of its kernels."""
-_SLOWER = {None: 1.0, 0: 1.0, 1: 1.0, 2: 1.02, 3: 1.15}
-"""Relative time of an update under a ZeRO stage, for communication that is not hidden. A rule of thumb."""
+_ZERO_2 = 1.02
+"""Relative time of an update under ZeRO-2, which reduces the gradients of each micro-batch. A rule of thumb."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def plan_for(counts: Counts, layout: Layout, micro_tokens: int, recompute: Recom
     parts = {"activations": work.activations, "logits": work.logits, "validation": validation_bytes(*size)}
     parts |= state_bytes(*size)
     share = work.flops / max(1, unrecomputed.flops)
-    cost = share * _SLOWER[layout.stage] * (micro_tokens + _IDLE_TOKENS) / micro_tokens
+    cost = share * (_ZERO_2 if layout.stage == 2 else 1.0) * (micro_tokens + _IDLE_TOKENS) / micro_tokens
     flops = unrecomputed.flops * layout.tensor_ranks / micro_tokens
     ranks = min(layout.ranks, _RANKS_OF_A_HOST)
     parts = {part: parts[part] for part in PARTS}
@@ -104,13 +105,15 @@ def fastest(plans: Sequence[Plan], gib: float) -> Plan:
     fitting = [plan for plan in plans if plan.fits(gib)]
     if not fitting:
         return min(plans, key=lambda plan: plan.total)
-    return min(fitting, key=lambda plan: (plan.seconds_per_token, plan.total))
+    return min(fitting, key=lambda plan: (plan.layout.stage == 3, plan.seconds_per_token, plan.total))
 
 
 def advise(
     counts: Counts, gpu: Gpu, layout: Layout, update_tokens: int, zero: Mapping[int, Mapping[str, Any]]
 ) -> Plan:
     """Return the fastest plan that fits, or the smallest if none fits; the stage of the layout is chosen here.
+
+    ZeRO-3 is for what fits no other way: it gathers all weights twice in each micro-batch.
 
     ``update_tokens`` are target tokens of an update over all ranks, whose share on a GPU bounds a micro-batch, and
     ``zero`` has the section ``zero_optimization`` of DeepSpeed's configuration for each stage.
@@ -161,6 +164,13 @@ class Planner:
         zero = {stage: load_ds_config(f"zero{stage}")["zero_optimization"] for stage in (1, 2, 3)}
         return advise(self.counts, gpu, self.layout, self.batch.update_tokens, zero)
 
+    def sent(self, plan: Plan) -> Communication:
+        """Return what a GPU sends in an update of a plan."""
+        layout, counts = plan.layout, self.counts
+        micro_batches = -(-self.batch.update_tokens * layout.tensor_ranks // (layout.ranks * plan.micro_tokens))
+        exchanged = counts.work(plan.micro_tokens, plan.recompute).exchanged
+        return communication(counts.trained, counts.frozen, exchanged, layout, micro_batches)
+
     def settings(self, plan: Plan) -> list[str]:
         """Return the settings of a plan, as arguments of ``train``."""
         if (stage := plan.layout.stage) is None:
@@ -180,6 +190,11 @@ def notes_on(plan: Plan, update_tokens: int, gpu: Gpu) -> list[str]:
         notes.append(
             "no plan fits; this is the smallest: use larger GPUs, more of them (perhaps with "
             "engine.tensor_parallel), or offload (engine.name=deepspeed engine.ds_config=zero3_offload)"
+        )
+    elif layout.stage == 3:
+        notes.append(
+            "ZeRO-3 gathers all weights twice in each micro-batch, and takes the host twice the time of ZeRO-2 for "
+            "each layer; nothing else fits: larger GPUs or more of them avoid it"
         )
     share = update_tokens * layout.tensor_ranks // layout.ranks
     slow = "too few to keep it busy, so expect a lower MFU"

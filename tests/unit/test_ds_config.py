@@ -45,6 +45,19 @@ def test_gradients_are_added_in_fp32_and_one_rank_overlaps_nothing() -> None:
     assert completed["data_types"] == {"grad_accum_dtype": "bf16"}
 
 
+def test_zero_1_reduces_sums_of_16_bit_gradients_in_fp32() -> None:
+    """ZeRO 2 and 3 reduce the gradients of each micro-batch, which have been rounded to 16 bit already."""
+    for stage, reduced in ((1, "fp32"), (2, None), (3, None)):
+        content = load_ds_config(f"zero{stage}")
+        completed = complete_ds_config(content, ranks=4, clip_norm=1.0, precision="bf16")
+        assert completed.get("communication_data_type") == reduced
+        assert "communication_data_type" not in complete_ds_config(content, ranks=4, clip_norm=1.0, precision="fp32")
+        chosen = complete_ds_config(
+            {**content, "communication_data_type": "bf16"}, ranks=4, clip_norm=1.0, precision="bf16"
+        )
+        assert chosen["communication_data_type"] == "bf16"
+
+
 def test_a_path_works_as_well_as_a_name(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text('{"zero_optimization": {"stage": 1}}')

@@ -174,7 +174,8 @@ def test_advice_is_the_fastest_plan_that_fits() -> None:
         share = sum(0.0 if every == 0 else 0.5 / every for every in recompute)
         return Work(tokens, int(tokens * 1e6 * (1.0 - 0.9 * share)), 0, int(tokens * 1e9 * (1.0 + share / 3)))
 
-    zero = {stage: {"reduce_bucket_size": 0} for stage in (1, 2, 3)}
+    zero = {stage: {"reduce_bucket_size": 0} for stage in (1, 2)}
+    zero[3] = {"reduce_bucket_size": 0, "stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0}
 
     def advised(gib: float) -> tuple[int | None, RecomputedLayers, int, bool]:
         gpu = Gpu("some", gib, 100.0)
@@ -184,6 +185,7 @@ def test_advice_is_the_fastest_plan_that_fits() -> None:
         return plan.layout.stage, plan.recompute, plan.micro_tokens, plan.fits(gpu.usable_gib)
 
     assert advised(80.0) == (1, (0, 0), 4096, True)
+    assert advised(3.0) == (2, (1, 1), 4096, True), "recomputation costs less than ZeRO-3"
     stage, recompute, tokens, fits = advised(5.0)
     assert fits and (stage != 1 or any(recompute) or tokens < 4096), "a plan for a small GPU must save memory"
     assert not advised(1.1)[3]
@@ -222,6 +224,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["checkpoint_bytes"] == 12 * found["parameters"]
     assert found["disk_bytes"] == 7 * found["checkpoint_bytes"], "five newest, the best, and one being written"
     assert found["save_seconds"] == pytest.approx(found["checkpoint_bytes"] / 300e6)
+    assert [link["link"] for link in found["communication"]["links"]] == ["NVLink", "InfiniBand", "PCIe"]
+    assert found["communication"]["estimated"] and found["communication"]["bytes"]["micro_batches"] == 1
     assert found["notes"] == [], "4,096 tokens for a GPU are enough"
     tokens = found["max_updates"] * load_config("deep_decoder_base_30").batch.update_tokens
     assert found["gpu_days"] == pytest.approx(8 * tokens / found["tokens_per_s"] / 86400)
