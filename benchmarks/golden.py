@@ -1,4 +1,4 @@
-"""How far are losses and gradients of this CPU, with this torch, from the recorded ones of each family?
+"""Differences between the losses and gradients of this CPU, with this torch, and the recorded ones of each family.
 
     python benchmarks/run.py golden [--family NAME ...]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TranslationModel
@@ -69,3 +69,12 @@ def padded(rows: Sequence[Sequence[int]]) -> Tensor:
     """Collate sentences, padded on the right. Shape: -> (B,S)"""
     longest = max(map(len, rows))
     return torch.tensor([[*row, *[PAD] * (longest - len(row))] for row in rows])
+
+
+@torch.no_grad()
+def add_noise(model: nn.Module) -> None:
+    """Add random numbers to all parameters, so large that each matters to the outputs."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        scale = 0.3 if parameter.ndim < 2 else 1.5 * parameter.shape[-1] ** -0.5
+        parameter.add_(scale * torch.randn(parameter.shape, generator=generator))

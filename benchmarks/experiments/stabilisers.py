@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from arms import sh
+from collapse import COLUMNS as MEASURED
 from collapse import COMMON, add_options, layers, prepare, results, train
 from records import Results
 
@@ -30,12 +31,7 @@ STYLES |= {f"{norm}_scaled": [f"model.norm={norm}", "model.init=depth_scaled"] f
 DEPTHS = ((6, 6), (24, 24), (6, 24), (24, 6), (50, 50), (100, 100))
 ARMS = {f"{style}_{n}-{m}": [*layers(n, m), *STYLES[style]] for n, m in DEPTHS for style in STYLES}
 COLUMNS = {
-    "arm": "arm",
-    "seed": "seed",
-    "at update": "update",
-    "train ppl": "train/ppl",
-    "valid ppl": "valid/ppl",
-    "source reliance": "collapse/source_reliance",
+    **{title: key for title, key in MEASURED.items() if title not in ("hours", "valid BLEU") and "text" not in title},
     "untrained: source": "source",
     "prefix": "prefix",
     "likeness": "likeness",

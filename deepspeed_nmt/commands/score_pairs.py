@@ -5,8 +5,8 @@
 
 For reranking, contrastive test sets, and doubtful translations. A line has the number of the pair from 0, the exit,
 the log-probability (nats) of the translation with its EOS, the mean of its tokens, and their number without EOS,
-separated by tabs. With `--reliance` it also has by how much the source raises the mean: near 0, the translation does
-not come from its source.
+separated by tabs. With `--reliance` it also has by how much the source raises the mean: if little, the translation
+may not come from its source.
 """
 
 from __future__ import annotations

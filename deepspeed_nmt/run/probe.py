@@ -1,6 +1,7 @@
-"""What an untrained model does with its two inputs, and where its gradients go: signs of a stack that will not train.
+"""Effect of the two inputs of an untrained model, and gradients of its layers.
 
-On pairs of random tokens, :func:`probe` measures
+How well these numbers foretell whether a stack trains has not been measured. On pairs of random tokens,
+:func:`probe` measures
 
     source, prefix   RMS of the change of the decoder's top states if each sentence gets the source, or the prefix, of
                      another one, over that of states whose inputs have nothing in common: 0 if an input is ignored

@@ -125,7 +125,7 @@ class ScoredTranslation:
 
     @property
     def reliance(self) -> float | None:
-        """Mean of :attr:`token_reliance`: near 0, or below, if a translation does not come from its source."""
+        """Mean of :attr:`token_reliance`; None if it was not requested."""
         return None if self.token_reliance is None else math.fsum(self.token_reliance) / len(self.log_probs)
 
 

@@ -120,7 +120,7 @@ def without_messages(collectives: Collectives) -> Collectives:
 
 
 def test_nothing_at_the_start_grows_with_the_square_of_the_ranks(report: dict[str, Any]) -> None:
-    """What one rank sends and receives is a constant, but for texts of some bytes of each rank."""
+    """A rank sends and receives a constant at the start, but for texts of some bytes of each rank."""
     views = [report[f"views {ranks} 0"] for ranks in RANKS]
     assert {view["groups"] for view in views} == {views[0]["groups"]} and views[0]["groups"] < 8
     for engine in views[0].keys() - {"groups"}:

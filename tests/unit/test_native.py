@@ -23,6 +23,7 @@ from deepspeed_nmt.nn.linear import pack_weights
 from deepspeed_nmt.search.base import Hypothesis
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from deepspeed_nmt.search.models import Ensemble, resolve_native
+from tests.models import add_noise
 
 pytestmark = pytest.mark.skipif(native.obstacle() is not None, reason=f"{native.obstacle()}")
 VOCABULARY = Vocabulary(70)
@@ -53,11 +54,7 @@ def model_of(name: str) -> TranslationModel:
     settings, _ = FAMILIES[name]
     sections = {**settings, "model": {"name": "transformer", **SIZES, **settings.get("model", {})}}
     model = build_model(validate(sections), VOCABULARY).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            scale = 0.3 if parameter.ndim < 2 else 1.5 * parameter.shape[-1] ** -0.5
-            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+    add_noise(model)
     return model
 
 

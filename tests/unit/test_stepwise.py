@@ -23,6 +23,7 @@ from deepspeed_nmt.nn.cache import KeysValues
 from deepspeed_nmt.nn.layers import FeedForward
 from deepspeed_nmt.nn.linear import pack_weights
 from deepspeed_nmt.registry import Entry
+from tests.models import add_noise
 from tests.toy import toy_attention, toy_layer, toy_model
 
 SMALL: dict[str, Any] = {"dim": 32, "ffn_dim": 48, "heads": 4, "encoder_layers": 2, "decoder_layers": 3}
@@ -110,11 +111,7 @@ def make_model(name: str, monkeypatch: pytest.MonkeyPatch) -> TranslationModel:
     settings, change = cases()[name]
     model = build_model(validate(settings), VOCABULARY).eval()
     change(model)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            scale = 0.3 if parameter.ndim < 2 else 1.5 * parameter.shape[-1] ** -0.5
-            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+    add_noise(model)
     return model
 
 
