@@ -22,7 +22,6 @@ from typing import Any
 
 from deepspeed_nmt.console import table
 from deepspeed_nmt.engine.settings import reduction_type
-from deepspeed_nmt.errors import counted
 from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.memory import Layout, elements
 
@@ -149,7 +148,7 @@ def as_text(sent: Communication, links: list[OnLink]) -> str:
     words = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items() if size)
     lines = [
         f"communication, estimated: a GPU sends {sent.total / 1e9:.2f} GB in an update of "
-        f"{counted(sent.micro_batches, 'micro-batches')}{f' ({words})' if words else ''}"
+        f"{sent.micro_batches:,} micro-batch{'es' if sent.micro_batches > 1 else ''}{f' ({words})' if words else ''}"
     ]
     if links:
         rows = [["link of all GPUs", "GB/s", "s an update", "share", "efficiency", "bottleneck"]]
