@@ -151,7 +151,8 @@ def _depths(arguments: argparse.Namespace) -> int:
     the full depth of each. The report names the fastest pair whose BLEU is at most --max-loss below that of the
     full depth, or if no model has it, below the best BLEU. With --oracle it also counts the sentences that each
     pair translates best, by sentence BLEU (ties go to the pair of the least measured time), and has the BLEU of
-    the best pair for each sentence.
+    the best pair for each sentence. BLEU is that by which the runs are validated, if they share one; its signature
+    is logged.
     """
     from deepspeed_nmt.reports.depths import draw_depths, measure, systems_of
     from deepspeed_nmt.reports.text_scores import common_scorer
@@ -167,6 +168,7 @@ def _depths(arguments: argparse.Namespace) -> int:
     runs = [Run.open(path) for path in dict.fromkeys(arguments.runs)]
     systems = systems_of(runs)
     scorer = common_scorer(runs, text)
+    logger.info("BLEU is %s (%s)", scorer.metrics[0].name, scorer.metrics[0].signature())
     if len(text.sources) < _FEW_SENTENCES:
         few = "%d sentences are too few to compare depths: BLEU and times vary by chance; give %d or more"
         logger.warning(few, len(text.sources), _FEW_SENTENCES)

@@ -69,7 +69,7 @@ class TextMetric(Metric):
 
     Attributes:
         make: function that makes sacreBLEU's object; its argument is True to ignore case.
-        tokenizer: sacreBLEU's tokenizer of a BLEU of plain text; empty for other metrics.
+        tokenizer: sacreBLEU's tokenizer of a BLEU; empty for other metrics.
     """
 
     make: Callable[[bool], SacreBleuMetric]
@@ -122,7 +122,9 @@ METRICS: Mapping[str, TextMetric] = {
     for metric in (
         _named_bleu("bleu", "13a"),
         # As multi-bleu defines it: no tokenisation, and 0 instead of smoothing if no n-gram matches.
-        TextMetric(name="bleu_tokenised", kind="tokenised", least=1.0, make=partial(_bleu, "none", "none")),
+        TextMetric(
+            name="bleu_tokenised", kind="tokenised", least=1.0, make=partial(_bleu, "none", "none"), tokenizer="none"
+        ),
         TextMetric(name="chrf", kind="plain", make=_chrf),
         TextMetric(name="ter", kind="plain", higher_is_better=False, make=_ter),
         *(_named_bleu(f"bleu_{tokenizer.replace('-', '_')}", tokenizer) for tokenizer in TOKENIZERS),
@@ -184,10 +186,10 @@ class Scorer:
         return self.metrics == other.metrics and self._references == other._references
 
     def sentence_bleus(self, hypotheses: Sequence[str]) -> list[float]:
-        """Return the smoothed BLEU of each sentence, to compare translations of it; of text of the first metric."""
+        """Return the smoothed BLEU of each sentence, to compare its translations, by the first metric's tokens."""
         from sacrebleu.metrics.bleu import BLEU
 
         kind = self.metrics[0].kind
-        metric = BLEU(effective_order=True, tokenize=self.metrics[0].tokenizer or "13a")
+        metric = BLEU(effective_order=True, tokenize=self.metrics[0].tokenizer, force=True)
         pairs = zip(self._text.convert(kind, hypotheses), self._references[kind], strict=True)
         return [float(metric.sentence_score(hypothesis, [reference]).score) for hypothesis, reference in pairs]

@@ -64,9 +64,9 @@ class ParallelText:
 
 
 def common_scorer(runs: Sequence[Run], text: ParallelText) -> Scorer:
-    """Return the scorer of all runs (at least one) on a test set.
+    """Return the scorer of all runs (at least one) on a test set, by the BLEUs that they share.
 
-    That of a data directory is compared with the form of each run's text; another vocabulary causes a warning.
+    The text of a data directory is compared with the form of each run's text; another vocabulary causes a warning.
 
     Raises:
         ConfigError: if the runs translate into different forms of text, or the test set has another one.
@@ -83,10 +83,11 @@ def common_scorer(runs: Sequence[Run], text: ParallelText) -> Scorer:
             question = "the vocabulary of %s is not that of %s: is it the right test set, and segmented alike?"
             logger.warning(question, data.path, ", ".join(other))
     first, *others = runs
-    scorer = first.scorer(text.references)
+    shared = [metric for metric in first.bleus if all(metric in run.bleus for run in others)]
+    scorer = first.scorer(text.references, shared)
     for run in others:
         conflict = run.text_form.contradicts(first.text_form)
-        if conflict or not run.scorer(text.references).scores_as(scorer):
+        if conflict or not run.scorer(text.references, shared).scores_as(scorer):
             raise ConfigError(
                 f"{run.path} and {first.path} translate into text of different forms; compare them with `score`"
             )

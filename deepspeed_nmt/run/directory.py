@@ -12,7 +12,7 @@ refused.
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from deepspeed_nmt.data.data_directory import VOCABULARY_FILES, open_tokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.data.training import CorpusRecord, TrainingData
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
-from deepspeed_nmt.evaluate.metrics import Scorer
+from deepspeed_nmt.evaluate.metrics import Metric, Scorer, TextMetric
 from deepspeed_nmt.files import atomic_write_bytes, check_utf8_name, read_regular, resolved
 from deepspeed_nmt.manifest import (
     HASH_SUFFIX,
@@ -118,13 +118,22 @@ class Run:
         """Symbols in front of all sentences of the data that the run was trained on."""
         return DataRecord.read(self.path).tags
 
-    def scorer(self, references: Iterable[str]) -> Scorer:
-        """Return a scorer of the run's translations by the BLEUs that the form of its text allows, sacreBLEU first.
+    @property
+    def bleus(self) -> tuple[Metric, ...]:
+        """BLEUs of the run's translations: those of its validation, then those that the form of its text allows."""
+        (named, _), (usual, _) = (
+            validation.chosen(self.text_form) for validation in (self.config.validation, ValidationConfig())
+        )
+        bleus = [metric for metric in named if isinstance(metric, TextMetric) and metric.name.startswith("bleu")]
+        return tuple(dict.fromkeys([*bleus, *usual]))
+
+    def scorer(self, references: Iterable[str], metrics: Sequence[Metric] = ()) -> Scorer:
+        """Return a scorer of the run's translations by metrics, or by its :attr:`bleus`.
 
         The references, one of each sentence, have the form of the text that the run was trained on.
         """
-        metrics, _ = ValidationConfig().chosen(self.text_form)
-        return Scorer(metrics, self.text_form, [self.tokenizer.reference(line) for line in references])
+        lines = [self.tokenizer.reference(line) for line in references]
+        return Scorer(metrics or self.bleus, self.text_form, lines)
 
     def checkpoint(self, which: str, option: str = "") -> Checkpoint:
         """Open a checkpoint, which must be of this run; arguments as of :meth:`CheckpointStore.open`."""

@@ -1,5 +1,6 @@
 """Pareto front of depths, the cheapest sufficient depth, the oracle over sentences, and systems of several runs."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,8 +9,7 @@ import pytest
 
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.evaluate.metrics import METRICS, Scorer
-from deepspeed_nmt.manifest import FileRecord
+from deepspeed_nmt.evaluate.metrics import METRICS
 from deepspeed_nmt.reports.depths import (
     Depth,
     cheapest,
@@ -19,7 +19,6 @@ from deepspeed_nmt.reports.depths import (
 from deepspeed_nmt.reports.text_scores import ParallelText, common_scorer
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.text import TextForm
-from deepspeed_nmt.train.configuration import ValidationConfig
 
 DEPTHS = [Depth(1, 1, 20.0, 1.0), Depth(1, 2, 24.0, 2.0), Depth(2, 1, 23.0, 1.5), Depth(2, 2, 24.3, 3.0)]
 
@@ -61,13 +60,38 @@ def test_runs_of_one_depth_are_one_system_beside_a_run_of_many() -> None:
     assert [pairs for _, pairs in many.pairs] == [[(1, 1), (1, 2), (2, 1), (2, 2)]]
 
 
-def scored(path: str, form: TextForm, **vocabulary: str) -> Any:
-    """A run of which only the form of its text and the hashes of its vocabulary are read."""
-    metrics, _ = ValidationConfig().chosen(form)
-    files = {f"vocabulary.{name}": FileRecord.of(content.encode()) for name, content in vocabulary.items()}
-    return SimpleNamespace(
-        path=Path(path), text_form=form, files=files, scorer=lambda references: Scorer(metrics, form, references)
+@dataclass(frozen=True)
+class FormRun(Run):
+    """A run without files, of which the settings and the form of its text are read."""
+
+    form: TextForm
+
+    @property
+    def text_form(self) -> TextForm:
+        return self.form
+
+
+def scored(path: str, form: TextForm, *settings: str) -> Run:
+    tokenizer: Any = SimpleNamespace(reference=str)
+    return FormRun(Path(path), load_config(settings=settings), tokenizer, {}, form)
+
+
+def test_depths_are_scored_by_the_bleu_that_validates_their_runs() -> None:
+    """Recipes of the N x M paper are validated by sacreBLEU's tokenizer intl, which divides at symbols such as €."""
+    text, form = ParallelText("text", ["a b"], ["a b c costs 9€ now"]), TextForm("raw", target_lang="de")
+    intl, programs = (
+        scored(name, form, f"validation.metrics=[{metrics}]")
+        for name, metrics in (("i", "chrf, bleu_intl"), ("p", "bleurt=command:/bin/true"))
     )
+    hypothesis = ["a b c costs 8€ now"]
+    for runs, name in (([intl], "bleu_intl"), ([intl, intl], "bleu_intl"), ([intl, programs], "bleu")):
+        scorer = common_scorer(runs, text)
+        assert scorer.first(hypothesis) == METRICS[name].score(hypothesis, text.references)
+        assert scorer.metrics[0].name == name
+    (sentence,), (other,) = (common_scorer(runs, text).sentence_bleus(hypothesis) for runs in ([intl], [programs]))
+    assert sentence != pytest.approx(other, abs=1.0), "13a takes the amount for one word"
+    tokens = common_scorer([scored("t", TextForm("tokenised"))], ParallelText("text", ["a"], ["don't , stop it now"]))
+    assert tokens.sentence_bleus(["don't, stop it now"])[0] < 60, "tokens are divided at spaces alone"
 
 
 def test_runs_of_unlike_text_have_no_common_scorer() -> None:
