@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> Results:
         return seconds_of(lambda: engine.update([batch], batch.target_tokens, 1e-4), device)
 
     update()
-    size = checkpoint_bytes(count, 0, len(AdamConfig.states))
+    size = checkpoint_bytes(count, 0, len(AdamConfig.states) * count)
     waited: dict[Save, list[float]] = {"blocking": [], "background": []}
     written: list[float] = []
     quiet: list[float] = []

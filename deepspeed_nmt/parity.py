@@ -35,6 +35,7 @@ from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.contract import Engine, EngineScalars, ParameterState
 from deepspeed_nmt.engine.norms import Squares
+from deepspeed_nmt.engine.optimizer import OptimizerConfig
 from deepspeed_nmt.engine.settings import EngineConfig, load_ds_config, resolve_engine
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
@@ -43,7 +44,7 @@ from deepspeed_nmt.methods import self_tests
 from deepspeed_nmt.parallel.collectives import sum_over_data_ranks
 from deepspeed_nmt.parallel.tensor import parallelize
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.train.optimizers.adam import AdamConfig
+from deepspeed_nmt.train.optimizers import OPTIMIZERS
 
 VOCABULARY = Vocabulary(61)
 """Vocabulary of an odd size, so that two ranks that share a model hold unequal slices."""
@@ -138,8 +139,9 @@ def build(
     """Build an engine over a model of a case, whose initial weights are the same in every layout.
 
     Args:
-        engine: NAME[:PRECISION][+recompute][+compile][+packed], with NAME one of plain, zero0 ... zero3, and offload
-            (ZeRO-3 with weights and optimizer state in the host's memory). The layout of batches is the loader's.
+        engine: NAME[:PRECISION][+recompute][+compile][+packed][+OPTIMIZER], with NAME one of plain, zero0 ... zero3,
+            and offload (ZeRO-3 with weights and optimizer state in the host's memory), and Adam as the default of
+            OPTIMIZER. The layout of batches is the loader's.
         directory: of the corpus; each rank writes its DeepSpeed configuration there.
         weights: initial weights by parameter name; None for random ones.
     """
@@ -157,7 +159,10 @@ def build(
     # With an epsilon below rounding errors, Adam turns the sign of a gradient that is zero up to rounding into a full
     # step, so some weights would depend on the CPU. 1e-6 is above rounding errors.
     module.to(world.device)
-    optimizer = AdamConfig(eps=1e-6, clip_norm=_CLIP_NORM)
+    chosen = OPTIMIZERS[next((option for option in options if option in OPTIMIZERS), OPTIMIZERS.default)].config
+    eps = {"eps": 1e-6} if "eps" in chosen.model_fields else {}
+    optimizer = chosen.model_validate({"clip_norm": _CLIP_NORM, **eps})
+    assert isinstance(optimizer, OptimizerConfig)
     settings: dict[str, Any] = {"name": "plain", "precision": precision or "fp32", "device": world.device.type}
     if name != "plain":
         file = directory / f"rank{world.rank}.json"

@@ -142,8 +142,8 @@ def run(arguments: argparse.Namespace) -> int:
         config = load_config(recipe, file, [*settings, *arguments.settings]).resolved()
         recipe, precision, update_s = recipe or str(file), None, None
         vocabulary = planned_vocabulary(arguments.vocab_size, config, None if data is None else data.main)
-        trained, count = plans.parameters(config, vocabulary)
-        kept, states = config.training, len(config.optimizer.states)
+        trained, count, states = plans.parameters(config, vocabulary)
+        kept = config.training
         size = checkpoint_bytes(trained, count - trained, states)
         checkpoints = CheckpointPlan(size, kept.keep_last, kept.keep_best, arguments.write_speed)
         result: dict[str, Any] = {"point": number} if arguments.sweep is not None else {}

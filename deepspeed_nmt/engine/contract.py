@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed_nmt import randomness
 from deepspeed_nmt.core.batch import Batch
@@ -196,6 +196,17 @@ class Engine(ABC):
                 states = {which: tensors[name, which] for which in self._states_of(name)}
                 yield ParameterState(name, tensors[name, WEIGHT], states)
 
+    def _state_names(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        """Return the names of the states that the optimizer keeps for a trained parameter of the model."""
+        return tuple(self._method.state_shapes(self._groups[parameter], parameter.shape))
+
+    def _saved_names(self, parameter: nn.Parameter, scalars: EngineScalars) -> tuple[str, ...]:
+        """Return the names of the states to restore, once the optimizer has taken an empty step, which makes zeros.
+
+        There are none before the first step, as far as the optimizer counts steps.
+        """
+        return () if steps_of(self._optimizer) and not scalars.optimizer_step else self._state_names(parameter)
+
     @abstractmethod
     def _states_of(self, name: str) -> Sequence[str]:
         """Return the names of a parameter's optimizer states; none if it is frozen or before the first step."""
@@ -250,8 +261,8 @@ SHARD_BYTES = 512 * 1024**2
 
 
 def checkpoint_bytes(trained: int, frozen: int, states: int) -> int:
-    """Return the bytes of a checkpoint of fp32 weights, and ``states`` tensors for each trained parameter."""
-    return 4 * (1 + states) * trained + 4 * frozen
+    """Return the bytes of a checkpoint of fp32 weights, and ``states`` elements of the optimizer's states."""
+    return 4 * (trained + frozen + states)
 
 
 def steps_of(optimizer: torch.optim.Optimizer) -> int:

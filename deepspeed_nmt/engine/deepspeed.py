@@ -120,8 +120,9 @@ class DeepSpeedEngine(Engine):
         self._update_nothing(self._dummy)  # allocates the optimizer's states
         self._update_nothing(batch, batch)  # the second one runs while the gradients of the first are held
         for state in self._optimizer.state.values():
-            for which in self._method.states:
-                state[which].zero_()
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
         set_steps(self._optimizer, 0)
         if scaler is not None:
             vars(scaler).update(scaling)
@@ -229,7 +230,7 @@ class DeepSpeedEngine(Engine):
             if self._stage > 0:
                 # The optimizer copied its fp32 weights from the model's after they had been cast to 16 bit.
                 self._put(scatter(saved.weight(name), parameter), parameter)
-            for which in self._method.states:
+            for which in self._saved_names(parameter, scalars):
                 state = scatter(saved.optimizer_state(name, which), parameter).contiguous()
                 if self._stage == 0:
                     self._optimizer.state[parameter][which].copy_(state)
@@ -283,7 +284,7 @@ class DeepSpeedEngine(Engine):
     def _optimizer_part(self, parameter: nn.Parameter) -> Part | None:
         """Return this rank's part of a trained parameter and of its states; None if it holds no part."""
         weight = self._part(parameter, WEIGHT)
-        states = [self._part(parameter, which) for which in self._method.states]
+        states = [self._part(parameter, which) for which in self._state_names(parameter)]
         present = tuple(state for state in states if state is not None)
         if weight is None or len(present) < len(states):
             return None
@@ -310,7 +311,7 @@ class DeepSpeedEngine(Engine):
 
     @override
     def _states_of(self, name: str) -> Sequence[str]:
-        return self._method.states if self._stepped and name not in self._frozen else ()
+        return self._state_names(self._trained[name]) if self._stepped and name in self._trained else ()
 
     @override
     def _gather(self, keys: Sequence[TensorKey]) -> list[Tensor]:

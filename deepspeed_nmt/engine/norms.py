@@ -70,6 +70,8 @@ def squares_of(tensors: Sequence[Tensor | None]) -> Tensor:
 @torch.no_grad()
 def squared_changes(optimizer: OptimizerConfig, parts: Sequence[Part | None], lr: float, step: int) -> Tensor | None:
     """Return the sums of squares of the parts' changes, fp64 (P,), 0 where there is none; None if unknown."""
+    if optimizer.needs_whole:  # its steps do not follow from pieces of states
+        return None
     total_P: Tensor | None = None
     for numbers, pieces in _at_once(parts):
         weights = [piece.weight for piece in pieces]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,11 +22,13 @@ class OptimizerConfig(Config):
 
     Attributes:
         name: name of the optimizer in its registry.
-        states: names of the tensors that it keeps for each trained parameter, of the parameter's shape. A number of
-            steps, ``step``, is restored, too.
+        states: names of the tensors that it keeps for each trained parameter, unless :meth:`state_shapes` says
+            otherwise. A number of steps, ``step``, is restored, too.
+        needs_whole: True if a step depends on more of a parameter than an element, so that ranks must not share it.
     """
 
     states: ClassVar[tuple[str, ...]]
+    needs_whole: ClassVar[bool] = False
 
     name: str
     lr: float = Field(default=7e-4, gt=0.0, description="peak learning rate")
@@ -44,33 +46,58 @@ class OptimizerConfig(Config):
         A step with learning rate 0 must leave the parameters as they are.
         """
 
-    def over(self, module: nn.Module) -> torch.optim.Optimizer:
-        """Build the optimizer over the trained parameters of a module; refuse one that lacks some :attr:`states`."""
-        weight = nn.Parameter(torch.zeros(1))
-        weight.grad = torch.zeros(1)
-        probe = self.build([{"params": [weight], "weight_decay": 0.0}])
-        probe.step()
-        if missing := [name for name in self.states if not isinstance(probe.state[weight].get(name), Tensor)]:
-            raise ConfigError(
-                f"optimizer.name={self.name} keeps no {' and no '.join(missing)} with these settings, so no resumed "
-                "run could restore it; change the settings, or `states` of the optimizer's class"
-            )
+    def groups(self, module: nn.Module) -> Groups:
+        """Return the trained parameters of a module in groups, which have their own ``weight_decay``."""
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if self.weight_decay == 0.0:
-            return self.build([{"params": trained, "weight_decay": 0.0}])
-        matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
-        return self.build(
-            [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        return self.decayed(trained)
+
+    def decayed(self, parameters: Sequence[nn.Parameter], **settings: Any) -> Groups:
+        """Return a group with these settings, or two if matrices alone have weight decay; none without parameters."""
+        kinds: list[tuple[list[nn.Parameter], float]] = [(list(parameters), 0.0)]
+        if self.weight_decay:
+            kinds = [([p for p in parameters if p.ndim >= 2], self.weight_decay)]
+            kinds.append(([p for p in parameters if p.ndim < 2], 0.0))
+        return [{"params": of, "weight_decay": decay, **settings} for of, decay in kinds if of]
+
+    def state_shapes(self, group: Mapping[str, Any], shape: torch.Size) -> dict[str, torch.Size]:
+        """Return the shapes of the states of a parameter of a group, by name; by default that of the parameter."""
+        return dict.fromkeys(self.states, shape)
+
+    def state_elements(self, module: nn.Module) -> int:
+        """Return the number of elements of all states of a module, which may be on the meta device."""
+        return sum(
+            shape.numel()
+            for group in self.groups(module)
+            for parameter in group["params"]
+            for shape in self.state_shapes(group, parameter.shape).values()
         )
+
+    def over(self, module: nn.Module) -> torch.optim.Optimizer:
+        """Build the optimizer over the trained parameters of a module; refuse one that lacks some of its states."""
+        groups = self.groups(module)
+        for group in groups:
+            weight = nn.Parameter(torch.zeros([1] * group["params"][0].ndim))
+            weight.grad = torch.zeros_like(weight)
+            probe = self.build([{**group, "params": [weight]}])
+            probe.step()
+            names = self.state_shapes(group, weight.shape)
+            if missing := [name for name in names if not isinstance(probe.state[weight].get(name), Tensor)]:
+                raise ConfigError(
+                    f"optimizer.name={self.name} keeps no {' and no '.join(missing)} with these settings, so no "
+                    "resumed run could restore it; change the settings, or `states` of the optimizer's class"
+                )
+        return self.build(groups)
 
     def squared_changes(
         self, weights: list[Tensor], states: list[list[Tensor]], group: Mapping[str, Any], lr: float, step: int
     ) -> Tensor | None:
         """Return the sum of squares of each weight's change in the newest step; None if it does not follow from them.
 
+        It is not called if :attr:`needs_whole` is set.
+
         Args:
             weights: after the step, fp32.
-            states: for each name in :attr:`states`, those of the weights after the step.
+            states: for each of the names of their states, those of the weights after the step.
             group: settings of the weights' group.
             lr: learning rate of the step.
             step: number of the step, from 1; 0 if the optimizer does not count.

@@ -123,7 +123,7 @@ class PlainEngine(Engine):
         self._optimizer.zero_grad(set_to_none=True)
         for name, parameter in self._named.items():
             state = self._optimizer.state[self._masters[name]]
-            for which in self._method.states:
+            for which in self._saved_names(parameter, scalars):
                 state[which].copy_(scatter(saved.optimizer_state(name, which), parameter))
         set_steps(self._optimizer, scalars.optimizer_step)
         if self._precision == "fp16":
@@ -164,12 +164,12 @@ class PlainEngine(Engine):
 
     def _part(self, name: str) -> Part:
         master = self._masters[name]
-        states = tuple(self._optimizer.state[master][which] for which in self._method.states)
+        states = tuple(self._optimizer.state[master][which] for which in self._state_names(self._named[name]))
         return Part(master, states, self._groups[self._named[name]])
 
     @override
     def _states_of(self, name: str) -> Sequence[str]:
-        return self._method.states if self._masters.get(name) in self._optimizer.state else ()
+        return self._state_names(self._named[name]) if self._masters.get(name) in self._optimizer.state else ()
 
     @override
     def _gather(self, keys: Sequence[TensorKey]) -> list[Tensor]:

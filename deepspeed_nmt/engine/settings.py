@@ -311,8 +311,8 @@ def resolve_engine_for(
     """Resolve the settings of an engine on ranks that need not exist; ``native`` is the precision of "auto".
 
     Raises:
-        ConfigError: if the device does not support the precision, or the DeepSpeed configuration is missing or
-            contradicts the run.
+        ConfigError: if the device does not support the precision, the ranks share what the optimizer needs whole, or
+            the DeepSpeed configuration is missing or contradicts the run.
     """
     content = None
     if uses_deepspeed(config, ranks):
@@ -321,6 +321,13 @@ def resolve_engine_for(
     precision: Precision = native if setting == "auto" else setting  # type: ignore[assignment]
     if precision == "bf16" and native == "fp16":
         raise ConfigError("engine.precision is bf16, which a GPU older than sm_80 lacks; use engine.precision=fp16")
+    stage = 0 if content is None else zero_stage(content)
+    if optimizer.needs_whole and (stage > 0 or config.tensor_parallel > 1):
+        divided = f"ZeRO-{stage}" if stage else f"engine.tensor_parallel={config.tensor_parallel}"
+        raise ConfigError(
+            f"optimizer.name={optimizer.name} computes a step from whole matrices, which {divided} divides among "
+            "ranks; use engine.name=plain engine.ds_config=null engine.tensor_parallel=1, or another optimizer"
+        )
     if content is not None:
         content = complete_ds_config(content, ranks=data_ranks, clip_norm=optimizer.clip_norm, precision=precision)
     return EngineSettings(precision, optimizer, content)

@@ -213,11 +213,15 @@ def interpolated(none: Samples, encoder: Samples, decoder: Samples, applications
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of a model on one rank that all its plans share: work of a micro-batch, and numbers of parameters."""
+    """Counts of a model on one rank that all its plans share: work of a micro-batch, and numbers of parameters.
+
+    ``states`` are elements that the optimizer keeps for each trained parameter, on average.
+    """
 
     work: WorkOf
     trained: int
     frozen: int
+    states: float = 2.0
 
 
 def count_model(

@@ -42,7 +42,8 @@ class Layout:
         tensor_ranks: number of GPUs that share a model.
         zero: section ``zero_optimization`` of the DeepSpeed configuration.
         copies: True if checkpoints are written from a copy of the training state in host memory.
-        states: number of tensors that the optimizer keeps for each parameter.
+        states: elements that the optimizer keeps for each trained parameter, on average.
+        is_whole: True if the optimizer needs whole parameters, which ZeRO must not divide.
     """
 
     stage: int | None
@@ -51,7 +52,8 @@ class Layout:
     bits: int = 16
     zero: Mapping[str, Any] | None = None
     copies: bool = True
-    states: int = 2
+    states: float = 2.0
+    is_whole: bool = False
 
 
 def state_bytes(trained: int, frozen: int, layout: Layout) -> dict[str, int]:
@@ -68,14 +70,14 @@ def state_bytes(trained: int, frozen: int, layout: Layout) -> dict[str, int]:
         return {
             "weights": width * count,
             "gradients": 4 * trained,
-            "optimizer": 4 * layout.states * trained + masters,
+            "optimizer": round(4 * layout.states * trained) + masters,
             "buffers": min(BUFFER_BYTES, 6 * trained) if layout.stage is None and layout.bits == 16 else 0,
         }
     bucket = elements(zero, "reduce_bucket_size", 5e8)
     # Allocated in full for models of any size; overlapped communication has a second one.
     element = 4 if reduction_type(layout.stage) == "fp32" else width
     bucket_bytes = element * bucket * (2 if zero.get("overlap_comm") and layout.stage < 3 else 1)
-    optimizer, buffers = 4 * (1 + layout.states) * trained // n, 4 * trained // n + bucket_bytes
+    optimizer, buffers = round(4 * (1 + layout.states) * trained / n), 4 * trained // n + bucket_bytes
     weights = width * count
     gradients = 4 * trained // n if layout.stage >= 2 else 4 * trained
     if layout.stage == 3:
@@ -112,10 +114,10 @@ def host_bytes(trained: int, frozen: int, layout: Layout, ranks: int) -> int:
     n = layout.ranks // layout.tensor_ranks
     whole, kept = (trained + frozen) * layout.tensor_ranks, 4 * frozen
     if _offloads(zero, "optimizer"):
-        kept += 4 * (2 + layout.states) * trained // n
+        kept += round(4 * (2 + layout.states) * trained / n)
     if _offloads(zero, "param"):
         kept += layout.bits // 8 * (trained + frozen) // n
-    states = 4 * layout.states * trained * layout.tensor_ranks
+    states = round(4 * layout.states * trained * layout.tensor_ranks)
     copy = 4 * whole + states if layout.copies else min(SHARD_BYTES, 4 * whole) + min(SHARD_BYTES, states)
     starting, saving = ranks * 4 * whole, ranks * layout.bits // 8 * whole + copy
     return ranks * kept + max(starting, saving)

@@ -113,12 +113,13 @@ def advise(
 ) -> Plan:
     """Return the fastest plan that fits, or the smallest if none fits; the stage of the layout is chosen here.
 
-    ZeRO-3 is for what fits no other way: it gathers all weights twice in each micro-batch.
+    ZeRO-3 is for what fits no other way: it gathers all weights twice in each micro-batch. An optimizer that needs
+    whole parameters goes without.
 
     ``update_tokens`` are target tokens of an update over all ranks, whose share on a GPU bounds a micro-batch, and
     ``zero`` has the section ``zero_optimization`` of DeepSpeed's configuration for each stage.
     """
-    stages: tuple[int | None, ...] = (None,) if layout.ranks == 1 else (1, 2, 3)
+    stages: tuple[int | None, ...] = (None,) if layout.ranks == 1 or layout.is_whole else (1, 2, 3)
     share = update_tokens * layout.tensor_ranks // layout.ranks
     plans = [
         plan_for(counts, replace(layout, stage=stage, zero=zero.get(stage or 0)), tokens, recompute)
@@ -130,11 +131,13 @@ def advise(
     return fastest(plans, gpu.usable_gib)
 
 
-def layout_of(settings: EngineSettings, ranks: int, tensor_ranks: int, copies: bool) -> Layout:
-    """Return the layout of a model over GPUs that an engine's settings describe."""
+def layout_of(settings: EngineSettings, ranks: int, tensor_ranks: int, copies: bool, states: float) -> Layout:
+    """Return the layout over GPUs that an engine's settings describe; for ``states`` see :class:`Layout`."""
     zero = None if settings.ds_config is None else settings.ds_config.get("zero_optimization", {})
     bits = 32 if settings.precision == "fp32" else 16
-    return Layout(settings.zero_stage, ranks, tensor_ranks, bits, zero, copies, len(settings.optimizer.states))
+    return Layout(
+        settings.zero_stage, ranks, tensor_ranks, bits, zero, copies, states, settings.optimizer.needs_whole
+    )
 
 
 @dataclass(frozen=True)

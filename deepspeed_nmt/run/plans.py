@@ -42,16 +42,18 @@ class Plans:
     """Plans of several configurations. Models that are equal are built and counted once."""
 
     def __init__(self) -> None:
-        self._parameters: dict[str, tuple[int, int]] = {}
+        self._parameters: dict[str, tuple[int, int, int]] = {}
         self._counts: dict[tuple[int, int], dict[str, Counts]] = {}
 
-    def parameters(self, config: RunConfig, vocabulary: Vocabulary) -> tuple[int, int]:
-        """Return the number of trained parameters, and of all."""
-        key = repr((config.model, config.layer, vocabulary))
+    def parameters(self, config: RunConfig, vocabulary: Vocabulary) -> tuple[int, int, int]:
+        """Return the number of trained parameters, of all, and of elements of the optimizer's states."""
+        key = repr((config.model, config.layer, config.optimizer.name, vocabulary))
         if key not in self._parameters:
-            parameters = list(build_meta_model(config, vocabulary).parameters())
+            model = build_meta_model(config, vocabulary)
+            parameters = list(model.parameters())
             trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-            self._parameters[key] = trained, sum(parameter.numel() for parameter in parameters)
+            count = sum(parameter.numel() for parameter in parameters)
+            self._parameters[key] = trained, count, config.optimizer.state_elements(model)
         return self._parameters[key]
 
     def on(self, gpu: Gpu, ranks: int, config: RunConfig, vocabulary: Vocabulary) -> Planned:
@@ -91,11 +93,14 @@ def make_planner(
     tensor_ranks = config.engine.tensor_parallel
     counts = {} if counts is None else counts
     choice = (config.engine.kernels, config.engine.attention, tensor_ranks, engine.precision)
-    key = repr((config.model, config.layer, config.objective, vocabulary, choice))
+    key = repr((config.model, config.layer, config.objective, config.optimizer.name, vocabulary, choice))
     if key not in counts:
         model, objective = build_meta_model(config, vocabulary, kernels), build_objective(config, vocabulary)
-        counts[key] = count_model(model, objective, vocabulary, engine.precision, tensor_ranks)
-    layout = layout_of(engine, ranks, tensor_ranks, copies=config.training.save == "background")
+        counted = count_model(model, objective, vocabulary, engine.precision, tensor_ranks)
+        states = config.optimizer.state_elements(model) / max(1, counted.trained)
+        counts[key] = replace(counted, states=states)
+    copies = config.training.save == "background"
+    layout = layout_of(engine, ranks, tensor_ranks, copies, counts[key].states)
     return Planner(counts[key], config.engine, config.batch, layout)
 
 

@@ -174,9 +174,10 @@ def _check_lengths(
 def check_size(model: TranslationModel, engine: EngineSettings, world: World) -> None:
     """Refuse a model that this host cannot hold; the system would kill the process while it is built."""
     local = max(1, local_ranks(os.environ)) if world.ranks > 1 else 1
+    states = engine.optimizer.state_elements(model) / max(1, sizes(model)[0])
     trained, frozen = (-(-size // world.tensor_ranks) for size in sizes(model))
     # Where there is no room for the copy of a checkpoint, training waits while it is written.
-    layout = layout_of(engine, world.ranks, world.tensor_ranks, copies=False)
+    layout = layout_of(engine, world.ranks, world.tensor_ranks, copies=False, states=states)
     needed_by = cpu_bytes if world.device.type == "cpu" else host_bytes
     needed, memory = needed_by(trained, frozen, layout, local), host_memory()
     what = f"{sum(sizes(model)):,} parameters take {shown_bytes(needed)} in {counted(local, 'ranks')}"
@@ -295,7 +296,7 @@ def sizes(model: TranslationModel) -> tuple[int, int]:
 
 def checkpoint_size(model: TranslationModel, config: RunConfig) -> int:
     """Return the bytes of the tensors in a checkpoint."""
-    return checkpoint_bytes(*sizes(model), len(config.optimizer.states))
+    return checkpoint_bytes(*sizes(model), config.optimizer.state_elements(model))
 
 
 def workload_of(config: RunConfig, resolved: Resolved, objective: Objective, world: World) -> Workload | None:

@@ -80,9 +80,8 @@ def gathering(engine: Engine, stage: int | None) -> dict[str, Any]:
     with collectives() as for_state:
         states = list(engine.state())
     differing = [state.name for state in states if not torch.equal(state.weight, weights[state.name])]
-    buffer = HostBuffer(
-        checkpoint_bytes(sum(weight.numel() for weight in weights.values()), 0, 2) // 4, engine.device
-    )
+    elements = sum(weight.numel() for weight in weights.values())
+    buffer = HostBuffer(checkpoint_bytes(elements, 0, 2 * elements) // 4, engine.device)
     for state, copy in zip(states, list(engine.state(buffer=buffer)), strict=True):
         pairs = [
             (state.weight, copy.weight),

@@ -94,7 +94,7 @@ def test_every_row_and_point_is_planned_and_each_combination_trained(tmp_path: P
     plans, combinations = Plans(), {}
     for recipe, given in sorted(runs):
         config = resolved(recipe, given)
-        trained, total = plans.parameters(config, Vocabulary(32_000))
+        trained, total, _ = plans.parameters(config, Vocabulary(32_000))
         assert 0 < trained <= total, (recipe, given)
         combinations.setdefault(_combination(config), config)
     write_corpus(tmp_path, pairs=60, longest=20)

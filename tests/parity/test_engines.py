@@ -17,11 +17,14 @@ FULL = ["plain", "zero0", "zero1", "zero2", "zero3"]
 SIXTEEN_BIT = ["plain:bf16", "zero1:bf16", "zero3:bf16", "zero2:fp16"]
 PACKED = ["plain+packed", "zero2+packed", "zero2:bf16+packed"]
 RECOMPUTED = ["zero2+recompute", "zero3:bf16+recompute", "zero3+recompute+packed"]
+WHOLE = ["plain+muon", "zero0+muon", "zero0+adafactor"]
+OTHERS = ("r_drop", "muon", "adafactor")
+"""Objectives and optimizers with a reference of their own."""
 # Engines of each method, by number of ranks. All are compared with one plain process.
 ENGINES = {
     "vanilla": {
-        1: ["plain", "zero2", "plain+packed"],
-        2: [*FULL, *SIXTEEN_BIT, "offload", *PACKED, "zero3+recompute+compile+packed"],
+        1: ["plain", "zero2", "plain+packed", "plain+muon", "plain+adafactor"],
+        2: [*FULL, *SIXTEEN_BIT, "offload", *PACKED, "zero3+recompute+compile+packed", *WHOLE],
         3: ["zero3"],
     },
     "deep_decoder": {
@@ -106,7 +109,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
 def reference_of(reports: Reports, method: str, ranks: Ranks, name: str) -> dict[str, Any]:
     """Return the report of one plain process on the same model and objective as those of an engine."""
     one = 1 if ranks != "2x2" or method not in DEPTHS else "1 of 2x2"
-    reference: dict[str, Any] = reports(method, one)["plain+r_drop" if "r_drop" in name else "plain"]
+    other = next((f"+{other}" for other in OTHERS if other in name.split("+")), "")
+    reference: dict[str, Any] = reports(method, one)[f"plain{other}"]
     return reference
 
 
@@ -116,18 +120,29 @@ def test_losses_norms_and_weights_equal_those_of_one_plain_process(
 ) -> None:
     reference, ours = reference_of(reports, method, ranks, name), reports(method, ranks)[name]
     assert len(ours["loss"]) == 10
-    assert ours["loss"] == pytest.approx(reference["loss"], abs=1e-5, rel=0)
-    assert ours["norm"] == pytest.approx(reference["norm"], abs=1e-5, rel=0)
+    # Muon iterates in bfloat16, which may round gradients that differ by rounding to another number.
+    bound, of_weights = (2e-4, 3e-3) if "muon" in name else (1e-5, 1e-5)
+    assert ours["loss"] == pytest.approx(reference["loss"], abs=bound, rel=0)
+    assert ours["norm"] == pytest.approx(reference["norm"], abs=bound, rel=0)
     for theirs, metrics in zip(reference["metrics"], ours["metrics"], strict=True):
-        assert metrics == pytest.approx(theirs, abs=1e-5, rel=0)
+        assert metrics == pytest.approx(theirs, abs=bound, rel=0)
     for parameter, weight in reference["weights"].items():
-        np.testing.assert_allclose(ours["weights"][parameter], weight, rtol=0, atol=1e-5, err_msg=parameter)
+        np.testing.assert_allclose(ours["weights"][parameter], weight, rtol=0, atol=of_weights, err_msg=parameter)
     first, last = (np.median(losses) for losses in (reference["loss"][:5], reference["loss"][-5:]))
     assert last < first + (1.5 if method == "abnet" else 0.2), "abnet's loss grows with the tokens that are masked"
-    for which in ("gradient", "change"):
+    is_whole = any(optimizer in name for optimizer in OTHERS[1:])  # whose changes do not follow from their states
+    assert not (is_whole and ours["change"])
+    for which in ("gradient",) if is_whole else ("gradient", "change"):
         norms, expected = ({key: value**0.5 for key, value in run[which].items()} for run in (ours, reference))
         assert len(norms) > 20 and max(expected.values()) > 1e-3
-        assert norms == pytest.approx(expected, abs=1e-5, rel=1e-4)
+        assert norms == pytest.approx(expected, abs=bound, rel=10 * bound)
+
+
+@pytest.mark.parametrize("name", ["plain+muon", "plain+adafactor"])
+def test_another_optimizer_takes_other_steps(reports: Reports, name: str) -> None:
+    adam, other = (reports("vanilla", 1)[engine]["weights"] for engine in ("plain", name))
+    apart = {parameter: np.abs(np.subtract(other[parameter], weight)).max() for parameter, weight in adam.items()}
+    assert min(apart["decoder.layers.0.feed_forward.up_proj.weight"], max(apart.values())) > 0.01
 
 
 def test_coins_make_the_passes_of_r_drop_differ(reports: Reports) -> None:

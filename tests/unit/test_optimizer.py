@@ -1,5 +1,6 @@
 """Learning-rate schedules, parameter groups, and steps without torch._dynamo."""
 
+import copy
 import subprocess
 import sys
 from typing import Any, ClassVar
@@ -7,12 +8,21 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 
+from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.engine.eager import eager
 from deepspeed_nmt.engine.optimizer import Groups, OptimizerConfig
+from deepspeed_nmt.engine.settings import EngineConfig, resolve_engine_for
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.train.optimizers import OPTIMIZERS
+from deepspeed_nmt.train.optimizers.adafactor import AdafactorConfig
 from deepspeed_nmt.train.optimizers.adam import AdamConfig, AdamWConfig
+from deepspeed_nmt.train.optimizers.muon import MuonConfig
 from deepspeed_nmt.train.schedule import ScheduleConfig, learning_rate
+
+V = Vocabulary(30)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +90,95 @@ def test_an_optimizer_without_the_states_that_it_declares_is_refused() -> None:
     assert not MomentumConfig().over(model).state
     with pytest.raises(ConfigError, match=r"optimizer\.name=sgd keeps no momentum_buffer"):
         MomentumConfig(momentum=0.0).over(model)
+
+
+def orthogonalised(g: Tensor) -> Tensor:
+    """Return the quintic Newton-Schulz iteration of Jordan et al. in float64."""
+    x = g.T if g.shape[0] > g.shape[1] else g
+    x = x / x.norm()
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x.T if g.shape[0] > g.shape[1] else x
+
+
+def test_muon_is_its_equation_and_adamw_for_the_rest() -> None:
+    torch.manual_seed(1)
+    model = build_transformer(TransformerConfig(dim=16, ffn_dim=32, heads=2, encoder_layers=1, decoder_layers=1), V)
+    twin, lr, decay = copy.deepcopy(model), 0.01, 0.1
+    optimizer = MuonConfig(lr=lr, weight_decay=decay, momentum=0.9, eps=1e-6).over(model)
+    adamw = AdamWConfig(lr=lr, weight_decay=decay, eps=1e-6).over(twin)
+    layers = {p for layer in model.all_layers() for p in layer.parameters()}
+    hidden = [name for name, p in model.named_parameters() if p in layers and p.ndim == 2]
+    weights = {name: model.get_parameter(name).detach().double() for name in hidden}
+    means = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    for _ in range(3):
+        for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+            is_hidden = name in hidden
+            p.grad = q.grad = torch.nn.init.orthogonal_(torch.empty_like(p)) if is_hidden else torch.randn_like(p)
+            if is_hidden:
+                g = p.grad.double()
+                means[name] = 0.9 * means[name] + 0.1 * g
+                step = 0.2 * max(p.shape) ** 0.5 * lr * orthogonalised(0.9 * means[name] + 0.1 * g)
+                weights[name] = (1 - lr * decay) * weights[name] - step
+        optimizer.step()
+        adamw.step()
+    assert len(hidden) == 16
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        if name in hidden:  # torch iterates in bfloat16
+            torch.testing.assert_close(p.double(), weights[name], rtol=0, atol=0.02 * 3 * lr)
+        else:
+            assert torch.equal(p, q), name
+
+
+def test_muon_without_matrices_of_layers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.name=muon is for matrices of layers"):
+        MuonConfig().over(torch.nn.Linear(3, 4))
+
+
+def test_adafactor_is_its_equation() -> None:
+    torch.manual_seed(1)
+    model, lr, decay = torch.nn.Linear(4, 3).double(), 0.02, 0.1
+    optimizer = AdafactorConfig(lr=lr, weight_decay=decay).over(model)
+    w, b = model.weight.detach().clone(), model.bias.detach().clone()
+    rows, columns, squares = torch.zeros(3, 1).double(), torch.zeros(1, 4).double(), torch.zeros(3).double()
+    for t in range(1, 5):
+        share = t**-0.8
+        g, h = torch.randn(3, 4).double(), torch.randn(3).double()
+        rows = (1 - share) * rows + share * (g * g).mean(dim=1, keepdim=True)
+        columns = (1 - share) * columns + share * (g * g).mean(dim=0, keepdim=True)
+        squares = (1 - share) * squares + share * h * h
+        for x, u, d in ((w, g / (rows * columns / rows.mean()).sqrt(), decay), (b, h / squares.sqrt(), 0.0)):
+            size = max(1e-3, float(x.square().mean().sqrt())) * min(lr, t**-0.5)
+            x.copy_((1 - lr * d) * x - size * u / max(1.0, float(u.square().mean().sqrt())))
+        model.weight.grad, model.bias.grad = g, h
+        optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), w)
+    torch.testing.assert_close(model.bias.detach(), b)
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+@pytest.mark.parametrize(
+    ("engine", "divided"),
+    [
+        ({"name": "deepspeed", "ds_config": "zero1"}, "ZeRO-1"),
+        ({"name": "deepspeed"}, "ZeRO-2"),
+        ({"name": "deepspeed", "ds_config": "zero3"}, "ZeRO-3"),
+        ({"name": "plain", "tensor_parallel": 2}, "engine.tensor_parallel=2"),
+    ],
+)
+def test_ranks_do_not_share_what_a_step_needs_whole(name: str, engine: dict[str, Any], divided: str) -> None:
+    optimizer = OPTIMIZERS[name].config.model_validate({})
+    assert isinstance(optimizer, OptimizerConfig)
+
+    def resolved(**settings: Any) -> int | None:
+        return resolve_engine_for(
+            EngineConfig(**settings), optimizer, ranks=2, data_ranks=2, native="fp32"
+        ).zero_stage
+
+    with pytest.raises(ConfigError, match=f"optimizer.name={name} .* {divided} "):
+        resolved(**engine)
+    assert resolved(name="plain") is None and resolved(name="deepspeed", ds_config="zero0") == 0
 
 
 PROGRAM = """

@@ -19,6 +19,7 @@ from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine import norms, transfer
 from deepspeed_nmt.engine.contract import EngineScalars
 from deepspeed_nmt.engine.norms import Squares
+from deepspeed_nmt.engine.optimizer import OptimizerConfig
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.engine.transfer import on_device
 from deepspeed_nmt.kernels.precision import Precision
@@ -27,7 +28,9 @@ from deepspeed_nmt.methods.transformer import TransformerConfig, build_transform
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.parity import Saved
 from deepspeed_nmt.train.log import norms_by_layer
+from deepspeed_nmt.train.optimizers.adafactor import AdafactorConfig
 from deepspeed_nmt.train.optimizers.adam import AdamConfig, AdamWConfig
+from deepspeed_nmt.train.optimizers.muon import MuonConfig
 from tests.support import batch_of, random_corpus
 
 WORLD = World(rank=0, ranks=1, local_rank=0, device=torch.device("cpu"))
@@ -44,7 +47,12 @@ def update(tmp_path_factory: pytest.TempPathFactory) -> Update:
     return first
 
 
-def engine(precision: Precision = "bf16", weights: dict[str, torch.Tensor] | None = None) -> PlainEngine:
+ADAM = AdamConfig(beta2=0.999, clip_norm=0.0)
+
+
+def engine(
+    precision: Precision = "bf16", weights: dict[str, torch.Tensor] | None = None, method: OptimizerConfig = ADAM
+) -> PlainEngine:
     """Return an engine of a model with tied embeddings and a frozen encoder layer."""
     torch.manual_seed(1)
     config = TransformerConfig(dim=16, ffn_dim=16, heads=2, encoder_layers=2, decoder_layers=1, dropout=0.0)
@@ -53,7 +61,7 @@ def engine(precision: Precision = "bf16", weights: dict[str, torch.Tensor] | Non
     if weights is not None:
         model.load_state_dict(weights, strict=False)
     module = TrainModule(model, Objective(LabelSmoothed(0.1, V.pad)))
-    return PlainEngine(module, AdamConfig(beta2=0.999, clip_norm=0.0), precision, WORLD)
+    return PlainEngine(module, method, precision, WORLD)
 
 
 def weights_of(made: PlainEngine) -> dict[str, torch.Tensor]:
@@ -80,17 +88,43 @@ def test_masters_take_steps_that_sixteen_bits_round_away(update: Update) -> None
     assert torch.equal(working, last[name].bfloat16()) and not bool((working == 1.0).all())
 
 
-def test_state_is_fp32_and_resumes_to_the_bit(update: Update) -> None:
-    made = engine()
+@pytest.mark.parametrize("method", [ADAM, MuonConfig(weight_decay=0.1), AdafactorConfig()])
+def test_state_is_fp32_and_resumes_to_the_bit(update: Update, method: OptimizerConfig) -> None:
+    made = engine(method=method)
     list(steps(made, update, 1e-3, 3))
     saved, scalars = Saved(made.state()), made.scalars()
     assert scalars == EngineScalars(3, 1.0, 0)
     trained = [state for state in made.state() if state.states]
     assert {t.dtype for state in trained for t in (state.weight, *state.states.values())} == {torch.float32}
-    resumed = engine(weights=saved.weights)
+    names = {state.name: tuple(state.states) for state in trained}
+    moments, factors = ("exp_avg", "exp_avg_sq"), ("row_var", "col_var")
+    expected = {
+        "adam": (moments, moments, moments),
+        "muon": (moments, ("momentum_buffer",), moments),
+        "adafactor": (factors, factors, ("variance",)),
+    }
+    parts = ("source_embedding.weight", "decoder.layers.0.feed_forward.up_proj.weight", "decoder.final_norm.bias")
+    assert tuple(names[part] for part in parts) == expected[method.name]
+    held = sum(tensor.numel() for state in trained for tensor in state.states.values())
+    assert held == method.state_elements(made.module), "as planned"
+    resumed = engine(weights=saved.weights, method=method)
     resumed.restore(saved, scalars)
     for ours, theirs in zip(steps(made, update, 1e-3, 3), steps(resumed, update, 1e-3, 3), strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_an_update_of_muon_is_orthogonal_in_layers_and_that_of_adamw_elsewhere(update: Update) -> None:
+    lr, made = 1e-3, engine("fp32", method=MuonConfig(clip_norm=0.0))
+    before = weights_of(made)
+    (after,) = steps(made, update, lr, 1)
+    changes = {name: (weight - before[name]) / lr for name, weight in after.items() if "encoder.layers.0" not in name}
+    matrices = [name for name, change in changes.items() if ".layers." in name and change.ndim == 2]
+    assert len(matrices) == 16
+    for name in matrices:
+        singular = torch.linalg.svdvals(changes[name] / (0.2 * max(changes[name].shape) ** 0.5))
+        assert singular.max() < 1.3 and singular.median() > 0.6, name  # of Adam's signs the largest are above 5
+    others = [name for name, change in changes.items() if name not in matrices and change.any()]
+    assert len(others) > 20 and all(changes[name].abs().max() == pytest.approx(1.0, rel=1e-2) for name in others)
 
 
 def test_frozen_weights_are_saved_as_they_were_and_tied_ones_stay_tied(update: Update) -> None:

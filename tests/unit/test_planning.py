@@ -133,6 +133,18 @@ def test_work_of_a_transformer_is_six_operations_for_each_weight_and_token() -> 
     assert work.flops == pytest.approx(6 * 1024 * (layers + 32000 * 512) + attention, rel=1e-6)
 
 
+def test_the_states_of_muon_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--recipe", "transformer_base", "--vocab-size", "2000", "--gpu", "a100-40g", "--num-gpus", "8"]
+    settings = [*NARROW, *SHALLOW, "engine.name=plain", "optimizer.name=muon"]
+    assert main([*words, *settings, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    count, in_layers = planned["parameters"], (2 * 4 + 2 * 8) * 128**2 + 4 * 2 * 128 * 512
+    states = in_layers + 2 * (count - in_layers)
+    assert planned["checkpoint_bytes"] == 4 * (count + states)
+    assert planned["as_set"]["bytes"]["optimizer"] == 4 * (count + states), "with fp32 masters"
+    assert planned["advised"]["zero_stage"] is None, "ZeRO 1 to 3 would divide the matrices"
+
+
 def test_bytes_of_each_parameter() -> None:
     def by_parameter(**layout: object) -> list[float]:
         sizes = state_bytes(1000, 0, Layout(**{"ranks": 4, "zero": {"reduce_bucket_size": 0}, **layout}))  # type: ignore[arg-type]
