@@ -13,6 +13,7 @@ from typing_extensions import override
 from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective
+from deepspeed_nmt.core.parts import LikelihoodConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.choice import DEFAULT, Kernels, use_kernels
 from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, REGULARIZERS
@@ -28,6 +29,9 @@ def build_model(config: RunConfig, vocabulary: Vocabulary, kernels: Kernels = DE
     torch.manual_seed(config.training.seed)
     make_layer = partial(LAYERS[config.layer.name].build, config.layer)
     model = MODELS[config.model.name].build(config.model, vocabulary, make_layer)
+    for part in config.objective.values():
+        if isinstance(part, LikelihoodConfig):
+            part.extend(model)
     use_kernels(model, kernels)
     return model
 

@@ -55,6 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from-checkpoint", metavar="C", help="checkpoint of RUN: best, last, average, or a path (default: best)"
     )
     parser.add_argument(
+        "--add-exits", metavar="M,M",
+        help="with --init-from: train only norms for exits after these decoder layers, taught by the full depth, "
+        "which stays as it is; settings and data are those of RUN unless they are given",
+    )  # fmt: skip
+    parser.add_argument(
         "--restart", action="store_true",
         help="begin anew: what is in the run directory is set aside beside it (a job that SLURM or torchrun starts "
         "again resumes all the same)",
@@ -181,7 +186,7 @@ def _read(
     from deepspeed_nmt.data.training import DataOption, TrainingData
     from deepspeed_nmt.run.batches import update_order_of
     from deepspeed_nmt.run.directory import CHECKPOINTS, CONFIG_FILE, Run, recorded_config, verify_run
-    from deepspeed_nmt.run.start import Origin, check_origin, has_begun, recorded_data
+    from deepspeed_nmt.run.start import Origin, check_origin, exits_settings, has_begun, recorded_data
     from deepspeed_nmt.run.validation_sets import given_sets
     from deepspeed_nmt.train.checkpoint import CheckpointStore
 
@@ -205,10 +210,20 @@ def _read(
         Run.open(origin.run, origin.option)  # before anything is written
     if arguments.recipe is None and base is None and begun:
         base = recorded  # without --recipe and --config, a resumed run keeps its settings
+    settings, kept = list(arguments.settings), recorded if begun else None
+    if arguments.add_exits is not None:
+        if arguments.init_from is None:
+            raise ConfigError("--add-exits needs a trained run, but --init-from is not given; give it")
+        from_run = arguments.run if begun else arguments.init_from
+        settings[:0] = exits_settings(from_run, arguments.add_exits)
+        if not begun:
+            options = options or list(recorded_data(from_run).options)
+        if not begun and arguments.recipe is None and base is None:
+            base = kept = from_run / CONFIG_FILE
     if begun and origin is not None:
         check_origin(arguments.run, origin)
     sets = {"validation": {"sets": given_sets(arguments.valid)}} if arguments.valid else {}
-    config = load_config(arguments.recipe, base, arguments.settings, recorded if begun else None, sets)
+    config = load_config(arguments.recipe, base, settings, kept, sets)
     if not options and not begun:
         raise ConfigError(
             f"{arguments.run} has no checkpoint to resume from, and --data is not given; check --run, or give "
@@ -218,5 +233,5 @@ def _read(
     corpora = data.corpora(config.mixture)
     if not begun:
         update_order_of(corpora, config, data)  # so that a mistake in the weights is found before anything is written
-    overriding = given_settings(arguments.settings, []) if base is recorded else None
+    overriding = given_settings(settings, []) if base is recorded else None
     return config.resolved(before), data, origin, overriding

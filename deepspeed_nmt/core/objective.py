@@ -168,7 +168,7 @@ class Likelihood(Protocol):
         return batch
 
     def request_passes(self, passes: Passes) -> None:
-        """Request exits, by default the top alone. Called in training only; validation uses the top exit."""
+        """Request exits, by default the top alone; in validation, with a model in eval mode, usually nothing else."""
         return
 
     def __call__(self, model: TranslationModel, passes: States, batch: Batch, divergence: float) -> LikelihoodOutput:
@@ -218,8 +218,7 @@ class Objective:
         passes = Passes(model, self._likelihood.corrupted(batch, model.training))
         due = [part for part in self._regularizers if model.training and batch.update.number % part.every == 0]
         finish = [(part, value) for part in due if (value := part.request_passes(passes)) is not None]
-        if model.training:
-            self._likelihood.request_passes(passes)
+        self._likelihood.request_passes(passes)
         states = passes.run()
         predicting = states[:1] if passes.paired_pass is None else [states[0], states[passes.paired_pass]]
         loss, nll_N, reported = self._likelihood(model, predicting, batch, passes.divergence)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from deepspeed_nmt.core.vocabulary import Side, Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.registry import Config
+
+if TYPE_CHECKING:
+    from deepspeed_nmt.core.model import TranslationModel
 
 MAX_WIDTH = 1 << 16
 """Bound on the width of states."""
@@ -144,11 +147,27 @@ class LayerConfig(PartConfig):
 
 
 class LikelihoodConfig(PartConfig):
-    """Settings of a likelihood."""
+    """Settings of a likelihood.
+
+    Attributes:
+        adds_exits: True if it adds those of its setting ``exits`` to a trained model (`--add-exits`).
+    """
+
+    adds_exits: ClassVar[bool] = False
 
     def trains_exit(self, encoder: int, decoder: int, stages: tuple[int, int]) -> bool:
         """Return True if training includes an exit of a model with ``stages`` on both sides, counted from 1."""
         return (encoder, decoder) == stages
+
+    def extend(self, model: TranslationModel) -> None:
+        """Add to a freshly built model what this likelihood trains beside it, and freeze what it does not train."""
+
+    def begins_as(self, name: str) -> str | None:
+        """Return the parameter as which one of :meth:`extend` begins in a warm start, "" for none; None for others.
+
+        If the warm start's run does not have that, it begins as initialised.
+        """
+        return None
 
 
 class RegularizerConfig(PartConfig):

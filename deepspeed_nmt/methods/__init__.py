@@ -11,6 +11,7 @@ from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Likelihood, Regularizer
 from deepspeed_nmt.methods import (
     abnet,
+    added_exits,
     ald,
     consistency,
     convs2s,
@@ -60,7 +61,7 @@ LAYERS: Registry[DecoderBlock] = Registry(
 )
 # Builder: (config, vocabulary) -> likelihood. An objective has one likelihood.
 LIKELIHOODS: Registry[Likelihood] = Registry(
-    "likelihood", [label_smoothed.ENTRY, multi_softmax.ENTRY, masked_tokens.ENTRY]
+    "likelihood", [label_smoothed.ENTRY, multi_softmax.ENTRY, masked_tokens.ENTRY, added_exits.ENTRY]
 )
 # Builder: (config, vocabulary) -> regularizer. An objective has any number of regularizers.
 REGULARIZERS: Registry[Regularizer] = Registry(

@@ -147,7 +147,9 @@ class MultiSoftmax(Likelihood):
         self.pad = pad
 
     def request_passes(self, passes: Passes) -> None:
-        """Request the exits of the update."""
+        """Request the exits of the update; validation uses the top exit."""
+        if not passes.model.training:
+            return
         update, stages = passes.batch.update, passes.model.stages
         counts = self.config.drawn or stages
         passes.encoder_exits, passes.decoder_exits = (

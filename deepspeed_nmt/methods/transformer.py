@@ -230,6 +230,15 @@ class Transformer(TranslationModel):
         return [self.encoder], [self.decoder]
 
     @override
+    def train(self, mode: bool = True) -> Transformer:
+        """Set training mode; a model whose added exits are trained runs as in inference, which they learn from."""
+        super().train(mode)
+        if self.decoder.exits:
+            for part in self.children():
+                part.eval()
+        return self
+
+    @override
     def encode(
         self, source_BS: Tensor, padded: bool = True, exits: Exits = None, segments: Segments | None = None
     ) -> Memory:

@@ -68,6 +68,7 @@ class LayerStack(nn.Module):
 
     Attributes:
         final_norm: applied to the state at every exit (a LayerNorm after pre-norm stacks), or None.
+        exits: modules that take the place of ``final_norm`` at other exits than the top, by the exit's number.
         links: what the layers and exits read instead of the state below; None: that.
         recompute_every: k; in training, every k-th application keeps only its input and is run again in the backward
             pass, with the same random choices: 1 all, 0 none. Results are bit-identical.
@@ -86,6 +87,7 @@ class LayerStack(nn.Module):
         assert all(0 <= index < len(layers) for index in self.order.indices)
         assert self.order.stages[-1] == len(self.order.indices)
         self.final_norm = final_norm
+        self.exits = nn.ModuleDict()
         self.links = links
         self.recompute_every = 0
 
@@ -102,7 +104,11 @@ class LayerStack(nn.Module):
     def until(self, stage: int) -> LayerStack:
         """Return a stack with the same weights that ends at exit ``stage``, counted from 1."""
         order = self.order.until(stage)
-        return LayerStack(list(self.layers)[: max(order.indices) + 1], order, self.final_norm, self.links)
+        return LayerStack(list(self.layers)[: max(order.indices) + 1], order, self.norm_at(stage), self.links)
+
+    def norm_at(self, stage: int) -> nn.Module | None:
+        """Return the module that is applied to the state at exit ``stage``, counted from 1; None for none."""
+        return dict(self.exits).get(str(stage), self.final_norm)
 
     def recomputes(self, number: int) -> bool:
         """Return True if application ``number``, from 0, is run again in the backward pass."""
@@ -123,7 +129,8 @@ class LayerStack(nn.Module):
 
         Shape: (B,T,D) -> one (B,T,D) per exit
         """
-        stages = [self.order.stages[exit - 1] for exit in (exits or (self.stages,))]
+        exits = exits or (self.stages,)
+        stages = [self.order.stages[exit - 1] for exit in exits]
         indices = self.order.indices[: max(stages)]
         input_BTD, kept = x_BTD, list[Tensor]()
         if self.links is not None:
@@ -148,7 +155,8 @@ class LayerStack(nn.Module):
                 x_BTD = self.links.read(x_BTD, number + 1, kept)
             if number + 1 in stages:
                 states[number + 1] = x_BTD
-        return [states[number] if self.final_norm is None else self.final_norm(states[number]) for number in stages]
+        norms = map(self.norm_at, exits)
+        return [x if norm is None else norm(x) for norm, x in zip(norms, (states[at] for at in stages), strict=True)]
 
     def _contexts(self, context: Context, indices: Sequence[int]) -> dict[int, Context]:
         """Return the contexts of the layers that are applied several times, with the source's keys and values.

@@ -27,7 +27,7 @@ from deepspeed_nmt import __version__
 from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
-from deepspeed_nmt.core.parts import ModelConfig
+from deepspeed_nmt.core.parts import LikelihoodConfig
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.training import DataOption, TrainingData
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
@@ -41,7 +41,7 @@ from deepspeed_nmt.files import (
     resolved,
 )
 from deepspeed_nmt.manifest import HASH_SUFFIX, MANIFEST_FILE, DamagedRecordError
-from deepspeed_nmt.methods import MODELS
+from deepspeed_nmt.methods import LIKELIHOODS, MODELS
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.run.directory import (
     CHECKPOINTS,
@@ -349,7 +349,8 @@ def load_first_weights(
     if origin is None:
         if not model.load_pretrained() and not all(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigError(
-                "this model has frozen parts, which need trained weights; give their run with --grow-from RUN"
+                "this model has frozen parts, which need trained weights; give their run with --grow-from RUN, or "
+                "with --init-from RUN if exits are added"
             )
         return None
     source = Run.open(origin.run, origin.option)
@@ -375,7 +376,7 @@ def load_first_weights(
         config.model.check_shape_of(source.config.model, str(source.path))
         differences = config.model.composition_differences(source.config.model)
     checkpoint = source.checkpoint(origin.checkpoint, "--from-checkpoint")
-    _copy(model, checkpoint, source, prefix, config.model)
+    _copy(model, checkpoint, source, prefix, config)
     return OriginRecord(
         run=str(origin.run.resolve()),
         which=origin.checkpoint,
@@ -384,6 +385,15 @@ def load_first_weights(
         frozen=origin.grow,
         differences=tuple(differences),
     )
+
+
+def exits_settings(run: Path, exits: str) -> list[str]:
+    """Return settings, as on the command line, that add exits to a run; its programs are not started."""
+    own = next(entry.name for entry in LIKELIHOODS.values() if getattr(entry.config, "adds_exits", False))
+    others = [f"objective.{name}=null" for name in recorded_config(run).objective if name != own]
+    # What is translated at full depth does not change, so the loss of the exits chooses the best checkpoint.
+    validation = ["validation.metrics=[]", "validation.best_by=loss", "training.notify="]
+    return [*others, f"objective.{own}.exits=[{exits}]", *validation]
 
 
 def check_origin(run: Path, origin: Origin) -> None:
@@ -409,13 +419,16 @@ def check_origin(run: Path, origin: Origin) -> None:
         )
 
 
-def _copy(model: TranslationModel, checkpoint: Checkpoint, source: Run, prefix: str, config: ModelConfig) -> None:
+def _copy(model: TranslationModel, checkpoint: Checkpoint, source: Run, prefix: str, config: RunConfig) -> None:
     """Copy a checkpoint's weights into a model, or into the part of it that has a prefix."""
     grow = bool(prefix)
     own = dict(model.named_parameters())
     weights = {prefix + name: weight for name, weight in checkpoint.weights().items()}
     expected = {name for name in own if name.startswith(prefix)}
-    missing = {name for name in expected - set(weights) if grow or not _above(name, weights)}
+    likelihoods = [part for part in config.objective.values() if isinstance(part, LikelihoodConfig)]
+    added = {name: origin for part in likelihoods for name in own if (origin := part.begins_as(name)) is not None}
+    lacking = expected - set(weights) - set(added)
+    missing = {name for name in lacking if grow or not _above(name, weights)}
     differences = [
         *(f"{name} is {list(weights[name].shape)} instead of {list(own[name].shape)}"
           for name in sorted(expected & set(weights)) if weights[name].shape != own[name].shape),
@@ -428,9 +441,10 @@ def _copy(model: TranslationModel, checkpoint: Checkpoint, source: Run, prefix: 
             f"{differences[0].removeprefix(prefix)} (one of {len(differences)} differences); make the model.* and "
             f"layer.* settings those of {source.path / 'config.yaml'}"
         )
-    for name in expected - set(weights):
-        if (likeness := config.begins_as(name, source.config.model)) is not None:
+    for name in lacking:
+        if (likeness := config.model.begins_as(name, source.config.model)) is not None:
             weights[name] = weights[likeness]
+    weights |= {name: weights[origin] for name, origin in added.items() if name not in weights and origin in weights}
     fresh = sorted(name for name in expected - set(weights) if not own[name].requires_grad)
     if fresh and not grow:
         raise ConfigError(

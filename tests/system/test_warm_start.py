@@ -303,3 +303,42 @@ def test_a_model_of_many_exits_translates_at_each(
     assert "<svg" in picture.read_text(encoding="utf-8")
     refused([*report[:-4], "--reference", str(text / "valid.de")], capsys, "20", "31")
     refused(to_stdout(data, run, "--encoder-layers", "3"), capsys, "exit", "from 1 to 2")
+
+
+def test_added_exits_leave_the_full_depth_as_it_was(
+    data: Path, bottom: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their settings and data are those of the run that they are added to; a resumed run is the same one."""
+    run, straight = tmp_path / "exits", tmp_path / "straight"
+    add = [
+        "--add-exits",
+        "1",
+        "--init-from",
+        str(bottom),
+        "objective.added_exits.rank=2",
+        "training.validate_every=1",
+    ]
+    for path, updates in ((run, 2), (run, 4), (straight, 4)):
+        assert main(["train", "--run", str(path), *add, f"training.max_updates={updates}"]) == 0
+    before, after = newest(bottom), newest(run)
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    assert set(after) - set(before) == {
+        f"decoder.exits.1.{name}" for name in ("norm.weight", "norm.bias", "down_RD", "up_DR")
+    }
+    assert all(torch.equal(weight, after[name]) for name, weight in newest(straight).items())
+    assert not torch.equal(after["decoder.exits.1.norm.weight"], before["decoder.final_norm.weight"])
+    losses = commands.logged(run, "valid/loss")
+    assert losses[4] < losses[1], "validation measures the exits"
+    assert main(["average", "--run", str(run), "--last", "3"]) == 0
+    capsys.readouterr()
+    deep = translated(data, bottom, tmp_path)
+    for checkpoint in ("last", "average"):
+        assert translated(data, run, tmp_path, "--checkpoint", checkpoint) == deep
+    assert translated(data, run, tmp_path, "--decoder-layers", "1") != deep
+    assert "was not trained at exit" not in capsys.readouterr().err
+    again = ["train", "--run", str(tmp_path / "again"), "--init-from", str(bottom)]
+    refused([*again[:3], "--add-exits", "1"], capsys, "--add-exits", "--init-from")
+    refused([*again, "--add-exits", "1,2"], capsys, "exits has 2", "model.decoder_layers is 2")
+    refused([*again, "--add-exits", "1],x"], capsys, "objective.added_exits.exits")
+    refused(train_words(data, run, "--add-exits", "2", "--init-from", str(bottom)), capsys, "exits has 2")
+    refused(["train", "--run", str(run), *add, "objective.added_exits.rank=3"], capsys, "rank is 3")
