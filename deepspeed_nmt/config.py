@@ -202,6 +202,11 @@ def validate(merged: Mapping[str, Any], problems: Sequence[str] = ()) -> RunConf
             f"engine.tensor_parallel is {config.engine.tensor_parallel}, but no ranks can share the layers of "
             f"model.name={config.model.name}; use engine.tensor_parallel=1 with engine.ds_config=zero3"
         )
+    if config.layer.adapts and not config.collapse.every:
+        contradictions.append(
+            "collapse.every is 0, so nothing is measured that the decoder layers could adapt to; set "
+            "collapse.every=500, or layer.target_reliance=0"
+        )
     if contradictions:
         raise ConfigError(contradictions)
     return config

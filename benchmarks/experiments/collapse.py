@@ -92,7 +92,11 @@ COLUMNS = {
     "on training text: prefix reliance": "training text/collapse/prefix_reliance",
     "hours": "hours",
 }
-CURVES = ("train/ppl", "collapse/source_reliance", "collapse/prefix_reliance", "collapse/nll", "valid/bleu")
+CURVES = (
+    "train/ppl",
+    "valid/bleu",
+    *(f"collapse/{tag}" for tag in ("source_reliance", "prefix_reliance", "nll", "drop_ratio")),
+)
 
 
 def prepare(text: Path, out: Path) -> dict[str, Path]:

@@ -189,6 +189,12 @@ class TranslationModel(DecodableModel):
         layers = (module for module in self.modules() if isinstance(module, DecoderBlock))
         return {number: layer for number, layer in enumerate(layers, 1) if layer.cross_attention is not None}
 
+    def set_drop_ratio(self, ratio: float) -> None:
+        """Set the probability with which the layers that adapt theirs skip cross-attention in training."""
+        for layer in self.all_layers():
+            if isinstance(layer, DecoderBlock):
+                layer.set_drop_ratio(ratio)
+
     def cross_attentions(self) -> dict[int, MultiHeadAttention]:
         """Return the cross-attention of each decoder layer that has one, by its number, from 1."""
         layers = self.cross_attending()

@@ -141,6 +141,19 @@ class LayerConfig(PartConfig):
 
     name: str
 
+    @property
+    def adapts(self) -> bool:
+        """True if what the collapse monitor measures changes the layers in training."""
+        return False
+
+    def adapted(self, drop_ratio: float | None, reliance: float) -> float:
+        """Return the drop ratio of the layers after a measurement of source reliance, in nats per token.
+
+        It is a function of its arguments and the settings alone: ``drop_ratio`` was returned after the measurement
+        before, None if there was none. Called if :attr:`adapts` is set.
+        """
+        raise NotImplementedError
+
     def attends_to_source(self, number: int) -> bool:
         """Return True if layer ``number``, counted from 1, has cross-attention."""
         return True

@@ -11,6 +11,14 @@ cross-attention sub-layer of layer l in training, with its residual connection a
 The layer then runs self-attention and feed-forward only. Layers are numbered from 1, at the embedding. In inference
 every layer that has cross-attention applies it.
 
+With ``target_reliance`` R above 0, drop_ratio is not fixed. After each measurement of source reliance r by the
+collapse monitor, once the decoder has had time to read its source,
+
+    drop_ratio <- clip(drop_ratio + adapt_step clip(1 - r / R, -1, 1), min_ratio, max_ratio),
+
+so it rises while the decoder relies less on its source than R, and falls while it relies more. The ratio is a
+function of what was measured, the same on all ranks, and saved with each checkpoint. This is not in the paper.
+
 A choice (coin) is a function of (seed, update, pass, layer), so it is the same on all ranks, in all micro-batches of
 an update, and in recomputation. With ``coins: micro_batch`` it is also a function of the micro-batch's number on its
 rank: the k-th micro-batches of all ranks share their coins, because under ZeRO all ranks must run the same
@@ -65,6 +73,29 @@ class CrossAttentionDropConfig(LayerConfig):
         "number of ranks and on batch.micro_tokens",
     )
 
+    target_reliance: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="source reliance, in nats per token, below which drop_ratio rises after a measurement of the "
+        "collapse monitor, and above which it falls; 0: drop_ratio stays",
+    )
+    adapt_step: float = Field(
+        default=0.1, gt=0.0, le=1.0, description="largest change of drop_ratio after a measurement"
+    )
+    min_ratio: float = Field(default=0.0, ge=0.0, lt=1.0, description="lower bound of an adapted drop_ratio")
+    max_ratio: float = Field(default=0.9, ge=0.0, lt=1.0, description="upper bound of an adapted drop_ratio")
+
+    @property
+    @override
+    def adapts(self) -> bool:
+        return self.target_reliance > 0.0
+
+    @override
+    def adapted(self, drop_ratio: float | None, reliance: float) -> float:
+        error = max(-1.0, min(1.0, 1.0 - reliance / self.target_reliance))
+        ratio = (self.drop_ratio if drop_ratio is None else drop_ratio) + self.adapt_step * error
+        return max(self.min_ratio, min(self.max_ratio, ratio))
+
     def rate(self, number: int) -> float:
         """Return p_l of layer ``number``, counted from 1."""
         return self.drop_ratio if number <= self.drop_depth else self.beyond
@@ -79,6 +110,12 @@ class CrossAttentionDropConfig(LayerConfig):
         if made is None:
             return  # Models that build their own layers refuse this setting.
         setting, depth = made
+        if self.adapts and not (self.drop_depth and self.min_ratio <= self.drop_ratio <= self.max_ratio):
+            yield (
+                f"layer.drop_depth is {self.drop_depth} and layer.drop_ratio {self.drop_ratio:g}, but "
+                "layer.target_reliance adapts the ratio of the lowest layers from a start between layer.min_ratio="
+                f"{self.min_ratio:g} and layer.max_ratio={self.max_ratio:g}; set a depth above 0 and such a start"
+            )
         if self.drop_depth > depth:
             yield (f"layer.drop_depth is {self.drop_depth}, more than {setting}={depth}; lower it to {depth} at most")
         if not any(self.attends_to_source(number) for number in range(1, depth + 1)):
@@ -93,14 +130,21 @@ class CrossAttentionDropLayer(DecoderLayer):
 
     Attributes:
         number: number of the layer, an argument of its random choices.
-        rate: p_l, above 0 and below 1.
+        rate: p_l, below 1; above 0 unless it adapts.
+        adapts: True if ``rate`` follows the collapse monitor.
         coins_per: period of its random choices.
     """
 
     always_attends = False
     number: int
     rate: float
+    adapts: bool
     coins_per: CoinPeriod
+
+    @override
+    def set_drop_ratio(self, ratio: float) -> None:
+        if self.adapts:
+            self.rate = ratio
 
     def project_source(self, context: Context) -> KeysValues | None:
         """Project the source for all applications, unless all passes skip them."""
@@ -155,11 +199,11 @@ class CrossAttentionDropLayer(DecoderLayer):
 
 def build_cross_attention_drop(config: CrossAttentionDropConfig, number: int, parts: LayerParts) -> DecoderLayer:
     """Build layer ``number`` of a decoder; its class depends on p_l."""
-    rate = config.rate(number)
-    if rate in (0.0, 1.0):
+    rate, adapts = config.rate(number), config.adapts and number <= config.drop_depth
+    if rate in (0.0, 1.0) and not adapts:
         return DecoderLayer.of(parts, crosses=rate == 0.0)
     layer = CrossAttentionDropLayer.of(parts)
-    layer.number, layer.rate, layer.coins_per = number, rate, config.coins
+    layer.number, layer.rate, layer.adapts, layer.coins_per = number, rate, adapts, config.coins
     return layer
 
 

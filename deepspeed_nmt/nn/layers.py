@@ -258,6 +258,9 @@ class DecoderBlock(nn.Module):
     cross_residual: Residual | None
     feed_forward_residual: Residual | None
 
+    def set_drop_ratio(self, ratio: float) -> None:
+        """Set the probability of skipping cross-attention in training, if the layer adapts it."""
+
     def cross(
         self, x_BTD: Tensor, context: Context, cache: LayerCache | None, onto_BTD: Tensor | None = None
     ) -> Tensor:

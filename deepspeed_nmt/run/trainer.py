@@ -220,6 +220,7 @@ class Trainer:
             stop=self.stop,
             watchdog=self.watchdog,
             ledger=self.ledger,
+            layer=config.layer,
             workload=workload_of(config, resolved, objective, world),
             log=() if checkpoint is None else checkpoint.log,
         )

@@ -48,6 +48,7 @@ from deepspeed_nmt.train.events import NO_EVENTS, Events
 from deepspeed_nmt.train.validation import Replica
 
 RELIANCE, PREFIX_RELIANCE, NLL = "collapse/source_reliance", "collapse/prefix_reliance", "collapse/nll"
+DROP_RATIO = "collapse/drop_ratio"
 _FALLING = 0.5
 """Share of the mean fall of the loss per update, from guessing on, above which it still falls as at the start."""
 
@@ -111,6 +112,20 @@ class CollapseMonitor:
         values["collapse/seconds"] = time.monotonic() - started
         return values
 
+    @property
+    def _guessing(self) -> float:
+        return math.log(self._validation.vocabulary.size)
+
+    def counts(self, update: int, values: dict[str, float], before: float | None) -> bool:
+        """Return True if a measurement is one of a decoder that has had time to read its source.
+
+        ``before`` is the NLL of the last measurement, None if this is the first.
+        """
+        fall, newest = self._guessing - values[NLL], (self._guessing if before is None else before) - values[NLL]
+        fast = newest / self._config.every > _FALLING * fall / update
+        is_falling = not self._config.grace and fall > 0.0 and fast
+        return update > self._grace and not is_falling
+
     def check(self, update: int, values: dict[str, float], bad: int, before: float | None) -> tuple[int, str]:
         """Check a measurement.
 
@@ -118,17 +133,14 @@ class CollapseMonitor:
         ``action=stop``, ask for a stop after ``patience`` of them, and again after each further one: a run that is
         resumed without a remedy stops at its next measurement.
 
-        ``before`` is the NLL of the last measurement, None if this is the first.
+        ``before`` is that of :meth:`counts`.
 
         Returns:
             Bad measurements in a row including this one, of which ``bad`` came before, and the reason to stop or "".
         """
-        config = self._config
-        guessing = math.log(self._validation.vocabulary.size)
-        low, lost = values[RELIANCE] < config.threshold, values[NLL] > guessing
-        fall, newest = guessing - values[NLL], (guessing if before is None else before) - values[NLL]
-        is_falling = not config.grace and fall > 0.0 and newest / config.every > _FALLING * fall / update
-        if update <= self._grace or is_falling or not (low or lost):
+        config, lost = self._config, values[NLL] > self._guessing
+        low = values[RELIANCE] < config.threshold
+        if not (self.counts(update, values, before) and (low or lost)):
             return 0, ""
         bad += 1
         if bad < config.patience or (config.action == "warn" and bad % config.patience):
@@ -136,8 +148,8 @@ class CollapseMonitor:
         if lost:
             what = (
                 f"the decoder predicts worse than guessing. Its validation loss is {values[NLL]:.2f} nats a token "
-                f"(guessing: {guessing:.2f}) after {bad} bad measurements in a row, and its training loss does not "
-                "show it. Remedies: model.norm=pre, a lower optimizer.lr, a longer "
+                f"(guessing: {self._guessing:.2f}) after {bad} bad measurements in a row, and its training loss does "
+                "not show it. Remedies: model.norm=pre, a lower optimizer.lr, a longer "
                 "schedule.warmup_updates, optimizer.clip_norm=1, or fewer model.decoder_layers"
             )
         else:

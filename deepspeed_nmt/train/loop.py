@@ -10,6 +10,7 @@ from datetime import timedelta
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.parts import LayerConfig
 from deepspeed_nmt.data.loader import Prefetcher, TrainLoader, Update
 from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine.contract import Engine, UpdateResult
@@ -18,7 +19,7 @@ from deepspeed_nmt.parallel.collectives import any_rank, fail_together, gather_l
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.checkpoint import CheckpointStore
-from deepspeed_nmt.train.collapse import NLL, CollapseMonitor
+from deepspeed_nmt.train.collapse import DROP_RATIO, NLL, RELIANCE, CollapseMonitor
 from deepspeed_nmt.train.configuration import TrainingConfig
 from deepspeed_nmt.train.events import Events
 from deepspeed_nmt.train.faults import attribute, check_replicas, has_replicas, is_exact
@@ -42,6 +43,7 @@ class TrainingLoop:
 
     Attributes:
         peak_lr: learning rate at the end of the warm-up.
+        layer: settings of the decoder layers, which may adapt to what the monitor measures.
         workload: cost of training, for perf/mfu; None if it is unknown.
         log: state of the log in the checkpoint that the run continues from, of each rank that wrote it.
     """
@@ -61,6 +63,7 @@ class TrainingLoop:
     stop: StopRequest
     watchdog: Watchdog
     ledger: Ledger
+    layer: LayerConfig
     workload: Workload | None = None
     log: tuple[LogState, ...] = ()
     _start: tuple[float, int] = field(default=(0.0, 0), init=False)
@@ -92,6 +95,8 @@ class TrainingLoop:
         """
         config, saver = self.config, self.saver
         self._start = time.monotonic(), progress.update
+        if progress.drop_ratio is not None:
+            self.engine.module.model.set_drop_ratio(progress.drop_ratio)
         if self._stop_requested():  # during set-up
             return progress
         self.ledger.write(progress.update, must=True)
@@ -242,10 +247,14 @@ class TrainingLoop:
             return progress, ""
         self.ledger.begin("validation")
         self.watchdog.at(f"measuring collapse after update {progress.update}", slow=True)
-        measured = self.monitor(progress.update)
+        measured, ratio, before = self.monitor(progress.update), progress.drop_ratio, progress.monitored_nll
+        if self.layer.adapts and self.monitor.counts(progress.update, measured, before):
+            ratio = self.layer.adapted(ratio, measured[RELIANCE])
+            self.engine.module.model.set_drop_ratio(ratio)
+            measured[DROP_RATIO] = ratio
         self.metrics.log(progress, measured)
-        bad, fatal = self.monitor.check(progress.update, measured, progress.bad_measurements, progress.monitored_nll)
-        return replace(progress, bad_measurements=bad, monitored_nll=measured[NLL]), fatal
+        bad, fatal = self.monitor.check(progress.update, measured, progress.bad_measurements, before)
+        return replace(progress, bad_measurements=bad, monitored_nll=measured[NLL], drop_ratio=ratio), fatal
 
     def _validate(self, progress: Progress) -> Progress:
         """Validate and log; a checkpoint that is the best, or awaits its score, is due."""

@@ -33,6 +33,7 @@ class Progress:
         failed_at: update at which the run failed last; 0 before the first rollback.
         bad_measurements: number of consecutive bad measurements of the collapse monitor.
         monitored_nll: loss of its last measurement; None before the first.
+        drop_ratio: that of layers that adapt it to its measurements; None before the first that counts.
         phases: mixtures of corpora that the run was trained on, the last one in force; none for a single corpus.
     """
 
@@ -53,6 +54,7 @@ class Progress:
     failed_at: Count = 0
     bad_measurements: Count = 0
     monitored_nll: float | None = None
+    drop_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
     phases: tuple[Phase, ...] = ()
 
 

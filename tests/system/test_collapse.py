@@ -7,11 +7,13 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.sample import write_sample
-from tests.commands import log_of, logged, pair_words, refused
+from tests.commands import log_of, logged, newest, pair_words, refused
 from tests.support import ROOT, run_ranks
+from tests.system.conftest import SMALL
 
 SETTINGS = [
     *("--recipe", "sample_small", "model.dim=64", "model.ffn_dim=128", "model.heads=4", "engine.device=cpu"),
@@ -45,7 +47,9 @@ def reliance(run: Path) -> list[float]:
 def runs(texts: Path) -> dict[str, tuple[Path, str]]:
     """A run on each directory, and the output of its ranks: two, of which one is to warn, on shuffled text."""
     done = {}
-    for name, ranks, *settings in (("good", 1), ("shuffled", 2, "training.max_updates=240")):
+    adapted = ["layer.name=cross_attention_drop", "layer.drop_depth=1", "layer.drop_ratio=0.3"]
+    adapted += ["layer.target_reliance=0.5", "layer.max_ratio=0.45"]
+    for name, ranks, *settings in (("good", 1), ("shuffled", 2, "training.max_updates=240", *adapted)):
         run = texts / f"run-{name}"
         words = ["-m", "deepspeed_nmt", "train", "--data", str(texts / name), "--run", str(run), *SETTINGS]
         done[name] = (run, "".join(run_ranks([*words, "engine.name=plain", *map(str, settings)], ranks, texts)))
@@ -56,6 +60,50 @@ def test_it_warns_of_a_model_that_ignores_its_source(runs: dict[str, tuple[Path,
     run, said = runs["shuffled"]
     assert all(abs(value) < 0.05 for value in reliance(run)), "a language model"
     assert said.count("the decoder ignores its source") == 1, "one rank warns in every second measurement"
+
+
+def test_a_drop_ratio_rises_to_its_bound_while_the_source_is_ignored(runs: dict[str, tuple[Path, str]]) -> None:
+    run, _ = runs["shuffled"]
+    ratios = logged(run, "collapse/drop_ratio")
+    assert list(ratios)[-1] == 240 and min(ratios) > 120, "not in the grace period"
+    ratio = 0.3
+    for update, value in ratios.items():
+        ratio = min(0.45, ratio + 0.1 * (1.0 - logged(run, "collapse/source_reliance")[update] / 0.5))
+        assert value == pytest.approx(ratio, rel=1e-9)
+    assert ratio == 0.45
+    assert newest(run).progress.drop_ratio == 0.45
+    assert not logged(runs["good"][0], "collapse/drop_ratio")
+
+
+def test_a_run_that_adapts_resumes_to_the_bit_and_is_the_same_on_two_ranks(data: Path, tmp_path: Path) -> None:
+    words = [
+        "train",
+        "--data",
+        str(data),
+        *SMALL,
+        "model.dropout=0",
+        "batch.micro_tokens=250",
+        "training.log_every=1",
+    ]
+    words += ["layer.name=cross_attention_drop", "layer.drop_depth=2", "layer.drop_ratio=0.1", "layer.adapt_step=0.5"]
+    words += ["collapse.every=2", "collapse.grace=1", "collapse.sentences=8", "validation.metrics=[]"]
+    words += ["engine.name=plain"]
+    target, runs = "layer.target_reliance=9", {name: tmp_path / name for name in ("one", "stopped", "two", "fixed")}
+    for name, updates, *more in (("one", 6, target), ("stopped", 3, target), ("stopped", 6, target), ("fixed", 6)):
+        assert main([*words, f"training.max_updates={updates}", "--run", str(runs[name]), *more]) == 0
+    pair = [*words, "training.max_updates=6", "--run", str(runs["two"]), target]
+    run_ranks(["-m", "deepspeed_nmt", *pair], 2, tmp_path)
+    ratios = {name: logged(run, "collapse/drop_ratio") for name, run in runs.items()}
+    losses = {name: list(logged(run, "train/loss").values()) for name, run in runs.items()}
+    assert list(ratios["one"]) == [2, 4, 6] and 0.5 < ratios["one"][2] < 0.7 and ratios["one"][4] == 0.9
+    assert ratios["stopped"] == ratios["one"] and losses["stopped"] == losses["one"] and not ratios["fixed"]
+    straight, resumed = newest(runs["one"]), newest(runs["stopped"])
+    assert straight.progress.drop_ratio == resumed.progress.drop_ratio == 0.9
+    for name, weight in straight.weights().items():
+        assert torch.equal(weight, resumed.weight(name)), name
+    assert ratios["two"] == pytest.approx(ratios["one"], abs=1e-6)
+    assert losses["two"] == pytest.approx(losses["one"], abs=1e-4)
+    assert losses["fixed"][:2] == losses["one"][:2] and losses["fixed"][2:] != losses["one"][2:], "the ratio counts"
 
 
 def test_it_does_not_warn_of_a_good_model(runs: dict[str, tuple[Path, str]]) -> None:
