@@ -26,6 +26,7 @@ OPTIONS: dict[str, list[str]] = {
     "step": ["--rounds", "1"],
     "watching": ["--rounds", "1"],
     "layouts": ["--rounds", "1"],
+    "family_cost": SIZES,
     "objectives": [*SIZES, "--variants", "plain", "cad+ddr+ald", "r_drop", "2x2"],
     "saving": SIZES,
     "prepare": ["--pairs", "300", "--workers", "1", "--rounds", "1"],
