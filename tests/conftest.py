@@ -31,8 +31,11 @@ SHARED_DATA = Path(os.environ.get("DEEPSPEED_NMT_SHARED", REPOSITORY.parent / "s
 """Real text, which is not part of the repository."""
 FAST_FILES = ("test_architecture.py", "test_readme.py", "test_troubleshooting.py")
 """Files of `launch/test.sh --fast` other than the unit tests and a run from raw text to BLEU."""
-LONGEST_FIRST = ("slurm", "parity", "system", "kernels", "distributed")
-"""Directories in the order in which their files start, so that two workers end at about the same time."""
+LONGEST_FIRST = ("test_slurm.py", "test_engines.py", "slurm", "parity", "system", "kernels", "distributed")
+"""Files and directories in the order in which they start, so that two workers end at about the same time.
+
+Tests under SLURM mostly wait. So one worker has them, with one cluster, while the other computes.
+"""
 
 
 @pytest.fixture(scope="session")
@@ -75,8 +78,8 @@ def pytest_collection_finish() -> None:
 
 
 def _start(item: pytest.Item) -> int:
-    directory = item.path.parent.name
-    return LONGEST_FIRST.index(directory) if directory in LONGEST_FIRST else len(LONGEST_FIRST)
+    names = (item.path.name, item.path.parent.name)
+    return next((place for place, name in enumerate(LONGEST_FIRST) if name in names), len(LONGEST_FIRST))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

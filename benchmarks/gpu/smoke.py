@@ -60,7 +60,8 @@ def suite(path: str, bench: Bench) -> Iterator[Values]:
         raise RuntimeError("pytest is not installed; benchmarks/gpu/pack.sh collects it")
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", path]
+        options = ["-q", "-m", "", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", *options, path]
         status = start(command, bench)
         if not report.exists():
             raise RuntimeError(f"pytest ended with status {status} without a report")

@@ -21,8 +21,8 @@ from deepspeed_nmt.cli import main
 
 DOCUMENTED = {0, 1, 2}
 """Statuses of a command that no signal stops (docs/launch.md)."""
-LIMIT_CPU_S, LIMIT_S = 40.0, 200.0
-"""Bounds on a command: seconds of computing, and seconds in all, on a machine that does much other work."""
+LIMIT_CPU_S, LIMIT_S = 60.0, 600.0
+"""Bounds on a command: seconds of computing, and seconds in all, of which other programs may take most."""
 _TICK_S = 2.0
 MEMORY_BYTES = 6 << 30
 """Memory that a command may take beyond what the process has."""
