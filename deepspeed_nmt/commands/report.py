@@ -40,6 +40,9 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("--max-loss", "depths", {"type": float, "default": 0.5, "metavar": "B",
      "help": "largest loss of BLEU that is accepted (default: %(default)s)"}),
     ("--oracle", "depths", {"action": "store_true", "help": "count the sentences that each pair translates best"}),
+    ("--fit", "depths", {"type": Path, "metavar": "F",
+     "help": "write the fastest rule within --max-loss by which a run's exits choose, for `translate "
+     "--choose-exits`; give validation text"}),
     ("--repeat", "depths", {"type": int, "default": 1, "metavar": "N",
      "help": "number of measurements; times are their medians (default: %(default)s)"}),
 )  # fmt: skip
@@ -152,7 +155,8 @@ def _depths(arguments: argparse.Namespace) -> int:
     full depth, or if no model has it, below the best BLEU. With --oracle it also counts the sentences that each
     pair translates best, by sentence BLEU (ties go to the pair of the least measured time), and has the BLEU of
     the best pair for each sentence. BLEU is that by which the runs are validated, if they share one; its signature
-    is logged.
+    is logged. With --fit it tries rules by which a sentence is translated no deeper than it needs, and writes the
+    fastest one within --max-loss.
     """
     from deepspeed_nmt.reports.depths import draw_depths, measure, systems_of
     from deepspeed_nmt.reports.text_scores import common_scorer
@@ -178,9 +182,14 @@ def _depths(arguments: argparse.Namespace) -> int:
             "each pair; --repeat 3 steadies them"
         )
     options = {"checkpoint": arguments.checkpoint, "max_tokens": arguments.max_tokens, "repeat": arguments.repeat}
-    measured = [measure(system, text, scorer, **options, with_oracle=arguments.oracle) for system in systems]
+    if arguments.fit is not None and len(systems) > 1:
+        raise ConfigError(f"--fit is for one run, and {len(runs)} are given; leave it out")
+    extras = {"with_oracle": arguments.oracle, "with_rules": arguments.fit is not None}
+    measured = [measure(system, text, scorer, **options, **extras) for system in systems]
     draw_depths(measured, arguments.out)
     loss = arguments.max_loss
+    if arguments.fit is not None:
+        measured[0].rule(loss).write(arguments.fit)
     reports = [system.report(loss) for system in measured]
     return _print(arguments, reports, lambda: "\n\n".join(system.text(loss) for system in measured))
 

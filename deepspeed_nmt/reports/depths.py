@@ -19,10 +19,12 @@ from deepspeed_nmt.console import cell, logger, table
 from deepspeed_nmt.core.model import exit_name
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.evaluate.metrics import Scorer
+from deepspeed_nmt.reports.exit_rules import ExitRule, fastest, rules
 from deepspeed_nmt.reports.pictures import picture
 from deepspeed_nmt.reports.run_log import run_names
 from deepspeed_nmt.reports.text_scores import ParallelText
 from deepspeed_nmt.run.directory import Run
+from deepspeed_nmt.search.base import Translation
 from deepspeed_nmt.search.lines import SourceCounts
 
 if TYPE_CHECKING:
@@ -67,11 +69,16 @@ class Oracle:
 
 @dataclass(frozen=True)
 class System:
-    """Results of one system: its depths, in the order of n, then m, and the oracle's choice with --oracle."""
+    """Results of one system: its depths, in the order of n, then m; the oracle's choice; rules that were tried."""
 
     name: str
     depths: Sequence[Depth]
     oracle: Oracle | None = None
+    rules: Sequence[ExitRule] = ()
+
+    def rule(self, max_loss: float) -> ExitRule:
+        """Return the fastest of the rules that lose at most ``max_loss`` BLEU."""
+        return fastest(self.rules, baseline(self.depths).bleu - max_loss)
 
     def report(self, max_loss: float) -> dict[str, Any]:
         """Return the report for programs; the cheapest depth may lose ``max_loss`` BLEU."""
@@ -85,6 +92,8 @@ class System:
         }
         if self.oracle is not None:
             result["oracle"] = {**asdict(self.oracle), "cumulative": self.oracle.cumulative}
+        if self.rules:
+            result["rule"] = asdict(self.rule(max_loss))
         return result
 
     def text(self, max_loss: float) -> str:
@@ -105,6 +114,8 @@ class System:
             for row in rows[1:]:
                 row += [cell(self.oracle.sentences[row[0]]), f"{self.oracle.cumulative[row[0]]:.1%}"]
             lines.append(f"BLEU with the best pair for each sentence: {self.oracle.bleu:.2f}")
+        if self.rules:
+            lines.append(f"fastest rule within {max_loss} BLEU: {self.rule(max_loss)}")
         return "\n".join([f"{self.name}:", table(rows), *lines])
 
 
@@ -213,21 +224,25 @@ def _stages(run: Run, *, alone: bool) -> Pair:
 
 def measure(
     system: Members, text: ParallelText, scorer: Scorer, *, checkpoint: str, max_tokens: int, repeat: int,
-    with_oracle: bool,
+    with_oracle: bool, with_rules: bool = False,
 ) -> System:  # fmt: skip
     """Translate a text at every depth of a system; the times are medians of ``repeat`` measurements.
 
+    ``with_rules`` tries rules for the trained exits of the full encoder.
+
     Raises:
+        ConfigError: if there are fewer than two of them.
         CheckpointError: if a run has no such checkpoint.
     """
     pairs = [pair for _, of_run in system.pairs for pair in of_run]
+    exits = _exits(system) if with_rules else []
     times: dict[Pair, list[tuple[float, float]]] = {pair: [] for pair in pairs}
-    translations: dict[Pair, list[str]] = {}
+    translations: dict[Pair, list[Translation]] = {}
     bleus: dict[Pair, float] = {}
 
-    def translate(translator: Translator, lines: list[str], warn: bool = False) -> list[str]:
+    def translate(translator: Translator, lines: list[str], warn: bool = False) -> list[Translation]:
         counts = None if warn else SourceCounts()
-        return [best[0].text for best in translator.stream(lines, max_tokens=max_tokens, counts=counts)]
+        return [best[0] for best in translator.stream(lines, max_tokens=max_tokens, counts=counts)]
 
     # All pairs in turn, so that a change of the machine's load affects them alike.
     for repetition, (run, of_run) in product(range(repeat), system.pairs):
@@ -240,14 +255,28 @@ def measure(
             started = time.monotonic()
             translations[pair] = translate(shallower, text.sources, warn=repetition == 0 and pair == of_run[0])
             times[pair].append((time.monotonic() - started, to_load))
-            bleus[pair] = scorer.first(translations[pair])
+            bleus[pair] = scorer.first([one.text for one in translations[pair]])
             logger.info("%s: BLEU %.2f, %.1f s", exit_name(*pair), bleus[pair], times[pair][-1][0])
     depths = [Depth(*pair, bleus[pair], *map(median, zip(*times[pair], strict=True))) for pair in pairs]
+    seconds = {depth.decoder: depth.seconds for depth in depths if (depth.encoder, depth.decoder) in exits}
+    tried = list(rules({m: translations[n, m] for n, m in exits}, seconds, scorer.first)) if exits else []
     if not with_oracle:
-        return System(system.name, depths)
-    texts = [translations[pair] for pair in pairs]
+        return System(system.name, depths, rules=tried)
+    texts = [[one.text for one in translations[pair]] for pair in pairs]
     sentences, chosen = oracle(depths, texts, [scorer.sentence_bleus(lines) for lines in texts])
-    return System(system.name, depths, Oracle(sentences, scorer.first(chosen)))
+    return System(system.name, depths, Oracle(sentences, scorer.first(chosen)), tried)
+
+
+def _exits(system: Members) -> list[Pair]:
+    """Return the trained exits of one run's full encoder."""
+    (run, pairs), *others = system.pairs
+    exits = [(n, m) for n, m in pairs if n == pairs[-1][0] and run.trained_at(exit_name(n, m), pairs[-1])]
+    if others or len(exits) < 2:
+        raise ConfigError(
+            f"--fit chooses among exits of one run, but {system.name} has trained only one with its whole encoder; "
+            "give a run of many exits, or add some by `train --add-exits`"
+        )
+    return exits
 
 
 def draw_depths(systems: Sequence[System], out: Path) -> None:

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.deep_shallow_score import ALPHA, EXPONENT
 from deepspeed_nmt.errors import ConfigError, finite_number, option, shown
+from deepspeed_nmt.files import parse_json, read_regular
 from deepspeed_nmt.registry import Config, problem_of
 
 NativeChoice = Literal["auto", "on", "off"]
@@ -178,8 +179,8 @@ class DecodeOptions(Config):
     workers: int = _option("N", "processes on this host's CPU that translate pieces of the file", 1, ge=1)
     search: str | None = _option(
         "S",
-        "beam, diverse_beam, constrained_beam, sampling, mbr, deep_shallow, or mask_predict (default: "
-        "search.name of the run)",
+        "beam, diverse_beam, constrained_beam, sampling, mbr, deep_shallow, choosing_exits, or mask_predict "
+        "(default: search.name of the run)",
         group="search",
         stays=True,
     )
@@ -205,6 +206,12 @@ class DecodeOptions(Config):
     )
     rerank: Literal["deep-shallow"] | None = _option(
         "deep-shallow", "depth growing: rerank the candidates of both exits by both exits", group="search", torch=True
+    )
+    choose_exits: Path | None = _option(
+        "F",
+        "file of `report depths --fit`: how deep the decoder translates each sentence is chosen by its rule",
+        group="search",
+        torch=True,
     )
     alpha: float | None = _setting(
         "A",
@@ -269,12 +276,13 @@ class DecodeOptions(Config):
         exits = self.exits
         if len(exits) > 1 and exits[0] == "exit":
             raise ValueError(f"{option('exit')} and {option(exits[1])} both choose an exit; give one of them")
-        if self.rerank is not None and exits:
-            raise ValueError(
-                f"{option('rerank')} decodes from two exits, {option(exits[0])} from one; give one of them"
-            )
-        if self.rerank is not None and len(self.run or ()) > 1:
-            raise ValueError(f"{option('rerank')} takes one run, and {len(self.run or ())} are given; leave it out")
+        for name in self.given(("rerank", "choose_exits")):
+            if exits:
+                raise ValueError(
+                    f"{option(name)} decodes from several exits, {option(exits[0])} from one; give one of them"
+                )
+            if len(self.run or ()) > 1:
+                raise ValueError(f"{option(name)} takes one run, and {len(self.run or ())} are given; leave it out")
         names = {name: search for name, search in self._searches.items() if search is not None}
         if len(set(names.values())) > 1:
             (first, one), (second, other) = list(names.items())[:2]
@@ -301,12 +309,15 @@ class DecodeOptions(Config):
             "search": self.search,
             "rerank": self.rerank and self.rerank.replace("-", "_"),
             "constraints": "constrained_beam" if isinstance(self.constraints, str) else None,
+            "choose_exits": "choosing_exits" if self.choose_exits is not None else None,
         }
 
     @property
     def settings(self) -> dict[str, Any]:
         """Settings of the search by name; None where those of the run are to be taken."""
         settings = self.given_values(*marked("setting"))
+        if self.choose_exits is not None:
+            settings |= read_rule(self.choose_exits)
         return {**settings, "name": next(filter(None, self._searches.values()), None)}
 
     def longest_line(self, default: int | None = None) -> int:
@@ -339,6 +350,18 @@ class DecodeOptions(Config):
     def resumed(self) -> dict[str, Any]:
         """Return the options with which a stopped translation is resumed, as they are typed."""
         return {typed(name): value for name, value in self.given_values(*marked("stays")).items()}
+
+
+def read_rule(file: Path) -> dict[str, Any]:
+    """Read settings of the search choosing_exits that `report depths --fit` has written, or raise a ConfigError."""
+    try:
+        content = parse_json(read_regular(file))
+        return {name: content[name] for name in ("exits", "rule", "threshold")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{option('choose_exits')} is {file}, which is not what `report depths --fit` writes "
+            f"({getattr(error, 'strerror', None) or error}); give its file"
+        ) from error
 
 
 def marked(mark: str) -> list[str]:

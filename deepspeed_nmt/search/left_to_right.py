@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from deepspeed_nmt.core.model import DecodableModel
+from deepspeed_nmt.core.model import DecodableModel, Memory
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY, Vocabulary
 from deepspeed_nmt.errors import option, shown
@@ -223,9 +223,15 @@ class LeftToRightSearch(ABC, Generic[S]):
 
     @torch.inference_mode()
     def search(
-        self, source_BS: Tensor, padded: bool = True, requests: Sequence[Request] | None = None
+        self,
+        source_BS: Tensor,
+        padded: bool = True,
+        requests: Sequence[Request] | None = None,
+        memory: Memory | None = None,
     ) -> list[list[Hypothesis]]:
         """Translate a batch of sentences; see :meth:`RequestSearch.search`.
+
+        ``memory`` is the encoded source if the caller has encoded it.
 
         Raises:
             CheckpointError: if the model predicts NaN.
@@ -243,7 +249,7 @@ class LeftToRightSearch(ABC, Generic[S]):
             self.start(number, self.config.limit(length, request, model.longest_target), request)
             for number, (length, request) in enumerate(zip(lengths, requests, strict=True))
         ]
-        memory, cache = model.encode(source_BS, padded), model.begin()
+        memory, cache = memory or model.encode(source_BS, padded), model.begin()
         live = Live(
             sentences,
             tokens_RT=source_BS.new_full((len(sentences), 1), self.vocabulary.bos),

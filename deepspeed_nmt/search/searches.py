@@ -8,6 +8,7 @@ from __future__ import annotations
 from deepspeed_nmt.registry import Entry, Registry
 from deepspeed_nmt.search.base import Search
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch, DiverseBeamConfig
+from deepspeed_nmt.search.choosing_exits import ChoosingExits, ChoosingExitsConfig
 from deepspeed_nmt.search.constrained import ConstrainedBeam, ConstrainedBeamConfig
 from deepspeed_nmt.search.deep_shallow import DeepShallow, DeepShallowConfig
 from deepspeed_nmt.search.mask_predict import MaskPredict, MaskPredictConfig
@@ -24,6 +25,7 @@ SEARCHES: Registry[Search] = Registry(
         Entry("diverse_beam", DiverseBeamConfig, BeamSearch),
         Entry("constrained_beam", ConstrainedBeamConfig, ConstrainedBeam),
         Entry("sampling", SamplingConfig, Sampling),
+        Entry("choosing_exits", ChoosingExitsConfig, ChoosingExits),
         Entry("mbr", MinimumBayesRiskConfig, MinimumBayesRisk),
     ],
 )

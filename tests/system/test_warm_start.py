@@ -275,10 +275,10 @@ def read_only(path: Path, text: str) -> None:
 
 
 def test_a_model_of_many_exits_translates_at_each(
-    data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+    data: Path, bottom: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    exits = ["objective.label_smoothed=null", "objective.multi_softmax.exits=2x1"]
+    exits = ["objective.label_smoothed=null", "objective.multi_softmax.exits=2x2"]
     assert main(train_words(data, run, *small, *exits)) == 0
     assert "train/mean_exit_nll" in log_of(run)[0]
     whole = translated(data, run, tmp_path)
@@ -294,13 +294,22 @@ def test_a_model_of_many_exits_translates_at_each(
     report = ["report", "depths", "--run", str(run), "--checkpoint", "last", "--input", str(text / "test.en")]
     report += ["--reference", str(text / "test.de"), "--out", str(picture)]
     capsys.readouterr()
-    assert main([*report, "--json", "--oracle"]) == 0
+    rule = tmp_path / "rule.json"
+    assert main([*report, "--json", "--oracle", "--fit", str(rule)]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert found["rule"] == json.loads(rule.read_text()) and found["rule"]["exits"] == [1, 2]
+    for threshold, layers in ((-1e6, "1"), (1.0, "2")):
+        rule.write_text(json.dumps({**found["rule"], "threshold": threshold}))
+        fixed = translated(data, run, tmp_path, "--decoder-layers", layers)
+        assert translated(data, run, tmp_path, "--choose-exits", str(rule)) == fixed
     assert [(d["encoder"], d["decoder"]) for d in found["depths"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
     assert sum(found["oracle"]["sentences"].values()) == 20 and found["cheapest"]
     # After a few updates sentences have no BLEU, by which the oracle chooses (tests/unit/test_depths.py).
     assert 0.0 <= found["oracle"]["bleu"] < 5.0
     assert "<svg" in picture.read_text(encoding="utf-8")
+    refused([word.replace(str(run), str(bottom)) for word in [*report, "--fit", str(rule)]], capsys, "--fit", "one")
+    rule.write_text(json.dumps({**found["rule"], "exits": [1, 3]}))
+    refused(to_stdout(data, run, "--choose-exits", str(rule)), capsys, "search.exits has 3", "decoder_layers is 2")
     refused([*report[:-4], "--reference", str(text / "valid.de")], capsys, "20", "31")
     refused(to_stdout(data, run, "--encoder-layers", "3"), capsys, "exit", "from 1 to 2")
 

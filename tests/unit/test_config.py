@@ -96,8 +96,8 @@ def test_parts_of_an_objective_are_added_and_removed_by_name() -> None:
     assert "objective has none of" in problems("objective.label_smoothed=null")[0]
     both = problems("objective.multi_softmax.exits=all", recipe="transformer_base")
     assert both == [
-        "objective has label_smoothed and multi_softmax of label_smoothed, multi_softmax, masked_tokens, added_exits; "
-        "keep one, and set the others to null"
+        "objective has label_smoothed and multi_softmax of label_smoothed, multi_softmax, masked_tokens, "
+        "added_exits; keep one, and set the others to null"
     ]
 
 
