@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/run.py decode [--layers 6 15 27] [--beams 4 1] [--batches 1 32 256]
     OMP_NUM_THREADS=1 python benchmarks/run.py decode --as decode_trained --trained RUN --text FILE
+    OMP_NUM_THREADS=1 python benchmarks/run.py decode --as decode_drafts --trained RUN --text FILE --drafts 1 2
     OMP_NUM_THREADS=1 python benchmarks/run.py decode --as decode_start --start-up RUN
 
 The model is written for the other programs as `deepspeed-nmt export` writes it. Its weights are random, so that no
@@ -12,6 +13,9 @@ sources are the first lines of a text, in batches as they stand. "ours ... torch
 The programs take turns. Seconds are processor time of all threads. In parentheses is the median, over the rounds, of
 CTranslate2's seconds in the same precision divided by the program's (of CTranslate2's in fp32 for Hugging Face and
 bf16). Loading and packing are not measured: every program has translated the text before.
+
+--drafts measures speculative decoding instead, drafted by so many layers, beside greedy decoding by the same native
+code and by CTranslate2: the first 64 lines of the text, in batches as they stand.
 
 --start-up measures the whole command for one line instead, from its start to its end, of a trained run: ours, ours by
 CTranslate2, and Hugging Face's classes on the exported run.
@@ -48,8 +52,10 @@ from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from deepspeed_nmt.search.forced import pad_sources
 from deepspeed_nmt.search.models import prepare_to_decode
+from deepspeed_nmt.search.speculative import Speculative, SpeculativeConfig
 
 DIM, FFN, HEADS, ENCODER_LAYERS, SOURCE, STEPS, LONGEST = 256, 1024, 4, 6, 16, 24, 256
+LINES = 64
 V = Vocabulary(8000)
 PEERS = {"fp32": "float32", "int8": "int8"}
 CASE = "decoder layers, beam, batch"
@@ -154,6 +160,72 @@ def huggingface(subject: Subject, directory: Path) -> Translate:
     return translate
 
 
+def drafts(run: Run, arguments: argparse.Namespace, directory: Path) -> Iterator[Results]:
+    """Measure speculative decoding beside greedy decoding; rows more with each precision and batch."""
+    subject, sources_NS = trained_subject(run), encoded(run, arguments.text, LINES)
+    lengths_N = sources_NS.ne(subject.vocabulary.pad).sum(dim=1)
+    rows: list[dict[str, object]] = []
+    rounds: dict[str, object] = {}
+    for precision, size in itertools.product(PEERS, arguments.batches):
+        where = directory / f"{precision}-{size}"
+        where.mkdir()
+        starts = range(0, LINES, size)
+        batches = [sources_NS[at : at + size, : int(lengths_N[at : at + size].max())] for at in starts]
+        searches = drafting(subject, precision, arguments.drafts)
+        peer = ctranslate2(subject, precision, where)
+        case = f"{precision}, {size}"
+        more, rounds[case] = measure_drafts(searches, peer, batches, subject.vocabulary.pad, arguments.rounds)
+        rows += [{"precision, batch": case, **row} for row in more]
+        formats = {"speed-up": "{:.2f}", "accepted": "{:.0%}", "tokens a pass": "{:.2f}", "as greedy": "{:.1%}"}
+        yield Results(tables={"drafts": Table.of(rows, formats)}, rounds=rounds)
+
+
+def drafting(subject: Subject, precision: str, layers: list[int]) -> dict[str, BeamSearch | Speculative]:
+    """Return greedy decoding, and searches that these numbers of layers draft, by native code."""
+    model, vocabulary = subject.make(), subject.vocabulary
+    prepare_to_decode(model, torch.device("cpu"), precision, True)
+    greedy = BeamConfig.model_validate({"beam": 1, **subject.ours})
+    searches: dict[str, BeamSearch | Speculative] = {"greedy": BeamSearch(greedy, model, vocabulary)}
+    for count in layers:
+        settings = SpeculativeConfig.model_validate({"draft_layers": count, **subject.ours})
+        searches[f"drafted by {count}"] = Speculative(settings, model, vocabulary)
+    return searches
+
+
+def measure_drafts(
+    searches: Mapping[str, BeamSearch | Speculative], peer: Translate, batches: list[Tensor], pad: int, rounds: int
+) -> tuple[list[dict[str, object]], dict[str, list[float]]]:
+    """Return a row for each program, and the seconds of each round."""
+    found: dict[str, list[list[int]]] = {}
+    by_peer: dict[str, int] = {}
+
+    def once(name: str) -> None:
+        lists = [searches[name].search(source_BS, bool(source_BS.eq(pad).any())) for source_BS in batches]
+        found[name] = [best[0].tokens for best in itertools.chain.from_iterable(lists)]
+
+    def once_by_peer() -> None:
+        by_peer["CTranslate2"] = sum(peer(source_BS, 1) for source_BS in batches)
+
+    works: dict[str, Work] = {name: lambda _, name=name: partial(once, name) for name in searches}  # type: ignore[misc]
+    taken = in_turns({**works, "CTranslate2": lambda _: once_by_peer}, rounds, clock=time.process_time)
+    rows = []
+    for name, seconds in taken.items():
+        tokens = by_peer[name] if name in by_peer else sum(map(len, found[name]))
+        speed = tokens / statistics.median(seconds)
+        row: dict[str, object] = {
+            "program": name,
+            "tokens/s": round(speed),
+            "speed-up": ratio(taken["greedy"], seconds),
+        }
+        if isinstance(search := searches.get(name), Speculative):
+            counts, pairs = search.counts, list(zip(found[name], found["greedy"], strict=True))
+            row["accepted"] = counts["accepted"] / max(1, counts["drafted"])
+            row["tokens a pass"] = counts["tokens"] / counts["passes"]
+            row["as greedy"] = sum(one == other for one, other in pairs) / len(pairs)
+        rows.append(row)
+    return rows, taken
+
+
 def start_up(run: Path, rounds: int, directory: Path) -> Results:
     """Measure whole commands that translate one line."""
     ours = [sys.executable, "-m", "deepspeed_nmt"]
@@ -191,6 +263,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_rounds(parser, 5)
     parser.add_argument("--trained", type=Path, metavar="RUN", help="measure the model of a run")
     parser.add_argument("--text", type=Path, metavar="FILE", help="source text for it")
+    parser.add_argument(
+        "--drafts", type=int, nargs="+", metavar="M", help="measure drafts by the first M layers of it"
+    )
     parser.add_argument("--start-up", type=Path, metavar="RUN", help="measure whole commands for one line")
 
 
@@ -200,6 +275,9 @@ def run(arguments: argparse.Namespace) -> Iterator[Results]:
         directory = Path(temporary)
         if arguments.start_up is not None:
             yield start_up(arguments.start_up, arguments.rounds, directory)
+            return
+        if arguments.drafts is not None:
+            yield from drafts(Run.open(arguments.trained, "--trained"), arguments, directory)
             return
         generator = torch.Generator().manual_seed(1)
         sources = torch.randint(4, V.size, (max(arguments.batches), SOURCE), generator=generator)

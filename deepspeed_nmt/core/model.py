@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.description import NotStandardError, StandardTransformer
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.errors import ConfigError, option
 from deepspeed_nmt.kernels.segments import Segments, mask_between
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import DecoderCache
@@ -66,6 +66,33 @@ class Memory:
         return Context(mask_between(segments, self.mask), self.states_BSD, draw, target_mask, record=self.record)
 
 
+class SplitDecoder(ABC):
+    """A decoder in two parts: its layers up to an exit, which predicts as well, and those above it.
+
+    The lower part may be several positions ahead of the upper one, which then reads them all at once.
+    """
+
+    @property
+    @abstractmethod
+    def weights(self) -> tuple[int, int, int]:
+        """Numbers of weights of the lower part, of the upper part, and of the projection after each of them."""
+
+    @abstractmethod
+    def lower(self, tokens_B: Tensor, positions_B: Tensor, memory: Memory, cache: DecoderCache) -> tuple[Tensor, ...]:
+        """Read the next token of each sentence at its position, and return the states that the upper part reads.
+
+        Shape: (B,), (B,) -> (B,1,D) each
+        """
+
+    @abstractmethod
+    def predict(self, states: Sequence[Tensor]) -> Tensor:
+        """Compute the logits of the exit. Shape: (B,1,D) each -> (B,V)."""
+
+    @abstractmethod
+    def upper(self, states: Sequence[Tensor], memory: Memory, cache: DecoderCache) -> Tensor:
+        """Compute the logits of the whole decoder, after ``cache.as_block``. Shape: (R,1,D) each -> (R,V)."""
+
+
 class DecodableModel(nn.Module, ABC):
     """A model as a search uses it: it encodes sources and returns logits, one position after another.
 
@@ -105,6 +132,16 @@ class DecodableModel(nn.Module, ABC):
     @abstractmethod
     def at_exit(self, name: str) -> DecodableModel:
         """Return the model that decodes from an exit, with the same weights and without the layers above it."""
+
+    def split(self, stage: int) -> SplitDecoder:
+        """Return the decoder in two parts, the lower of which ends at ``stage``, counted from 1.
+
+        Raises:
+            ConfigError: if it has no exit there below its top.
+        """
+        raise ConfigError(
+            f"{option('draft_layers')} is {stage}, but this model has no such exit below its top; use another search"
+        )
 
 
 class TranslationModel(DecodableModel):

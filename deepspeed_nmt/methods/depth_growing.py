@@ -29,6 +29,7 @@ Legend: B sentences, S source length, T target length, D model width, R rows = B
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, Literal
 
@@ -37,10 +38,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from typing_extensions import override
 
-from deepspeed_nmt.core.model import TOP, Exits, Memory, TranslationModel
+from deepspeed_nmt.core.model import TOP, Exits, Memory, SplitDecoder, TranslationModel
 from deepspeed_nmt.core.parts import MAX_LAYERS, Parts, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.errors import ConfigError, option
 from deepspeed_nmt.kernels.segments import Segments, mask_between
 from deepspeed_nmt.methods.transformer import (
     SMALL,
@@ -172,15 +173,16 @@ class DepthGrowing(TranslationModel):
 
     @override
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
-        embedded_R1D = self.bottom.target_embedding(tokens_R.unsqueeze(1), offset=cache.length)
-        split = self.bottom.decoder.applications
-        context = memory.context()
-        below = replace(context, memory_BSD=memory.below_BSD)
-        (below_R1D,) = self.bottom.decoder(embedded_R1D, below, cache.layers[:split])
-        entry_R1D = self.target_norm(embedded_R1D) + below_R1D
-        (states_R1D,) = self.top_decoder(entry_R1D, context, cache.layers[split:])
-        logits: Tensor = self.projection(states_R1D.squeeze(1))
-        return logits
+        parts = _SplitModules(self)
+        return parts.upper(parts.lower(tokens_R, cache.length, memory, cache), memory, cache)
+
+    @override
+    def split(self, stage: int) -> SplitDecoder:
+        if stage != (stages := self.bottom.stages[1]):
+            raise ConfigError(
+                f"{option('draft_layers')} is {stage}, but a grown model drafts by its shallow exit; use {stages}"
+            )
+        return _SplitModules(self)
 
     @override
     def at_exit(self, name: str) -> TranslationModel:
@@ -189,6 +191,40 @@ class DepthGrowing(TranslationModel):
         if name == "shallow":
             return self.bottom
         raise ConfigError(f"the exit is '{name}'; use shallow or deep")
+
+
+class _SplitModules(SplitDecoder):
+    """The two decoders of a grown model."""
+
+    def __init__(self, model: DepthGrowing) -> None:
+        self._model, self._split = model, model.bottom.decoder.applications
+
+    @property
+    @override
+    def weights(self) -> tuple[int, int, int]:
+        stacks = self._model.bottom.decoder, self._model.top_decoder
+        lower, upper = (stack.weights(0, stack.applications) for stack in stacks)
+        return lower, upper, self._model.projection.weight.numel()
+
+    @override
+    def lower(
+        self, tokens_B: Tensor, positions_B: Tensor | int, memory: Memory, cache: DecoderCache
+    ) -> tuple[Tensor, ...]:
+        model, context = self._model, replace(memory.context(), memory_BSD=memory.below_BSD)
+        embedded_B1D = model.bottom.target_embedding(tokens_B.unsqueeze(1), positions_B)
+        (below_B1D,) = model.bottom.decoder(embedded_B1D, context, cache.layers[: self._split])
+        return below_B1D, embedded_B1D
+
+    @override
+    def predict(self, states: Sequence[Tensor]) -> Tensor:
+        logits: Tensor = self._model.projection(states[0].squeeze(1))
+        return logits
+
+    @override
+    def upper(self, states: Sequence[Tensor], memory: Memory, cache: DecoderCache) -> Tensor:
+        model, (below_R1D, embedded_R1D) = self._model, states
+        entry_R1D = model.target_norm(embedded_R1D) + below_R1D
+        return self.predict(model.top_decoder(entry_R1D, memory.context(), cache.layers[self._split :]))
 
 
 def build_depth_growing(

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from deepspeed_nmt.core.description import NotStandardError, StandardTransformer, describe
-from deepspeed_nmt.core.model import TOP, Exits, Memory, TranslationModel
+from deepspeed_nmt.core.model import TOP, Exits, Memory, SplitDecoder, TranslationModel
 from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH, LayerConfig, ModelConfig, Parts, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
@@ -304,6 +304,45 @@ class Transformer(TranslationModel):
         embedded = self.target_embedding(tokens_R.unsqueeze(1), offset=cache.length)
         (states_R1D,) = self.decoder(embedded, memory.context(), cache.layers)
         logits: Tensor = self.projection(states_R1D.squeeze(1))
+        return logits
+
+    @override
+    def split(self, stage: int) -> SplitDecoder:
+        if not 1 <= stage < self.stages[1]:
+            return super().split(stage)
+        return _SplitStack(self, stage)
+
+
+class _SplitStack(SplitDecoder):
+    """The decoder of a Transformer, split at an exit."""
+
+    def __init__(self, model: Transformer, stage: int) -> None:
+        self._model, self._stage = model, stage
+        self._split, self._end = model.decoder.order.stages[stage - 1], model.decoder.applications
+
+    @property
+    @override
+    def weights(self) -> tuple[int, int, int]:
+        lower, upper = (self._model.decoder.weights(*at) for at in ((0, self._split), (self._split, self._end)))
+        return lower, upper, self._model.projection.weight.numel()
+
+    @override
+    def lower(self, tokens_B: Tensor, positions_B: Tensor, memory: Memory, cache: DecoderCache) -> tuple[Tensor, ...]:
+        embedded = self._model.target_embedding(tokens_B.unsqueeze(1), positions_B)
+        return self._model.decoder.advance((embedded, embedded), memory.context(), cache.layers, 0, self._split)
+
+    @override
+    def predict(self, states: Sequence[Tensor]) -> Tensor:
+        return self._project(states, self._stage)
+
+    @override
+    def upper(self, states: Sequence[Tensor], memory: Memory, cache: DecoderCache) -> Tensor:
+        decoder = self._model.decoder
+        states = decoder.advance(states, memory.context(), cache.layers, self._split, self._end)
+        return self._project(states, decoder.stages)
+
+    def _project(self, states: Sequence[Tensor], stage: int) -> Tensor:
+        logits: Tensor = self._model.projection(self._model.decoder.read(states[0], stage).squeeze(1))
         return logits
 
 

@@ -7,8 +7,12 @@ batch, or when most positions belong to dropped hypotheses alone. Native code lo
 it they are moved only when half of the sentences have left. A state that does not grow, of a recurrent network for
 example, is copied with its hypothesis.
 
-Legend: B sentences, W hypotheses of a sentence, R rows = B x W, H heads, K head width, S source length, P cached
-target positions of a sentence (those of all its hypotheses).
+If there is one hypothesis of each sentence, the lower layers may be some positions ahead. The upper ones then read
+these as a block: its positions are rows, each of which sees those before it. The table also says which positions of a
+block a sentence has dropped again.
+
+Legend: B sentences, W hypotheses of a sentence or positions of a block, R rows = B x W, H heads, K head width,
+S source length, P cached target positions of a sentence (those of all its hypotheses).
 """
 
 from __future__ import annotations
@@ -57,6 +61,7 @@ class Ancestry:
         self.mask: Tensor | None = None
         self._own_RW = torch.empty(0, 0, dtype=torch.bool)
         self._crowded = _CROWDED
+        self._has_gaps = False
         self._past: Past | None = None
 
     def past(self, rows: int, places: int, capacity: int) -> Past:
@@ -77,9 +82,26 @@ class Ancestry:
             self._own_RW = torch.eye(width, dtype=torch.bool, device=device).repeat(self.sentences, 1)
         self._mask_RP = torch.cat([self._mask_RP, self._own_RW], dim=1)
         self.positions = self._mask_RP.shape[1]
-        # One hypothesis per sentence: greedy, or the first step. All cached positions are its own.
-        one_each = rows == self.sentences
-        self.mask = None if one_each else self._mask_RP.view(self.sentences, 1, -1, self.positions)
+        # One hypothesis per sentence: greedy, or the first step. All cached positions are its own, but for gaps.
+        sees_all = rows == self.sentences and not self._has_gaps
+        self.mask = None if sees_all else self._mask_RP.view(self.sentences, 1, -1, self.positions)
+
+    def as_block(self, width: int) -> None:
+        """Let the newest ``width`` positions of each sentence be rows, each of which sees those before it."""
+        self._past = None
+        if width > 1:
+            mask_BWP = self._mask_RP.unsqueeze(1).repeat(1, width, 1)
+            mask_BWP[:, :, self.positions - width :].tril_()
+            self.mask = mask_BWP.unsqueeze(1)
+
+    def keep_first(self, counts: Sequence[int], width: int) -> None:
+        """Drop all but the first positions of a block of each sentence."""
+        start, most = self.positions - width, max(counts)
+        counts_B1 = torch.tensor(counts, device=self._mask_RP.device).unsqueeze(1)
+        self._mask_RP = self._mask_RP[:, : start + most]
+        self._mask_RP[:, start:] = torch.arange(most, device=counts_B1.device) < counts_B1
+        self.positions, self._past = start + most, None
+        self._has_gaps = self._has_gaps or min(counts) < most
 
     def settle(self) -> None:
         """Give the sentences the first places."""
@@ -191,6 +213,10 @@ class LayerCache:
         if self._buffer is not None:
             self._buffer = self._buffer.index_select(1, sentences_B)
 
+    def cut(self, positions: int) -> None:
+        """Forget all but the first positions."""
+        self._positions = positions
+
     def keep(self, kept_BM: Tensor) -> None:
         """Keep these positions of each sentence. Shape: (B,M)."""
         if self._buffer is not None:
@@ -242,6 +268,16 @@ class DecoderCache:
     def length(self) -> int:
         """Target positions of a hypothesis so far."""
         return self.layers[0].length if self.layers else 0
+
+    def as_block(self, width: int) -> None:
+        """Let the layers that are ``width`` positions behind read these at once, as rows of their sentence."""
+        self._ancestry.as_block(width)
+
+    def keep_first(self, counts: Sequence[int], width: int) -> None:
+        """Drop all but the first positions, given their number for each sentence, of a block that all have read."""
+        self._ancestry.keep_first(counts, width)
+        for layer in self.layers:
+            layer.cut(self._ancestry.positions)
 
     def select(self, rows_R: Tensor, sentences_B: Tensor | None) -> None:
         """Continue the hypotheses ``rows_R``: some may be dropped, some continued several times.

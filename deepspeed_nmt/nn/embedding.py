@@ -85,12 +85,15 @@ class TokenEmbedding(nn.Module, Sliceable):
         # Grown on demand; not saved, since it can be computed again.
         self._positions_TD = torch.empty(0, weight_VD.shape[1])
 
-    def forward(self, tokens_BT: Tensor, offset: int = 0, segments: Segments | None = None) -> Tensor:
-        """Embed tokens at the positions from ``offset`` on, or at those in their sentences.
+    def forward(self, tokens_BT: Tensor, offset: int | Tensor = 0, segments: Segments | None = None) -> Tensor:
+        """Embed tokens at the positions from ``offset`` on, (B,) if rows differ, or at those in their sentences.
 
         Shape: (B,T) -> (B,T,D)
         """
-        if segments is None:
+        if isinstance(offset, Tensor):
+            positions_BT = _following(offset, tokens_BT.shape[1])
+            positions_TD = F.embedding(positions_BT, self._positions(int(positions_BT.max()) + 1))
+        elif segments is None:
             end = offset + tokens_BT.shape[1]
             positions_TD = self._positions(end)[offset:end]
         else:
@@ -122,18 +125,22 @@ class LearnedEmbedding(nn.Module, Sliceable):
         self.norm = LayerNorm(dim, eps)
         self.dropout = Dropout(dropout_p)
 
-    def forward(self, tokens_BT: Tensor, offset: int = 0, segments: Segments | None = None) -> Tensor:
-        """Embed tokens at the positions from ``offset`` on, or at those in their sentences.
-
-        Shape: (B,T) -> (B,T,D)
-        """
-        if segments is None:
+    def forward(self, tokens_BT: Tensor, offset: int | Tensor = 0, segments: Segments | None = None) -> Tensor:
+        """Embed tokens; see :meth:`TokenEmbedding.forward`."""
+        if isinstance(offset, Tensor):
+            positions_TD = F.embedding(_following(offset, tokens_BT.shape[1]), self.position_PD)
+        elif segments is None:
             positions_TD = self.position_PD[offset : offset + tokens_BT.shape[1]]
         else:
             positions_TD = F.embedding(segments.positions, self.position_PD)
         sum_BTD = self.ranks.lookup(tokens_BT, self.weight) + positions_TD + self.type_D
         embedded: Tensor = self.dropout(self.norm(sum_BTD))
         return embedded
+
+
+def _following(offset_B: Tensor, length: int) -> Tensor:
+    """Return the positions from different ones on. Shape: (B,) -> (B,T)."""
+    return offset_B.unsqueeze(1) + torch.arange(length, device=offset_B.device)
 
 
 class PredictionTransform(nn.Module):

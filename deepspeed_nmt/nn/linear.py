@@ -128,10 +128,16 @@ def unpack_weights(model: nn.Module) -> None:
     _use(model, None)
 
 
+def packing_of(model: nn.Module) -> PackedWeights | None:
+    """Return the rearranged weights of a model; None if it uses its own."""
+    packed = (part.packed for part in model.modules() if isinstance(part, UsesPackedWeights))
+    return next((weights for weights in packed if weights is not None), None)
+
+
 def native_code(model: nn.Module) -> Library | None:
     """Return the code by which a model decodes; None if torch alone does."""
-    packed = (part.packed for part in model.modules() if isinstance(part, UsesPackedWeights))
-    return next((weights.native for weights in packed if weights is not None), None)
+    packing = packing_of(model)
+    return None if packing is None else packing.native
 
 
 def _use(model: nn.Module, weights: PackedWeights | None) -> None:

@@ -124,11 +124,13 @@ class LayerStack(nn.Module):
         """Apply the layers, up to the deepest of the given exits.
 
         Args:
-            caches: one for each application, when decoding position by position.
+            caches: one for each application, when decoding position by position, from the top.
             exits: counted from 1; default the top.
 
         Shape: (B,T,D) -> one (B,T,D) per exit
         """
+        if caches is not None:
+            return [self.read(self.advance((x_BTD, x_BTD), context, caches, 0, self.applications)[0], self.stages)]
         exits = exits or (self.stages,)
         stages = [self.order.stages[exit - 1] for exit in exits]
         indices = self.order.indices[: max(stages)]
@@ -136,9 +138,8 @@ class LayerStack(nn.Module):
         if self.links is not None:
             x_BTD = self.links.read(x_BTD, 0, kept)
         states: dict[int, Tensor] = {}
-        keeps_graph = self.training and torch.is_grad_enabled() and caches is None
-        # A cache keeps the source's keys and values itself.
-        contexts = self._contexts(context, indices) if caches is None else {}
+        keeps_graph = self.training and torch.is_grad_enabled()
+        contexts = self._contexts(context, indices)
         for number, index in enumerate(indices):
             if number in self.order.inputs_at:
                 x_BTD = x_BTD + input_BTD
@@ -150,13 +151,43 @@ class LayerStack(nn.Module):
             elif recomputed:
                 x_BTD = checkpoint(layer, x_BTD, shared, use_reentrant=False)
             else:
-                x_BTD = layer(x_BTD, shared, None if caches is None else caches[number])
+                x_BTD = layer(x_BTD, shared, None)
             if self.links is not None:
                 x_BTD = self.links.read(x_BTD, number + 1, kept)
             if number + 1 in stages:
                 states[number + 1] = x_BTD
-        norms = map(self.norm_at, exits)
-        return [x if norm is None else norm(x) for norm, x in zip(norms, (states[at] for at in stages), strict=True)]
+        return [self.read(states[at], exit) for at, exit in zip(stages, exits, strict=True)]
+
+    def advance(
+        self, states: Sequence[Tensor], context: Context, caches: Sequence[LayerCache], first: int, end: int
+    ) -> tuple[Tensor, ...]:
+        """Apply the applications from ``first`` to before ``end`` to the next positions in decoding.
+
+        ``states``, which are also returned, are the state, the stack's input and what the links have kept; before
+        the first application the input twice. Each cache keeps the source's keys and values itself.
+
+        Shape: (R,1,D) each -> (R,1,D) each
+        """
+        x_R1D, input_R1D, *kept = states
+        if self.links is not None and first == 0:
+            x_R1D = self.links.read(x_R1D, 0, kept)
+        for number in range(first, end):
+            if number in self.order.inputs_at:
+                x_R1D = x_R1D + input_R1D
+            x_R1D = self.layers[self.order.indices[number]](x_R1D, context, caches[number])
+            if self.links is not None:
+                x_R1D = self.links.read(x_R1D, number + 1, kept)
+        return (x_R1D, input_R1D, *kept)
+
+    def read(self, x_BTD: Tensor, stage: int) -> Tensor:
+        """Return the state as exit ``stage``, counted from 1, gives it out. Shape: (B,T,D) -> (B,T,D)."""
+        norm = self.norm_at(stage)
+        return x_BTD if norm is None else norm(x_BTD)
+
+    def weights(self, first: int, end: int) -> int:
+        """Return the number of weights of some applications, those of a repeated layer counted as often."""
+        layers = (self.layers[index] for index in self.order.indices[first:end])
+        return sum(weight.numel() for layer in layers for weight in layer.parameters())
 
     def _contexts(self, context: Context, indices: Sequence[int]) -> dict[int, Context]:
         """Return the contexts of the layers that are applied several times, with the source's keys and values.

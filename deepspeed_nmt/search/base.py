@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Protocol, runtime_checkable
@@ -142,6 +143,13 @@ class RanksTexts(Protocol):
         Return different ones, best first, at least one.
         """
         ...
+
+
+@runtime_checkable
+class CountsDrafts(Protocol):
+    """A search that counts tokens and passes by name; see :mod:`deepspeed_nmt.search.speculative`."""
+
+    counts: Counter[str]
 
 
 MAX_EXPONENT = 10.0

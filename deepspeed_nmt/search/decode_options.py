@@ -179,8 +179,8 @@ class DecodeOptions(Config):
     workers: int = _option("N", "processes on this host's CPU that translate pieces of the file", 1, ge=1)
     search: str | None = _option(
         "S",
-        "beam, diverse_beam, constrained_beam, sampling, mbr, deep_shallow, choosing_exits, or mask_predict "
-        "(default: search.name of the run)",
+        "beam, diverse_beam, constrained_beam, sampling, mbr, speculative, deep_shallow, choosing_exits, or "
+        "mask_predict (default: search.name of the run)",
         group="search",
         stays=True,
     )
@@ -200,6 +200,10 @@ class DecodeOptions(Config):
     )
     seed: int | None = _setting("N", "sampling, mbr: of the random choices (default: 1)")
     utility: str | None = _setting("U", "mbr: chrf or bleu (default: chrf)")
+    draft_layers: int | None = _setting(
+        "M", "decode greedily, drafted by the first M layers or loops of the decoder (search speculative)"
+    )
+    draft_tokens: int | None = _setting("K", "speculative: most tokens that are drafted at once (default: 8)")
     iterations: int | None = _setting("T", "mask-predict: iterations (default: search.iterations of the run)")
     length_beam: int | None = _setting(
         "L", "mask-predict: candidate lengths (default: search.length_beam of the run)"
@@ -307,6 +311,7 @@ class DecodeOptions(Config):
         """Names of the searches that options choose."""
         return {
             "search": self.search,
+            "draft_layers": None if self.draft_layers is None else "speculative",
             "rerank": self.rerank and self.rerank.replace("-", "_"),
             "constraints": "constrained_beam" if isinstance(self.constraints, str) else None,
             "choose_exits": "choosing_exits" if self.choose_exits is not None else None,

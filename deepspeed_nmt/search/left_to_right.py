@@ -90,6 +90,9 @@ class TokenRules:
 
     Padding, BOS and the mask are never predicted. The prefix has precedence over all other rules. A hypothesis after
     which every token is forbidden ends.
+
+    Attributes:
+        read_tokens: True if they may depend on the tokens of a hypothesis so far.
     """
 
     def __init__(
@@ -110,12 +113,12 @@ class TokenRules:
         self._suppressed = torch.tensor(sorted(suppressed), device=device) if suppressed else None
         self._prefixes = [request.prefix for request in requests]
         self._longest_prefix = max(map(len, self._prefixes), default=0)
-        self._has_settings = self._least > 1 or self._ngram or self._longest_prefix or suppressed
+        self.read_tokens = bool(self._least > 1 or self._ngram or self._longest_prefix or suppressed)
 
     def apply(self, logits_RV: Tensor, tokens_RT: Tensor, numbers: Sequence[int]) -> None:
         """Set the logits of forbidden tokens to -inf in place; see :class:`Live` for the arguments."""
         logits_RV.index_fill_(1, self._never, -torch.inf)
-        if not self._has_settings:
+        if not self.read_tokens:
             return
         length, size = tokens_RT.shape[1] - 1, self._ngram
         forced_R1 = self._forced(length, numbers, logits_RV.shape[0], logits_RV.device)
@@ -209,8 +212,8 @@ class Extensions(NamedTuple):
     log_prob_BW: Tensor
 
 
-class LeftToRightSearch(ABC, Generic[S]):
-    """A search that extends hypotheses token by token. Finished sentences leave the batch.
+class SentenceSearch(ABC, Generic[S]):
+    """A search from left to right by a loop of its own.
 
     The model must be in eval mode when :meth:`search` is called.
     """
@@ -220,6 +223,7 @@ class LeftToRightSearch(ABC, Generic[S]):
         self.model = model
         self.vocabulary = vocabulary
         self.native: Library | None = None
+        """Code by which the model decodes; None if torch alone does."""
 
     @torch.inference_mode()
     def search(
@@ -249,22 +253,44 @@ class LeftToRightSearch(ABC, Generic[S]):
             self.start(number, self.config.limit(length, request, model.longest_target), request)
             for number, (length, request) in enumerate(zip(lengths, requests, strict=True))
         ]
-        memory, cache = memory or model.encode(source_BS, padded), model.begin()
+        rules = TokenRules(self.config, model, self.vocabulary, requests, source_BS.device)
+        self.decode(sentences, memory or model.encode(source_BS, padded), rules)
+        return [self.finish(sentence) for sentence in sentences]
+
+    @abstractmethod
+    def start(self, number: int, limit: int, request: Request) -> S:
+        """Return the state of a sentence before the first step."""
+
+    @abstractmethod
+    def decode(self, sentences: list[S], memory: Memory, rules: TokenRules) -> None:
+        """Decode a batch of sentences until all are finished."""
+
+    @abstractmethod
+    def finish(self, sentence: S) -> list[Hypothesis]:
+        """Return the hypotheses of a sentence, best first."""
+
+
+class LeftToRightSearch(SentenceSearch[S]):
+    """A search that extends hypotheses token by token. Finished sentences leave the batch."""
+
+    def decode(self, sentences: list[S], memory: Memory, rules: TokenRules) -> None:
+        """Decode a batch of sentences step by step."""
+        device, cache = memory.states_BSD.device, self.model.begin()
         live = Live(
             sentences,
-            tokens_RT=source_BS.new_full((len(sentences), 1), self.vocabulary.bos),
-            log_prob_R=torch.zeros(len(sentences), device=source_BS.device),
-            rules=TokenRules(self.config, model, self.vocabulary, requests, source_BS.device),
+            tokens_RT=torch.full((len(sentences), 1), self.vocabulary.bos, device=device),
+            log_prob_R=torch.zeros(len(sentences), device=device),
+            rules=rules,
         )
         while True:
-            logits_RV = model.step(live.tokens_RT[:, -1], memory, cache)
+            logits_RV = self.model.step(live.tokens_RT[:, -1], memory, cache)
             unfinished, *extensions = self.extend(live, logits_RV.float())
             kept = [row for row, searched in enumerate(unfinished) if searched]
             if not kept:
-                return [self.finish(sentence) for sentence in sentences]
+                return
             kept_B: Tensor | None = None
             if len(kept) < len(unfinished):
-                kept_B = torch.tensor(kept, device=source_BS.device)
+                kept_B = torch.tensor(kept, device=device)
                 memory = memory.select(kept_B)
                 extensions = [x_BW.index_select(0, kept_B) for x_BW in extensions]
             row_R, token_R, log_prob_R = (x_BW.flatten() for x_BW in extensions)
@@ -273,19 +299,11 @@ class LeftToRightSearch(ABC, Generic[S]):
             cache.select(row_R, kept_B)
 
     @abstractmethod
-    def start(self, number: int, limit: int, request: Request) -> S:
-        """Return the state of a sentence before the first step."""
-
-    @abstractmethod
     def extend(self, live: Live[S], logits_RV: Tensor) -> Extensions:
         """Record the hypotheses that finish with the next token, and return those that live on.
 
         ``logits_RV``, the fp32 logits of the next tokens, may be overwritten.
         """
-
-    @abstractmethod
-    def finish(self, sentence: S) -> list[Hypothesis]:
-        """Return the hypotheses of a sentence, best first."""
 
 
 def largest(x_BN: Tensor, period: int, k: int) -> tuple[Tensor, Tensor]:

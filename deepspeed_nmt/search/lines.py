@@ -6,7 +6,8 @@ here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -59,6 +60,7 @@ class SourceCounts:
     """Counts of the lines of a text, or of a stretch of it, from which warnings are made.
 
     Attributes:
+        drafts: counts of a search that drafts; none of others.
         unknown: number of tokens that are unknown to the vocabulary.
         noted: number of lines to warn of, by kind.
         first: message on the first of them, by kind.
@@ -69,16 +71,22 @@ class SourceCounts:
     unknown: int = 0
     noted: dict[str, int] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)
+    drafts: dict[str, int] = field(default_factory=dict)
 
     def note(self, kind: str, message: str) -> None:
         """Count a line to warn of."""
         self.noted[kind] = self.noted.get(kind, 0) + 1
         self.first.setdefault(kind, message)
 
+    def add_drafts(self, counts: Mapping[str, int]) -> None:
+        """Add counts of a search that drafts."""
+        self.drafts = dict(Counter(self.drafts) + Counter(counts))
+
     def warn_of(self, more: SourceCounts) -> None:
         """Add the counts of the next stretch, and warn of the first line of each kind, and of unknown tokens."""
         self.lines, self.tokens = self.lines + more.lines, self.tokens + more.tokens
         self.unknown += more.unknown
+        self.add_drafts(more.drafts)
         for kind, message in more.first.items():
             self.noted[kind] = self.noted.get(kind, 0) + more.noted.get(kind, 0)
             self._warn_once(kind, message)
@@ -96,7 +104,14 @@ class SourceCounts:
             logger.warning("%s", message)
 
     def warn_at_end(self) -> None:
-        """Log the number of lines of each kind that has more than the first."""
+        """Log the number of lines of each kind that has more than the first, and the acceptance of drafts."""
+        if passes := self.drafts.get("passes"):
+            drafted, accepted = (self.drafts.get(name, 0) for name in ("drafted", "accepted"))
+            logger.info(
+                f"{accepted:,} of {drafted:,} drafted tokens were accepted "
+                f"({100.0 * accepted / max(1, drafted):.0f}%); "
+                f"a pass through the whole decoder gave {self.drafts['tokens'] / passes:.2f} tokens of a line"
+            )
         for kind, what in _KINDS.items():
             if (count := self.noted.get(kind, 0)) > 1:
                 logger.warning("%s of %s lines %s", f"{count:,}", f"{self.lines:,}", what)
@@ -192,6 +207,7 @@ class SourceLines:
 
     def warn_at_end(self) -> None:
         """Log how many lines there were to warn of."""
+        self.warn()
         if self._total is not None:
             self._total.warn_at_end()
 

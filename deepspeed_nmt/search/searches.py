@@ -14,6 +14,7 @@ from deepspeed_nmt.search.deep_shallow import DeepShallow, DeepShallowConfig
 from deepspeed_nmt.search.mask_predict import MaskPredict, MaskPredictConfig
 from deepspeed_nmt.search.mbr import MinimumBayesRisk, MinimumBayesRiskConfig
 from deepspeed_nmt.search.sampling import Sampling, SamplingConfig
+from deepspeed_nmt.search.speculative import Speculative, SpeculativeConfig
 
 # name, configuration, builder: (config, model, vocabulary) -> search
 SEARCHES: Registry[Search] = Registry(
@@ -27,5 +28,6 @@ SEARCHES: Registry[Search] = Registry(
         Entry("sampling", SamplingConfig, Sampling),
         Entry("choosing_exits", ChoosingExitsConfig, ChoosingExits),
         Entry("mbr", MinimumBayesRiskConfig, MinimumBayesRisk),
+        Entry("speculative", SpeculativeConfig, Speculative),
     ],
 )

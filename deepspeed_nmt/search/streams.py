@@ -25,7 +25,7 @@ from deepspeed_nmt.search.alignment import (
     without_tags,
     word_links,
 )
-from deepspeed_nmt.search.base import Hypothesis, RanksTexts, RequestSearch, Translation
+from deepspeed_nmt.search.base import CountsDrafts, Hypothesis, RanksTexts, RequestSearch, Translation
 from deepspeed_nmt.search.decode_options import DecodeOptions
 from deepspeed_nmt.search.forced import pad_sources, token_log_probs
 from deepspeed_nmt.search.lines import (
@@ -174,6 +174,9 @@ def translate_lines(
                     lists = cast(RequestSearch, search).search(source_BS, padded, requests)
                 else:
                     lists = search.search(source_BS, padded)
+                if isinstance(search, CountsDrafts):
+                    reader.counts.add_drafts(search.counts)
+                    search.counts.clear()
                 texts = [(buffer[number][0], sources[number]) for number in numbers]
                 translations = details.add(source_BS, padded, texts, [best_of(hypotheses) for hypotheses in lists])
             yield [

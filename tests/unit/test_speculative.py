@@ -1,0 +1,200 @@
+"""Self-speculative decoding: the tokens of greedy decoding, whatever is drafted, by a cache that both parts share."""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from deepspeed_nmt.build import build_model
+from deepspeed_nmt.config import validate
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.parts import SearchConfig
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.native import library as native
+from deepspeed_nmt.nn.linear import pack_weights
+from deepspeed_nmt.search.base import Hypothesis, Request
+from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
+from deepspeed_nmt.search.decode_options import DecodeOptions
+from deepspeed_nmt.search.lines import SourceCounts
+from deepspeed_nmt.search.models import Ensemble
+from deepspeed_nmt.search.speculative import Speculative, SpeculativeConfig, rows_for_one
+from deepspeed_nmt.search.streams import translate_lines
+from tests.models import Letters, padded, random_sources, sharp_transformer, sharpened
+
+V = Vocabulary(40)
+LENGTHS = [4, 3, 5, 6, 2, 7]
+SIZES = {"dim": 24, "ffn_dim": 40, "heads": 3, "encoder_layers": 1, "decoder_layers": 4, "share_embeddings": "none"}
+RECURRENT = {"name": "recurrent", "decoder_layers": 2, "encoder_loops": 1, "decoder_loops": 3}
+FAMILIES: Mapping[str, tuple[Mapping[str, Any], int, float]] = {
+    "pre": ({}, 1, 0.0),
+    "post": ({"model": {"norm": "post"}}, 3, 3.0),
+    "drop": ({"layer": {"name": "cross_attention_drop", "drop_depth": 1, "beyond": 0.5}}, 2, 6.0),
+    "stacked": ({"model": RECURRENT}, 1, -4.0),
+    "chain": ({"model": {**RECURRENT, "decoder_layers": 4, "sharing": "closed_chain"}}, 2, -2.0),
+    "DLCL": ({"model": {"name": "dlcl"}}, 2, 0.0),
+    "relative": ({"model": {"name": "relative_positions"}}, 2, 4.0),
+    "added": ({"model": {"norm": "post"}}, 2, 3.0),
+    "grown": ({"model": {"name": "depth_growing"}}, 4, -2.0),
+}
+"""Settings of models, their layers or loops that draft, and a bias by which sentences end early and late."""
+RULES = {"min_length": 4, "max_length": 9, "no_repeat_ngram": 2, "suppress_unknown": True}
+
+
+def model_of(name: str) -> TranslationModel:
+    """Return a random model whose exits agree now and then."""
+    settings, _, end = FAMILIES[name]
+    sections = {**settings, "model": {"name": "transformer", **SIZES, **settings.get("model", {})}}
+    model = sharpened(build_model(validate(sections), V), 3.0, end)
+    if name == "added":
+        model.stacks[1][0].exits["2"] = torch.nn.LayerNorm(24)
+    return model
+
+
+def greedy(model: TranslationModel, rows: list[list[int]], requests: Any = None, **rules: Any) -> list[Hypothesis]:
+    found = BeamSearch(BeamConfig(beam=1, **rules), model, Vocabulary(model.vocab_size)).search(
+        padded(rows), True, requests
+    )
+    return [best[0] for best in found]
+
+
+def search_of(model: TranslationModel, layers: int, k: int | None = None, **rules: Any) -> Speculative:
+    """Return a search that drafts k tokens at once, as far as there is room; None: as many as pay."""
+    config = SpeculativeConfig(draft_layers=layers, **rules)
+    search = Speculative(config, model, Vocabulary(model.vocab_size))
+    if k is not None:
+        search.draft_length = lambda alpha, sentences, most, free_rows: min(k, most)  # type: ignore[method-assign]
+    return search
+
+
+def assert_same(ours: list[list[Hypothesis]], expected: list[Hypothesis]) -> None:
+    assert [best[0].tokens for best in ours] == [one.tokens for one in expected]
+    for (one,), other in zip(ours, expected, strict=True):
+        assert (one.score, one.log_prob) == pytest.approx((other.score, other.log_prob), abs=1e-4)
+
+
+@pytest.mark.parametrize("natively", [False, True], ids=["torch", "native"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_drafts_change_no_token(name: str, natively: bool) -> None:
+    if natively and native.obstacle() is not None:
+        pytest.skip(f"{native.obstacle()}")
+    model, layers, rows = model_of(name), FAMILIES[name][1], random_sources(LENGTHS, V.size)
+    expected = greedy(model, rows)
+    pack_weights(model, native=native.library() if natively else None)
+    assert len({len(one.tokens) for one in expected}) > 3, "sentences of one length would end together"
+    search = search_of(model, layers, 3)
+    assert_same(search.search(padded(rows)), expected)
+    counts = search.counts
+    assert 0 < counts["accepted"] < counts["drafted"] <= 3 * counts["passes"]
+    assert counts["tokens"] == sum(len(one.tokens) + 1 for one in expected)
+    # A pass gives what is accepted and one token more, unless the draft ends in EOS.
+    assert counts["tokens"] <= counts["passes"] + counts["accepted"] <= counts["tokens"] + len(rows)
+    assert_same(search_of(model, layers).search(torch.tensor(rows[:1]), False), expected[:1])
+
+
+def test_rules_prefixes_and_limits_hold() -> None:
+    model, rows = model_of("pre"), random_sources(LENGTHS, V.size)
+    prefixes = [(), (5, 7), (6,), (20, 20, 20), (), (4,) * 11]
+    requests = [Request(line, prefix) for line, prefix in enumerate(prefixes)]
+    limits = {"max_length_ratio": 0.0, "max_length_extra": 3}
+    for rules in (RULES, {}, limits, {"max_length": 1}):
+        search = search_of(model, 2, 5, **rules)
+        assert_same(search.search(padded(rows), True, requests), greedy(model, rows, requests, **rules))
+
+
+def test_a_draft_by_all_that_predicts_is_right() -> None:
+    """Layers above the exit that add nothing agree with it: a pass gives all tokens of its block."""
+    model = model_of("pre")
+    with torch.no_grad():
+        for layer in list(model.stacks[1][0].layers)[2:]:
+            for name, parameter in layer.named_parameters():
+                if "out_proj" in name or "down_proj" in name:
+                    parameter.zero_()
+    rows = random_sources([9], V.size)
+    expected = greedy(model, rows, min_length=22, max_length=22, max_length_extra=30)
+    search = search_of(model, 2, 4, min_length=22, max_length=22, max_length_extra=30)
+    assert_same(search.search(padded(rows)), expected)
+    # Blocks of 5, and one of the last 2, in which EOS is forced.
+    assert search.counts["passes"] == 5 and search.counts["tokens"] == 22
+    assert search.counts["accepted"] >= search.counts["drafted"] - 1
+
+
+def test_positions_that_are_dropped_are_cleared_rarely() -> None:
+    """The cache of a long translation holds few more positions than tokens, although drafts are wrong."""
+    model, rows = sharpened(model_of("post"), 1.0, -100.0), random_sources([5, 6], V.size)
+    rules = {"max_length": 80, "max_length_extra": 100}
+    search, caches = search_of(model, 1, 6, **rules), []
+    begin = model.begin
+    model.begin = lambda: caches.append(begin()) or caches[-1]  # type: ignore[method-assign, func-returns-value]
+    found = search.search(padded(rows))
+    del model.begin
+    assert_same(found, greedy(model, rows, **rules))
+    assert caches[0]._ancestry.positions <= 80 / 0.75 + 7
+
+
+def test_the_length_of_drafts_follows_acceptance_and_cost() -> None:
+    search = search_of(model_of("pre"), 1)
+
+    def cost(k: int, sentences: int, free: float) -> float:
+        lower, upper, projection = search._parts.weights
+        whole = lower + upper + projection
+        draft = ((k + 1) * lower + k * projection) / whole * max(1.0, sentences / free)
+        return draft + (upper + projection) / whole * max(1.0, sentences * (k + 1) / free)
+
+    for alpha in (0.1, 0.5, 0.8, 0.95):
+        for sentences, free in ((1, 6.0), (3, 6.0), (32, 6.0), (4, float("inf"))):
+            rates = [(1 - alpha ** (k + 1)) / (1 - alpha) / cost(k, sentences, free) for k in range(9)]
+            assert search.draft_length(alpha, sentences, 8, free) == rates.index(max(rates))
+    chosen = [search.draft_length(alpha, 1, 8, 6.0) for alpha in (0.0, 0.5, 0.9)]
+    assert chosen == sorted(chosen) and chosen[0] == 0 and chosen[-1] >= 4
+    assert search.draft_length(0.9, 256, 8, 6.0) == 0, "a large batch is decoded as it is"
+    assert rows_for_one(search.model) == 12.0
+
+
+def test_models_without_such_an_exit_are_refused() -> None:
+    plain = sharp_transformer(1)
+    for model, layers in (
+        (plain, 2),
+        (plain.at_exit("2-1"), 1),
+        (Ensemble([plain, plain]), 1),
+        (model_of("grown"), 1),
+    ):
+        with pytest.raises(ConfigError, match=r"`draft_layers` is \d"):
+            search_of(model, layers)
+    merged = {"model": {"name": "transformer", **SIZES}, "layer": {"name": "merged_attention"}}
+    search = search_of(build_model(validate(merged), V).eval(), 1)
+    with pytest.raises(ConfigError, match="keep a state"):
+        search.search(padded(random_sources([3])))
+    with pytest.raises(ConfigError, match=r"search\.name=speculative .* model\.name=gnmt"):
+        validate({"model": {"name": "gnmt"}, "search": {"name": "speculative"}})
+    with pytest.raises(ConfigError, match=r"model\.decoder_layers is 4"):
+        validate({"model": {"name": "transformer", **SIZES}, "search": {"name": "speculative", "draft_layers": 4}})
+
+
+def test_translations_say_how_much_of_their_drafts_was_accepted(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    model, lines = sharp_transformer(1, Letters.vocabulary.size), ["hello", "", "ab", "deep"]
+
+    def translated(config: SearchConfig, counts: SourceCounts | None = None) -> list[list[int]]:
+        return [best[0].tokens for best in translate_lines(model, Letters(), lines, config, counts=counts)]
+
+    counts = SourceCounts()
+    assert translated(SpeculativeConfig(), counts) == translated(BeamConfig(beam=1))
+    assert counts.drafts["tokens"] >= counts.drafts["passes"] > 0 and not caplog.text
+    read = TypeAdapter(SourceCounts).validate_json(json.dumps(asdict(counts)))
+    read.warn_of(counts)
+    assert read.drafts == {name: 2 * count for name, count in counts.drafts.items()}
+    translated(SpeculativeConfig())
+    accepted, drafted = (counts.drafts.get(name, 0) for name in ("accepted", "drafted"))
+    assert f"{accepted} of {drafted} drafted tokens were accepted" in caplog.text
+
+
+def test_layers_that_draft_choose_the_search() -> None:
+    assert DecodeOptions.of({"draft_layers": 2}).settings["name"] == "speculative"
+    with pytest.raises(ConfigError, match="`search` decodes by the search beam, `draft_layers` by speculative"):
+        DecodeOptions.of({"draft_layers": 2, "search": "beam"})
