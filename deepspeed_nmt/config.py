@@ -28,6 +28,7 @@ from deepspeed_nmt.recipes.reading import MAX_DEPTH, merge, parse_yaml, read_yam
 from deepspeed_nmt.registry import Config, Entry, Registry, problem_of
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.train.configuration import CollapseConfig, TrainingConfig, ValidationConfig
+from deepspeed_nmt.train.growth import GrowthConfig
 from deepspeed_nmt.train.optimizers import OPTIMIZERS
 from deepspeed_nmt.train.schedule import ScheduleConfig
 
@@ -64,6 +65,7 @@ class RunConfig(Config):
     batch: BatchConfig = BatchConfig()
     mixture: MixtureConfig = MixtureConfig()
     training: TrainingConfig = TrainingConfig()
+    growth: GrowthConfig = GrowthConfig()
     engine: EngineConfig = EngineConfig()
     validation: ValidationConfig = ValidationConfig()
     collapse: CollapseConfig = CollapseConfig()
@@ -88,6 +90,10 @@ class RunConfig(Config):
         """
         model = self.model.resolved(None if before is None else before.model)
         return self.model_copy(update={"model": model, "validation": self.validation.located()})
+
+    def for_update(self, update: int) -> RunConfig:
+        """Return the settings with which an update is made, those of a run's start for 0: ``model`` may grow."""
+        return self.model_copy(update={"model": self.growth.model_of(self.model, update)})
 
     def to_yaml(self) -> str:
         """Return all settings, defaults included, in the form that :func:`load_config` reads."""
@@ -197,6 +203,7 @@ def validate(merged: Mapping[str, Any], problems: Sequence[str] = ()) -> RunConf
         raise ConfigError(problems)
     config = RunConfig(**sections)
     contradictions = config.parts.contradictions()
+    contradictions += config.growth.contradictions(config.parts, config.training.max_updates)
     if config.engine.tensor_parallel > 1 and not config.model.sliceable:
         contradictions.append(
             f"engine.tensor_parallel is {config.engine.tensor_parallel}, but no ranks can share the layers of "

@@ -152,6 +152,9 @@ def run(arguments: argparse.Namespace) -> int:
         result |= {**({"settings": settings} if arguments.sweep is not None else {}), **checkpoints.as_json()}
         some = f", {trained:,} of them trained" if trained != count else ""
         lines = [f"{recipe} with a vocabulary of {tokens_of(vocabulary)}: {count:,} parameters{some}"]
+        sizes = {str(at): plans.parameters(config.for_update(at), vocabulary)[1] for at in config.growth.at}
+        result |= {"until_update": sizes} if sizes else {}
+        lines += [f"until update {int(at):,}, {size:,} parameters" for at, size in sizes.items()]
         if gpu is not None:
             planned = plans.on(gpu, arguments.num_gpus, config, vocabulary)
             precision = planned.engine.precision

@@ -169,7 +169,7 @@ def _depths(arguments: argparse.Namespace) -> int:
     text = _read_text(arguments, arguments.runs)
     if text is None:
         raise ConfigError("no text to translate; give --data, or --input and --reference")
-    runs = [Run.open(path) for path in dict.fromkeys(arguments.runs)]
+    runs = [Run.open(path).at(arguments.checkpoint) for path in dict.fromkeys(arguments.runs)]
     systems = systems_of(runs)
     scorer = common_scorer(runs, text)
     logger.info("BLEU is %s (%s)", scorer.metrics[0].name, scorer.metrics[0].signature())

@@ -6,7 +6,7 @@ with. It uses only the properties that all parts declare here, so that no part r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
@@ -103,8 +103,12 @@ class ModelConfig(PartConfig):
         """Refuse to grow the run in directory ``where``, by a ConfigError. Called if :attr:`grown_prefix` is set."""
 
     def begins_as(self, name: str, other: ModelConfig) -> str | None:
-        """Return the parameter of a warm start's run as which one begins that the run lacks; None: as initialised."""
+        """Return the parameter of a shallower model as which one begins that it lacks; None: by no such rule."""
         return None
+
+    def ways_to_grow(self) -> Sequence[str]:
+        """Return the values of ``growth.by`` by which the model can grow in the course of a run; none by default."""
+        return ()
 
     def check_shape_of(self, other: ModelConfig, where: str, keys: Iterable[str] | None = None) -> None:
         """Refuse weights of the run in directory ``where`` if settings differ, by default those in ``shape_fields``.

@@ -47,6 +47,10 @@ class CombinedShape(TransformerShape):
             )
         return self
 
+    @override
+    def ways_to_grow(self) -> Sequence[str]:
+        return ("stack",)  # each sum is for a number of layers below, and those of new layers begin as means
+
 
 class DLCLConfig(CombinedShape):
     """Settings of a Transformer with dynamic linear combinations of layers."""

@@ -13,7 +13,7 @@ Each decoder layer reads the sum over all layers below, as in the authors' archi
 **Growing.** Stage 1 trains the lowest stack. A deeper encoder begins with the weights of the shallower one
 (`--init-from`); each layer that this lacks begins as the layer h below, a stack's LayerNorm as that of the stack
 below, and new sums begin as means. The optimizer begins anew, and the learning rate where its warm-up ended
-(``schedule.skipped_updates``).
+(``schedule.skipped_updates``); or both go on, in one run (``growth``).
 
 Legend: N encoder layers, h layers of a stack.
 """

@@ -41,6 +41,8 @@ PLAIN: tuple[str, ...] = get_args(NormStyle)
 """Those that a :class:`Residual` computes."""
 NEEDS_FINAL_NORM = frozenset({"pre", "layernorm_scaling", "peri", "layer_scale", "completep"})
 """Those that normalise the input of a sub-layer, and not the state: a stack of them ends in a LayerNorm."""
+KEEPS_STATE = frozenset({"pre", "layernorm_scaling", "layer_scale"})
+"""Those that leave the state as it is if a sub-layer computes zero, whatever the number of layers."""
 BASE_LAYERS = 6
 """Depth at which the settings of most recipes were chosen."""
 _PROFILED_PAIRS, _PROFILED_LENGTH = 64, 32

@@ -30,7 +30,15 @@ from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH, Lay
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.segments import Segments, mask_between
-from deepspeed_nmt.methods.stabilisers import BASE_LAYERS, NEEDS_FINAL_NORM, PLAIN, Norm, make_residual, profile
+from deepspeed_nmt.methods.stabilisers import (
+    BASE_LAYERS,
+    KEEPS_STATE,
+    NEEDS_FINAL_NORM,
+    PLAIN,
+    Norm,
+    make_residual,
+    profile,
+)
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PositionName, Projection, TokenEmbedding
@@ -175,6 +183,11 @@ class TransformerConfig(TransformerShape):
     name: Literal["transformer"] = "transformer"
 
     known_norms: ClassVar[frozenset[str]] = frozenset(get_args(Norm))
+
+    @override
+    def ways_to_grow(self) -> Sequence[str]:
+        keeps_state = {*self.norms()} <= KEEPS_STATE
+        return ("stack", "adjacent", "interpolate", "zero") if keeps_state else ("stack", "adjacent", "interpolate")
 
 
 class StandardLayerConfig(LayerConfig):

@@ -132,7 +132,7 @@ class Outcome:
     def parameters(self, plans: Plans) -> int | None:
         """Return the number of parameters, frozen ones included; ``plans`` knows models of other runs."""
         with suppress(UserError, OSError):
-            return plans.parameters(self.config, open_tokenizer(self.path).vocabulary)[1]
+            return plans.parameters(self.config.for_update(self.updates), open_tokenizer(self.path).vocabulary)[1]
         return None
 
     def row(

@@ -51,6 +51,7 @@ MARKS = {
     "skip": Mark("skipped update", _ORANGE, "triangle-down", "▼"),
     "spike": Mark("spike", _PURPLE, "triangle-up", "▲"),
     "rollback": Mark("rollback", _RED, "x", "✕", True),
+    "growth": Mark("growth", _PURPLE, "cross", "✚", True),
     "collapse": Mark("warning of collapse", "#d0312d", "diamond", "◆", True),
     "failure": Mark("failure", "#d0312d", "square", "■", True),
     "resume": Mark("restart", _GREY, "circle", "●", True),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -69,7 +69,7 @@ _FILES_READ = {
 }
 """Names of a run's files that are read, or appended to."""
 
-_FIXED = ("model.", "layer.", "objective.", "optimizer.name.", "training.seed.", "batch.update_tokens.")
+_FIXED = ("model.", "growth.", "layer.", "objective.", "optimizer.name.", "training.seed.", "batch.update_tokens.")
 """Settings that cannot change once the run has a checkpoint."""
 
 
@@ -147,18 +147,29 @@ class Run:
 
     def loaded(self, which: str) -> tuple[TranslationModel, str]:
         """Return the model as :meth:`model`, and the hash of its weights."""
-        model = build_model(self.config, self.tokenizer.vocabulary)
         checkpoint = self.checkpoint(which)
         try:
-            checkpoint.load_into(model)
+            model = self._model_of(checkpoint)
         except CheckpointError:
             if checkpoint.path.exists() or which not in ("best", "last"):
                 raise
             # A training of the run has removed it, after it has written a newer one.
             checkpoint = self.checkpoint(which)
-            checkpoint.load_into(model)
+            model = self._model_of(checkpoint)
         logger.info("%s: update %d", checkpoint.path, checkpoint.progress.update)
         return model.eval(), checkpoint.weights_digest
+
+    def at(self, which: str) -> Run:
+        """Return the run with the settings of a checkpoint, since when its model may have grown."""
+        if not self.config.growth.at:
+            return self
+        return replace(self, config=self.config.for_update(self.checkpoint(which).progress.update))
+
+    def _model_of(self, checkpoint: Checkpoint) -> TranslationModel:
+        """Build the model with the layers and weights of a checkpoint."""
+        model = build_model(self.config.for_update(checkpoint.progress.update), self.tokenizer.vocabulary)
+        checkpoint.load_into(model)
+        return model
 
     def trained_at(self, exit: str, stages: tuple[int, int]) -> bool:
         """Return True if the run's objective trains an exit of its model, as always one without numbers."""

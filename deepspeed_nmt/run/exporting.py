@@ -111,12 +111,13 @@ def export_run(
             f"{run.path} predicts masked tokens, and only runs that translate from left to right are exported"
         )
     exit = request.exit or TOP
-    empty = cut_at(run, build_meta_model(run.config, run.tokenizer.vocabulary), exit)
+    then = run.at(request.checkpoint)
+    empty = cut_at(run, build_meta_model(then.config, run.tokenizer.vocabulary), exit)
     try:
         format.check(empty)
     except NotStandardError as error:
         raise ConfigError(f"{run.path} cannot be exported as {format.name}: {error}") from error
-    info = _info(run, request, empty)
+    info = _info(then, request, empty)
     check(info)
     checkpoint = run.checkpoint(request.checkpoint)
     # The run's search may be none that the export's program has.

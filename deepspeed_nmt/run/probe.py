@@ -66,6 +66,7 @@ class Probe:
 
 def probe(config: RunConfig, vocabulary: Vocabulary) -> Probe:
     """Build the model of a run, and measure it before its first update, on this machine's CPU."""
+    config = config.for_update(0)
     model = build_model(config, vocabulary)
     module = TrainModule(model, build_objective(config, vocabulary))
     generator = torch.Generator().manual_seed(config.training.seed)

@@ -122,7 +122,8 @@ def resolve(
         if resumed is None:
             config.model.check_data(data.main.tokenizer())
         model = build_meta_model(config, vocabulary)
-        build_objective(config, vocabulary).check_model(model)
+        for of in (model, build_meta_model(config.for_update(0), vocabulary)):
+            build_objective(config, vocabulary).check_model(of)
         check_size(model, engine, world)
         _check_alignments(config, data)
         _check_lengths(config, model, data, sets)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -359,6 +359,8 @@ def load_first_weights(
             f"{origin.option}: {origin.run} has another vocabulary than {data.path}; prepare the data with "
             f"--vocab-from {origin.run}"
         )
+    checkpoint = source.checkpoint(origin.checkpoint, "--from-checkpoint")
+    source = replace(source, config=source.config.for_update(checkpoint.progress.update))
     differences: list[str] = []
     prefix = ""
     if origin.grow:
@@ -375,7 +377,6 @@ def load_first_weights(
     else:
         config.model.check_shape_of(source.config.model, str(source.path))
         differences = config.model.composition_differences(source.config.model)
-    checkpoint = source.checkpoint(origin.checkpoint, "--from-checkpoint")
     _copy(model, checkpoint, source, prefix, config)
     return OriginRecord(
         run=str(origin.run.resolve()),

@@ -40,6 +40,7 @@ from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
 from deepspeed_nmt.train.collapse import CollapseMonitor
 from deepspeed_nmt.train.events import NO_EVENTS, Detail, Events, check_progress
 from deepspeed_nmt.train.goodput import Ledger
+from deepspeed_nmt.train.growth import Grown
 from deepspeed_nmt.train.log import Metrics, label
 from deepspeed_nmt.train.loop import TrainingLoop
 from deepspeed_nmt.train.out_of_memory import probe
@@ -77,29 +78,32 @@ class Trainer:
         self.store = CheckpointStore(directory, training.keep_last, training.keep_best, record, late.awaiting)
 
     def train(self) -> int:
-        """Train until the end or a requested stop, and return the exit status. A rollback is followed by a resume."""
+        """Train until the end or a requested stop, and return the exit status.
+
+        A rollback is followed by a resume, and so is the update after which the model grows.
+        """
         self.ledger.begin("model")
         world, is_resumed = self.world, bool(self.store.names())
         self.resolved = resolve(self.config, self.data, self.sets, world, self.path if is_resumed else None)
         logger.info("%s", self.resolved)
         if world.is_main:
             self.resolved.save(self.path)
-        rolled_back = False
-        while (progress := self._resume_or_start(rolled_back)) is None:
-            rolled_back = True
-            self.watchdog.at("rolling back", slow=True)
+        again = False
+        while (progress := self._resume_or_start(again)) is None:
+            again = True
+            self.watchdog.at("building the model again", slow=True)
             for _ in range(2):  # frees the engine, and then parts that DeepSpeed's finalizers released
                 gc.collect()
             if world.device.type == "cuda":
                 torch.cuda.empty_cache()
         return self._finish(progress)
 
-    def _resume_or_start(self, rolled_back: bool) -> Progress | None:
-        """Train from the newest checkpoint, or from the start; return None if the run was rolled back."""
+    def _resume_or_start(self, again: bool) -> Progress | None:
+        """Train from the newest checkpoint, or from the start; return None if the run was rolled back, or grows."""
         self.ledger.begin("restore")
         checkpoint = self._newest_checkpoint()
         progress = Progress() if checkpoint is None else checkpoint.progress
-        if not rolled_back and not self.config.training.ends_at(progress):
+        if not again and not self.config.training.ends_at(progress):
             with fail_together(self.world):
                 if self.world.is_main:
                     check_progress(self.path, progress.update, os.environ.get("SLURM_JOB_ID"))
@@ -123,7 +127,9 @@ class Trainer:
         self, checkpoint: Checkpoint | None, progress: Progress, order: UpdateOrder, stack: ExitStack
     ) -> TrainingLoop:
         """Build the loop with its parts; ``stack`` closes the files that it writes."""
-        resolved, config, world, vocabulary = self.resolved, self.config, self.world, self.resolved.vocabulary
+        resolved, world, vocabulary = self.resolved, self.world, self.resolved.vocabulary
+        before, config = (self.config.for_update(update) for update in (progress.update, progress.update + 1))
+        saved: Checkpoint | Grown | None = checkpoint
         objective = build_objective(config, vocabulary)
         with fail_together(world):
             loader = TrainLoader(order, resolved.batch, world.data_rank, world.data_ranks, vocabulary)
@@ -133,8 +139,11 @@ class Trainer:
                 model.compile_layers()
                 if world.is_main:
                     logger.info("layers are compiled as they first run, which takes minutes before the first update")
-            if checkpoint is not None:
-                checkpoint.load_into(model)
+            if checkpoint is not None and before.model != config.model:
+                models = {"before": before.model, "after": config.model}
+                saved = Grown(checkpoint, checkpoint.names, model, **models, by=config.growth.by)
+            if saved is not None:
+                saved.load_into(model)
             else:
                 origin = load_first_weights(model, config, self.origin, self.data.main)
                 if world.is_main and origin is not None:
@@ -155,11 +164,14 @@ class Trainer:
         )
         replica = Replica(copy, engine, resolved.validation_dtype(world.device))
         probe(config.training.probe, engine, loader)
-        if checkpoint is not None:
+        if checkpoint is not None and saved is not None:
             self.ledger.begin("restore")
-            engine.restore(checkpoint, checkpoint.scalars)
+            engine.restore(saved, checkpoint.scalars)
             self.ledger.begin("model")
             logger.info("resuming after update %d (%s)", progress.update, checkpoint.path)
+            if saved is not checkpoint and not config.training.ends_at(progress):
+                logger.info("%s", saved)
+                self.events.record("growth", progress.update, str(saved))
         if config.engine.hash_gradients:
             with fail_together(world):
                 (self.path / GRADIENTS).mkdir(exist_ok=True)
@@ -206,6 +218,7 @@ class Trainer:
         )
         return TrainingLoop(
             config=config.training,
+            growth=config.growth,
             peak_lr=config.optimizer.lr,
             schedule=config.schedule,
             engine=engine,

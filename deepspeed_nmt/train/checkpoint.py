@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -175,6 +175,11 @@ class Checkpoint:
     def resumable(self) -> bool:
         """True if training can be resumed from it; False for an average, which has no optimizer states."""
         return bool(self._where["optimizer"])
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the parameters."""
+        return self._where["weights"].keys()
 
     def weights(self) -> dict[str, Tensor]:
         """Return all weights by parameter name."""
@@ -465,6 +470,11 @@ class CheckpointStore:
         total: dict[str, Tensor] = {}
         newest = max(checkpoints, key=lambda checkpoint: checkpoint.progress.update)
         for checkpoint in checkpoints:
+            if checkpoint.names != newest.names:
+                raise CheckpointError(
+                    f"{checkpoint.path.name} has fewer layers than {newest.path.name}, as the model grew between "
+                    "them; average fewer checkpoints"
+                )
             for name, weight in checkpoint.weights().items():
                 total[name] = total[name] + weight.double() if name in total else weight.double()
         states = (ParameterState(name, (weight / len(checkpoints)).float()) for name, weight in total.items())

@@ -25,7 +25,19 @@ from deepspeed_nmt.text import Kind, TextForm
 from deepspeed_nmt.train.progress import Progress
 
 Event = Literal[
-    "start", "resume", "skip", "spike", "rollback", "collapse", "saved", "unsaved", "best", "stop", "end", "failure"
+    "start",
+    "resume",
+    "skip",
+    "spike",
+    "rollback",
+    "growth",
+    "collapse",
+    "saved",
+    "unsaved",
+    "best",
+    "stop",
+    "end",
+    "failure",
 ]
 EVENTS: tuple[Event, ...] = get_args(Event)
 

@@ -24,6 +24,7 @@ from deepspeed_nmt.train.configuration import TrainingConfig
 from deepspeed_nmt.train.events import Events
 from deepspeed_nmt.train.faults import attribute, check_replicas, has_replicas, is_exact
 from deepspeed_nmt.train.goodput import Ledger
+from deepspeed_nmt.train.growth import GrowthConfig
 from deepspeed_nmt.train.log import LogWindow, Metrics, Workload, norms_by_layer
 from deepspeed_nmt.train.out_of_memory import explained
 from deepspeed_nmt.train.progress import LogState, Progress
@@ -49,6 +50,7 @@ class TrainingLoop:
     """
 
     config: TrainingConfig
+    growth: GrowthConfig
     peak_lr: float
     schedule: ScheduleConfig
     engine: Engine
@@ -86,7 +88,8 @@ class TrainingLoop:
         """Train until the end or a requested stop, and save.
 
         Returns:
-            The new progress; None after a rollback, which requires a new loop from the newest checkpoint.
+            The new progress; None after a rollback or before a growth, which require a new loop from the newest
+            checkpoint.
 
         Raises:
             TrainingError: if rollbacks do not help, if memory runs out, or if the decoder ignores its source and
@@ -117,14 +120,17 @@ class TrainingLoop:
                     progress = self._validate(progress)
                 self.watchdog.at(f"agreeing after update {progress.update}")
                 stopping = self._stop_requested()
-                if (self._save_due and is_sound) or stopping or fatal:
-                    self._save(progress, must=stopping or config.ends_at(progress))
+                growing = progress.update in self.growth.at and not config.ends_at(progress)
+                if (self._save_due and is_sound) or stopping or fatal or growing:
+                    self._save(progress, must=stopping or growing or config.ends_at(progress))
                 if fatal:
                     saver.finish()
                     with fail_together(self.world):
                         raise TrainingError(f"{fatal}. The run was saved after update {saver.saved_at}")
                 if stopping:
                     break
+                if growing:
+                    return None
         self.ledger.begin("saving")
         saver.finish()
         if saver.saved_at != progress.update:

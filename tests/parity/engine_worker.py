@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from deepspeed_nmt import parity as models
+from deepspeed_nmt.build import build_model
 from deepspeed_nmt.data.loader import TrainLoader, Update
 from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine.contract import Engine, UpdateResult
@@ -33,10 +34,12 @@ from deepspeed_nmt.parallel.world import World, join_world, leave_world
 from deepspeed_nmt.parity import Saved, build, train
 from deepspeed_nmt.registry import SelfTest
 from deepspeed_nmt.train.faults import attribute, has_replicas
+from deepspeed_nmt.train.growth import Grown
 from tests.support import parity_loader
 
 UPDATES = 10
 STOPPED, RESUMED = 2, 4
+GROWING = ("zero1", "zero2", "zero3")
 REPEATS = 32  # a power of two, so that the factor on the loss is exact
 
 
@@ -107,6 +110,29 @@ def before_the_step(engine: Engine, loader: TrainLoader, cursor: Cursor, world: 
     return {"same": same, "norms": [*norms, first.grad_norm], "causes": causes, "hashes": runs}
 
 
+def after_a_growth(
+    case: SelfTest, engine_name: str, loader: TrainLoader, world: World, directory: Path
+) -> dict[str, Any]:
+    """Return losses and weights of updates after a growth from 2+2 to 3+4 layers; the deep case stays."""
+    before = models.settings_of("vanilla")
+    engine = build("vanilla", engine_name, world, directory)
+    done = train(engine, loader, world, 1, STOPPED, Cursor())
+    saved, scalars = Saved(engine.state()), engine.scalars()
+    engine.close()
+    deeper = replace(case, settings={"model": {**case.settings["model"], "encoder_layers": 3, "decoder_layers": 4}})
+    models.self_tests = partial(dict, {"vanilla": deeper})
+    after = models.settings_of("vanilla")
+    deep = build_model(after, models.VOCABULARY)
+    grown = Grown(saved, saved.weights, deep, before=before.model, after=after.model, by="interpolate")
+    weights = {name: grown.weight(name) for name, _ in deep.named_parameters()}
+    engine = build("vanilla", engine_name, world, directory, weights=weights)
+    engine.restore(grown, scalars)
+    rest = train(engine, loader, world, STOPPED + 1, RESUMED, done["cursor"])
+    ends = {state.name: state.weight.flatten().tolist() for state in engine.parameters()}
+    engine.close()
+    return {"loss": rest["loss"], "weights": ends}
+
+
 def report_of(
     method: str, case: SelfTest, engines: Sequence[str], world: World, directory: Path, mixture: bool
 ) -> dict[str, Any]:
@@ -160,6 +186,10 @@ def report_of(
                 known = before_the_step(engine, loader, done["cursor"], world, directory)
                 report[engine_name]["before_the_step"] = known
             engine.close()
+        if (is_compared and engine_name in GROWING) or (
+            method == "vanilla" and engine_name == "plain" and not mixture
+        ):
+            report[engine_name]["grown"] = after_a_growth(case, engine_name, loader, world, directory)
         report[engine_name]["resumed_bitwise"] = ends[0] == ends[1]
         report[engine_name]["resumed_loss"] = [ends[0][0], ends[1][0]]
     return report

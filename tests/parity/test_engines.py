@@ -180,6 +180,15 @@ def test_a_run_probed_and_restored_half_way_is_equal_to_the_bit(
         assert sum(report["gradient"].values()) ** 0.5 == pytest.approx(report["norm"][-1], rel=1e-3)
 
 
+@pytest.mark.parametrize("name", ["plain", "zero1", "zero2", "zero3"])
+def test_a_model_grows_alike_under_every_engine(reports: Reports, name: str) -> None:
+    reference, ours = reports("vanilla", 1)["plain"]["grown"], reports("vanilla", 2)[name]["grown"]
+    assert ours["loss"] == pytest.approx(reference["loss"], abs=1e-5, rel=0)
+    assert sum(parameter.startswith("decoder.layers.3.") for parameter in reference["weights"]) > 10
+    for parameter, weight in reference["weights"].items():
+        np.testing.assert_allclose(ours["weights"][parameter], weight, rtol=0, atol=1e-5, err_msg=parameter)
+
+
 @pytest.mark.parametrize(("method", "ranks", "name"), [case for case in ALL if ":" in case[2]])
 def test_sixteen_bit_follows_fp32(reports: Reports, method: str, ranks: Ranks, name: str) -> None:
     reference, ours = reference_of(reports, method, ranks, name), reports(method, ranks)[name]
