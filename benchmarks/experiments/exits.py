@@ -9,16 +9,26 @@ model starts from `layers3` and trains as long again; compare it with the arms o
 The N x M models have the settings of the vanilla ones. `multi4x4` draws 2x2 exits for each update and weights them by
 the inverse of their probability, `multi4x4_equal` weights them equally. An update of theirs costs about two vanilla
 ones, so on equal budgets compare them with `layers4_long`. `multi4x4_all`, which is no default job, trains all 16
-exits in each update. Finally `report depths` of each N x M model is drawn to OUT/depths-<arm>-seed<n>.png.
+exits in each update. Finally `report depths` of each N x M model is drawn to OUT/depths-<arm>-seed<n>.png, and rules
+by which its exits choose, fitted on the validation text, translate the test set beside its fixed decoder depths, all
+in turn; seconds are medians of three, without loading.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import time
+from pathlib import Path
+from statistics import median
 
 from arms import Arm, Experiment, add_options, sh
-from records import Results
+from records import Results, Table
+
+from deepspeed_nmt.api import Translator
+from deepspeed_nmt.reports.text_scores import ParallelText, common_scorer
+from deepspeed_nmt.run.directory import Run
 
 
 def layers(encoder: int, decoder: int) -> list[str]:
@@ -63,6 +73,36 @@ JOBS = [
 ]
 
 
+def chosen(run: Path, data: Path) -> list[dict[str, object]]:
+    """Translate the test set at each fixed decoder depth and by each rule; return rows with BLEU and seconds."""
+    ways: dict[str, Translator] = {}
+    whole = Translator.open(run, checkpoint="average")
+    exits = [int(name.partition("-")[2]) for name in whole.exits if name.startswith(f"{whole.model.stages[0]}-")]
+    exits.append(whole.model.stages[1])
+    for number in exits:
+        ways[f"{number} decoder layers"] = whole.at_exit(f"{whole.model.stages[0]}-{number}")
+    for loss in (0.0, 0.5, 1.0):
+        file = run.with_name(f"{run.name}.rule-{loss}.json")
+        words = ["--input", str(data / "valid.source"), "--reference", str(data / "valid.target")]
+        words += ["--max-loss", str(loss), "--fit", str(file), "--out", str(file.with_suffix(".png"))]
+        sh("report", "depths", "--run", str(run), "--checkpoint", "average", *words)
+        rule = {name: json.loads(file.read_text())[name] for name in ("rule", "exits", "threshold")}
+        title = f"{rule['rule']} {rule['threshold']:.3f} of exits {', '.join(map(str, rule['exits']))} (loss {loss})"
+        ways[title] = Translator.open(run, checkpoint="average", name="choosing_exits", **rule)
+    for name in ("rerank", "consensus"):
+        search = {"name": "choosing_exits", "exits": exits, "rule": name}
+        ways[f"{name} of all exits"] = Translator.open(run, checkpoint="average", **search)
+    text = ParallelText.read(data / "test.source", data / "test.target")
+    scorer, seconds, bleus = common_scorer([Run.open(run)], text), {way: [] for way in ways}, {}
+    for _ in range(3):
+        for way, translator in ways.items():
+            started = time.monotonic()
+            lines = [one.text for one in translator.translate(text.sources)]
+            seconds[way].append(time.monotonic() - started)
+            bleus[way] = scorer.first(lines)
+    return [{"run": run.name, "way": way, "BLEU": bleus[way], "seconds": median(seconds[way])} for way in ways]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, ARMS, JOBS)
 
@@ -71,6 +111,7 @@ def run(arguments: argparse.Namespace) -> Results:
     """Run the arms, then draw BLEU and time by depth."""
     experiment = Experiment(ARMS, arguments)
     results = experiment.run(arguments.jobs)
+    rows: list[dict[str, object]] = []
     for job in arguments.jobs:
         if job.startswith("multi"):
             run = experiment.run_of(*job.split(":"))
@@ -78,4 +119,7 @@ def run(arguments: argparse.Namespace) -> Results:
             files = ["--input", str(arguments.data / "test.source"), "--out", str(picture)]
             files += ["--reference", str(arguments.data / "test.target")]
             sys.stdout.write(sh("report", "depths", "--run", str(run), "--checkpoint", "average", *files, "--oracle"))
+            rows += chosen(run, arguments.data)
+    if rows:
+        results.tables["rules"] = Table.of(rows, {"BLEU": "{:.2f}", "seconds": "{:.2f}"})
     return results
