@@ -4,11 +4,13 @@
 
 All families have the same width, depth on each side (applications of layers, LSTMs or convolutions), dropout and
 objective, and process the same random batches in turns. Their parameters differ, and are a column. --layers is even.
+On a CPU, seconds are those of the processor.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from functools import partial
 from typing import Any
 
@@ -73,5 +75,6 @@ def run(arguments: argparse.Namespace) -> Results:
         return partial(both_passes, module, random_batch(arguments, number + 1))
 
     works = {name: partial(work, module) for name, module in modules.items()}
-    taken = in_turns(works, arguments.rounds, device=device)
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    taken = in_turns(works, arguments.rounds, device=device, clock=clock)
     return Results(tables={"cost": relative(taken, **{"million parameters": millions})}, rounds=taken)
