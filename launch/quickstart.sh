@@ -274,8 +274,12 @@ split_text() {
         { print ($0 in held_out) ? "left-out" : "train" }' "$SOURCE" "$SOURCE" >"$TEXT/parts"
     split_side "$SOURCE" source
     split_side "$TARGET" target
-    say "of $lines pairs: $(sort "$TEXT/parts" | uniq -c | tr -s " \n" " ")" >&3
+    say "$lines pairs: $(pairs_of train) to train, $(pairs_of valid) to validate, $(pairs_of test) to test;" \
+        "$(pairs_of left-out) with the source of a held-out pair are left out" >&3
 }
+
+# pairs_of PART: print the number of its pairs.
+pairs_of() { grep -cx "$1" "$TEXT/parts" || true; }
 
 # split_side FILE SUFFIX: copy line N of FILE to the file with SUFFIX that line N of $TEXT/parts names.
 split_side() {
