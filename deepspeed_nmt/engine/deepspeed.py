@@ -101,6 +101,7 @@ class DeepSpeedEngine(Engine):
         self._engine, self._zero, _, _ = deepspeed.initialize(
             model=module, optimizer=self._optimizer, config=ds_config, dist_init_required=False, mpu=_unit_of(world)
         )
+        self._wait_once()
         self.module = self._engine.module
         self._named: dict[str, nn.Parameter] = dict(self.module.model.named_parameters())
         self._trained = {name: parameter for name, parameter in self._named.items() if parameter.requires_grad}
@@ -112,6 +113,20 @@ class DeepSpeedEngine(Engine):
         scaler = self._scaler()
         if scaler is not None:
             scaler.raise_error_at_min_scale = False  # the training loop limits the number of skipped updates
+
+    def _wait_once(self) -> None:
+        """Have ZeRO-2's step, and ZeRO-1's in fp16 and fp32, wait for the device once: for the norm of the gradient.
+
+        DeepSpeed 0.19.8 looks at the norm three times. It also searches all gradients for infinite values, which the
+        norm shows; but DeepSpeed leaves out of it what tensor-parallel ranks other than the first have in common.
+        """
+        zero = self._zero
+        if not hasattr(zero, "scaled_global_norm") or zero.cpu_offload:
+            return
+        computed = zero.scaled_global_norm
+        zero.scaled_global_norm = lambda: self._read(computed())
+        if self._world.tensor_ranks == 1:
+            zero.check_overflow = lambda **_: None
 
     @override
     def probe(self, batch: Batch) -> None:
@@ -212,8 +227,14 @@ class DeepSpeedEngine(Engine):
             call()
 
     def _norm(self) -> float:
-        """Return the norm of the gradient that DeepSpeed has computed last."""
-        return float(self._zero._global_grad_norm)
+        """Return the norm of the gradient that DeepSpeed has computed last; wait for it only once."""
+        norm = self._zero._global_grad_norm
+        self._zero._global_grad_norm = norm = float(self._read(norm) if isinstance(norm, Tensor) else norm)
+        return norm
+
+    def _read(self, norm: Tensor) -> Tensor:
+        """Return a norm on the host."""
+        return norm.cpu() if self._order is None else self._order.read(norm)
 
     @override
     def scalars(self) -> EngineScalars:
@@ -370,6 +391,14 @@ class GradientOrder:
         if self._world.ranks > 1:
             digest = zlib.crc32(array("l", self._seen).tobytes())
             self._extremes = max_over_ranks([digest, -digest], self._world)
+
+    def read(self, norm: Tensor) -> Tensor:
+        """Return a norm on the host, and with the same wait read what :meth:`check` needs."""
+        if self._extremes is None:
+            return norm.cpu()
+        values = torch.cat([norm.double().reshape(1), self._extremes]).cpu()
+        self._extremes = values[1:]
+        return values[0].to(norm.dtype).view(norm.shape)
 
     def check(self) -> None:
         """Raise on all ranks if the order that was compared last differs between them; begin anew."""

@@ -2,7 +2,8 @@
 
 Arguments: directory, output file. The output is JSON: for each number of ranks, view (a rank) and engine the
 collectives of its start and of an update of two equal micro-batches, in order: name, dtype, bytes and size of the
-group. Each view is a process of its own, forked when everything has been imported.
+group; and where the update waits for the device. Each view is a process of its own, forked when everything has been
+imported.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from deepspeed_nmt.engine import deepspeed  # noqa: F401  # imported before proc
 from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine
 from deepspeed_nmt.parallel import collectives, world
 from deepspeed_nmt.parallel.world import World
+from tests.host_waits import HostCopies, HostWaits
 from tests.support import batch_of
 
 RANKS, TOKENS = (8, 64, 256), 64
@@ -108,10 +110,13 @@ def views(rank: int, ranks: int, directory: Path) -> dict[str, Any]:
                 engine = parity.build("deep" if "zero3" in name else "shallow", name, here, directory)
             for _ in range(2 if "zero3" in name else 0):  # it records the order of modules
                 engine.update([batch()], TOKENS * here.data_ranks, 0.0)
-            with Recorder() as update:
+            waits = HostWaits()
+            with Recorder() as update, HostCopies(waits), waits:
                 engine.update([batch()] * 2, 2 * TOKENS * here.data_ranks, 0.0)
             engine.close()
-            report[f"{name} x{shared}"] = {"start": start.collectives, "update": update.collectives}
+            report[f"{name} x{shared}"] = {
+                "start": start.collectives, "update": update.collectives, "waits": waits.places,
+            }  # fmt: skip
     return {**report, "groups": len(groups)}
 
 

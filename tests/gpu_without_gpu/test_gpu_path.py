@@ -5,15 +5,11 @@ Triton's kernels run in its interpreter, attention in kernels for CPUs behind to
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_nmt.build import build_model, build_objective
 from deepspeed_nmt.config import RunConfig, load_config, validate
@@ -25,57 +21,12 @@ from deepspeed_nmt.engine.plain import COLLECTED_BYTES, GradientSums, PlainEngin
 from deepspeed_nmt.kernels.choice import EXPECTED, OPERATIONS, Kernels
 from deepspeed_nmt.kernels.segments import Segments
 from deepspeed_nmt.parallel.world import World
+from tests.host_waits import HostCopies, HostWaits
 from tests.varlen import use_varlen_on_a_cpu
 
 triton_ops = pytest.importorskip("deepspeed_nmt.kernels.triton_ops", reason="needs triton")
 V = Vocabulary(50)
 SHAPE = {"dim": 16, "ffn_dim": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 2}
-WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "repeat_interleave")
-"""Parts of the names of operators that wait for the device."""
-COPIES = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu)
-
-
-class HostWaits(TorchDispatchMode):
-    """Record the operators that would wait for a GPU, with the lines of the package that call them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.places: list[str] = []
-        self.is_paused = False
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        name = str(function)
-        if not self.is_paused and any(part in name for part in WAITS):
-            self.record(name)
-        return function(*arguments, **(options or {}))
-
-    def record(self, name: str) -> None:
-        """Record a wait."""
-        inside = [frame for frame in traceback.extract_stack() if "/deepspeed_nmt/" in frame.filename]
-        place = (
-            f"{inside[-1].filename.rpartition('/deepspeed_nmt/')[2]}:{inside[-1].lineno}" if inside else "autograd"
-        )
-        self.places.append(f"{name} {place}")
-
-    @contextmanager
-    def paused(self) -> Any:
-        """Leave out what runs inside."""
-        self.is_paused = True
-        yield
-        self.is_paused = False
-
-
-class HostCopies(TorchFunctionMode):
-    """Record methods of tensors that copy to the host without an operator."""
-
-    def __init__(self, waits: HostWaits) -> None:
-        super().__init__()
-        self._waits = waits
-
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        if function in COPIES and not self._waits.is_paused:
-            self._waits.record(function.__name__)
-        return function(*arguments, **(options or {}))
 
 
 def plain_transformer() -> RunConfig:
