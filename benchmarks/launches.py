@@ -13,9 +13,9 @@ layer's count is the difference between two models of which one has eight layers
   place is read and written. Views and allocations are none.
 - A matrix product with its bias is one kernel. Its bytes do not count: they are those "outside of matrix products".
 - An operation on lists of tensors is one kernel for every 320 pieces of 65,536 elements, or every 64 tensors.
-- Attention counts as a matrix product. Without a mask it is FlashAttention: one kernel forward, three backward (the
-  sums of dO O, the gradients, and their conversion to 16 bit). In the packed layout `varlen_attn` launches one more,
-  which sets a random state to zero. With a mask it is torch's memory-efficient kernel: one forward, one backward.
+- Attention counts as a matrix product. Without a mask, and in the packed layout, it is FlashAttention: one kernel
+  forward, three backward (the sums of dO O, the gradients, and their conversion to 16 bit). With a mask it is torch's
+  memory-efficient kernel: one forward, one backward.
 - The backward pass of torch's LayerNorm is two kernels, each of which reads the gradient and the input.
 
 Work on the CPU, such as drawing dropout's seeds, is not counted.
@@ -55,7 +55,7 @@ from deepspeed_nmt.train.optimizers.adam import AdamConfig
 DIM, FFN, HEADS, LENGTH, VOCABULARY = 1024, 4096, 16, 32, 1000
 H100 = (9, 0)
 MORE_LAYERS = 8
-FLASH, VARLEN, EFFICIENT = (1, 3), (2, 3), (1, 1)
+FLASH, EFFICIENT = (1, 3), (1, 1)
 """Kernels of attention, forward and backward."""
 PIECE, PIECES, LIST = 65536, 320, 64
 """Elements of a piece, and pieces and tensors of a list, that one kernel takes."""
@@ -179,12 +179,12 @@ class Launches(TorchDispatchMode):
 
             return attend
 
-        varlen = attention(choice.planned_attention, lambda seen: VARLEN)
+        packed = attention(choice.planned_attention, lambda seen: FLASH)
         padded = attention(choice.sdpa, lambda mask: FLASH if mask is None else EFFICIENT)
         with (
             mock.patch.object(triton_ops, "_launch", launch),
             mock.patch.object(kernels_of_attention, "_multiply", lambda *_, **__: None),
-            mock.patch.object(choice, "planned_attention", varlen),
+            mock.patch.object(choice, "planned_attention", packed),
             mock.patch.object(choice, "sdpa", padded),
             self,
         ):
