@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 
@@ -22,6 +22,18 @@ class Config(BaseModel):
     """Base of every configuration class: frozen, validated on construction, without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+def number_or_auto(least: int, most: int) -> BeforeValidator:
+    """Return a validator of a whole number, or "auto"."""
+
+    def check(value: object) -> object:
+        is_whole = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+        if value != "auto" and not is_whole:
+            raise ValueError(f"is {shown(value)}; use auto, or a whole number from {least} to {most:,}")
+        return value
+
+    return BeforeValidator(check)
 
 
 _KINDS = {

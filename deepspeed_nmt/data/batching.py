@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
 
 from deepspeed_nmt.data.corpus import Indices, Lengths
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.registry import Config, number_or_auto
 
 MAX_TOKENS = 1 << 30
 """Bound on the tokens of a batch or an update, far below those at which 64-bit sums of them overflow."""
@@ -34,11 +34,10 @@ class BatchConfig(Config):
         le=MAX_TOKENS,
         description="target tokens in one update, over all GPUs (the papers' 8 x 4096)",
     )
-    micro_tokens: int = Field(
+    micro_tokens: Annotated[int | Literal["auto"], number_or_auto(1, MAX_TOKENS)] = Field(
         default=4096,
-        ge=1,
-        le=MAX_TOKENS,
-        description="tokens a GPU holds at once, padding included: of the longer of the two sides",
+        description="tokens a GPU holds at once, padding included: of the longer of the two sides; auto: the largest "
+        "power of two up to 16,384 that fits into a GPU, and on a CPU 4,096",
     )
     layout: Literal["auto", "padded", "packed"] = Field(
         default="auto",
@@ -51,6 +50,12 @@ class BatchConfig(Config):
         le=1.0,
         description="share of padding above which an update is divided more finely; for the padded layout",
     )
+
+    @property
+    def bound(self) -> int:
+        """``micro_tokens``; their default while "auto" is not resolved."""
+        default: int = BatchConfig.model_fields["micro_tokens"].default
+        return default if self.micro_tokens == "auto" else self.micro_tokens
 
 
 def grain_tokens(update_tokens: int) -> int:
@@ -71,10 +76,10 @@ def by_length(source: Lengths, target: Lengths) -> Indices:
 def lengths_of(indices: Indices, source: Lengths, target: Lengths, config: BatchConfig) -> Indices:
     """Return source and target lengths of sentences that all fit into a micro-batch. Shape: -> (sentences, 2)."""
     lengths: Indices = np.stack([source[indices], target[indices]], axis=1).astype(np.int64)
-    if (longest := int(lengths.max())) > config.micro_tokens:
+    if (longest := int(lengths.max())) > config.bound:
         raise ConfigError(
-            f"a sentence has {longest} tokens, but batch.micro_tokens is {config.micro_tokens}; raise it, or "
-            f"prepare the data with --max-length {config.micro_tokens - 1}"
+            f"a sentence has {longest} tokens, but batch.micro_tokens is {config.bound}; raise it, or "
+            f"prepare the data with --max-length {config.bound - 1}"
         )
     return lengths
 
@@ -95,14 +100,14 @@ def divide_update(
     """
     indices = indices[by_length(source[indices], target[indices])]
     s, t = np.ascontiguousarray(lengths_of(indices, source, target, config).T)
-    count = max(1, -(-int(np.maximum(s, t).sum()) // (ranks * config.micro_tokens)))
+    count = max(1, -(-int(np.maximum(s, t).sum()) // (ranks * config.bound)))
     while True:
         bounds = _balanced_cut(s, t, ranks * count)
-        if _padded(s, t, bounds).max() > config.micro_tokens:
+        if _padded(s, t, bounds).max() > config.bound:
             # The search for the smallest size ends near it, perhaps above a bound that can be kept.
-            exact = _greedy_cut(s, t, config.micro_tokens, ranks * count)
+            exact = _greedy_cut(s, t, config.bound, ranks * count)
             bounds = bounds if exact is None else exact
-        if _padded(s, t, bounds).max() <= config.micro_tokens and (
+        if _padded(s, t, bounds).max() <= config.bound and (
             _padding(s, t, bounds) <= config.max_padding or ranks * count >= len(indices)
         ):
             break

@@ -41,12 +41,12 @@ def check_lengths(corpora: Corpora, config: BatchConfig) -> int:
                 if int(longest.max()) > length:
                     worst, length = row + int(longest.argmax()), int(longest.max())
                 row += len(source)
-        if length > config.micro_tokens:
+        if length > config.bound:
             where = f" of {part.name}" if len(corpora.parts) > 1 else ""
-            shorter = f", or prepare the data with --max-length {config.micro_tokens - 1}"
+            shorter = f", or prepare the data with --max-length {config.bound - 1}"
             raise ConfigError(
-                f"pair {worst + 1}{where} has {length} tokens, but batch.micro_tokens is {config.micro_tokens}; "
-                f"raise it{shorter if config.micro_tokens > 16 else ''}"
+                f"pair {worst + 1}{where} has {length} tokens, but batch.micro_tokens is {config.bound}; "
+                f"raise it{shorter if config.bound > 16 else ''}"
             )
         longest_of_all = max(longest_of_all, length)
     return longest_of_all
@@ -73,7 +73,7 @@ def largest_micro_batch(updates: Window, corpora: Corpora, ranks: int, config: B
         more = np.bincount(np.maximum(source, target))
         counts = np.pad(counts, (0, max(0, len(more) - len(counts))))
         counts[: len(more)] += more
-    budget = max(len(counts) - 1, min(config.micro_tokens, int(_SAMPLE_MARGIN * seen)))
+    budget = max(len(counts) - 1, min(config.bound, int(_SAMPLE_MARGIN * seen)))
     # Candidates begin with the first sentence of a length, in order of length, and hold as many as fit.
     length = np.flatnonzero(counts)[::-1]
     rows = np.minimum(budget // length, np.cumsum(counts[length][::-1])[::-1])
@@ -365,7 +365,7 @@ class ValidationSet:
         self.corpus, self.vocabulary = corpus, vocabulary
         self._rank, self._ranks = rank, ranks
         longest = int(max(corpus.source_lengths.max(), corpus.target_lengths.max()))
-        self._limits = config.model_copy(update={"micro_tokens": max(longest, config.micro_tokens)})
+        self._limits = config.model_copy(update={"micro_tokens": max(longest, config.bound)})
 
     def __len__(self) -> int:
         return len(self.corpus)

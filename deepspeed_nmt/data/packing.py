@@ -147,12 +147,12 @@ def row_sizes(updates: Window, longest: int, ranks: int, config: BatchConfig) ->
     sample = ranked[np.unique(np.linspace(0, len(ranked) - 1, number).astype(int))]
 
     even = _even_divisions(updates, sample.tolist(), ranks, config)
-    ladder, needed = _ladder(even, config.micro_tokens)
+    ladder, needed = _ladder(even, config.bound)
     two = _two_shapes(totals[0, full], totals, longest, ranks, config)
     taken = failed = 0
     for update in sample.tolist():
         lengths = lengths_of(updates[update], updates.source, updates.target, config)
-        if (division := _divide_into_two_shapes(lengths, ranks, config.micro_tokens, two)) is not None:
+        if (division := _divide_into_two_shapes(lengths, ranks, config.bound, two)) is not None:
             taken += int(division[1].sum())
         elif (failed := failed + 1) >= _FAILED:
             return ladder
@@ -165,7 +165,7 @@ def _two_shapes(full: Indices, totals: Sizes, longest: int, ranks: int, config: 
     ``full`` has the source tokens of all updates but the rest of the epoch, ``totals`` the source and target tokens
     of all updates. Shape: (updates,), (2, updates).
     """
-    bound = config.micro_tokens
+    bound = config.bound
     count = ranks * max(1, -(-int(_SPARE * totals.max()) // (ranks * max(1, bound - _MULTIPLE))))
 
     def size(tokens: float) -> int:
@@ -191,7 +191,7 @@ def _even_divisions(updates: Window, sample: list[int], ranks: int, config: Batc
     loads = []
     for update in sample:
         lengths = lengths_of(updates[update], updates.source, updates.target, config)
-        loads.append(_loads(lengths, *_divide_evenly(lengths, ranks, config.micro_tokens)))
+        loads.append(_loads(lengths, *_divide_evenly(lengths, ranks, config.bound)))
     return np.concatenate(loads)
 
 
@@ -253,10 +253,10 @@ def pack_update(
     lengths = lengths_of(indices, source, target, config)
     division = None
     if sizes.two_shapes:
-        division = _divide_into_two_shapes(lengths, ranks, config.micro_tokens, sizes)
+        division = _divide_into_two_shapes(lengths, ranks, config.bound, sizes)
     if division is None:
-        row_of, count = _divide_evenly(lengths, ranks, config.micro_tokens)
-        shapes = sizes.shapes(_loads(lengths, row_of, count), config.micro_tokens)
+        row_of, count = _divide_evenly(lengths, ranks, config.bound)
+        shapes = sizes.shapes(_loads(lengths, row_of, count), config.bound)
     else:
         row_of, shapes = division
     shapes = np.where(_loads(lengths, row_of, len(shapes)) < shapes, shapes, shapes + _MULTIPLE)
@@ -271,7 +271,7 @@ def largest_packed(
 ) -> PackedPart:
     """Return a micro-batch of an update in rows of the largest sizes."""
     first = pack_update(indices, source, target, ranks, config, sizes)[0][0]
-    most = [last + (_MULTIPLE if last == config.micro_tokens else 0) for *_, last in (sizes.source, sizes.target)]
+    most = [last + (_MULTIPLE if last == config.bound else 0) for *_, last in (sizes.source, sizes.target)]
     return replace(first, source=max(first.source, most[0]), target=max(first.target, most[1]))
 
 

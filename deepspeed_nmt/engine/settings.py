@@ -22,13 +22,7 @@ from deepspeed_nmt.files import parse_json
 from deepspeed_nmt.kernels.choice import parse_setting
 from deepspeed_nmt.kernels.precision import Precision, native_precision
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.registry import Config
-
-
-def _recompute(value: object) -> object:
-    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-        raise ValueError(f"is {shown(value)}; use auto, or a whole number from 0 up")
-    return value
+from deepspeed_nmt.registry import Config, number_or_auto
 
 
 def _kernels(value: object) -> object:
@@ -45,7 +39,7 @@ def _off(value: object) -> object:
 
 
 KernelsSetting = Annotated[str, BeforeValidator(_kernels)]
-Recompute = Annotated[int | Literal["auto"], BeforeValidator(_recompute)]
+Recompute = Annotated[int | Literal["auto"], number_or_auto(0, 1 << 30)]
 DEFAULT_DS_CONFIG = "zero2"
 """DeepSpeed's configuration where ``engine.ds_config`` is not set."""
 

@@ -16,6 +16,8 @@ from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.memory import GIB, PARTS, Layout, host_bytes, state_bytes, validation_bytes
 
 _MICRO_TOKENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+_AUTO_TOKENS = 16384
+"""Largest micro-batch of batch.micro_tokens=auto. Larger ones hide little more of the host's time."""
 _BUSY_TOKENS = 2048
 """Least target tokens of a micro-batch that keep a GPU busy and hide its communication. A rule of thumb."""
 _RANKS_OF_A_HOST = 8
@@ -155,12 +157,18 @@ class Planner:
     layout: Layout
 
     def as_set(self, usable_gib: float) -> Plan:
-        """Return the plan that the settings describe; "auto" is as little recomputation as fits."""
-        given = (self.engine.recompute_encoder, self.engine.recompute_decoder)
+        """Return the plan that the settings describe.
+
+        "auto" is as little recomputation as fits, and the largest micro-batch that fits and that an update fills.
+        """
+        given, layout = (self.engine.recompute_encoder, self.engine.recompute_decoder), self.layout
         encoder, decoder = (_RECOMPUTE if every == "auto" else (every,) for every in given)
-        sides, tokens = itertools.product(encoder, decoder), self.batch.micro_tokens
-        plans = [plan_for(self.counts, self.layout, tokens, recompute) for recompute in sides]
-        return fastest(plans, usable_gib)
+        sizes: tuple[int, ...] = (self.batch.bound,)
+        if self.batch.micro_tokens == "auto":
+            most = min(_AUTO_TOKENS, 2 * self.batch.update_tokens * layout.tensor_ranks // layout.ranks)
+            sizes = tuple(size for size in _MICRO_TOKENS if size <= max(_MICRO_TOKENS[0], most))
+        choices = itertools.product(sizes, itertools.product(encoder, decoder))
+        return fastest([plan_for(self.counts, layout, *choice) for choice in choices], usable_gib)
 
     def advised(self, gpu: Gpu) -> Plan:
         """Return the fastest plan that fits; the smallest if none does."""

@@ -50,10 +50,12 @@ def layout_on(config: RunConfig, precision: Precision, capability: Capability | 
     return layout
 
 
-def batch_on(config: RunConfig, data: TrainingData, precision: Precision, world: World) -> BatchConfig:
+def batch_on(
+    config: RunConfig, micro_tokens: int, data: TrainingData, precision: Precision, world: World
+) -> BatchConfig:
     """Return sizes of batches with their layout on these ranks."""
     layout = layout_on(config, precision, capability_of(world.device))
-    batch = config.batch.model_copy(update={"layout": layout})
+    batch = config.batch.model_copy(update={"layout": layout, "micro_tokens": micro_tokens})
     if config.batch.layout == "auto" and layout == "packed":
         return with_less_padding(batch, update_order_of(data.corpora(config.mixture), config, data), world)
     return batch

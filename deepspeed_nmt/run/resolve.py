@@ -29,7 +29,7 @@ from deepspeed_nmt.evaluate.metrics import Scorer
 from deepspeed_nmt.files import atomic_write_text, parse_json, read_regular
 from deepspeed_nmt.kernels.choice import OPERATIONS, Kernels, obstacle
 from deepspeed_nmt.kernels.precision import DTYPES, capability_of
-from deepspeed_nmt.parallel.collectives import fail_together, from_main, sum_over_ranks
+from deepspeed_nmt.parallel.collectives import fail_together, from_main, max_over_ranks, sum_over_ranks
 from deepspeed_nmt.parallel.hardware import host_memory
 from deepspeed_nmt.parallel.launched import local_ranks
 from deepspeed_nmt.parallel.world import World
@@ -91,6 +91,7 @@ class Resolved:
             "engine": "plain" if self.engine.ds_config is None else "deepspeed",
             "precision": self.engine.precision,
             "layout": self.batch.layout,
+            "micro_tokens": self.batch.micro_tokens,
             "ds_config": self.engine.ds_config,
             "recompute_encoder": self.recompute[0],
             "recompute_decoder": self.recompute[1],
@@ -112,13 +113,12 @@ def resolve(
 
     Args:
         sets: data directories of all validation sets by name.
-        resumed: run directory, if the run has a checkpoint: no pretrained weights are loaded, and matrices are
-            multiplied by the library that it has recorded.
+        resumed: run directory, if the run has a checkpoint: no pretrained weights are loaded, matrices are multiplied
+            by the library that it has recorded, and "auto" is the size of micro-batches that it has recorded.
     """
     with fail_together(world):
         vocabulary = data.main.tokenizer().vocabulary
         engine = resolve_engine(config.engine, config.optimizer, world)
-        batch = batch_on(config, data, engine.precision, world)
         if resumed is None:
             config.model.check_data(data.main.tokenizer())
         model = build_meta_model(config, vocabulary)
@@ -131,14 +131,23 @@ def resolve(
             metrics, _ = config.validation.chosen(directory.text_form, name)
             Scorer(metrics, directory.text_form, [])  # imports what it needs
         kernels = build_kernels(config)
-    products: object = None
+    products = micro_tokens = None
     with suppress(OSError, ValueError, AttributeError):
-        products = resumed and parse_json(read_regular(resumed / RESOLVED_FILE)).get("products")
+        recorded = parse_json(read_regular(resumed / RESOLVED_FILE)) if resumed else {}
+        products = recorded.get("products")
+        micro_tokens = (
+            BatchConfig(micro_tokens=recorded["micro_tokens"]).bound if "micro_tokens" in recorded else None
+        )
     kernels = keep_products(kernels, products, world)
     # Validation on a CPU runs in fp32, too.
     kernels = agree_on_kernels(kernels, world, {DTYPES[engine.precision], torch.float32})
+    micro_tokens = from_main(micro_tokens, world)
     with fail_together(world):
-        recompute = resolve_recomputation(config, vocabulary, engine, world, kernels)
+        recompute, micro_tokens = resolve_memory(config, vocabulary, engine, world, kernels, micro_tokens)
+    if config.batch.micro_tokens == "auto" and world.ranks > 1:  # GPUs may differ
+        micro_tokens = -int(max_over_ranks([-float(micro_tokens)], world))
+    with fail_together(world):
+        batch = batch_on(config, micro_tokens, data, engine.precision, world)
     backends = kernels.describe(world.device, DTYPES[engine.precision])
     is_compiled = config.engine.compile == "layers"
     return Resolved(vocabulary, engine, batch, recompute, kernels, backends, is_compiled)
@@ -195,30 +204,42 @@ def check_size(model: TranslationModel, engine: EngineSettings, world: World) ->
         )
 
 
-def resolve_recomputation(
-    config: RunConfig, vocabulary: Vocabulary, engine: EngineSettings, world: World, kernels: Kernels
-) -> RecomputedLayers:
-    """Return every k-th encoder and decoder layer to recompute: the settings, or for "auto" as few layers as fit."""
-    sides = (config.engine.recompute_encoder, config.engine.recompute_decoder)
-    if "auto" not in sides:
-        return sides  # type: ignore[return-value]
+def resolve_memory(
+    config: RunConfig,
+    vocabulary: Vocabulary,
+    engine: EngineSettings,
+    world: World,
+    kernels: Kernels,
+    recorded: int | None = None,
+) -> tuple[RecomputedLayers, int]:
+    """Return every k-th encoder and decoder layer to recompute, and the tokens of a micro-batch.
+
+    They are the settings, or for "auto" as few layers and as many tokens as fit. ``recorded`` are the tokens of an
+    earlier start, which "auto" keeps. On a CPU without ``engine.memory_gib`` it is their default.
+    """
+    sides, batch = (config.engine.recompute_encoder, config.engine.recompute_decoder), config.batch
     gib = config.engine.memory_gib
     if not gib and world.device.type == "cuda":
         gib = usable_gib(torch.cuda.get_device_properties(world.device).total_memory / GIB)
+    if batch.micro_tokens == "auto" and (recorded or not gib):
+        batch = batch.model_copy(update={"micro_tokens": recorded or batch.bound})
+    if "auto" not in (*sides, batch.micro_tokens):
+        return sides, batch.bound  # type: ignore[return-value]
     if not gib:
         raise ConfigError(
             "engine.recompute_encoder or engine.recompute_decoder is auto, which needs the size of the memory; set "
             "engine.memory_gib, or give numbers"
         )
     planned = kernels.planned_for(capability_of(world.device))
+    config = config.model_copy(update={"batch": batch})
     plan = make_planner(config, vocabulary, engine, world.ranks, planned).as_set(gib)
     if world.is_main:
         logger.info(
             "engine.recompute_encoder={} engine.recompute_decoder={}".format(*plan.recompute)
-            + f": a micro-batch of {plan.micro_tokens} tokens then takes {plan.total / GIB:.2f} of {gib:.2f} GiB"
-            + ("" if plan.fits(gib) else ", which does not fit")
+            + f" batch.micro_tokens={plan.micro_tokens}: a micro-batch then takes {plan.total / GIB:.2f} of "
+            + f"{gib:.2f} GiB{'' if plan.fits(gib) else ', which does not fit'}"
         )
-    return plan.recompute
+    return plan.recompute, plan.micro_tokens
 
 
 def check_ranks_agree(config: RunConfig, data: TrainingData, sets: Mapping[str, DataDirectory], world: World) -> None:

@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +23,10 @@ from deepspeed_nmt.data.loader import TrainLoader, collate
 from deepspeed_nmt.data.training import TrainingData
 from deepspeed_nmt.data.update_order import UpdateOrder
 from deepspeed_nmt.engine import build_engine
+from deepspeed_nmt.engine.contract import Engine
 from deepspeed_nmt.errors import EXIT_STOPPED, counted
 from deepspeed_nmt.methods import collapse_remedies
-from deepspeed_nmt.parallel.collectives import fail_together, from_main
+from deepspeed_nmt.parallel.collectives import any_rank, fail_together, from_main
 from deepspeed_nmt.parallel.launched import once_per_host
 from deepspeed_nmt.parallel.tensor import parallelize
 from deepspeed_nmt.parallel.watchdog import Watchdog
@@ -43,7 +44,7 @@ from deepspeed_nmt.train.goodput import Ledger
 from deepspeed_nmt.train.growth import Grown
 from deepspeed_nmt.train.log import Metrics, label
 from deepspeed_nmt.train.loop import TrainingLoop
-from deepspeed_nmt.train.out_of_memory import probe
+from deepspeed_nmt.train.out_of_memory import OutOfMemoryError, probe
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.saving import Saver
 from deepspeed_nmt.train.signals import StopRequest
@@ -99,7 +100,10 @@ class Trainer:
         return self._finish(progress)
 
     def _resume_or_start(self, again: bool) -> Progress | None:
-        """Train from the newest checkpoint, or from the start; return None if the run was rolled back, or grows."""
+        """Train from the newest checkpoint, or from the start.
+
+        Return None if the run was rolled back, grows, or begins again with smaller micro-batches.
+        """
         self.ledger.begin("restore")
         checkpoint = self._newest_checkpoint()
         progress = Progress() if checkpoint is None else checkpoint.progress
@@ -119,14 +123,16 @@ class Trainer:
             order = update_order_of(corpora, self.config, self.data, progress)
         with ExitStack() as stack:
             loop = self._loop(checkpoint, progress, order, stack)
+            if loop is None:
+                return None
             progress_or_none = loop.run(progress)
         loop.engine.close()
         return progress_or_none
 
     def _loop(
         self, checkpoint: Checkpoint | None, progress: Progress, order: UpdateOrder, stack: ExitStack
-    ) -> TrainingLoop:
-        """Build the loop with its parts; ``stack`` closes the files that it writes."""
+    ) -> TrainingLoop | None:
+        """Build the loop, whose files ``stack`` closes; return None if a micro-batch does not fit."""
         resolved, world, vocabulary = self.resolved, self.world, self.resolved.vocabulary
         before, config = (self.config.for_update(update) for update in (progress.update, progress.update + 1))
         saved: Checkpoint | Grown | None = checkpoint
@@ -163,7 +169,9 @@ class Trainer:
             f"{world.ranks} x {world.device.type}; {type(engine).__name__}"
         )
         replica = Replica(copy, engine, resolved.validation_dtype(world.device))
-        probe(config.training.probe, engine, loader)
+        if not self._fits(engine, loader):
+            engine.close()
+            return None
         if checkpoint is not None and saved is not None:
             self.ledger.begin("restore")
             engine.restore(saved, checkpoint.scalars)
@@ -237,6 +245,28 @@ class Trainer:
             workload=workload_of(config, resolved, objective, world),
             log=() if checkpoint is None else checkpoint.log,
         )
+
+    def _fits(self, engine: Engine, loader: TrainLoader) -> bool:
+        """Run the largest micro-batch; if it does not fit, and ``batch.micro_tokens`` is auto, halve that."""
+        batch, world, fits = self.resolved.batch, self.world, True
+        # Where ranks communicate in a micro-batch, they cannot agree after one of them has failed in it.
+        can_agree = world.ranks == 1 or (self.resolved.engine.ds_config is None and world.tensor_ranks == 1)
+        may_halve = self.config.batch.micro_tokens == "auto" and can_agree and batch.bound >= 2 * loader.longest
+        try:
+            probe(self.config.training.probe, engine, loader)
+        except OutOfMemoryError:
+            if not may_halve:
+                raise
+            fits = False
+        if may_halve and any_rank(not fits, world):
+            smaller = batch.bound // 2
+            logger.warning("micro-batches of %s tokens do not fit; batch.micro_tokens=%s", batch.bound, smaller)
+            batch = batch.model_copy(update={"micro_tokens": smaller})
+            self.resolved = replace(self.resolved, batch=batch)
+            if world.is_main:
+                self.resolved.save(self.path)
+            return False
+        return True
 
     def _newest_checkpoint(self) -> Checkpoint | None:
         """Return the newest good checkpoint. Rank 0 verifies its hashes; other ranks open the same one."""

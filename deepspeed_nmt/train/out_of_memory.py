@@ -20,6 +20,10 @@ _SIGNS = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed"
 """Phrases in messages of errors that have no class of their own."""
 
 
+class OutOfMemoryError(TrainingError):
+    """A micro-batch does not fit into the memory."""
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """Return the peak memory of this process in GiB: on its GPU, or in RAM."""
     if device.type == "cuda":
@@ -66,7 +70,7 @@ def explained(what: str, micro_batches: Sequence[Batch], device: torch.device, h
         name = "RAM"
         if device.type == "cuda":
             name = f"{torch.cuda.get_device_name(device)}, which has {_capacity_gib(device):.1f} GiB"
-        raise TrainingError(
+        raise OutOfMemoryError(
             f"{what} ran out of the memory of {name} with {largest.rows} rows x {largest.longest} tokens, "
             f"{largest.padded_tokens} of batch.micro_tokens ({_first_line(error)}). Lower batch.micro_tokens (the "
             "updates stay the same), recompute layers (engine.recompute_decoder=1 engine.recompute_encoder=1), or "

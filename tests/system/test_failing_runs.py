@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from deepspeed_nmt.cli import main
+from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.run import trainer
@@ -155,3 +157,25 @@ def test_out_of_memory_stops_with_advice(
     for probe, what in (("always", "largest expected micro-batch"), ("never", "update 1")):
         words = train_words(data, tmp_path / "run", *small, f"training.probe={probe}")
         refused(words, capsys, what, "RAM", "batch.micro_tokens", status=1)
+
+
+def test_micro_batches_that_do_not_fit_are_halved(
+    data: Path, tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, sizes, probed = tmp_path / "run", list[int](), PlainEngine.probe
+
+    def probe(engine: PlainEngine, batch: Batch) -> None:
+        sizes.append(batch.padded_tokens)
+        if batch.padded_tokens > 512:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        probed(engine, batch)
+
+    monkeypatch.setattr(PlainEngine, "probe", probe)
+    auto = ["batch.micro_tokens=auto", "training.probe=always", "validation.metrics=[]", "collapse.every=0"]
+    for last in (1, 2):  # a resumed run keeps its own
+        settings = [*auto, "engine.memory_gib=64", f"training.max_updates={last}"]
+        assert main(train_words(data, run, *small, *settings)) == 0
+        assert json.loads((run / "resolved.json").read_text())["micro_tokens"] == 512
+    assert len(sizes) == 3 and sizes[0] > 512 >= sizes[1] == sizes[2]
+    assert "micro-batches of 1024 tokens do not fit; batch.micro_tokens=512" in (run / "logs/rank-0.log").read_text()
+    assert [event["event"] for event in log_of(run, "events")].count("start") == 1

@@ -40,7 +40,7 @@ from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.memory import GIB, Layout, state_bytes
 from deepspeed_nmt.planning.planner import Plan, advise, notes_on, plan_for
 from deepspeed_nmt.run.plans import MeasuredTimes
-from deepspeed_nmt.run.resolve import resolve_recomputation
+from deepspeed_nmt.run.resolve import resolve_memory
 from deepspeed_nmt.train.goodput import Entry
 from deepspeed_nmt.train.optimizers.adam import AdamConfig
 from tests.support import batch_of, prepare_sample
@@ -305,7 +305,7 @@ def test_recomputation_by_a_memory_budget(monkeypatch: pytest.MonkeyPatch) -> No
 
     def chosen(*settings: str) -> tuple[int, int]:
         config = load_config("transformer_base", settings=[*NARROW, "batch.micro_tokens=8192", *settings])
-        return resolve_recomputation(config, V, EngineSettings("fp32", AdamConfig()), alone, DEFAULT)
+        return resolve_memory(config, V, EngineSettings("fp32", AdamConfig()), alone, DEFAULT)[0]
 
     assert chosen("engine.recompute_decoder=2") == (0, 2)
     # Counted for this model: none takes 0.95 GiB, the encoder alone 0.64, the decoder alone 0.53, all 0.22.
@@ -315,6 +315,17 @@ def test_recomputation_by_a_memory_budget(monkeypatch: pytest.MonkeyPatch) -> No
     assert chosen(*auto, "engine.memory_gib=0.22") == (1, 1)
     assert chosen(*auto, "engine.memory_gib=0.1") == (1, 1), "nothing fits; this takes the least"
     assert chosen(auto[0], "engine.recompute_decoder=1", "engine.memory_gib=0.55") == (0, 1)
+
+    def tokens(*settings: str, recorded: int | None = None) -> int:
+        config = load_config("transformer_base", settings=[*NARROW, "batch.micro_tokens=auto", *settings])
+        return resolve_memory(config, V, EngineSettings("fp32", AdamConfig()), alone, DEFAULT, recorded)[1]
+
+    assert tokens() == 4096, "a CPU has the default"
+    assert tokens("engine.memory_gib=64") == 16384, "larger ones gain little"
+    assert tokens("engine.memory_gib=0.1") == 512
+    assert tokens("engine.memory_gib=0.6") == 4096
+    assert tokens("engine.memory_gib=64", "batch.update_tokens=3000") == 4096, "an update has no more"
+    assert tokens("engine.memory_gib=64", recorded=1024) == 1024, "a resumed run keeps its own"
     with pytest.raises(ConfigError, match=r"set engine\.memory_gib"):
         chosen(*auto)
     for wrong in ("-1", "some", "0.5"):
