@@ -120,6 +120,22 @@ def test_threads_access_memory_in_wide_pieces(rows: list[dict[str, Any]]) -> Non
         assert sum(bits <= 16 for bits in code["loads"]) <= NARROW.get(code["kernel"], 0), code
 
 
+def test_the_page_has_the_code_of_each_kernel(rows: list[dict[str, Any]]) -> None:
+    version = pytest.importorskip("triton").__version__
+    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    if f"Triton {version}" not in page:
+        pytest.skip("the page has the code of another version of Triton")
+    codes = [row["code"] for row in rows if "code" in row]
+    for kernel in VARIANTS:
+        mine = [code for code in codes if code["kernel"] == kernel]
+        registers = [max(code["registers"] for code in mine if code["capability"] == each) for each in CAPABILITIES]
+        spilled = sum(code["spilled_bytes"] for code in mine)
+        widths = [
+            min(max(code[access]) for code in mine if code["rows_are_aligned"]) for access in ("loads", "stores")
+        ]
+        assert f"| `{kernel}` | {' | '.join(map(str, [*registers, spilled, *widths]))} |" in page
+
+
 @pytest.mark.slow
 def test_code_of_every_variant(tmp_path: Path) -> None:
     targets = ["fp32:70", "fp32:90", "fp16:70", "fp16:80", "bf16:80", "bf16:90"]
