@@ -243,10 +243,10 @@ class Tests:
             "COVERAGE_FILE": str(scratch / "coverage"),
             "TORCH_EXTENSIONS_DIR": str(scratch / "extensions"),
         }
-        if not self.tree.exists():
-            self.tree.mkdir(parents=True)
-            archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
-            subprocess.run(["tar", "-x", "-C", str(self.tree)], input=archive, check=True)
+        shutil.rmtree(self.tree, ignore_errors=True)  # in which a benchmark that was killed left its fault
+        self.tree.mkdir(parents=True)
+        archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
+        subprocess.run(["tar", "-x", "-C", str(self.tree)], input=archive, check=True)
         if not self.known.exists():
             self.record(scratch)
         self.times, self.reached = json.loads(self.known.read_text())
@@ -304,19 +304,29 @@ class Tests:
         marks = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
         return marks[0].split(" - ")[0].split(" ", 1)[1] if marks else f"status {process.returncode}"
 
-    def planted(self, fault: Fault, slower: list[str], limit_s: float) -> str:
-        """Plant a fault, and return the test that notices it, or ""."""
+    def planted(self, fault: Fault, slower: list[str], limit_s: float) -> str | None:
+        """Plant a fault, and return the test that notices it, "" for none, or None if that fails without it, too.
+
+        Slower tests start processes that wait for one another, which may take too long on a busy machine.
+        """
         file = self.tree / "deepspeed_nmt" / fault.file
         sound = file.read_bytes()
+        names = self.of(fault, limit_s)
+        within_s = 60 + 20 * sum(map(self.times.__getitem__, names))
         try:
             file.write_bytes(sound[: fault.start] + fault.after.encode() + sound[fault.end :])
             self.forget(file)
-            names = self.of(fault, limit_s)
-            expected = sum(map(self.times.__getitem__, names))
-            return (names and self.fail(names, 60 + 20 * expected)) or self.fail(slower, 7200)
+            noticed = self.fail(names, within_s) if names else ""
+            if noticed and noticed != "time":
+                return noticed
+            if not noticed:
+                names, within_s = slower, 7200
+                noticed = self.fail(names, within_s)
         finally:
             file.write_bytes(sound)
             self.forget(file)
+        again = [noticed] if "::" in noticed else names
+        return None if noticed and self.fail(again, within_s) else noticed
 
     @staticmethod
     def forget(file: Path) -> None:
@@ -370,6 +380,9 @@ def run(arguments: argparse.Namespace) -> Iterator[Results]:
             break
         started = time.monotonic()
         noticed = tests.planted(fault, ROOMS[room].slower, arguments.limit)
+        if noticed is None:
+            sys.stdout.write(f"{room}: {fault.key}: left for later, as a test fails without it, too\n")
+            continue
         seconds = round(time.monotonic() - started, 1)
         rounds.append({"room": room, "fault": fault.key, "noticed": noticed, "seconds": seconds})
         sys.stdout.write(textwrap.shorten(f"{room}: {fault.key}: {noticed or 'NOT NOTICED'}", 300) + "\n")
