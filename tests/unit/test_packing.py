@@ -13,7 +13,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig, divide_update
 from deepspeed_nmt.data.corpus import Corpora, Corpus, CorpusPart, CorpusWriter
 from deepspeed_nmt.data.loader import TrainLoader, check_lengths, collate, collate_packed, largest_micro_batch
-from deepspeed_nmt.data.packing import PackedPart, pack_update, row_sizes
+from deepspeed_nmt.data.packing import Ladder, PackedPart, divide, pack_update, row_sizes
 from deepspeed_nmt.data.update_order import Cursor, EpochOrder
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parallel.world import World
@@ -24,6 +24,12 @@ from tests.support import LengthsOnly, epoch_window, random_corpus, write_mixtur
 from tests.unit.test_update_order import lengths
 
 PAD, BOS, EOS = 0, 1, 2
+PINNED_SIZES = {
+    512: Ladder((144, 160, 176, 192, 216, 248), (160, 168, 176, 184, 192, 256)),
+    1024: Ladder((296, 336, 376, 408, 456, 512), (336, 352, 360, 376, 488, 512)),
+    4096: Ladder((1200, 1472), (1392,), two_shapes=True),
+}
+"""Sizes of rows by the tokens of an update."""
 VOCABULARY = Vocabulary(50)
 
 
@@ -226,6 +232,26 @@ def test_simultaneous_micro_batches_of_ranks_have_similar_sizes() -> None:
     for step in zip(*divided, strict=True):
         sizes = [len(g) * max(source[g].max(), target[g].max()) if len(g) else 0 for g in step]
         assert min(sizes) > 0.6 * max(sizes)
+
+
+def test_sizes_and_divisions_of_packed_rows_are_pinned() -> None:
+    """They decide how well rows are filled, which no bound on padding is tight enough to notice."""
+    sizes = {}
+    for update in (512, 1024, 4096):
+        source, target = lengths(1500)
+        config = BatchConfig(update_tokens=update, micro_tokens=update // 2)
+        longest = int(max(source.max(), target.max()))
+        sizes[update] = row_sizes(epoch_window(source, target, update), longest, 1, config)
+    assert sizes == PINNED_SIZES
+    lengths_NS = np.random.default_rng(1).integers(2, 20, (30, 2))
+    room = np.tile(-(-lengths_NS.sum(axis=0) // 3), (3, 1))
+    row_of = divide(lengths_NS, room)
+    assert row_of is not None, "with exchanges, though without any room to spare"
+    assert [lengths_NS[row_of == row].sum(axis=0).tolist() for row in range(3)] == [
+        [101, 107],
+        [101, 107],
+        [100, 108],
+    ]
 
 
 def test_a_sentence_longer_than_micro_tokens_is_refused_by_name() -> None:
