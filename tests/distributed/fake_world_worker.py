@@ -110,9 +110,9 @@ def views(rank: int, ranks: int, directory: Path) -> dict[str, Any]:
                 engine = parity.build("deep" if "zero3" in name else "shallow", name, here, directory)
             for _ in range(2 if "zero3" in name else 0):  # it records the order of modules
                 engine.update([batch()], TOKENS * here.data_ranks, 0.0)
-            waits = HostWaits()
+            waits, batches = HostWaits(), [batch()] * 2
             with Recorder() as update, HostCopies(waits), waits:
-                engine.update([batch()] * 2, 2 * TOKENS * here.data_ranks, 0.0)
+                engine.update(batches, 2 * TOKENS * here.data_ranks, 0.0)
             engine.close()
             report[f"{name} x{shared}"] = {
                 "start": start.collectives, "update": update.collectives, "waits": waits.places,
