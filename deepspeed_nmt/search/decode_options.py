@@ -213,7 +213,7 @@ class DecodeOptions(Config):
     )
     choose_exits: Path | None = _option(
         "F",
-        "file of `report depths --fit`: how deep the decoder translates each sentence is chosen by its rule",
+        "file that `report depths` has fitted: how deep the decoder translates each sentence is chosen by its rule",
         group="search",
         torch=True,
     )
