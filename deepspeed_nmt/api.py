@@ -45,9 +45,10 @@ from deepspeed_nmt.search.decode_options import (
     checked_texts,
     identity_of,
 )
-from deepspeed_nmt.search.forced import ScoredTranslation, score_lines
+from deepspeed_nmt.search.forced import score_lines
 from deepspeed_nmt.search.lines import LineInputs, SourceCounts, SourceLines, warn_of_form
 from deepspeed_nmt.search.models import Ensemble, members_of, prepare_to_decode, resolve_native, resolve_precision
+from deepspeed_nmt.search.reliance import ScoredTranslation
 from deepspeed_nmt.search.streams import translate_lines
 from deepspeed_nmt.text import NO_TAGS, Tags, TextForm, plain_form
 
@@ -272,17 +273,18 @@ class Translator:
 
     def _line_options(self, options: Mapping[str, Any]) -> DecodeOptions:
         """Check keywords, and return the options with the bound of lines that holds here."""
-        check_type("alignment", options.get("alignment", False), (bool,), "True or False")
+        for name in ("alignment", "reliance"):
+            check_type(name, options.get(name, False), (bool,), "True or False")
         chosen = DecodeOptions.of(options)
         return chosen.model_copy(update={"max_source_tokens": chosen.longest_line(self.max_source_tokens)})
 
     def _alignment_layers(self, options: DecodeOptions) -> list[int] | None:
         """Return for each model the layer whose cross-attention aligns; None for no alignment."""
-        if (options.token_scores or options.alignment) and not self.search.left_to_right:
-            name = option("alignment" if options.alignment else "token_scores")
+        details = [name for name in ("alignment", "reliance", "token_scores") if getattr(options, name)]
+        if details and not self.search.left_to_right:
             raise ConfigError(
-                f"{name} needs a run that translates from left to right, and this one predicts masked tokens; leave "
-                "it out, or use another run"
+                f"{option(details[0])} needs a run that translates from left to right, and this one predicts masked "
+                "tokens; leave it out, or use another run"
             )
         if not options.alignment:
             return None

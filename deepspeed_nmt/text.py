@@ -32,6 +32,8 @@ _WORD_WITH_STOP = re.compile(r"[^\W_][.!?]$")
 _LINE_BREAK = re.compile("[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 """Characters at which a program may cut lines: those of :meth:`str.splitlines`."""
 
+_WORD = re.compile(r"[^\W\d_]+")  # numbers and punctuation are no words
+
 # A translation that ends inside a word leaves `@@` at the end of its line.
 _SEGMENT_MARK = re.compile(r"@@(?: |$)")
 _SEGMENTED_WORD = re.compile(r"[^ \t\n\r\v\f]+")
@@ -53,6 +55,12 @@ def text_of(line: bytes) -> str:
 def one_line(text: str) -> str:
     """Return text with spaces in place of line breaks, so that it remains one line of a file."""
     return _LINE_BREAK.sub(" ", text)
+
+
+def shared_words(source: str, target: str) -> float:
+    """Return the share of the different words of both sides, in lower case, that are on both; 0 if there are none."""
+    ours, theirs = (set(_WORD.findall(side.lower())) for side in (source, target))
+    return len(ours & theirs) / len(ours | theirs) if ours or theirs else 0.0
 
 
 def segmented_words(text: str) -> list[str]:

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING
 from deepspeed_nmt.console import counting
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import atomic_writer, text_lines
+from deepspeed_nmt.search.reliance import joined
 
 if TYPE_CHECKING:
     from deepspeed_nmt.api import Translator
-    from deepspeed_nmt.search.forced import ScoredTranslation
+    from deepspeed_nmt.search.reliance import ScoredTranslation
 
 HELP = "log-probabilities of given translations, by sentence and token"
 
@@ -127,11 +128,7 @@ def _line(
     if arguments.reliance:
         fields.append(f"{scored.reliance:.9g}")
     if arguments.tokens:
-        fields += [" ".join(pieces), _joined(scored.log_probs)]
+        fields += [" ".join(pieces), joined(scored.log_probs)]
     if arguments.tokens and arguments.reliance:
-        fields.append(_joined(scored.token_reliance or []))
+        fields.append(joined(scored.token_reliance or []))
     return "\t".join(fields)
-
-
-def _joined(values: list[float]) -> str:
-    return " ".join(f"{value:.9g}" for value in values)

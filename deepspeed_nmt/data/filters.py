@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 from deepspeed_nmt.registry import Config, problem_of
-from deepspeed_nmt.text import TextForm
+from deepspeed_nmt.text import TextForm, shared_words
 
 EXAMPLES = 3  # of removed pairs for each reason
 _SHOWN = 200  # characters of an example
@@ -263,15 +263,10 @@ class CopyFilter(Filter):
 
     description: ClassVar[str] = "a copy: {overlap:g} of the words or more are on both sides"
     overlap: float = Field(default=0.5, gt=0, le=1)
-    _WORD: ClassVar[re.Pattern[str]] = re.compile(r"[^\W\d_]+")  # numbers and punctuation are no words
 
     @override
     def build(self, text: TextForm) -> Callable[[str, str], bool]:
-        def is_copy(source: str, target: str) -> bool:
-            ours, theirs = set(self._WORD.findall(source.lower())), set(self._WORD.findall(target.lower()))
-            return bool(ours) and len(ours & theirs) >= self.overlap * len(ours | theirs)
-
-        return is_copy
+        return lambda source, target: shared_words(source, target) >= self.overlap
 
 
 class DigitsFilter(Filter):

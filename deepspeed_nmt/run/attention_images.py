@@ -62,7 +62,7 @@ class AttentionImages:
         weights: dict[int, list[Tensor]] = {}
         with watched([attentions[layer] for layer in layers]) as seen:
 
-            def keep(numbers: list[int], rows_N: Tensor) -> None:
+            def keep(numbers: list[int], rows_N: Tensor, real_NT: Tensor) -> None:
                 of_layers = [seen[attentions[layer]].float().cpu() for layer in layers]
                 weights.update({number: [rows[place] for rows in of_layers] for place, number in enumerate(numbers)})
 

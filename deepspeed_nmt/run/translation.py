@@ -5,7 +5,7 @@ text and on the batch size only, so that the translation is the same for any num
 one by one and writes their translations; rank 0 logs warnings and progress for all, and joins the pieces in order.
 
     OUTPUT.pieces/job.json        what is translated, with what: another translation does not resume this one
-                  piece-0000000   a hash of the rest; a line of JSON with counts; translations; alignments
+                  piece-0000000   a hash of the rest; a line of JSON with counts; translations; alignments; reliance
 
 Nothing here imports torch for a single rank.
 """
@@ -25,10 +25,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from io import BufferedReader
-from itertools import islice
+from itertools import accumulate, combinations, islice, pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from pydantic import BaseModel, Field
 
@@ -60,6 +60,9 @@ from deepspeed_nmt.search.decode_options import STREAM, DecodeOptions, typed
 from deepspeed_nmt.search.lines import LINES_OF_A_FORM, SourceCounts, warn_of_form
 from deepspeed_nmt.text import TextForm
 
+if TYPE_CHECKING:
+    from deepspeed_nmt.data.tokenizer import Tokenizer
+
 SILENT_S = 300.0
 """Seconds without any progress after which an idle rank translates a piece that another one has claimed."""
 _VISIBLE_S = 60.0
@@ -79,7 +82,7 @@ _WORKERS_A_CORE = 4
 _JOB_FILE = "job.json"
 _OWN = re.compile(rf"{re.escape(_JOB_FILE)}|piece-\d{{7,}}|\..*\.tmp|\.nfs.*")
 """Names of the files in a directory of pieces; NFS keeps removed files that are open as .nfs*."""
-_INPUTS, _OUTPUTS = ("input", "prefix", "constraints"), ("output", "alignment")
+_INPUTS, _OUTPUTS = ("input", "prefix", "constraints"), ("output", "alignment", "reliance")
 """Options that name files."""
 _DAMAGED = (OSError, ValueError, KeyError, TypeError)
 """Errors of reading what is no piece."""
@@ -89,6 +92,7 @@ class LineTranslator(Protocol):
     """A program that translates lines: torch's ``Translator``, or CTranslate2's ``ExportedTranslator``."""
 
     text: TextForm
+    tokenizer: Tokenizer
 
     def identity(self) -> dict[str, Any]:
         """Return all that translations depend on besides the options and the text: settings, weights, device."""
@@ -108,8 +112,8 @@ class Texts:
     options: DecodeOptions
     streams: Mapping[str, BufferedReader[Any]]
     """By option: input, prefix, constraints."""
-    outputs: Sequence[Path | None]
-    """Files for the translations and, if they are aligned, the alignment; None for standard output."""
+    outputs: Mapping[str, Path | None]
+    """By option: output, alignment, reliance; None for standard output."""
     lines: int | None
     """Number of lines; None if it is not known."""
 
@@ -148,8 +152,7 @@ class Texts:
         """Return True if the text is translated in pieces, which can be resumed; False if as a stream."""
         several = max(place().ranks, self.options.workers) > 1
         wrong = [name for name, stream in self.streams.items() if not is_file(self.name(name), stream)]
-        outputs = zip(_OUTPUTS, self.outputs, strict=False)
-        wrong += [name for name, path in outputs if path is None or not is_replaceable(path)]
+        wrong += [name for name, path in self.outputs.items() if path is None or not is_replaceable(path)]
         if several and wrong:
             raise ConfigError(
                 f"{typed(wrong[0])} is {self.name(wrong[0])}, which is no file, and several processes are to "
@@ -205,14 +208,14 @@ def open_aligned(
 @contextmanager
 def open_texts(options: DecodeOptions) -> Iterator[Texts]:
     """Open the source and the texts beside it, see :func:`open_aligned`, and check the outputs."""
-    outputs = [output_path(str(options.output), "--output")]
-    if options.alignment is not None:
-        outputs.append(output_path(str(options.alignment), "--alignment"))
-        if len({path and resolved(path) for path in outputs}) == 1:
-            raise ConfigError("--alignment and --output are the same file; give another")
+    given = {name: path for name in _OUTPUTS if (path := getattr(options, name)) is not None}
+    outputs = {name: output_path(str(path), typed(name)) for name, path in given.items()}
+    for (first, one), (second, other) in combinations(outputs.items(), 2):
+        if (one and resolved(one)) == (other and resolved(other)):
+            raise ConfigError(f"{typed(second)} and {typed(first)} are the same file; give another")
     names = {name: path for name in _INPUTS if (path := getattr(options, name)) is not None}
     with ExitStack() as stack:
-        streams, lines = open_aligned(stack, names, dict(zip(_OUTPUTS, outputs, strict=False)))
+        streams, lines = open_aligned(stack, names, outputs)
         yield Texts(options, streams, outputs, lines if is_file(names["input"], streams["input"]) else None)
 
 
@@ -274,9 +277,26 @@ def aligned(best: Sequence[Translation]) -> str:
     return "".join(f"{line}\n" for line in pairs)
 
 
+def contents(
+    translator: LineTranslator, options: DecodeOptions, number: int, best: Sequence[Translation]
+) -> Iterator[str]:
+    """Yield what the translations of a line add to each output, in the order of the outputs."""
+    yield written(options, number, best)
+    if options.alignment is not None:
+        yield aligned(best)
+    if options.reliance is not None:
+        relying = (one.reliance for one in best if one.reliance is not None)
+        spelled = ((one, translator.tokenizer.pieces(one.tokens, "target")) for one in relying)
+        yield "".join(f"{number}\t{one.fields(pieces)}\n" for one, pieces in spelled)
+
+
 def stream_keywords(options: DecodeOptions, **changes: Any) -> dict[str, Any]:
     """Return the arguments of ``LineTranslator.stream``."""
-    return {**options.given_values(*STREAM), "alignment": options.alignment is not None, **changes}
+    return {**options.given_values(*STREAM), **_details(options), **changes}
+
+
+def _details(options: DecodeOptions) -> dict[str, bool]:
+    return {name: getattr(options, name) is not None for name in ("alignment", "reliance")}
 
 
 def translate_stream(translator: LineTranslator, texts: Texts) -> None:
@@ -291,7 +311,7 @@ def translate_stream(translator: LineTranslator, texts: Texts) -> None:
     number = -1
     with ExitStack() as stack:
         outputs = []
-        for path in texts.outputs:
+        for path in texts.outputs.values():
             outputs.append(stack.enter_context(nullcontext(sys.stdout) if path is None else atomic_writer(path, "w")))
         advance = stack.enter_context(counting("translate", "sentences", texts.lines))
         readers = texts.read()
@@ -300,7 +320,7 @@ def translate_stream(translator: LineTranslator, texts: Texts) -> None:
             for number, best in enumerate(
                 translator.stream(readers.pop("input"), advance=advance, **readers, **keywords)
             ):
-                for output, text in zip(outputs, (written(options, number, best), aligned(best)), strict=False):
+                for output, text in zip(outputs, contents(translator, options, number, best), strict=True):
                     output.write(text)
                     if flushed is not None and (number + 1) % flushed == 0:  # another program may wait for it
                         output.flush()
@@ -345,7 +365,7 @@ def translate_in_pieces(translator: LineTranslator, texts: Texts) -> int:
 
 class _PieceHeader(BaseModel):
     job: str
-    text: Annotated[int, Field(ge=0, lt=1 << 53)]
+    sizes: list[Annotated[int, Field(ge=0, lt=1 << 53)]]
     counts: SourceCounts
 
 
@@ -362,7 +382,7 @@ class Pieces:
         self._sources = texts.digests()
         job = {
             **self._options.resumed(),
-            "--alignment": self._options.alignment is not None,
+            **{typed(name): value for name, value in _details(self._options).items()},
             **self._sources,
             **translator.identity(),
             "the version of the program": __version__,
@@ -505,7 +525,7 @@ class Pieces:
         self._report()
         while self._first_missing < self._count and self.file(self._first_missing).exists():
             if self._warnings is not None:
-                self._warnings.warn_of(self._read_or_repair(self._first_missing)[2])
+                self._warnings.warn_of(self._read_or_repair(self._first_missing)[1])
             self._first_missing += 1
         return self._first_missing == self._count
 
@@ -514,11 +534,10 @@ class Pieces:
         translations = self._translator.stream(
             lines.pop("input"), advance=self._advance, counts=counts, first_line=before, **lines, **self._keywords
         )
-        text, links = "", ""
-        for line, best in enumerate(translations, before):
-            text += written(self._options, line, best)
-            links += aligned(best) if self._options.alignment else ""
-        self.write(number, text.encode(), links.encode(), counts)
+        lines_of = [
+            contents(self._translator, self._options, line, best) for line, best in enumerate(translations, before)
+        ]
+        self.write(number, ["".join(texts).encode() for texts in zip(*lines_of, strict=True)], counts)
 
     def _source(self, number: int) -> dict[str, list[Any]]:
         """Read the lines of a piece in all texts, which must not have become shorter."""
@@ -536,23 +555,25 @@ class Pieces:
     def _changed(self, name: str) -> DataError:
         return DataError(f"{self._texts.name(name)} changed while it was translated; start again")
 
-    def write(self, number: int, text: bytes, alignment: bytes, counts: SourceCounts) -> None:
-        """Write a piece: its translations, their alignments if any, and counts of its source lines."""
-        header = {"job": self._digest, "text": len(text), "counts": asdict(counts)}
-        content = json.dumps(header).encode() + b"\n" + text + alignment
+    def write(self, number: int, texts: Sequence[bytes], counts: SourceCounts) -> None:
+        """Write a piece: its part of each output, and counts of its source lines."""
+        header = {"job": self._digest, "sizes": list(map(len, texts)), "counts": asdict(counts)}
+        content = b"".join((json.dumps(header).encode(), b"\n", *texts))
         atomic_write_bytes(self.file(number), hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
 
-    def _read(self, number: int) -> tuple[bytes, bytes, SourceCounts] | None:
+    def _read(self, number: int) -> tuple[list[bytes], SourceCounts] | None:
         """Return what was written as a piece; None if it is damaged or of another translation."""
         with suppress(*_DAMAGED):
             digest, _, content = read_regular(self.file(number)).partition(b"\n")
             line, _, texts = content.partition(b"\n")
             header = _PieceHeader.model_validate_json(line)
-            if hashlib.sha256(content).hexdigest().encode() == digest and header.job == self._digest:
-                return texts[: header.text], texts[header.text :], header.counts
+            ends = list(accumulate(header.sizes, initial=0))
+            is_whole = len(header.sizes) == len(self._texts.outputs) and ends[-1] == len(texts)
+            if is_whole and hashlib.sha256(content).hexdigest().encode() == digest and header.job == self._digest:
+                return [texts[start:end] for start, end in pairwise(ends)], header.counts
         return None
 
-    def _read_or_repair(self, number: int) -> tuple[bytes, bytes, SourceCounts]:
+    def _read_or_repair(self, number: int) -> tuple[list[bytes], SourceCounts]:
         """Read a piece, after it is translated again if it is damaged."""
         if (piece := self._read(number)) is None:
             logger.warning("%s is damaged; it is translated again", self.file(number))
@@ -575,9 +596,10 @@ class Pieces:
     def _join(self) -> None:
         """Write the pieces in order to the outputs, which are replaced when they are complete."""
         with ExitStack() as stack:
-            outputs = [stack.enter_context(atomic_writer(path)) for path in self._texts.outputs if path is not None]
+            paths = self._texts.outputs.values()
+            outputs = [stack.enter_context(atomic_writer(path)) for path in paths if path is not None]
             for number in range(self._count):
-                for output, content in zip(outputs, self._read_or_repair(number)[:2], strict=False):
+                for output, content in zip(outputs, self._read_or_repair(number)[0], strict=True):
                     output.write(content)
 
     def remove(self) -> None:

@@ -26,6 +26,7 @@ from deepspeed_nmt.errors import ConfigError, option
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.search.base import Links
 from deepspeed_nmt.search.lines import LineTokenizer
+from deepspeed_nmt.search.reliance import COVERED
 from deepspeed_nmt.text import NO_TAGS, Tags
 
 Weighted = Sequence[tuple[MultiHeadAttention, float]]
@@ -69,6 +70,7 @@ class AttentionWatch:
         self._special_BS = torch.isin(source_BS, special)
         self._seen: dict[MultiHeadAttention, Tensor] = {}
         self._links: list[dict[int, list[int]]] = [{} for _ in combinations]
+        self._coverage: list[dict[int, float]] = [{} for _ in combinations]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -76,19 +78,27 @@ class AttentionWatch:
         with watched(attention for combination in self._combinations for attention, _ in combination) as self._seen:
             yield
 
-    def decoded(self, numbers: list[int], rows_N: Tensor) -> None:
+    def decoded(self, numbers: list[int], rows_N: Tensor, real_NT: Tensor) -> None:
         """Record the links of translations that were decoded at once; see :func:`token_log_probs`."""
-        special_N1S = self._special_BS.index_select(0, rows_N).unsqueeze(1)
-        for combination, links in zip(self._combinations, self._links, strict=True):
+        special_NS = self._special_BS.index_select(0, rows_N)
+        words_N = (~special_NS).sum(dim=1).clamp(min=1)
+        for place, combination in enumerate(self._combinations):
             parts = [self._seen[attention] * weight for attention, weight in combination]
-            total_NTS = torch.stack(parts).sum(dim=0).masked_fill(special_N1S, -1.0)
-            for number, best in zip(numbers, total_NTS.argmax(dim=2).tolist(), strict=True):
-                links[number] = best
+            total_NTS = torch.stack(parts).sum(dim=0)
+            best_NT = total_NTS.masked_fill(special_NS.unsqueeze(1), -1.0).argmax(dim=2)
+            mass_NS = (total_NTS * real_NT.unsqueeze(2)).sum(dim=1) / sum(weight for _, weight in combination)
+            covered_N = ((mass_NS >= COVERED) & ~special_NS).sum(dim=1) / words_N
+            self._links[place] |= zip(numbers, best_NT.tolist(), strict=True)
+            self._coverage[place] |= zip(numbers, covered_N.tolist(), strict=True)
         self._seen.clear()
 
     def links(self, combination: int, number: int, tokens: int) -> list[int]:
         """Return the source position to which each of the ``tokens`` tokens of a translation is linked."""
         return self._links[combination][number][:tokens]
+
+    def coverage(self, combination: int, number: int) -> float:
+        """Return the share of its source tokens that a translation covers; see :class:`Reliance`."""
+        return self._coverage[combination][number]
 
 
 def word_links(links: Sequence[int], source_words: Sequence[int], target_words: Sequence[int | None]) -> Links:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol, runtime_checkable
 from pydantic import AfterValidator
 
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError, shown
+from deepspeed_nmt.search.reliance import Reliance
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,12 +58,15 @@ class Hypothesis:
         score: number by which a search ranks hypotheses; the higher the better.
         log_prob: log-probability (nats) of the tokens and the EOS after them.
         features: further scores by name, which n-best lists show.
+        token_log_probs: log-probability (nats) of each token, given the tokens before it, and of the EOS after them;
+            None if the search does not keep them.
     """
 
     tokens: list[int]
     score: float
     log_prob: float
     features: Mapping[str, float] = field(default_factory=dict)
+    token_log_probs: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ class Translation:
             none for an empty line. None if they were not requested.
         alignment: linked words of the source and the text; see :mod:`deepspeed_nmt.search.alignment`. None if it was
             not requested.
+        reliance: by how much the source raises the probability of the tokens, and reasons for doubt. None if it was
+            not requested.
     """
 
     text: str
@@ -88,6 +94,7 @@ class Translation:
     features: Mapping[str, float] = field(default_factory=dict)
     token_scores: tuple[float, ...] | None = None
     alignment: Links | None = None
+    reliance: Reliance | None = None
 
 
 class Search(Protocol):

@@ -168,7 +168,7 @@ class BeamSearch(LeftToRightSearch[BeamSentence]):
 
         Shape: -> (R,V)
         """
-        eos, log_prob_R = self.vocabulary.eos, live.log_prob_R
+        eos, log_prob_R = self.vocabulary.eos, live.log_prob_RT[:, -1]
         log_prob_RV = torch.log_softmax(logits_RV, dim=1)
         eos_R = log_prob_RV[:, eos].clone()
         live.forbid(log_prob_RV)
@@ -191,7 +191,7 @@ class BeamSearch(LeftToRightSearch[BeamSentence]):
         is_able = self.groups == 1 and count <= entries and logits_RV.is_contiguous() and not any(_closing(live))
         if self.native is None or not is_able:
             return None
-        offset_R = live.log_prob_R - self.native.log_sums(logits_RV)
+        offset_R = live.log_prob_RT[:, -1] - self.native.log_sums(logits_RV)
         live.forbid(logits_RV)
         return self.native.largest(logits_RV, offset_R, len(live.sentences), count)
 
@@ -204,13 +204,14 @@ class BeamSearch(LeftToRightSearch[BeamSentence]):
         row_F, rank_F = ends_BN.nonzero(as_tuple=True)
         if row_F.shape[0] == 0:
             return
-        tokens_FT = live.tokens_RT[row_F * live.width + parent_BC[row_F, rank_F], 1:]
         penalty = self.penalty(live.length)
         log_probs = log_prob_BC[row_F, rank_F].tolist()
-        for row, tokens, log_prob in zip(row_F.tolist(), tokens_FT.tolist(), log_probs, strict=True):
+        ended = live.ended(row_F * live.width + parent_BC[row_F, rank_F], log_probs)
+        for row, (tokens, by_token), log_prob in zip(row_F.tolist(), ended, log_probs, strict=True):
             sentence = live.sentences[row]
             sentence.counts[group] += 1
-            sentence.finished.setdefault(tuple(tokens), Hypothesis(tokens, log_prob / penalty, log_prob))
+            hypothesis = Hypothesis(tokens, log_prob / penalty, log_prob, token_log_probs=by_token)
+            sentence.finished.setdefault(tuple(tokens), hypothesis)
 
 
 def _closing(live: Live[BeamSentence]) -> list[bool]:

@@ -180,7 +180,8 @@ class ChoosingExits:
 
 
 def _at(number: int, hypothesis: Hypothesis) -> Hypothesis:
-    return replace(hypothesis, features={**hypothesis.features, "exit": float(number)})
+    # Details of a translation are those of one model, whichever exit has proposed it.
+    return replace(hypothesis, features={**hypothesis.features, "exit": float(number)}, token_log_probs=None)
 
 
 def _by_consensus(hypotheses: Sequence[Hypothesis]) -> list[Hypothesis]:

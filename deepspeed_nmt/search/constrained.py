@@ -136,9 +136,10 @@ class ConstrainedBeam(LeftToRightSearch[ConstrainedSentence]):
             ready = [candidate for candidate in candidates if at_limit or candidate.met == sentence.tokens]
             for candidate in ready[: self.beam]:
                 if candidate.token == self.vocabulary.eos:
-                    tokens = live.tokens_RT[row * width + candidate.parent, 1:].tolist()
-                    score = candidate.log_prob / self.penalty(live.length)
-                    sentence.finished.append(Hypothesis(tokens, score, candidate.log_prob))
+                    log_prob = candidate.log_prob
+                    ((tokens, by_token),) = live.ended([row * width + candidate.parent], [log_prob])
+                    score = log_prob / self.penalty(live.length)
+                    sentence.finished.append(Hypothesis(tokens, score, log_prob, token_log_probs=by_token))
             going_on = [candidate for candidate in candidates if candidate.token != self.vocabulary.eos]
             beam = allocate(going_on, self.beam, sentence.tokens)
             unfinished.append(not at_limit and len(sentence.finished) < self.beam and len(beam) > 0)
@@ -157,7 +158,7 @@ class ConstrainedBeam(LeftToRightSearch[ConstrainedSentence]):
         """Return the extensions of each sentence's hypotheses to look at, the most probable first."""
         eos, sentences, device = self.vocabulary.eos, live.sentences, logits_RV.device
         width, vocabulary = live.width, logits_RV.shape[1]
-        total_RV = torch.log_softmax(logits_RV, dim=1) + live.log_prob_R.unsqueeze(1)
+        total_RV = torch.log_softmax(logits_RV, dim=1) + live.log_prob_RT[:, -1].unsqueeze(1)
         states = [(sentence, progress) for sentence in sentences for progress in sentence.live]
         helpful = [progress.next_tokens(sentence.phrases) for sentence, progress in states]
         most = max(map(len, helpful))

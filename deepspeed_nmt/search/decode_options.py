@@ -24,7 +24,7 @@ MAX_SOURCE_TOKENS = 1024
 """Tokens of a source line that are translated by default, if the model was not trained on longer ones."""
 STREAM = (
     *("max_tokens", "buffer_lines", "nbest", "max_source_tokens", "strict"),
-    *("token_scores", "alignment", "alignment_layer"),
+    *("token_scores", "alignment", "alignment_layer", "reliance"),
 )
 """Options of the translation of lines by an opened model."""
 OPEN = (
@@ -72,8 +72,8 @@ Tag = Annotated[str | None, BeforeValidator(_symbol)]
 class DecodeOptions(Config):
     """All options of a translation.
 
-    ``prefix``, ``constraints`` and ``alignment`` are files on the command line; in Python two are texts, and the last
-    is True.
+    ``prefix``, ``constraints``, ``alignment`` and ``reliance`` are files on the command line; in Python the first two
+    are texts, and the others are True.
     """
 
     model_config = ConfigDict(strict=True)
@@ -108,6 +108,12 @@ class DecodeOptions(Config):
         "N",
         "decoder layer whose cross-attention aligns, from 1 (default: the best on the run's validation text)",
         stays=True,
+        torch=True,
+    )
+    reliance: str | bool | None = _option(
+        "F",
+        "file for signs of doubt, a line for each translation: reliance on the source, coverage, repetition, copies, "
+        "flags, and the reliance of each token",
         torch=True,
     )
     exit: str | None = _option(

@@ -7,10 +7,8 @@ Legend: B sentences, S source length, T target length, D model width, V vocabula
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import islice, zip_longest
 
 import torch
@@ -23,6 +21,7 @@ from deepspeed_nmt.search.base import MisalignedError
 from deepspeed_nmt.search.decode_options import DecodeOptions
 from deepspeed_nmt.search.lines import BUFFER_LINES, LineTokenizer, SourceCounts, SourceLines, length_buckets
 from deepspeed_nmt.search.models import mean_of, members_of, weights_of
+from deepspeed_nmt.search.reliance import ScoredTranslation
 from deepspeed_nmt.text import Tags
 
 _LOGITS_AT_ONCE = 1 << 24
@@ -44,7 +43,7 @@ def token_log_probs(
     padded: bool,
     translations: Sequence[Sequence[Sequence[int]]],
     weights: Sequence[float] | None = None,
-    decoded: Callable[[list[int], Tensor], None] = lambda numbers, rows_N: None,
+    decoded: Callable[[list[int], Tensor, Tensor], None] = lambda numbers, rows_N, real_NT: None,
 ) -> list[list[list[float]]]:
     """Compute the log-probabilities (nats) of the tokens of translations and of the EOS after them.
 
@@ -55,7 +54,7 @@ def token_log_probs(
         translations: for each sentence any number of translations, without BOS and EOS.
         weights: of the models, whose sum is 1; None for equal weights.
         decoded: called after the models have read some of the translations at once, with their numbers, counted over
-            all sentences, and their rows in ``source_BS``.
+            all sentences, their rows in ``source_BS``, and True for the positions that are not padding.
 
     Returns:
         In the shape of ``translations``, one number for each token and one for the EOS.
@@ -86,47 +85,27 @@ def token_log_probs(
             by_model.append(log_p_NTV.gather(2, outputs_NT.unsqueeze(2)).squeeze(2))
         for number, values in zip(numbers, mean_of(by_model, weights).tolist(), strict=True):
             scores[number] = values[: len(flat[number][1]) + 1]
-        decoded(numbers, rows_N)
+        decoded(numbers, rows_N, outputs_NT != pad)
     results = iter(scores)
     return [[next(results) for _ in of_source] for of_source in translations]
 
 
-@dataclass(frozen=True)
-class ScoredTranslation:
-    """A translation with the log-probability of each of its tokens.
+def blind_log_probs(
+    models: Sequence[TranslationModel],
+    tokenizer: LineTokenizer,
+    blind: str,
+    translations: Sequence[Sequence[int]],
+    weights: Sequence[float] | None,
+    device: torch.device | str,
+) -> list[list[float]]:
+    """Compute the log-probabilities (nats) of translations given a source without words, as :func:`token_log_probs`.
 
-    Attributes:
-        tokens: tokens without BOS and EOS; none for an empty translation.
-        log_probs: log-probability (nats) of each token, given the source and the tokens before it, and of the EOS
-            after them. Shape: (T + 1,)
-        blind_log_probs: the same given a source without words; None if they were not requested.
+    Args:
+        blind: that source: empty, or the tag of all sources.
     """
-
-    tokens: list[int]
-    log_probs: list[float]
-    blind_log_probs: list[float] | None = None
-
-    @property
-    def log_prob(self) -> float:
-        """Log-probability (nats) of the translation, EOS included."""
-        return math.fsum(self.log_probs)
-
-    @property
-    def mean_log_prob(self) -> float:
-        """Mean log-probability (nats) of a token, EOS included; minus it is the log of the perplexity."""
-        return self.log_prob / len(self.log_probs)
-
-    @property
-    def token_reliance(self) -> list[float] | None:
-        """Rise of each token's log-probability (nats) by the source; near 0 where the model does without it."""
-        if self.blind_log_probs is None:
-            return None
-        return [seen - blind for seen, blind in zip(self.log_probs, self.blind_log_probs, strict=True)]
-
-    @property
-    def reliance(self) -> float | None:
-        """Mean of :attr:`token_reliance`; None if it was not requested."""
-        return None if self.token_reliance is None else math.fsum(self.token_reliance) / len(self.log_probs)
+    vocabulary = tokenizer.vocabulary
+    nothing_1S, _ = pad_sources([[*tokenizer.encode(blind), vocabulary.source.eos]], vocabulary.pad, device)
+    return token_log_probs(models, vocabulary, nothing_1S, False, [translations], weights)[0]
 
 
 def check_targets(model: DecodableModel, tokenizer: LineTokenizer, tags: Tags, lines: Iterable[str]) -> None:
@@ -217,11 +196,8 @@ def score_lines(
                 scores = token_log_probs(members, vocabulary, source_BS, padded, texts_of, weights)
                 unseen: dict[int, list[float]] = {}
                 if blind is not None:
-                    nothing_1S, _ = pad_sources(
-                        [[*tokenizer.encode(blind), vocabulary.source.eos]], vocabulary.pad, device
-                    )
                     of_bucket = [targets[number] for number in bucket]
-                    (values,) = token_log_probs(members, vocabulary, nothing_1S, False, [of_bucket], weights)
+                    values = blind_log_probs(members, tokenizer, blind, of_bucket, weights, device)
                     unseen = dict(zip(bucket, values, strict=True))
             for numbers, of_source in zip(numbers_of.values(), scores, strict=True):
                 for number, log_probs in zip(numbers, of_source, strict=True):

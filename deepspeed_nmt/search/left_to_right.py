@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
@@ -172,13 +173,13 @@ class Live(Generic[S]):
     Attributes:
         sentences: in the order of the rows; each has equally many rows, which are adjacent.
         tokens_RT: their tokens, BOS first.
-        log_prob_R: their log-probabilities; -inf in rows without a hypothesis.
+        log_prob_RT: their log-probabilities up to each token; 0 for BOS, -inf in rows without a hypothesis.
         rules: of the next token.
     """
 
     sentences: list[S]
     tokens_RT: Tensor
-    log_prob_R: Tensor
+    log_prob_RT: Tensor
     rules: TokenRules
 
     @property
@@ -190,6 +191,16 @@ class Live(Generic[S]):
     def width(self) -> int:
         """Rows of a sentence, W."""
         return self.tokens_RT.shape[0] // len(self.sentences)
+
+    def ended(
+        self, rows: Sequence[int] | Tensor, log_probs: Iterable[float]
+    ) -> list[tuple[list[int], tuple[float, ...]]]:
+        """Return the tokens of hypotheses that end, and the log-probability of each and of EOS, given that of all."""
+        tokens, totals = self.tokens_RT[rows, 1:].tolist(), self.log_prob_RT[rows].tolist()
+        return [
+            (of_row, tuple(after - before for before, after in pairwise([*upto, log_prob])))
+            for of_row, upto, log_prob in zip(tokens, totals, log_probs, strict=True)
+        ]
 
     def forbid(self, logits_RV: Tensor) -> None:
         """Set the logits, or log-probabilities, of the next tokens that the rules forbid to -inf."""
@@ -279,7 +290,7 @@ class LeftToRightSearch(SentenceSearch[S]):
         live = Live(
             sentences,
             tokens_RT=torch.full((len(sentences), 1), self.vocabulary.bos, device=device),
-            log_prob_R=torch.zeros(len(sentences), device=device),
+            log_prob_RT=torch.zeros(len(sentences), 1, device=device),
             rules=rules,
         )
         while True:
@@ -294,8 +305,11 @@ class LeftToRightSearch(SentenceSearch[S]):
                 memory = memory.select(kept_B)
                 extensions = [x_BW.index_select(0, kept_B) for x_BW in extensions]
             row_R, token_R, log_prob_R = (x_BW.flatten() for x_BW in extensions)
-            tokens_RT = torch.cat([live.tokens_RT.index_select(0, row_R), token_R.unsqueeze(1)], dim=1)
-            live = Live([live.sentences[row] for row in kept], tokens_RT, log_prob_R, live.rules)
+            tokens_RT, log_prob_RT = (
+                torch.cat([before_RT.index_select(0, row_R), next_R.unsqueeze(1)], dim=1)
+                for before_RT, next_R in ((live.tokens_RT, token_R), (live.log_prob_RT, log_prob_R))
+            )
+            live = Live([live.sentences[row] for row in kept], tokens_RT, log_prob_RT, live.rules)
             cache.select(row_R, kept_B)
 
     @abstractmethod

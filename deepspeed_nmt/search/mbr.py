@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
@@ -146,7 +147,7 @@ class MinimumBayesRisk(Sampling):
         weights = np.array(list(counts.values())) / len(texts)
         expected = pairwise(self.config.utility, list(counts), language) @ weights
         ranked = [
-            (Hypothesis(best[text].tokens, float(utility), best[text].log_prob, {"samples": float(count)}), text)
+            (replace(best[text], score=float(utility), features={"samples": float(count)}), text)
             for (text, count), utility in zip(counts.items(), expected, strict=True)
         ]
         # Sums of equal numbers in another order differ by rounding, which must not decide.

@@ -94,7 +94,7 @@ class Sampling(LeftToRightSearch[SampledSentence]):
         log_sum_R1 = logits_RV.logsumexp(dim=1, keepdim=True)
         end_R = (logits_RV[:, eos : eos + 1] - log_sum_R1).squeeze(1)
         live.forbid(logits_RV)
-        row_R, log_prob_R = torch.arange(logits_RV.shape[0], device=device), live.log_prob_R.double()
+        row_R, log_prob_R = torch.arange(logits_RV.shape[0], device=device), live.log_prob_RT[:, -1].double()
         if live.length == 1:  # one row per sentence so far
             row_R = row_R.repeat_interleave(self.config.samples)
             logits_RV, log_sum_R1, end_R, log_prob_R = (x[row_R] for x in (logits_RV, log_sum_R1, end_R, log_prob_R))
@@ -114,9 +114,9 @@ class Sampling(LeftToRightSearch[SampledSentence]):
                     finished.append((sentence, sample, row, total))
                 else:
                     alive[number][sample] = row
-        rows = row_R[[row for *_, row, _ in finished]]
-        for (sentence, sample, _, total), sampled in zip(finished, live.tokens_RT[rows, 1:].tolist(), strict=True):
-            sentence.finished[sample] = Hypothesis(sampled, total, total)
+        ended = live.ended(row_R[[row for *_, row, _ in finished]], [total for *_, total in finished])
+        for (sentence, sample, _, total), (sampled, by_token) in zip(finished, ended, strict=True):
+            sentence.finished[sample] = Hypothesis(sampled, total, total, token_log_probs=by_token)
         # One row per sentence would see the cached positions of all samples so far as its own.
         most = max(2 if self.config.samples > 1 else 1, *map(len, alive))
         for sentence, going_on in zip(sentences, alive, strict=True):

@@ -27,7 +27,7 @@ from deepspeed_nmt.search.alignment import (
 )
 from deepspeed_nmt.search.base import CountsDrafts, Hypothesis, RanksTexts, RequestSearch, Translation
 from deepspeed_nmt.search.decode_options import DecodeOptions
-from deepspeed_nmt.search.forced import pad_sources, token_log_probs
+from deepspeed_nmt.search.forced import blind_log_probs, pad_sources, token_log_probs
 from deepspeed_nmt.search.lines import (
     Found,
     Line,
@@ -40,28 +40,41 @@ from deepspeed_nmt.search.lines import (
     translated,
 )
 from deepspeed_nmt.search.models import members_of, weights_of
+from deepspeed_nmt.search.reliance import Reliance, ScoredTranslation
 from deepspeed_nmt.search.searches import SEARCHES
+from deepspeed_nmt.text import Tags
 
 _Best = list[Translation]
 """Translations of a sentence, best first."""
 
 
 class DetailsReader:
-    """Reader of the details of translations, by forced decoding after the search.
+    """Reader of the details of translations after the search.
+
+    Scores of tokens are those of the search, if it keeps them. Links, and other scores, come from one pass of forced
+    decoding; reliance takes another one, without the source.
 
     Args:
+        options: the details that are requested.
         layers: for each model of the ensemble, the number of the decoder layer whose cross-attention aligns; None to
             align nothing.
+        tags: symbols in front of the lines and translations.
 
     Raises:
         ConfigError: if a layer has no cross-attention.
     """
 
     def __init__(
-        self, model: DecodableModel, tokenizer: LineTokenizer, token_scores: bool, layers: Sequence[int] | None
+        self,
+        model: DecodableModel,
+        tokenizer: LineTokenizer,
+        options: DecodeOptions,
+        layers: Sequence[int] | None,
+        tags: Tags,
     ) -> None:
         self._members, self._weights = members_of(model), weights_of(model)
-        self._tokenizer, self._token_scores = tokenizer, token_scores
+        self._tokenizer, self._tags = tokenizer, tags
+        self._token_scores, self._reliance = options.token_scores, bool(options.reliance)
         self._aligning: list[tuple[MultiHeadAttention, float]] | None = None
         if layers is not None:
             weights = self._weights or [1.0] * len(self._members)
@@ -69,32 +82,54 @@ class DetailsReader:
                 (cross_attention(member.cross_attentions(), layer), weight)
                 for member, layer, weight in zip(self._members, layers, weights, strict=True)
             ]
+        links = None if layers is None else ()
+        self.nothing = Translation(
+            "", 0.0, [], token_scores=() if self._token_scores else None, alignment=links,
+            reliance=Reliance([], [], []) if self._reliance else None,
+        )  # fmt: skip
+        """The translation of a line without tokens."""
 
     def add(
         self, source_BS: Tensor, padded: bool, lines: Sequence[tuple[str, Sequence[int]]], found: Sequence[_Best]
     ) -> Sequence[_Best]:
-        """Return the translations of a batch, tags included, with their details; ``lines`` are texts and tokens."""
-        if not self._token_scores and self._aligning is None:
-            return found
+        """Return the translations of a batch, tags included, with their details; ``lines`` are texts and tokens.
+
+        Translations come with the scores of their tokens, as far as the search keeps them.
+        """
+        tokens = [[one.tokens for one in best] for best in found]
+        scores: list[list[Sequence[float] | None]] = [[one.token_scores for one in best] for best in found]
+        is_scored = all(of_one is not None for of_best in scores for of_one in of_best)
         vocabulary = self._tokenizer.vocabulary
         watch = AttentionWatch([] if self._aligning is None else [self._aligning], source_BS, vocabulary)
-        tokens = [[one.tokens for one in best] for best in found]
-        with watch.watching():
-            scores = token_log_probs(
-                self._members, vocabulary, source_BS, padded, tokens, self._weights, watch.decoded
-            )
+        if self._aligning is not None or ((self._token_scores or self._reliance) and not is_scored):
+            with watch.watching():
+                forced = token_log_probs(
+                    self._members, vocabulary, source_BS, padded, tokens, self._weights, watch.decoded
+                )
+            scores = [list(of_best) for of_best in forced]
+        unseen: list[list[float]] = []
+        if self._reliance:
+            flat, blind = [of_one for of_best in tokens for of_one in of_best], self._tags.source or ""
+            unseen = blind_log_probs(self._members, self._tokenizer, blind, flat, self._weights, source_BS.device)
         numbers = count()
         detailed: list[_Best] = []
         for (line, source), best, of_best in zip(lines, found, scores, strict=True):
             words = [] if self._aligning is None else source_words(line, source, self._tokenizer)
             detailed.append([])
             for one, log_probs, number in zip(best, of_best, numbers, strict=False):
-                links = None
+                links = coverage = reliance = None
                 if self._aligning is not None:
                     own = watch.links(0, number, len(one.tokens))
                     links = word_links(own, words, target_words(one.tokens, self._tokenizer))
-                token_scores = tuple(log_probs) if self._token_scores else None
-                detailed[-1].append(replace(one, token_scores=token_scores, alignment=links))
+                    coverage = watch.coverage(0, number)
+                if self._reliance:
+                    first = int(self._tags.target is not None)  # the tag is given, and relies on nothing
+                    values = one.tokens[first:], list(log_probs or ())[first:], unseen[number][first:]
+                    text = self._tags.untagged(one.text)
+                    untagged = self._tags.untagged(line, "source"), source
+                    reliance = Reliance.of(ScoredTranslation(*values), text, untagged, coverage)
+                token_scores = tuple(log_probs or ()) if self._token_scores else None
+                detailed[-1].append(replace(one, token_scores=token_scores, alignment=links, reliance=reliance))
         return detailed
 
 
@@ -119,8 +154,8 @@ def translate_lines(
         model: on ``device``, in eval mode.
         lines: sentences; a line feed at the end is ignored. Lines without tokens are not given to the model: their
             translation is empty.
-        options: sizes of batches and buffers, bound of a line, number of translations, and scores of tokens. Memory
-            grows with all of them.
+        options: sizes of batches and buffers, bound of a line, number of translations, scores of tokens and reliance.
+            Memory grows with all of them.
         advance: called with the number of further lines that are done, which may be long before they are yielded.
         counts: record of what there is to warn of; see :class:`SourceLines`.
         inputs: prefixes, constraints and tags of the lines, and their numbers in the text.
@@ -148,7 +183,7 @@ def translate_lines(
     reader = SourceLines(
         tokenizer, options.longest_line(), model.longest_source, options.strict, counts, inputs.first
     )
-    details = DetailsReader(model, tokenizer, options.token_scores, alignment_layers)
+    details = DetailsReader(model, tokenizer, options, alignment_layers, tags)
 
     def best_of(hypotheses: list[Hypothesis]) -> _Best:
         kept = hypotheses if isinstance(search, RanksTexts) else hypotheses[: options.nbest]
@@ -157,7 +192,7 @@ def translate_lines(
         if isinstance(search, RanksTexts):
             ranked = search.rank(kept, texts, target_lang)
         return [
-            Translation(text, one.score, one.tokens, one.log_prob, one.features)
+            Translation(text, one.score, one.tokens, one.log_prob, one.features, one.token_log_probs)
             for one, text in ranked[: options.nbest]
         ]
 
@@ -183,7 +218,5 @@ def translate_lines(
                 (number, [untagged(one) for one in best]) for number, best in zip(numbers, translations, strict=True)
             ]
 
-    links = None if alignment_layers is None else ()
-    nothing = Translation("", 0.0, [], token_scores=() if options.token_scores else None, alignment=links)
     requests = inputs.requests(lines, reader, model.longest_target)
-    return translated(requests, batches, reader, nothing, options, advance, lock)
+    return translated(requests, batches, reader, details.nothing, options, advance, lock)

@@ -28,6 +28,7 @@ PAGES = {
     "export.md#translate-with-ctranslate2": "export runtime",
     "#n-best-lists": "nbest",
     "translation.md#alignments": "alignment",
+    "translation.md#doubtful-translations": "reliance",
     "papers/depth-growing.md": "exit rerank",
     "papers/multi-layer-softmaxing.md": "encoder-layers decoder-layers",
     "multilingual.md#symbols-and-tags": "tag tag-target",

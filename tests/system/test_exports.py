@@ -177,6 +177,7 @@ REFUSED = [
     (["--workers", "2"], "one process"),
     (["--search", "sampling"], "--search is sampling"),
     (["--token-scores"], "--token-scores"),
+    (["--reliance", "doubt"], "--reliance"),
     (["--min-length", "3"], "--min-length"),
     (["--nbest", "9", "--beam", "3"], "--nbest is 9"),
 ]

@@ -44,6 +44,15 @@ def test_tags_of_the_data_are_those_of_translations(run: Path, tmp_path: Path) -
     found = translate(run, source, tmp_path / "a", "--nbest", "2", "--alignment", str(tmp_path / "links"))
     plain = translate(run, source, tmp_path / "a")
 
+    opened = Translator.open(run, device="cpu", precision="fp32")
+    sources = source.read_text(encoding="utf-8").splitlines()
+    relying = opened.translate(sources, reliance=True)
+    for one, scored in zip(relying, opened.score(sources, [one.text for one in relying], reliance=True), strict=True):
+        assert one.reliance is not None
+        if one.reliance.tokens == scored.tokens:  # the text can be encoded by other tokens
+            assert one.reliance.token_reliance == pytest.approx(scored.token_reliance, abs=1e-4)
+    assert all(one.reliance is not None and one.tokens[1:] == one.reliance.tokens for one in relying), "no tag"
+
     # Tags by hand: in front of each line, and as the beginning of each translation.
     typed, begun = tmp_path / "typed", tmp_path / "begun"
     typed.write_text("".join(f"<2de> {line}\n" for line in source.read_text(encoding="utf-8").splitlines()))

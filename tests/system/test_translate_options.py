@@ -15,6 +15,7 @@ import pytest
 
 from deepspeed_nmt.api import Translator
 from deepspeed_nmt.cli import main
+from deepspeed_nmt.data.filters import PairStream
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.evaluate.nbest import read_nbest
 from deepspeed_nmt.interruption import Interrupted
@@ -23,6 +24,7 @@ from deepspeed_nmt.methods.transformer import Transformer
 from deepspeed_nmt.native import library as native
 from deepspeed_nmt.parallel.shared_work import SharedWork
 from deepspeed_nmt.run.translation import Pieces
+from deepspeed_nmt.text import TextForm
 from tests import commands
 from tests.system.conftest import SMALL
 
@@ -184,6 +186,21 @@ def test_alignments(
     monkeypatch.setattr("deepspeed_nmt.run.opening.DataDirectory.open", fail)
     assert main([*command, str(links)]) == 2
     assert "which cannot be read (the data is gone); give --alignment-layer" in capsys.readouterr().err
+
+
+def test_reliance_is_a_score_for_filters(run: Path, source: Path, tmp_path: Path) -> None:
+    doubt, tokenizer = tmp_path / "doubt", Translator.open(run, device="cpu").tokenizer
+    text = translate(run, source, tmp_path / "out", "--reliance", str(doubt), "--precision", "fp32")
+    rows = [line.split("\t") for line in doubt.read_text(encoding="utf-8").splitlines()]
+    assert [row[0] for row in rows] == [str(number) for number in range(10)] and {len(row) for row in rows} == {10}
+    for line, row in zip(text, rows, strict=True):
+        assert tokenizer.decode([tokenizer.number(piece) or 0 for piece in row[7].split()]) == line
+        by_token = [float(value) for value in row[9].split()]
+        assert sum(by_token) / len(by_token) == pytest.approx(float(row[1]), abs=1e-6)
+    scores = [float(row[1]) for row in rows]
+    pairs = list(zip(text, source.read_text(encoding="utf-8").splitlines(), strict=True))
+    kept = PairStream(f"score={sorted(scores)[3]!r}", TextForm()).keep(pairs, scores)
+    assert kept.sum() == 7 and kept.tolist() == [score >= sorted(scores)[3] for score in scores]
 
 
 def test_pairs_are_scored_at_every_exit(

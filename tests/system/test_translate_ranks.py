@@ -27,19 +27,20 @@ class Job:
 
     def __init__(self, run: Path, data: Path, directory: Path) -> None:
         self.directory, self.target, self.links = directory, directory / "out", directory / "links"
-        self.logs = [directory / "rank0", directory / "rank1"]
+        self.logs, self.reliance = [directory / "rank0", directory / "rank1"], directory / "reliance"
         source, prefix = data.parent / "text/train.en", directory / "prefix"
         lines = source.read_text(encoding="utf-8").count("\n")
         prefix.write_text("".join("\n" if number % 5 else "Ein\n" for number in range(lines)), encoding="utf-8")
         self.words = ["translate", "--run", str(run), "--input", str(source), "--max-tokens", "64", "--nbest", "2"]
         self.words += ["--prefix", str(prefix), "--alignment", str(self.links), "--alignment-layer", "2"]
+        self.words += ["--reliance", str(self.reliance)]
 
     def command(self) -> list[str]:
         return ["-m", "deepspeed_nmt", *self.words, "--output", str(self.target)]
 
     def read(self) -> bytes:
-        """Return the translations and their alignments."""
-        return self.target.read_bytes() + self.links.read_bytes()
+        """Return the translations, their alignments and signs of doubt."""
+        return b"".join(path.read_bytes() for path in (self.target, self.links, self.reliance))
 
     def start(self) -> list[Program]:
         """Start two ranks."""
@@ -65,7 +66,8 @@ def alone(trained: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -
     """The translation by one process."""
     job = Job(trained, data, tmp_path_factory.mktemp("alone"))
     run_ranks(job.command(), 1, job.directory)
-    assert job.links.read_text().count("\n") == job.target.read_text().count("\n")
+    lines = [path.read_text().count("\n") for path in (job.target, job.links, job.reliance)]
+    assert len(set(lines)) == 1
     return job.read()
 
 

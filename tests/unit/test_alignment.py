@@ -12,6 +12,7 @@ from deepspeed_nmt.data.vocabulary_training import train_subwords
 from deepspeed_nmt.parity import VOCABULARY, methods, settings_of
 from deepspeed_nmt.search.alignment import AttentionWatch, source_words, target_words
 from deepspeed_nmt.search.forced import token_log_probs
+from deepspeed_nmt.search.reliance import COVERED
 
 SOURCE = torch.tensor([[7, 8, 9, 10, 11, 2], [12, 13, 2, 0, 0, 0]])
 ASKED = [[(4, 5, 6), (14, 15)], [(9, 20, 21, 22)]]
@@ -45,8 +46,11 @@ def test_links_are_the_largest_weights_of_each_layer(method: str) -> None:
             with torch.inference_mode():
                 model.decode(torch.tensor([[VOCABULARY.bos, *tokens]]), model.encode(torch.tensor([source])))
             hook.remove()
-            expected = seen[-1][: len(tokens), : len(source) - 1].argmax(dim=1).tolist()
-            assert watch.links(place, number, len(tokens)) == expected
+            words_TS = seen[-1][:, : len(source) - 1]
+            assert watch.links(place, number, len(tokens)) == words_TS[: len(tokens)].argmax(dim=1).tolist()
+            heads = attention.q_proj.weight.shape[0] // attention.head_dim
+            covered = words_TS.sum(dim=0) / heads >= COVERED
+            assert watch.coverage(place, number) == pytest.approx(covered.float().mean().item())
 
 
 def test_words_of_tokens() -> None:

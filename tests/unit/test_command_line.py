@@ -55,6 +55,9 @@ TRANSLATE = ["translate", "--run", "none", "--input", __file__]
         ([*TRANSLATE, "--output", "/proc/x"], "--output: /proc/x cannot be written"),
         ([*TRANSLATE, "--output", "loop"], "--output: loop cannot be written"),
         ([*TRANSLATE, "--output", "o", "--alignment", "./o"], "--alignment and --output"),
+        ([*TRANSLATE, "--output", "o", "--reliance", "./o"], "--reliance and --output"),
+        ([*TRANSLATE, "--output", "o", "--alignment", "-", "--reliance", "-"], "--reliance and --alignment"),
+        ([*TRANSLATE, "--output", "o", "--reliance", "/proc/x"], "--reliance: /proc/x cannot be written"),
         ([*TRANSLATE, "--output", "o", "--nbest", "0"], "--nbest"),
     ],
 )

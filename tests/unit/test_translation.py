@@ -172,8 +172,10 @@ def reseal(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda piece: re.sub(rb'"text": \d+', b'"text": 3', piece),  # other bytes of the texts
-        lambda piece: reseal(re.sub(rb'"text": \d+', b'"text": -3', piece)),
+        lambda piece: re.sub(rb'"sizes": \[\d+', b'"sizes": [3', piece),  # other bytes of the texts
+        lambda piece: reseal(re.sub(rb'"sizes": \[\d+', b'"sizes": [-3', piece)),
+        lambda piece: reseal(re.sub(rb'"sizes": \[\d+', b'"sizes": [3', piece)),
+        lambda piece: reseal(re.sub(rb'"sizes": \[', b'"sizes": [0, ', piece)),  # of another output
         lambda piece: b"",
     ],
 )
@@ -195,7 +197,7 @@ def test_a_piece_damaged_between_two_starts(
     assert "piece-0000001 is damaged; it is translated again" in caplog.text and "job.json is damaged" in caplog.text
 
 
-def test_no_output_lies_in_a_run(tmp_path: Path) -> None:
+def test_no_output_lies_in_a_run_or_replaces_a_text(tmp_path: Path, source: Path) -> None:
     inside = tmp_path / "own/checkpoints"
     inside.mkdir(parents=True)
     (tmp_path / "own" / "manifest.json.sha256").touch()
@@ -204,6 +206,12 @@ def test_no_output_lies_in_a_run(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"--output: .* lies in .*/own, which other commands read"):
             output_path(str(place / "hyp"), "--output")
     assert output_path(str(tmp_path / "hyp"), "--output") == tmp_path / "hyp"
+    for path, refusal in ((inside / "doubt", "lies in"), (source, "the text of --input")):
+        with (
+            pytest.raises(ConfigError, match=f"--reliance.* {refusal}"),
+            open_texts(options_of(source, reliance=str(path))),
+        ):
+            pass
 
 
 def test_warnings_are_those_of_the_whole_text(

@@ -192,6 +192,8 @@ def test_threads_translate_as_one(name: str) -> None:
     [
         ("beam", {"constraints": [["a"]]}, "`constraints` constrained_beam"),
         ("mask_predict", {"prefix": ["a"]}, "`prefix` mask_predict"),
+        ("mask_predict", {"reliance": True}, "`reliance` masked tokens"),
+        ("beam", {"reliance": "F"}, "`reliance` 'F' True or False"),
         ("beam", {"alignment_layer": 1}, "`alignment_layer` `alignment`"),
         ("beam", {"alignment": True}, "`alignment_layer`"),
         ("beam", {"prefix": "a"}, "`prefix` string"),
