@@ -139,6 +139,12 @@ def test_packed_batches_of_tagged_and_segmented_corpora_have_the_tokens_of_their
     assert batch.target_output_BT.tolist() == [[token for each in targets for token in (*each, EOS)]]
     padded = collate(corpora, rows, VOCABULARY)
     assert torch.equal(batch.source_rows(), padded.source_BS)
+    untagged = CorpusPart("third", second.segmentations, source_tag=6)
+    for part in (second, untagged):
+        (of_all,) = part.all_lengths(0)
+        assert [side.tolist() for side in of_all] == [
+            side.tolist() for side in Corpora([part]).lengths(np.arange(3))
+        ], "with the tag of its own side"
     with pytest.raises(IndexError, match="sentences -1 to 2 of 3"):
         second.segmentations[0].sources(np.array([2, -1]))
 
@@ -252,6 +258,18 @@ def test_sizes_and_divisions_of_packed_rows_are_pinned() -> None:
         [101, 107],
         [100, 108],
     ]
+    # A row in which the source fits, but the target does not, and the other way round.
+    for pairs, rows, expected in (
+        ([[3, 3], [3, 1], [2, 2], [3, 3]], [[5, 10], [6, 7]], [1, 0, 0, 1]),
+        ([[6, 6], [5, 3], [6, 2]], [[11, 9], [10, 9]], [0, 0, 1]),
+    ):
+        row_of = divide(np.array(pairs), np.array(rows))
+        assert row_of is not None and row_of.tolist() == expected
+    # All sentences fit into short rows, so none is long.
+    threes = np.full(20, 3, dtype=np.int32)
+    config = BatchConfig(update_tokens=64, micro_tokens=64, layout="packed")
+    (parts,) = pack_update(np.arange(20), threes, threes, 1, config, Ladder((24, 48), (24,), two_shapes=True))
+    assert [(part.source, part.target) for part in parts] == [(24, 24)] * 3
 
 
 def test_a_sentence_longer_than_micro_tokens_is_refused_by_name() -> None:

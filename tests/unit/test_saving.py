@@ -110,6 +110,12 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(
         assert other.read_bytes() == file.read_bytes(), file.name
 
 
+def test_the_copy_takes_no_more_memory_than_the_checkpoint(tmp_path: Path) -> None:
+    saver = saver_in(tmp_path, Weights())
+    assert saver._buffer is not None and saver._buffer.bytes == SIZE
+    saver.finish()
+
+
 def test_a_checkpoint_waits_for_the_one_before(tmp_path: Path, slow: SlowDisk) -> None:
     engine = Weights()
     with saver_in(tmp_path, engine) as saver:
