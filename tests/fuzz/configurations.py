@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
@@ -83,6 +83,8 @@ def allowed(name: str, annotation: Any, field: FieldInfo | None, tame: bool = Fa
         return st.sampled_from(inner)
     if origin in (Union, type(int | str)):
         return st.one_of(*(allowed(name, each, field, tame) for each in inner))
+    if origin is Annotated:  # a part of a value with bounds of its own
+        return allowed(name, inner[0], inner[1] if isinstance(inner[1], FieldInfo) else field, tame)
     if origin is tuple:
         return st.lists(allowed(name, inner[0], field if inner[0] is str else None, tame), max_size=3)
     if origin is dict:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 
+from deepspeed_nmt.native import library as native
 from deepspeed_nmt.sample import write_sample
 from tests.fuzz.program import run_program
 
@@ -72,6 +73,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="package")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with text/, data/ and run/, to copy."""
+    native.obstacle()  # builds the code in its cache, outside of the directories that a command may change
     directory = tmp_path_factory.mktemp("tiny")
     write_sample(directory / "text", train=200, valid=4, test=4, seed=3)
     words = ["prepare", "--out", "data", "--vocab-size", "400", "--max-length", "50"]

@@ -115,7 +115,7 @@ def test_weights_of_one_change_no_bit(corpus: Corpus, tmp_path: Path, method: st
         output.loss.backward()
         gradients = [p.grad.clone() for p in module.parameters() if p.grad is not None]
         found.append([output.loss.detach(), output.nll, *output.metrics.values(), *gradients])
-    assert len(found[0]) == len(found[1]) > 10
+    assert len(found[0]) == len(found[1]) > 6
     assert all(torch.equal(plain, ones) for plain, ones in zip(*found, strict=True))
 
 

@@ -27,7 +27,8 @@ def test_every_method_can_be_probed(name: str) -> None:
     stacks = build_model(config, VOCABULARY).stacks
     for norms, side in zip((probed.encoder, probed.decoder), stacks, strict=True):
         assert len(norms) == sum(len(stack.layers) for stack in side)
-    assert max(probed.decoder) > 0.0 and "untrained" in str(probed)
+    is_trained = name != "added_exits"  # which trains what reads the states of the layers
+    assert (max(probed.decoder) > 0.0) == is_trained and "untrained" in str(probed)
 
 
 def test_a_probe_sees_what_a_model_ignores() -> None:
