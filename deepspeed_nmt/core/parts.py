@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, Protocol
+
+from pydantic import AfterValidator, Field
 
 from deepspeed_nmt.core.vocabulary import Side, Vocabulary
 from deepspeed_nmt.errors import ConfigError
@@ -140,6 +142,16 @@ class ModelConfig(PartConfig):
         return self.differences(other, names - ignored)
 
 
+def _ascending(exits: tuple[int, ...]) -> tuple[int, ...]:
+    if exits[0] < 1 or list(exits) != sorted(set(exits)):
+        raise ValueError(f"is {list(exits)}; give different numbers from 1, ascending")
+    return exits
+
+
+ExitStages = Annotated[tuple[int, ...], Field(min_length=1, max_length=MAX_LAYERS), AfterValidator(_ascending)]
+"""Stages (layers or loops) of a decoder that are exits, shallowest first."""
+
+
 class LayerConfig(PartConfig):
     """Settings of the decoder layers, the name in the registry among them."""
 
@@ -150,13 +162,13 @@ class LayerConfig(PartConfig):
         """True if what the collapse monitor measures changes the layers in training."""
         return False
 
-    def adapted(self, drop_ratio: float | None, reliance: float) -> float:
+    def adapted(self, drop_ratio: float | None, reliance: float) -> float | None:
         """Return the drop ratio of the layers after a measurement of source reliance, in nats per token.
 
         It is a function of its arguments and the settings alone: ``drop_ratio`` was returned after the measurement
-        before, None if there was none. Called if :attr:`adapts` is set.
+        before, None if there was none. None if the layers keep theirs (:attr:`adapts`).
         """
-        raise NotImplementedError
+        return None
 
     def attends_to_source(self, number: int) -> bool:
         """Return True if layer ``number``, counted from 1, has cross-attention."""

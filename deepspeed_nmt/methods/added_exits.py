@@ -26,14 +26,14 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import Tensor, nn
 from typing_extensions import override
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, TranslationModel, exit_name
 from deepspeed_nmt.core.objective import Likelihood, LikelihoodOutput, Passes, States
-from deepspeed_nmt.core.parts import MAX_LAYERS, MAX_WIDTH, Parts
+from deepspeed_nmt.core.parts import MAX_WIDTH, ExitStages, Parts
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothedConfig
 from deepspeed_nmt.methods.transformer import SMALL
@@ -46,10 +46,8 @@ _PREFIX = "decoder.exits."
 class AddedExitsConfig(LabelSmoothedConfig):
     """The exits that are added, and how they are taught."""
 
-    exits: tuple[int, ...] = Field(
+    exits: ExitStages = Field(
         default=(1,),
-        min_length=1,
-        max_length=MAX_LAYERS,
         description="decoder stages (layers or loops) that become exits",
     )
     rank: int = Field(
@@ -60,13 +58,6 @@ class AddedExitsConfig(LabelSmoothedConfig):
     )
 
     adds_exits: ClassVar[bool] = True
-
-    @field_validator("exits")
-    @classmethod
-    def _ascending(cls, exits: tuple[int, ...]) -> tuple[int, ...]:
-        if exits[0] < 1 or list(exits) != sorted(set(exits)):
-            raise ValueError(f"is {list(exits)}; give different numbers from 1, ascending")
-        return exits
 
     @override
     def trains_exit(self, encoder: int, decoder: int, stages: tuple[int, int]) -> bool:

@@ -91,7 +91,9 @@ class CrossAttentionDropConfig(LayerConfig):
         return self.target_reliance > 0.0
 
     @override
-    def adapted(self, drop_ratio: float | None, reliance: float) -> float:
+    def adapted(self, drop_ratio: float | None, reliance: float) -> float | None:
+        if not self.adapts:
+            return None
         error = max(-1.0, min(1.0, 1.0 - reliance / self.target_reliance))
         ratio = (self.drop_ratio if drop_ratio is None else drop_ratio) + self.adapt_step * error
         return max(self.min_ratio, min(self.max_ratio, ratio))

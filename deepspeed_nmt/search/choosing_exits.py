@@ -30,12 +30,12 @@ from difflib import SequenceMatcher
 from typing import Literal, Protocol, get_args
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
 from deepspeed_nmt.core.model import TranslationModel, exit_name
-from deepspeed_nmt.core.parts import MAX_LAYERS, Parts
+from deepspeed_nmt.core.parts import ExitStages, Parts
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.search.base import Hypothesis, LengthPenalty, Request
 from deepspeed_nmt.search.beam import BeamSearch, BeamSettings
@@ -49,10 +49,8 @@ class ChoosingExitsConfig(BeamSettings):
     """Settings of the choice among exits."""
 
     name: Literal["choosing_exits"] = "choosing_exits"
-    exits: tuple[int, ...] = Field(
+    exits: ExitStages = Field(
         default=(1,),
-        min_length=1,
-        max_length=MAX_LAYERS,
         description="decoder stages to choose from, shallowest first",
     )
     rule: Rule = Field(
@@ -67,13 +65,6 @@ class ChoosingExitsConfig(BeamSettings):
         description="confidence: least mean log-probability of a token; agreement: least share of common tokens with "
         "the exit before",
     )
-
-    @field_validator("exits")
-    @classmethod
-    def _ascending(cls, exits: tuple[int, ...]) -> tuple[int, ...]:
-        if exits[0] < 1 or list(exits) != sorted(set(exits)):
-            raise ValueError(f"is {list(exits)}; give different numbers from 1, ascending")
-        return exits
 
     @override
     def contradictions(self, parts: Parts) -> Iterator[str]:
@@ -92,7 +83,7 @@ class ChoosingExitsConfig(BeamSettings):
 
 
 class Proposal(Protocol):
-    """What an exit proposes: a hypothesis, or a translation."""
+    """The proposal of an exit: a hypothesis, or a translation."""
 
     @property
     def tokens(self) -> list[int]:

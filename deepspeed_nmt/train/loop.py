@@ -254,10 +254,10 @@ class TrainingLoop:
         self.ledger.begin("validation")
         self.watchdog.at(f"measuring collapse after update {progress.update}", slow=True)
         measured, ratio, before = self.monitor(progress.update), progress.drop_ratio, progress.monitored_nll
-        if self.layer.adapts and self.monitor.counts(progress.update, measured, before):
-            ratio = self.layer.adapted(ratio, measured[RELIANCE])
-            self.engine.module.model.set_drop_ratio(ratio)
-            measured[DROP_RATIO] = ratio
+        adapted = self.layer.adapted(ratio, measured[RELIANCE])
+        if adapted is not None and self.monitor.counts(progress.update, measured, before):
+            self.engine.module.model.set_drop_ratio(adapted)
+            measured[DROP_RATIO] = ratio = adapted
         self.metrics.log(progress, measured)
         bad, fatal = self.monitor.check(progress.update, measured, progress.bad_measurements, before)
         return replace(progress, bad_measurements=bad, monitored_nll=measured[NLL], drop_ratio=ratio), fatal
