@@ -7,8 +7,9 @@
 #   SOURCE TARGET   your own text, one sentence a line: line N of TARGET translates line N of SOURCE. 5% of the pairs
 #                   (at most 500) are held out for validation, and as many for the test. Also as SOURCE=... TARGET=...
 #                   [a generated sample corpus]
-#   --minutes N     about how long to train, validation included; once trained, a larger number trains on
-#                   [15 to 60, depending on the size of the text and the device]
+#   --minutes N     how long to train, with a trial of the speed and all validations; installation, preparation and the
+#                   final translation come on top. Once trained, a larger number trains on [15 to 60, depending on the
+#                   size of the text and the device]
 #   -- key=value    settings of training, such as optimizer.lr=1e-3, which override all others
 #   --fresh         remove what an earlier run of this script made in OUT, and start over [resume after the last
 #                   completed step]
@@ -16,7 +17,7 @@
 #   --lock LOCK     requirements to install: cpu, cuda or v100; also as LOCK=... [chosen for this machine]
 #   --wheelhouse D  install without a network from the directory D of launch/wheelhouse.sh; also as WHEELHOUSE=...
 #
-# Recipe, vocabulary and length for your own text follow from its size, the device, the minutes, and the speed of 30
+# Recipe, vocabulary and length for your own text follow from its size, the device, the minutes, and the speed of some
 # updates (deepspeed_nmt/recipes/own_text.py); OUT/plan has them, with the reason. What pip and the launcher print goes
 # to OUT/log. Training runs under DeepSpeed with ZeRO-2 (launch/local.sh). Ctrl-C, SIGTERM and SIGHUP (the terminal is lost) end the
 # current step, and the same command without --fresh resumes. The exit status is then 75 if training was saved, in
@@ -300,38 +301,45 @@ prepare() {
         --test-source "$TEXT/test.$SOURCE_SUFFIX" --test-target "$TEXT/test.$TARGET_SUFFIX"
 }
 
-# launch_training RUN ARGUMENT...: train in the directory RUN with these arguments, and the settings of the command line.
+# launch_training RUN LIMIT ARGUMENT...: train in the directory RUN with these arguments, and the settings of the command
+# line, for at most LIMIT: nothing, or seconds and a number of updates (0: any).
 launch_training() {
-    local run="$1" options=() preset=zero2
-    shift
+    local run="$1" limit="$2" options=() preset=zero2
+    shift 2
+    # shellcheck disable=SC2206 # two words
+    [ -z "$limit" ] || watched=("$VENV/bin/python" -m deepspeed_nmt.recipes.own_text watch "$run" $limit)
     [ "$lock" != cpu ] || options+=(--cpu) preset=cpu
     [ -z "${RANKS:-}" ] || options+=(--ranks "$RANKS")
     # The seconds in the messages of both scripts count from the start of this one.
-    exec env SECONDS="$SECONDS" "$ROOT/launch/local.sh" ${options[@]+"${options[@]}"} -- "$@" --data "$OUT/data" --run "$run" \
+    exec env SECONDS="$SECONDS" ${watched[@]+"${watched[@]}"} "$ROOT/launch/local.sh" ${options[@]+"${options[@]}"} -- "$@" --data "$OUT/data" --run "$run" \
         engine.name=deepspeed engine.ds_config="$preset" ${settings[@]+"${settings[@]}"} ${measuring[@]+"${measuring[@]}"}
 }
+watched=() # program that limits training
 measuring=() # settings that override those of the command line
 
 # Measure how fast updates are, from which follows how many the minutes have room for.
 speed() {
     local words
-    words="$(plan recipe "$OUT/data" "$device" "$metric")" || return
-    rm -f "$OUT/plan"
-    measuring=(training.max_updates=30 training.log_every=10 training.validate_every=30 "validation.metrics=[]" collapse.every=0)
+    words="$(plan trial "$OUT" "$device" ${minutes:+"$minutes"})" || return
+    measuring=(training.max_updates=1000 training.log_every=1 training.validate_every=1000 collapse.every=0)
     # shellcheck disable=SC2086 # several words
-    launch_training "$OUT/speed" $words
+    set -- $words
+    launch_training "$OUT/speed" "$1 20" "${@:2}"
 }
 
-# Write $OUT/plan, unless it is there for as many minutes: a reason, the minutes, and arguments of `train`, one a line.
+# make_plan SPENT: write $OUT/plan, unless it is there for as many minutes: a reason, a warning, the minutes, the seconds of
+# training, options that train on, and arguments of `train`, one a line. The trial took SPENT seconds.
 make_plan() {
     local before=""
-    [ ! -f "$OUT/plan" ] || before="$(sed -n 2p "$OUT/plan")"
+    [ ! -f "$OUT/plan" ] || before="$(sed -n 3p "$OUT/plan")"
     if [ -z "$before" ] || { [ -n "$minutes" ] && [ "$minutes" != "$before" ]; }; then
-        plan plan "$OUT/data" "$device" "$metric" "$OUT/speed" ${minutes:+"$minutes"} ${before:+"$OUT/plan"} >"$OUT/plan.new"
+        plan plan "$OUT" "$device" "$metric" "$1" ${minutes:+"$minutes"} >"$OUT/plan.new"
         mv "$OUT/plan.new" "$OUT/plan"
     fi
     say "$(sed -n 1p "$OUT/plan")"
-    minutes="$(sed -n 2p "$OUT/plan")"
+    before="$(sed -n 2p "$OUT/plan")"
+    [ -z "$before" ] || say "warning: $before"
+    say "$(sed -n 3p "$OUT/plan") min end $(sed -n 4p "$OUT/plan") s after the first update; the final translation comes on top"
 }
 
 train() {
@@ -340,9 +348,9 @@ train() {
     say "its curves: $(quoted "$VENV/bin/tensorboard" --logdir "$RUN")" >&3
     if [ -n "$planned" ]; then
         # shellcheck disable=SC2046 # several words
-        launch_training "$RUN" $(sed 1,2d "$OUT/plan")
+        launch_training "$RUN" "$(sed -n 4p "$OUT/plan") 0" $(sed 1,5d "$OUT/plan")
     else
-        launch_training "$RUN" --recipe "$RECIPE"
+        launch_training "$RUN" "" --recipe "$RECIPE"
     fi
 }
 
@@ -350,7 +358,9 @@ train() {
 quoted() { printf '%q ' "$@"; }
 
 translate() {
-    exec deepspeed-nmt translate --run "$RUN" --checkpoint best \
+    local checkpoint=best # there is one once the run is validated
+    grep -qs '"valid/loss"' "$RUN/metrics.jsonl" || checkpoint=last
+    exec deepspeed-nmt translate --run "$RUN" --checkpoint "$checkpoint" \
         --input "$TEXT/test.$SOURCE_SUFFIX" --output "$OUT/test.translation"
 }
 
@@ -365,10 +375,9 @@ score() {
 say_outlook() {
     local outlook longer=() words=()
     outlook="$(plan outlook "$RUN")"
-    [ -n "$outlook" ] || return 0
     words=(${settings[@]+"${settings[@]}"})
     if [ -n "$planned" ]; then
-        longer=(--minutes $((2 * minutes)))
+        IFS=" " read -r -a longer < <(sed -n 5p "$OUT/plan")
     else
         words+=("training.max_updates=$((2 * $(sed -n 2p <<<"$outlook")))")
     fi
@@ -414,9 +423,10 @@ fi
 step corpus "" "$TEXT"/{train,valid,test}."$SOURCE_SUFFIX" "$TEXT"/{train,valid,test}."$TARGET_SUFFIX"
 step prepare "" "$OUT/data/meta.json"
 [ -z "$SOURCE" ] || metric="$(plan metric "$TEXT/valid.$TARGET_SUFFIX")"
-[ -z "$planned" ] || step speed "" "$OUT/speed/metrics.jsonl"
-[ -z "$planned" ] || make_plan
-step train "$([ -z "$planned" ] || sed 1d "$OUT/plan")${settings[*]+${settings[*]}}" "$RUN/checkpoints"
+began="$SECONDS"
+[ -z "$planned" ] || step speed ""
+[ -z "$planned" ] || make_plan $((SECONDS - began))
+step train "$([ -z "$planned" ] || sed 1,2d "$OUT/plan")${settings[*]+${settings[*]}}" "$RUN/checkpoints"
 step translate "" "$OUT/test.translation"
 say "$LAST/$LAST score"
 attend_step score

@@ -2,20 +2,25 @@
 
     python -m deepspeed_nmt.recipes.own_text vocabulary SOURCE TARGET   options of `prepare`
     python -m deepspeed_nmt.recipes.own_text metric REFERENCE           metric of the translations
-    python -m deepspeed_nmt.recipes.own_text recipe DATA DEVICE METRIC  arguments of `train`, without a length
-    python -m deepspeed_nmt.recipes.own_text plan DATA DEVICE METRIC SPEED_RUN [MINUTES [PLAN]]
+    python -m deepspeed_nmt.recipes.own_text trial OUT DEVICE [MINUTES] seconds and arguments of `train` for a trial
+    python -m deepspeed_nmt.recipes.own_text watch RUN SECONDS UPDATES COMMAND...   train for no longer than that
+    python -m deepspeed_nmt.recipes.own_text plan OUT DEVICE METRIC SPENT [MINUTES]
     python -m deepspeed_nmt.recipes.own_text outlook RUN                whether the validation score still rises
 
-`plan` prints a reason, the minutes, and all arguments of `train`, one a line; SPEED_RUN is a run of a few updates,
-and PLAN what was printed for fewer minutes: a run that trains on keeps the size of its updates.
-The rules are functions of the number of pairs, the device, the minutes, and the speed that a few updates had there.
+OUT has `data`, `speed` (of the trial, which took SPENT seconds) and `run`. `plan` prints a reason, a warning or "",
+the minutes, the seconds left, options that train on, and arguments of `train`, one a line. A run that trains on keeps
+those of OUT/plan, but for its length. The rules are functions of the number of pairs, the device, the minutes, and
+the speed that a few updates had there, in target tokens a second over all ranks.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import signal
+import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_nmt.console import output
-from deepspeed_nmt.errors import DataError, UserError
+from deepspeed_nmt.errors import EXIT_STOPPED, DataError, UserError
 from deepspeed_nmt.text import text_of, without_spaces
 
 _LARGE_SCRIPT = 500
@@ -31,12 +36,23 @@ _LARGE_SCRIPT = 500
 _COVERAGE = 0.9995
 _MAX_EPOCHS = 100
 _TRAINING_SHARE = 0.85
-"""Share of the minutes that updates take; the rest is for validation and checkpoints."""
+"""Share of the seconds that updates take; the rest is for validation and checkpoints."""
+_LEARNS = 500_000
+"""Target tokens below which a model of this kind translates nothing.
+
+Measured: the first 0.86 million of 8.6 on Multi30k gave a validation BLEU of 22, 0.33 million on 2,700 pairs of it
+2.4, 0.80 million of a Japanese corpus 1.5.
+"""
+_TRIAL_SHARE = 0.1
+"""Share of the minutes for the trial, from its first update on."""
 _VALIDATIONS = 10
 _UPDATES = 1500
 """Number of updates below which they become smaller, down to a quarter of the recipe's tokens, or these."""
 _SMALLEST_UPDATE = 512
-_SIZE = "batch.update_tokens="
+_LENGTH = ("training.max_updates=", "training.validate_every=", "training.log_every=", "schedule.warmup_updates=")
+_SPEED = "perf/target_tokens_per_s"
+_UNKNOWN_SPEED = 500.0
+"""Target tokens a second if the trial ended before its first update; cautious, a busy CPU."""
 _KANA = range(0x3040, 0x3100)
 _HAN = range(0x4E00, 0xA000)
 _GAIN = 0.01
@@ -59,12 +75,12 @@ class OwnRecipe:
     update_tokens: int
 
     def arguments(self, metric: str) -> list[str]:
-        """Return arguments of `train`."""
+        """Return arguments of `train` without a length; the metric "" stands for the loss alone."""
         settings = {
             **self.settings,
             "batch.update_tokens": self.update_tokens,
             "schedule.name": "cosine",
-            "validation.metrics": [metric],
+            "validation.metrics": [metric] if metric else [],
             "validation.best_by": "auto",
             "validation.max_sentences": 200,
         }
@@ -125,31 +141,38 @@ def minutes_for(recipe: OwnRecipe, epoch_tokens: int, tokens_per_s: float) -> in
     return min(recipe.minutes, max(1, math.ceil(_MAX_EPOCHS * epoch_tokens / tokens_per_s / _TRAINING_SHARE / 60.0)))
 
 
-def sized_for(recipe: OwnRecipe, minutes: int, tokens_per_s: float) -> OwnRecipe:
-    """Return the recipe with updates of a half or a quarter of the size, if the minutes have room for few of them.
+def seconds_left(minutes: int, spent: float, measured: float) -> float:
+    """Return the seconds for training; those the trial spent, but did not measure, are a start, which comes again."""
+    return max(30.0 * minutes, 60.0 * minutes - spent - max(0.0, spent - measured))
 
-    Args:
-        tokens_per_s: target tokens a second over all ranks.
-    """
-    updates = 60 * minutes * _TRAINING_SHARE * tokens_per_s / recipe.update_tokens
+
+def sized_for(recipe: OwnRecipe, seconds: float, tokens_per_s: float) -> OwnRecipe:
+    """Return the recipe with updates of a half or a quarter of the size, if the seconds have room for few of them."""
+    updates = seconds * _TRAINING_SHARE * tokens_per_s / recipe.update_tokens
     parts = 1 if updates >= _UPDATES else 2 if 2 * updates >= _UPDATES else 4
     return replace(recipe, update_tokens=max(_SMALLEST_UPDATE, recipe.update_tokens // parts))
 
 
-def length_arguments(recipe: OwnRecipe, minutes: int, tokens_per_s: float) -> list[str]:
-    """Return the arguments of `train` for as many updates as the minutes have room for: a tenth of them is warm-up.
+def fitted(pairs: int, device: str, epoch_tokens: int, seconds: float, tokens_per_s: float) -> tuple[OwnRecipe, int]:
+    """Return the recipe for some seconds; if they are too few to learn, the smallest, and the minutes that suit."""
+    recipe, speed = recipe_for(pairs, device), _TRAINING_SHARE * tokens_per_s
+    needed = min(_LEARNS, _MAX_EPOCHS * epoch_tokens)
+    if seconds * speed >= needed:
+        return sized_for(recipe, seconds, tokens_per_s), 0
+    small = recipe_for(pairs, "cpu")
+    settings = {**small.settings, "model.encoder_layers": 2, "model.decoder_layers": 2}
+    reason = "2+2 layers of D 128, the smallest recipe"
+    small = replace(small, settings=settings, reason=reason, update_tokens=_SMALLEST_UPDATE)
+    return small, max(recipe.minutes, 1 + math.ceil(needed / speed / 60.0))
 
-    Args:
-        tokens_per_s: target tokens a second over all ranks.
-    """
-    validations = min(_VALIDATIONS, 2 + minutes)
-    every = max(1, int(60 * minutes * _TRAINING_SHARE * tokens_per_s / recipe.update_tokens / validations))
+
+def length_arguments(update_tokens: int, seconds: float, tokens_per_s: float) -> list[str]:
+    """Return the arguments of `train` for as many updates as the seconds have room for, a tenth of them warm-up."""
+    validations = min(_VALIDATIONS, 2 + int(seconds / 60.0))
+    every = max(1, int(seconds * _TRAINING_SHARE * tokens_per_s / update_tokens / validations))
     updates = validations * every
-    return [
-        f"training.max_updates={updates}",
-        f"training.validate_every={every}",
-        f"schedule.warmup_updates={min(4000, updates // 10)}",
-    ]
+    values = (updates, every, min(50, every), min(4000, updates // 10))
+    return [f"{key}{value}" for key, value in zip(_LENGTH, values, strict=True)]
 
 
 def still_rises(scores: Sequence[float], *, higher_is_better: bool = True) -> bool:
@@ -179,26 +202,59 @@ def logged(run: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: sorted(values.items()) for tag, values in series.items()}
 
 
-def _plan(data: Path, device: str, metric: str, speed_run: Path, minutes: str = "", before: str = "") -> list[str]:
-    pairs, tokens = _size(data)
-    speeds = [value for _, value in logged(speed_run).get("perf/target_tokens_per_s", [])][1:]  # the first has set-up
-    if not speeds:
-        raise DataError(f"no speed in {speed_run}; start again with --fresh")
-    recipe, speed = recipe_for(pairs, device), sum(speeds) / len(speeds)
+def watch(run: Path, seconds: float, updates: int, command: Sequence[str]) -> int:
+    """Run the launcher, stop it some seconds after training begins or after some updates (0: any), return its status.
+
+    It is 0 if it was stopped. A trial, of some updates, is given up if it has not begun in four times the seconds.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):  # the launcher gets them too
+        signal.signal(number, lambda *_: None)
+    ledger, has_begun = run / "goodput.jsonl", False
+    before = ledger.exists() and ledger.stat().st_size
+    deadline = time.monotonic() + 4.0 * seconds if updates else math.inf
+    with subprocess.Popen(command) as process:
+        while process.poll() is None:
+            time.sleep(0.2)
+            if not has_begun and ledger.exists() and ledger.stat().st_size > before:
+                has_begun, deadline = True, time.monotonic() + seconds
+            is_late = time.monotonic() >= deadline
+            if is_late or 0 < updates <= len(logged(run).get(_SPEED, ())):
+                if is_late and not updates:
+                    output(f"{time.strftime('%X')} warning: the minutes end before the last planned update")
+                process.terminate()
+                if not has_begun:  # no rank reads the request; a second one kills them
+                    time.sleep(3.0)
+                    process.terminate()
+                return 0 if process.wait() == EXIT_STOPPED or not has_begun else process.returncode
+        return process.returncode
+
+
+def _plan(out: Path, device: str, metric: str, spent: str, minutes: str = "") -> list[str]:
+    pairs, tokens = _size(out / "data")
+    speeds, trained = ([value for _, value in logged(out / name).get(_SPEED, [])] for name in ("speed", "run"))
+    # Each value is of as many updates; the first one has what only happens once.
+    known = [value for value in trained or speeds[1:] or speeds if value > 0.0]
+    speed = len(known) / sum(1.0 / value for value in known) if known else _UNKNOWN_SPEED
+    recipe = recipe_for(pairs, device)
     length = int(minutes) if minutes else minutes_for(recipe, tokens, speed)
-    sizes = [line for line in Path(before).read_text().splitlines() if line.startswith(_SIZE)] if before else []
-    if sizes:
-        recipe = replace(recipe, update_tokens=int(sizes[0].removeprefix(_SIZE)))
-    else:
-        recipe = sized_for(recipe, length, speed)
-    arguments = length_arguments(recipe, length, speed)
+    size = sized_for(recipe, 0.0, speed).update_tokens  # of the trial
+    seconds = 60.0 * length if trained else seconds_left(length, float(spent), sum(size / value for value in speeds))
+    recipe, enough = fitted(pairs, device, tokens, seconds, speed)
+    warning = enough and f"{length} min have room for too few updates to learn anything; {enough} min would suit"
+    words, why = recipe.arguments("" if enough else metric), recipe.reason
+    if trained:
+        why = "trains on with the model that it has"
+        words = [word for word in (out / "plan").read_text().splitlines()[5:] if not word.startswith(_LENGTH)]
+    size = int(dict(word.partition("=")[::2] for word in words)["batch.update_tokens"])
+    arguments = length_arguments(size, seconds, speed)
     updates = int(arguments[0].partition("=")[2])
     reason = (
-        f"{pairs:,} pairs, {device.upper()}: {recipe.reason}; {updates:,} updates of {recipe.update_tokens:,} tokens "
-        f"({updates * recipe.update_tokens / max(1, tokens):.1f} epochs), for which {speed:,.0f} tokens/s need about "
-        f"{length} min"
+        f"{pairs:,} pairs, {device.upper()}: {why}; {updates:,} updates of {size:,} tokens "
+        f"({updates * size / max(1, tokens):.1f} epochs), by the {'measured' if known else 'assumed'} speed of "
+        f"{speed:,.0f} tokens/s"
     )
-    return [reason, f"{length}", *recipe.arguments(metric), *arguments]
+    longer = f"--fresh --minutes {enough}" if enough else f"--minutes {2 * length}"
+    return [reason, warning or "", f"{length}", f"{seconds:.0f}", longer, *words, *arguments]
 
 
 def _size(data: Path) -> tuple[int, int]:
@@ -213,20 +269,20 @@ def _size(data: Path) -> tuple[int, int]:
 
 
 def _outlook(run: Path) -> list[str]:
-    """Return a sentence on the validations of a run, and its updates; nothing if fewer than two are logged."""
+    """Return a sentence on the validations of a run, and its updates."""
     log = logged(run)
-    losses = log.get("valid/loss", [])
-    if len(losses) < 2:
-        return []
+    done = max((update for series in log.values() for update, _ in series), default=0)
     tag = next((tag for tag in ("valid/bleu", "valid/bleu_zh", "valid/bleu_char") if tag in log), "")
-    scores, loss = [score for _, score in log.get(tag, [])], [loss for _, loss in losses]
+    scores, loss = ([value for _, value in log.get(name, [])] for name in (tag, "valid/loss"))
     shown = [f"{score:.1f}" for score in scores] if tag else [f"{value:.3f}" for value in loss]
     rises = still_rises(scores) or still_rises(loss, higher_is_better=False)
     verdict = (
         "still improves: more minutes help" if rises else "hardly improves: more text would help, not more minutes"
     )
-    line = f"{(tag or 'valid/loss').replace('/', ' ')}: {' '.join(shown[-_VALIDATIONS:])}; {verdict}"
-    return [line, f"{losses[-1][0]}"]
+    if len(loss) < 2:
+        verdict = "too few to tell whether it still improves"
+    line = f"{(tag or 'valid/loss').replace('/', ' ')}: {' '.join(shown[-_VALIDATIONS:]) or 'none'}; {verdict}"
+    return [line, f"{done}"]
 
 
 def main(command: str, *words: str) -> list[str]:
@@ -243,15 +299,19 @@ def main(command: str, *words: str) -> list[str]:
     if command == "metric":
         with Path(words[0]).open("rb") as lines:
             return [metric_for(map(text_of, lines))]
-    if command == "recipe":
-        return recipe_for(_size(Path(words[0]))[0], words[1]).arguments(words[2])
+    if command == "trial":
+        recipe = recipe_for(_size(Path(words[0], "data"))[0], words[1])
+        minutes = int(words[2]) if words[2:] else recipe.minutes
+        return [f"{60 * minutes * _TRIAL_SHARE:.0f}", *sized_for(recipe, 0.0, 0.0).arguments("")]
     if command == "plan":
-        return _plan(Path(words[0]), words[1], words[2], Path(words[3]), *words[4:])
+        return _plan(Path(words[0]), *words[1:])
     return _outlook(Path(words[0]))
 
 
 if __name__ == "__main__":
     try:
+        if sys.argv[1] == "watch":
+            sys.exit(watch(Path(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]), sys.argv[5:]))
         output("\n".join(main(*sys.argv[1:])))
     except (UserError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -12,11 +15,13 @@ import pytest
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.data.vocabulary_training import train_subwords
 from deepspeed_nmt.recipes.own_text import (
+    fitted,
     length_arguments,
     main,
     metric_for,
     minutes_for,
     recipe_for,
+    seconds_left,
     sized_for,
     still_rises,
     vocabulary,
@@ -54,7 +59,7 @@ def test_arguments_are_settings_of_train(device: str) -> None:
     dropouts = []
     for pairs in (3000, 30_000, 119_000, 500_000, 2_000_000):
         recipe = recipe_for(pairs, device)
-        words = [*recipe.arguments("bleu_zh"), *length_arguments(recipe, 15, 9000.0)]
+        words = [*recipe.arguments("bleu_zh"), *length_arguments(recipe.update_tokens, 900.0, 9000.0)]
         assert words[0] == "--recipe"
         config = load_config(words[1], settings=words[2:])
         assert config.schedule.name == "cosine" and config.validation.metrics == ("bleu_zh",)
@@ -65,32 +70,107 @@ def test_arguments_are_settings_of_train(device: str) -> None:
 def test_length_fills_the_minutes() -> None:
     recipe = recipe_for(30_000, "cpu")
     for minutes, speed in ((1, 900.0), (15, 9000.0), (60, 100_000.0)):
-        updates, every, warmup = (int(word.partition("=")[2]) for word in length_arguments(recipe, minutes, speed))
+        words = length_arguments(recipe.update_tokens, 60.0 * minutes, speed)
+        updates, every, log_every, warmup = (int(word.partition("=")[2]) for word in words)
         seconds = updates * recipe.update_tokens / speed
         assert 0.75 * 60 * minutes < seconds <= 0.85 * 60 * minutes
         assert updates % every == 0 and 3 <= updates // every <= 10 and warmup == min(4000, updates // 10)
+        assert log_every <= every
     assert minutes_for(recipe, 400_000, 9000.0) == recipe.minutes
     assert minutes_for(recipe, 10_000, 9000.0) == 3, "100 epochs are a million tokens"
 
 
+def test_the_trial_and_two_starts_are_part_of_the_minutes() -> None:
+    assert seconds_left(3, spent=30.0, measured=18.0) == 180.0 - 30.0 - 12.0
+    assert seconds_left(3, spent=0.0, measured=18.0) == 180.0, "the trial was made by an earlier start"
+    assert seconds_left(1, spent=50.0, measured=6.0) == 30.0, "half of them, however slow a start is"
+
+
 def test_updates_are_smaller_where_few_have_room() -> None:
     recipe = recipe_for(30_000, "cpu")  # a minute of 9,000 tokens/s has room for 224 updates of 2,048
-    sizes = [sized_for(recipe, minutes, 9000.0).update_tokens for minutes in (1, 3, 4, 6, 7, 60)]
+    sizes = [sized_for(recipe, 60.0 * minutes, 9000.0).update_tokens for minutes in (1, 3, 4, 6, 7, 60)]
     assert sizes == [512, 512, 1024, 1024, 2048, 2048]
-    assert sized_for(recipe_for(3000, "cpu"), 1, 9000.0).update_tokens == 512, "not below this"
+    assert sized_for(recipe_for(3000, "cpu"), 60.0, 9000.0).update_tokens == 512, "not below this"
 
 
-def test_a_longer_plan_keeps_the_size_of_updates(tmp_path: Path) -> None:
+def test_too_few_tokens_are_told_with_the_minutes_that_would_do() -> None:
+    recipe, minutes = fitted(20_000, "cpu", 400_000, seconds=150.0, tokens_per_s=150.0)
+    small = load_config("multi30k_cpu", settings=recipe.arguments("")[2:]).flat()
+    assert minutes == 67 and small["model.encoder_layers"] == 2 and small["batch.update_tokens"] == 512
+    assert fitted(20_000, "gpu", 400_000, seconds=10.0, tokens_per_s=9000.0)[1] == recipe_for(20_000, "gpu").minutes
+    assert fitted(20_000, "cpu", 400_000, seconds=70.0, tokens_per_s=9000.0)[1] == 0
+    assert fitted(150, "cpu", 2000, seconds=30.0, tokens_per_s=9000.0)[1] == 0, "so little text does not give more"
+
+
+def planned(out: Path, *words: str, trial: float = 0.0, run: float = 0.0) -> list[str]:
+    """Return a plan for 30,000 pairs by the speeds of a trial and of a run, 0 if there is none."""
+    for name, speed in (("speed", trial), ("run", run)):
+        (out / name).mkdir(exist_ok=True)
+        entries = [json.dumps({"update": update, "perf/target_tokens_per_s": speed}) for update in (1, 2, 3)]
+        (out / name / "metrics.jsonl").write_text("\n".join(entries) if speed else "", encoding="utf-8")
+    (out / "data").mkdir(exist_ok=True)
     split = {"pairs": 30_000, "target": {"tokens": 450_000}}
-    (tmp_path / "meta.json").write_text(json.dumps({"splits": {"train": split}}), encoding="utf-8")
-    entries = [json.dumps({"update": update, "perf/target_tokens_per_s": 9000.0}) for update in (10, 20, 30)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(entries), encoding="utf-8")
-    words = ["plan", str(tmp_path), "cpu", "bleu", str(tmp_path)]
-    short = main(*words, "2")
-    (tmp_path / "plan").write_text("\n".join(short) + "\n", encoding="utf-8")
-    assert "batch.update_tokens=512" in short and "batch.update_tokens=2048" in main(*words, "60")
-    longer = main(*words, "60", str(tmp_path / "plan"))
-    assert "batch.update_tokens=512" in longer and longer[1] == "60"
+    (out / "data" / "meta.json").write_text(json.dumps({"splits": {"train": split}}), encoding="utf-8")
+    lines = main("plan", str(out), "cpu", "bleu", *words)
+    (out / "plan").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return lines
+
+
+def test_a_longer_plan_keeps_what_the_run_has(tmp_path: Path) -> None:
+    short = planned(tmp_path, "12", "2", trial=9000.0)
+    assert "batch.update_tokens=512" in short and short[1:5] == ["", "2", "96", "--minutes 4"]
+    assert "batch.update_tokens=2048" in planned(tmp_path, "12", "60", trial=9000.0), "nothing was trained"
+    planned(tmp_path, "12", "2", trial=9000.0)
+    longer = planned(tmp_path, "0", "60", trial=9000.0, run=4500.0)
+    assert "batch.update_tokens=512" in longer and longer[2:4] == ["60", "3600"]
+    updates = 10 * int(3600 * 0.85 * 4500 / 512 / 10)
+    assert f"training.max_updates={updates}" in longer, "by the speed of the run"
+
+
+def test_a_plan_too_short_to_learn_says_so_and_takes_the_smallest_recipe(tmp_path: Path) -> None:
+    slow = planned(tmp_path, "50", "3", trial=150.0)
+    assert "67 min would suit" in slow[1] and slow[4] == "--fresh --minutes 67"
+    assert {"model.decoder_layers=2", "validation.metrics=[]"} <= set(slow)
+    assert "assumed speed of 500" in planned(tmp_path, "50", "3")[0], "no update of the trial ended"
+    assert planned(tmp_path, "12", "3", trial=9000.0)[1] == ""
+
+
+def test_the_trial_has_a_tenth_of_the_minutes(tmp_path: Path) -> None:
+    planned(tmp_path, "12", trial=9000.0)
+    assert [main("trial", str(tmp_path), "cpu", *minutes)[0] for minutes in (["3"], [])] == ["18", "90"]
+    assert "batch.update_tokens=512" in main("trial", str(tmp_path), "cpu")
+
+
+LAUNCHER = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+run = pathlib.Path(sys.argv[1])
+time.sleep(0.5)  # a start
+(run / "goodput.jsonl").open("a").write("{}")
+with (run / "metrics.jsonl").open("a") as log:
+    for update in range(int(sys.argv[2])):
+        log.write('{"update": %d, "perf/target_tokens_per_s": 9.0}\\n' % update)
+if sys.argv[3] == "ends":
+    sys.exit(3)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "updates", "launcher", "status"),
+    [("0.2", "0", ("1", "sleeps"), 0), ("60", "2", ("2", "sleeps"), 0), ("60", "0", ("1", "ends"), 3)],
+)
+def test_training_is_stopped_by_seconds_or_updates(
+    seconds: str, updates: str, launcher: tuple[str, str], status: int, tmp_path: Path
+) -> None:
+    (tmp_path / "goodput.jsonl").write_text("{}", encoding="utf-8")  # of an earlier start
+    began = time.monotonic()
+    command = [sys.executable, "-c", LAUNCHER, str(tmp_path), *launcher]
+    words = [sys.executable, "-m", "deepspeed_nmt.recipes.own_text", "watch", str(tmp_path), seconds, updates]
+    done = subprocess.run([*words, *command], capture_output=True, text=True, check=False)
+    assert done.returncode == status and time.monotonic() - began < 30, done.stderr
+    assert len((tmp_path / "goodput.jsonl").read_text(encoding="utf-8")) == 4, "time counts from the new start"
+    assert (" warning: " in done.stdout) == (seconds == "0.2")
 
 
 def test_verdict_on_validations(tmp_path: Path) -> None:
@@ -106,7 +186,7 @@ def test_verdict_on_validations(tmp_path: Path) -> None:
         (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"update": 99, "val']), encoding="utf-8")
         return main("outlook", str(tmp_path))
 
-    assert main("outlook", str(tmp_path)) == []
+    assert "too few to tell" in main("outlook", str(tmp_path))[0]
     sentence, updates = outlook([4.0, 3.0, 2.5, 2.4], [1.0, 9.0, 15.0, 18.0])
     assert "1.0 9.0 15.0 18.0; still improves" in sentence and updates == "40"
     assert "hardly improves" in outlook([3.0, 2.5, 2.6, 2.7], [1.0, 19.0, 19.1, 18.0])[0]
