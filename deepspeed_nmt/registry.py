@@ -21,7 +21,9 @@ T_co = TypeVar("T_co", covariant=True)
 class Config(BaseModel):
     """Base of every configuration class: frozen, validated on construction, without unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, defer_build=True
+    )
 
 
 def number_or_auto(least: int, most: int) -> BeforeValidator:

@@ -57,6 +57,7 @@ export TORCH_EXTENSIONS_DIR="$scratch/torch_extensions"
 OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_for 2)}"
 export OMP_NUM_THREADS
 export PATH="$VENV/bin:$PATH"
+unset PYTHONDONTWRITEBYTECODE # set in many containers: hundreds of processes would each compile the package again
 
 status=0
 check() {

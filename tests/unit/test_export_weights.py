@@ -143,20 +143,23 @@ def test_a_layer_that_computes_something_else_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "biases"),
     [
-        {},
-        {"beam": 1},
-        {"beam": 3, "length_penalty": "none"},
-        {"beam": 1, "max_length_ratio": 0.5, "max_length_extra": 1},
+        ({}, (2.0, -9.0)),  # as in a model that is trained
+        ({"beam": 1}, (2.0, -9.0)),
+        ({"beam": 1}, (2.5, 1.7)),
+        ({"beam": 3, "length_penalty": "none"}, (2.0, -9.0)),
+        ({"beam": 1, "max_length_ratio": 0.5, "max_length_extra": 1}, (2.0, -9.0)),
     ],
 )
-def test_ctranslate2_searches_as_this_program(settings: dict[str, Any], tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Also at the length limits, which most of the sentences of a model without training reach."""
+def test_ctranslate2_searches_as_this_program(
+    settings: dict[str, Any], biases: tuple[float, float], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Also at the length limits, which most of the sentences reach, and where padding and BOS are likely."""
     model, vocabulary = build({"output_bias": True}), tokenizer.vocabulary
     with torch.no_grad():
-        model.projection.bias[vocabulary.eos] += 2.0
-        model.projection.bias[[vocabulary.pad, vocabulary.bos]] -= 9.0  # as in a model that is trained
+        model.projection.bias[vocabulary.eos] += biases[0]
+        model.projection.bias[[vocabulary.pad, vocabulary.bos]] += biases[1]
     pieces = tokenizer.all_pieces("source"), tokenizer.all_pieces("target")
     write_ctranslate2(tmp_path, model.described(), vocabulary, pieces, 64, "fp32")
     config = BeamConfig(**settings)
