@@ -86,6 +86,9 @@ check_text() {
     for file in "$SOURCE" "$TARGET"; do
         [[ -f "$file" && -r "$file" ]] ||
             die "$file is missing or cannot be read; check the path"
+        case "$(head -c 2 "$file" | od -An -tx1)" in *"ff fe"* | *"fe ff"*)
+            die "$file is UTF-16, whose lines cannot be split; convert it by iconv -f UTF-16 -t UTF-8" ;;
+        esac
     done
     sources="$(count_lines "$SOURCE")" targets="$(count_lines "$TARGET")"
     [ "$sources" = "$targets" ] ||
@@ -277,6 +280,7 @@ split_text() {
     split_side "$TARGET" target
     say "$lines pairs: $(pairs_of train) to train, $(pairs_of valid) to validate, $(pairs_of test) to test;" \
         "$(pairs_of left-out) with the source of a held-out pair are left out" >&3
+    [ -s "$TEXT/train.source" ] || die "no pair is left to train; give text of more than some repeated lines"
 }
 
 # pairs_of PART: print the number of its pairs.
@@ -373,7 +377,7 @@ score() {
 
 # Say whether the validation score still rises, and the command that trains on.
 say_outlook() {
-    local outlook longer=() words=()
+    local outlook longer=() words=() verb="train on"
     outlook="$(plan outlook "$RUN")"
     words=(${settings[@]+"${settings[@]}"})
     if [ -n "$planned" ]; then
@@ -382,7 +386,8 @@ say_outlook() {
         words+=("training.max_updates=$((2 * $(sed -n 2p <<<"$outlook")))")
     fi
     say "$(sed -n 1p <<<"$outlook")"
-    say "train on: $(quoted ${environment[@]+env "${environment[@]}"} "$ROOT/launch/quickstart.sh" ${longer[@]+"${longer[@]}"} \
+    case "${longer[*]-}" in *--fresh*) verb="start over" ;; esac
+    say "$verb: $(quoted ${environment[@]+env "${environment[@]}"} "$ROOT/launch/quickstart.sh" ${longer[@]+"${longer[@]}"} \
         ${lock_option[@]+"${lock_option[@]}"} ${SOURCE:+"$SOURCE" "$TARGET"} ${words[@]+-- "${words[@]}"})"
 }
 

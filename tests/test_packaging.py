@@ -366,6 +366,9 @@ def test_quickstart_splits_off_held_out_text(stubs: dict[str, str], tmp_path: Pa
     assert set(parts["train"][0]).isdisjoint(parts["valid"][0] + parts["test"][0])
     other = run_script("quickstart.sh", **stubs)
     assert other.returncode == 2 and "made from other text" in other.stderr
+    Path(source).write_text("word\n" * 300, encoding="utf-8")
+    same = run_script("quickstart.sh", "--fresh", source, source, **stubs)
+    assert same.returncode == 2 and "no pair is left to train" in same.stderr
 
 
 def test_quickstart_plans_the_training_of_own_text(stubs: dict[str, str], tmp_path: Path) -> None:
@@ -411,11 +414,13 @@ def test_quickstart_plans_the_training_of_own_text(stubs: dict[str, str], tmp_pa
 
 def test_quickstart_refuses_what_it_cannot_use(stubs: dict[str, str], tmp_path: Path) -> None:
     long, longer, short = (write_text(tmp_path / str(n), n) for n in (300, 301, 199))
+    Path(utf16 := str(tmp_path / "utf16")).write_text("word\n" * 300, encoding="utf-16")
     cases: list[tuple[tuple[str, ...], dict[str, str], str]] = [
         ((long,), {}, "1 arguments"),
         ((long, str(tmp_path / "none")), {}, "is missing"),
         ((long, longer), {}, "300 lines"),
         ((short, short), {}, "199 lines"),
+        ((utf16, utf16), {}, "is UTF-16"),
         (("--frsh",), {}, "--frsh"),
         ((), {"SOURCE": long}, "name the other file"),
         ((), {"OUT": f"{long}/below"}, "below cannot be written"),
