@@ -217,15 +217,14 @@ def watch(run: Path, seconds: float, updates: int, command: Sequence[str]) -> in
             time.sleep(0.2)
             if not has_begun and ledger.exists() and ledger.stat().st_size > before:
                 has_begun, deadline = True, time.monotonic() + seconds
-            is_late = time.monotonic() >= deadline
-            if is_late or 0 < updates <= len(logged(run).get(_SPEED, ())):
-                if is_late and not updates:
-                    output(f"{time.strftime('%X')} warning: the minutes end before the last planned update")
+            if time.monotonic() >= deadline or 0 < updates <= len(logged(run).get(_SPEED, ())):
                 process.terminate()
                 if not has_begun:  # no rank reads the request; a second one kills them
                     time.sleep(3.0)
                     process.terminate()
-                return 0 if process.wait() == EXIT_STOPPED or not has_begun else process.returncode
+                if process.wait() == EXIT_STOPPED and not updates:
+                    output(f"{time.strftime('%X')} warning: the minutes ended before the last planned update")
+                return 0 if process.returncode == EXIT_STOPPED or not has_begun else process.returncode
         return process.returncode
 
 

@@ -143,7 +143,7 @@ def test_the_trial_has_a_tenth_of_the_minutes(tmp_path: Path) -> None:
 
 LAUNCHER = """
 import pathlib, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(sys.argv[4])))
 run = pathlib.Path(sys.argv[1])
 time.sleep(0.5)  # a start
 (run / "goodput.jsonl").open("a").write("{}")
@@ -158,10 +158,15 @@ time.sleep(60)
 
 @pytest.mark.parametrize(
     ("seconds", "updates", "launcher", "status"),
-    [("0.2", "0", ("1", "sleeps"), 0), ("60", "2", ("2", "sleeps"), 0), ("60", "0", ("1", "ends"), 3)],
+    [
+        ("0.2", "0", ("1", "sleeps", "75"), 0),
+        ("0.2", "0", ("1", "sleeps", "0"), 0),  # it has just ended itself
+        ("60", "2", ("2", "sleeps", "75"), 0),
+        ("60", "0", ("1", "ends", "75"), 3),
+    ],
 )
 def test_training_is_stopped_by_seconds_or_updates(
-    seconds: str, updates: str, launcher: tuple[str, str], status: int, tmp_path: Path
+    seconds: str, updates: str, launcher: tuple[str, ...], status: int, tmp_path: Path
 ) -> None:
     (tmp_path / "goodput.jsonl").write_text("{}", encoding="utf-8")  # of an earlier start
     began = time.monotonic()
@@ -170,7 +175,17 @@ def test_training_is_stopped_by_seconds_or_updates(
     done = subprocess.run([*words, *command], capture_output=True, text=True, check=False)
     assert done.returncode == status and time.monotonic() - began < 30, done.stderr
     assert len((tmp_path / "goodput.jsonl").read_text(encoding="utf-8")) == 4, "time counts from the new start"
-    assert (" warning: " in done.stdout) == (seconds == "0.2")
+    assert (" warning: " in done.stdout) == (seconds == "0.2" and launcher[2] == "75")
+
+
+def test_a_trial_that_does_not_begin_is_given_up(tmp_path: Path) -> None:
+    signals = (
+        "import signal, time; signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))"
+    )
+    began = time.monotonic()
+    words = [sys.executable, "-m", "deepspeed_nmt.recipes.own_text", "watch", str(tmp_path), "0.1", "2"]
+    done = subprocess.run([*words, sys.executable, "-c", f"{signals}\ntime.sleep(60)"], check=False)
+    assert done.returncode == 0 and time.monotonic() - began < 30
 
 
 def test_verdict_on_validations(tmp_path: Path) -> None:
