@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.filters import PairFilters, read_filters
@@ -27,8 +28,10 @@ from deepspeed_nmt.data.training import DataOption
 from deepspeed_nmt.errors import ConfigError, DataError, UserError, options_as_typed
 from deepspeed_nmt.files import atomic_write_bytes
 from deepspeed_nmt.parallel.launched import place
-from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.text import TextForm
+
+if TYPE_CHECKING:
+    from deepspeed_nmt.run.directory import Run
 
 PART_LINES = 50_000
 """Pairs whose scores are in a file. What is scored is kept by such files."""
@@ -71,6 +74,8 @@ def check(arguments: argparse.Namespace) -> None:
 
 def _opened(path: Path, form: TextForm, name: str, data: DataDirectory) -> Run:
     """Open a run, which must be for text of a form."""
+    from deepspeed_nmt.run.directory import Run  # imports torch, which texts do without
+
     run = Run.open(path, name)
     if run.text_form.contradicts(form):
         raise ConfigError(
