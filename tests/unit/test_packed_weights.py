@@ -12,8 +12,9 @@ from deepspeed_nmt.kernels.onednn_ops import PackedWeight
 from deepspeed_nmt.kernels.precision import DTYPES
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.nn.embedding import Projection
-from deepspeed_nmt.nn.linear import pack_weights
+from deepspeed_nmt.nn.linear import pack_weights, packing_of
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
+from deepspeed_nmt.search.models import prepare_to_decode
 
 pytestmark = pytest.mark.skipif(onednn_ops.obstacle("fp32") is not None, reason=f"{onednn_ops.obstacle('fp32')}")
 
@@ -88,3 +89,13 @@ def test_nan_in_states_reaches_the_logits_of_int8() -> None:
         assert projection(states).isfinite().all()
         states[1, 0, 4] = torch.nan
         assert projection(states)[1].isnan().all()
+
+
+def test_weights_are_packed_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = Vocabulary(40)
+    config = TransformerConfig(dim=32, ffn_dim=48, heads=4, encoder_layers=1, decoder_layers=1)
+    for reason in (None, "this CPU has no products of packed weights"):
+        monkeypatch.setattr(onednn_ops, "obstacle", lambda precision, reason=reason: reason)
+        model = build_transformer(config, vocabulary).eval()
+        prepare_to_decode(model, torch.device("cpu"), "fp32")
+        assert (packing_of(model) is None) == (reason is not None)
