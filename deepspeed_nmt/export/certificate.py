@@ -87,6 +87,12 @@ class ExportInfo(Config):
     tags: Tags = NO_TAGS
     model: Mapping[str, Any]
 
+    @property
+    def left_out(self) -> dict[str, Any]:
+        """Settings of the run's search that the beam search of another program lacks."""
+        name = {} if self.search_name == "beam" else {"name": self.search_name}
+        return {**name, **self.rules}
+
     def write(self, directory: Path) -> None:
         """Write the file into an export."""
         content = self.model_dump(mode="json")

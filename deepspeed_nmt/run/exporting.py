@@ -120,9 +120,7 @@ def export_run(
     info = _info(then, request, empty)
     check(info)
     checkpoint = run.checkpoint(request.checkpoint)
-    # The run's search may be none that the export's program has.
-    search = {"name": info.search_name} if info.search_name != SEARCHES.default else {}
-    if lacking := [f"search.{name}={value}" for name, value in {**search, **info.rules}.items()]:
+    if lacking := [f"search.{name}={value}" for name, value in info.left_out.items()]:
         logger.warning(
             "the export of %s is compared by beam search without %s, which other programs lack",
             run.path,
@@ -306,7 +304,7 @@ def _compare(
         differences = []
         for number, (source, (own, other), here, there) in enumerate(zip(sources, pairs, *texts, strict=True), 1):
             if own.tokens != other.tokens:
-                margin, kind = _reason(subject, source, own, other, chosen)
+                margin, kind = reason_of(subject, source, own, other, chosen)
                 explained = margin is None or margin <= tolerance
                 differences.append(
                     Difference(line=number, here=here, there=there, margin=margin, kind=kind, explained=explained)
@@ -371,7 +369,7 @@ class _TracedSearch(BeamSearch):
 
 
 @torch.inference_mode()
-def _reason(
+def reason_of(
     subject: Subject, source: Sequence[int], own: Hypothesis, other: Hypothesis, settings: ExportBeamSettings
 ) -> tuple[float | None, str]:
     """Return the smallest margin (nats) by which the search preferred `own` to `other`, and its kind.

@@ -17,7 +17,7 @@ import yaml
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.export import formats
-from deepspeed_nmt.export.certificate import AT_LIMIT, LEFT_OUT, Certificate, KeptExport
+from deepspeed_nmt.export.certificate import AT_LIMIT, INFO_FILE, LEFT_OUT, Certificate, ExportInfo, KeptExport
 from deepspeed_nmt.export.ctranslate2_search import RULES, ExportBeamSettings
 from deepspeed_nmt.interruption import Interrupted
 from deepspeed_nmt.manifest import FileRecord, write_record
@@ -91,6 +91,10 @@ def test_an_export_has_a_certificate(exported: Path, run: Path) -> None:
     assert "nrefs:1" in certificate.signature and certificate.metric == "bleu"
     assert {"model.bin", "vocabulary.model", "deepspeed_nmt.json"} <= set(certificate.files)
     assert "passed" in (exported / "certificate.txt").read_text()
+    info = ExportInfo.read(exported)
+    assert info.left_out == {}
+    other = info.model_copy(update={"search_name": "sampling", "rules": {"min_length": 3}})
+    assert other.left_out == {"name": "sampling", "min_length": 3}
 
 
 @pytest.mark.parametrize(
@@ -336,6 +340,13 @@ def test_two_first_uses_make_one_export(exported: Path, tmp_path: Path) -> None:
         for future in [pool.submit(kept.ensure, make, lambda certificate: True) for _ in range(2)]:
             assert future.result(60).passed
     assert made == [kept.place]
+    # A whole export of another version is set aside.
+    (kept.place / INFO_FILE).write_text('{"format": 2}')
+    certificate = Certificate.read(exported)
+    files = {**certificate.files, INFO_FILE: FileRecord.of(kept.place / INFO_FILE)}
+    certificate.model_copy(update={"files": files}).write(kept.place)
+    assert kept.ensure(make, lambda certificate: True).passed
+    assert made == [kept.place] * 2 and len(list(kept.place.parent.glob("*.aside"))) == 1
 
 
 def test_bad_exports_are_refused(

@@ -24,13 +24,15 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.data.vocabulary_training import train_subwords
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
+from deepspeed_nmt.export.certificate import AT_LIMIT, LEFT_OUT
 from deepspeed_nmt.export.ctranslate2_search import CTranslate2Search, ExportBeamSettings
 from deepspeed_nmt.export.ctranslate2_weights import write_ctranslate2
 from deepspeed_nmt.export.formats import OwnProgram, Subject
 from deepspeed_nmt.methods import LAYERS, MODELS
 from deepspeed_nmt.nn.layers import DecoderLayer
-from deepspeed_nmt.run.exporting import FORMATS
+from deepspeed_nmt.run.exporting import FORMATS, reason_of
 from deepspeed_nmt.run.importing import import_marian
+from deepspeed_nmt.search.base import Hypothesis
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 
 transformers = pytest.importorskip("transformers")
@@ -40,6 +42,7 @@ TEXT = [f"the {a} {b} and the {b} {c}" for a in ("old", "new", "red") for b in (
 SMALL = {"dim": 16, "ffn_dim": 24, "heads": 2, "encoder_layers": 2, "decoder_layers": 3, "activation": "gelu"}
 CAD = {"name": "cross_attention_drop", "drop_depth": 2}
 SOURCES = [[5, 9, 4, 30, 11], [7], [12, 12, 13, 8, 6, 21, 22, 10]]
+MARGINS = {"the two translations", "their first different tokens", "hypotheses of the beam"}
 TARGETS = [[6, 8, 4], [9, 9, 30, 31, 12, 5], []]
 
 
@@ -174,6 +177,27 @@ def test_ctranslate2_searches_as_this_program(
         assert found[number][0].tokens == best.tokens, source
         assert found[number][0].score == pytest.approx(best.score, abs=1e-4)
         assert len(best.tokens) < wanted.limit(len(source) + 1, 64)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"length_penalty": "gnmt:0.6"}, {LEFT_OUT}),
+        ({"length_penalty": "power:0.6"}, MARGINS),
+        ({"length_penalty": "gnmt:0.6", "beam": 1}, MARGINS),
+        ({"length_penalty": "gnmt:0.6", "max_length_ratio": 1.0, "max_length_extra": 0}, {AT_LIMIT}),
+    ],
+)
+def test_a_difference_has_a_rule_or_a_margin(
+    settings: dict[str, Any], expected: set[str], tokenizer: Tokenizer
+) -> None:
+    """The longer translation is better by the power of its length, by which CTranslate2 keeps hypotheses."""
+    subject = Subject(build({}).eval(), tokenizer, 64, "fp32")
+    beam = BeamConfig(**{"beam": 4, **settings})
+    wanted = ExportBeamSettings(**{key: getattr(beam, key) for key in ExportBeamSettings.model_fields})
+    own, other = Hypothesis([5], -2.0, -3.0), Hypothesis([5, 6, 7], -1.5, -3.5)
+    margin, kind = reason_of(subject, [7, 8, 9], own, other, wanted)
+    assert kind in expected and (margin is None) == (expected is not MARGINS)
 
 
 def marian(directory: Path, tokenizer: Tokenizer, **changes: Any) -> Any:
