@@ -55,7 +55,7 @@ _SMALL = BatchConfig(update_tokens=360, micro_tokens=130)
 _EVERY = 5
 """Number of methods under which each engine is compared once, if several methods are."""
 BATCH = BatchConfig(update_tokens=700, micro_tokens=260)
-_CLIP_NORM = 0.5
+_CLIP_NORM, _WEIGHT_DECAY = 0.5, 0.1
 
 
 def methods(quick: bool = False, only: str | None = None) -> list[str]:
@@ -161,7 +161,8 @@ def build(
     module.to(world.device)
     chosen = OPTIMIZERS[next((option for option in options if option in OPTIMIZERS), OPTIMIZERS.default)].config
     eps = {"eps": 1e-6} if "eps" in chosen.model_fields else {}
-    optimizer = chosen.model_validate({"clip_norm": _CLIP_NORM, **eps})
+    decay = {"weight_decay": _WEIGHT_DECAY}  # makes two groups of parameters
+    optimizer = chosen.model_validate({"clip_norm": _CLIP_NORM, **decay, **eps})
     assert isinstance(optimizer, OptimizerConfig)
     settings: dict[str, Any] = {"name": "plain", "precision": precision or "fp32", "device": world.device.type}
     if name != "plain":

@@ -33,6 +33,11 @@ def test_each_file_is_completed_and_nothing_stays_auto(name: str) -> None:
     assert completed["fp16"]["enabled"] is (name == "v100_fp16")
 
 
+def test_a_section_without_a_stage_is_stage_0() -> None:
+    assert zero_stage({}) == zero_stage({"zero_optimization": {}}) == 0  # as in DeepSpeed
+    assert zero_stage({"zero_optimization": {"stage": 3}}) == 3
+
+
 def test_gradients_are_added_in_fp32_and_one_rank_overlaps_nothing() -> None:
     for name in ("zero1", "zero2", "zero3"):
         content = load_ds_config(name)
