@@ -47,6 +47,7 @@ class Room(NamedTuple):
     slower: list[str]
 
 
+PARITY = "test_losses_norms_and_weights_equal_those_of_one_plain_process"
 CELLS = [
     f"tests/parity/test_engines.py::{test}[{cell}]"
     for cell in (
@@ -55,9 +56,9 @@ CELLS = [
     )
     for test in (
         "test_a_run_probed_and_restored_half_way_is_equal_to_the_bit",
-        "test_losses_norms_and_weights_equal_those_of_one_plain_process",
+        PARITY,
     )
-    if not ("losses" in test and ":" in cell)  # which are of 32 bit
+    if not (test == PARITY and ":" in cell)  # which are of 32 bit
 ]
 """Tests of engines that take two minutes together; all would take ten times as long."""
 ROOMS = {
@@ -69,6 +70,7 @@ ROOMS = {
         ["engine/*.py", "train/loop.py", "train/stability.py"],
         [
             *CELLS,
+            "tests/distributed/test_state.py",
             "tests/parity/test_elastic.py",
             "tests/system/test_runs.py",
         ],
@@ -98,6 +100,10 @@ REASONS = {
     "data/loader.py:28: 32 -> 33": "size of a sample",
     "data/packing.py:36: 100 -> 101": "bound on the time of a search",
     "engine/hashes.py:60: 0 -> 1": "start of a checksum that is compared with its like alone",
+    "export/formats.py:155: True -> False": "check of lengths that are equal",
+    "export/huggingface_weights.py:183: 5 -> 6": "beam that users of another program choose",
+    "run/exporting.py:203: 0 -> 1": "sentences of one token need not be compared",
+    "run/exporting.py:266: longest - 1 -> (longest + 1)": "a larger number than the other one, now left out",
     "run/exporting.py:301: 2.0 -> 4.0": "factor of a tolerance, which has a bound of its own",
     "train/loop.py:229: 0.0 -> 1.0": "goodput before time has passed, when nothing is logged",
     "train/saving.py:225: 1 -> 2": "size of an empty file, which no checkpoint has",
@@ -110,6 +116,12 @@ TESTED = {
     "data/packing.py:284: 0 -> 1": "test_sizes_and_divisions_of_packed_rows_are_pinned",
     "data/packing.py:53: 0 -> 1": "test_sizes_and_divisions_of_packed_rows_are_pinned",
     "data/corpus.py:382: 0 -> 1": "test_packed_batches_of_tagged_and_segmented_corpora_have_the_tokens_of_their_rows",
+    'engine/deepspeed.py:276: not getattr(self._zero, "_hp_optimizer_states_linked", False) -> '
+    "(getattr(self._zero, '_hp_optimizer_states_linked', False))": PARITY,
+    "engine/deepspeed.py:278: len(self._optimizer.state) == groups -> (len(self._optimizer.state) != groups)": PARITY,
+    "engine/plain.py:225: torch._foreach_copy_(wide, [new for _, new in pairs]) -> pass": "test_gradients_of_16_bit_are_added_in_fp32_collected_or_alone",
+    "engine/settings.py:194: 0 -> 1": "test_a_section_without_a_stage_is_stage_0",
+    'export/ctranslate2_weights.py:102: setattr(config, f"{name}_token", pieces[1][number]) -> pass': "test_ctranslate2_knows_special_tokens_by_their_names",
     "export/certificate.py:356: ExportInfo.read(self.place) -> pass": "test_two_first_uses_make_one_export",
     "export/ctranslate2_search.py:111: True -> False": "test_ctranslate2_searches_as_this_program",
     'run/exporting.py:123: {"name": info.search_name} if info.search_name != SEARCHES.default else {} -> '

@@ -262,7 +262,7 @@ def _info(run: Run, request: ExportRequest, model: TranslationModel) -> ExportIn
         exporter=request.format,
         precision=request.precision,
         longest=longest,
-        longest_line=min(run.longest_line, longest - 1),
+        longest_line=source - 1,
         search_name=SEARCHES.default if request.exit is not None and search.needs_exits else search.name,
         search=settings,
         rules=rules_of(run),

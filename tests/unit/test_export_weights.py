@@ -135,6 +135,16 @@ def test_relative_positions_are_exported_for_ctranslate2_alone(
         build({**RELATIVE, "positions": "tensor2tensor"}).described()
 
 
+def test_ctranslate2_knows_special_tokens_by_their_names(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    vocabulary, names = tokenizer.vocabulary, [f"[{piece}]" for piece in tokenizer.all_pieces("target")]
+    pieces = tokenizer.all_pieces("source"), names
+    write_ctranslate2(tmp_path, build({}).described(), vocabulary, pieces, 64, "fp32")
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name, number in (("unk", vocabulary.unk), ("bos", vocabulary.bos), ("eos", vocabulary.eos)):
+        assert config[f"{name}_token"] == names[number]
+    assert config["decoder_start_token"] == names[vocabulary.bos]
+
+
 def test_a_layer_that_computes_something_else_is_refused() -> None:
     class Other(DecoderLayer):
         pass

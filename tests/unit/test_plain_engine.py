@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.core.objective import Objective, TrainModule
@@ -20,7 +21,7 @@ from deepspeed_nmt.engine import norms, transfer
 from deepspeed_nmt.engine.contract import EngineScalars
 from deepspeed_nmt.engine.norms import Squares
 from deepspeed_nmt.engine.optimizer import OptimizerConfig
-from deepspeed_nmt.engine.plain import PlainEngine
+from deepspeed_nmt.engine.plain import GradientSums, PlainEngine
 from deepspeed_nmt.engine.transfer import on_device
 from deepspeed_nmt.kernels.precision import Precision
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
@@ -171,6 +172,20 @@ def test_the_change_is_that_of_the_weights_and_the_gradient_that_before_clipping
         if update.number == 4:
             break
     assert measured > 1
+
+
+@pytest.mark.parametrize("collected_bytes", [0, 100, 1 << 20])  # none, some and all are collected
+def test_gradients_of_16_bit_are_added_in_fp32_collected_or_alone(collected_bytes: int) -> None:
+    torch.manual_seed(1)
+    weights = [nn.Parameter(torch.randn(size, dtype=torch.bfloat16)) for size in (3, 40, 60, 7)]
+    masters = {weight: nn.Parameter(weight.detach().float()) for weight in weights}
+    sums = GradientSums(masters, collected_bytes)
+    slopes = [[torch.randn_like(weight) for weight in weights] for _ in range(3)]
+    for micro_batch in slopes:
+        sum((weight * slope).sum() for weight, slope in zip(weights, micro_batch, strict=True)).backward()
+        sums.flush()
+    for weight, *own in zip(weights, *slopes, strict=True):
+        assert torch.equal(masters[weight].grad, sum(slope.float() for slope in own)) and weight.grad is None
 
 
 def test_norms_are_summed_by_layer_under_tags_that_count_from_one() -> None:
