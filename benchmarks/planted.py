@@ -104,6 +104,7 @@ REASONS = {
     "export/huggingface_weights.py:183": "beam that users of another program choose",
     "run/exporting.py:203": "sentences of one token need not be compared",
     "run/exporting.py:266": "a larger number than the other one, now left out",
+    "run/exporting.py:332": "more sentences are scored than need be",
     "run/exporting.py:301": "factor of a tolerance, which has a bound of its own",
     "train/loop.py:229": "goodput before time has passed, when nothing is logged",
     "train/saving.py:225": "size of an empty file, which no checkpoint has",
@@ -476,7 +477,7 @@ def results(rounds: list[dict[str, Any]]) -> Results:
     survivors = [
         {
             "room": row["room"],
-            "fault": row["fault"],
+            "fault": textwrap.shorten(row["fault"], 100, placeholder=" ..."),
             "reason, or test since": REASONS.get(place_of(row)) or TESTED.get(place_of(row), ""),
         }
         for row in missed
