@@ -172,8 +172,8 @@ def write_weights(directory: Path, *weights: float) -> Corpus:
 def parity_loader(directory: Path, world: World, engine: str = "plain", mixture: bool = False) -> TrainLoader:
     """Return a loader of this rank's micro-batches, over the self-test's corpus in ``directory``.
 
-    An update has one to eight micro-batches in one process, and one to four on each of two ranks. All are small:
-    under DeepSpeed their size hardly affects the time.
+    An update has two to eight micro-batches in one process, and one to four on each of two ranks. All are small:
+    their number, not their size, takes the time.
 
     Args:
         directory: directory of the corpus.
@@ -181,7 +181,7 @@ def parity_loader(directory: Path, world: World, engine: str = "plain", mixture:
         engine: name of the engine, as the self-test takes it.
         mixture: True for the mixture that :func:`write_mixture` has written.
     """
-    batches = BatchConfig(update_tokens=240, micro_tokens=130)
+    batches = BatchConfig(update_tokens=240, micro_tokens=200)
     loader = loader_of(directory, world, engine, batches)
     if not mixture:
         return loader

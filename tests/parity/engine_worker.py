@@ -37,10 +37,10 @@ from deepspeed_nmt.train.faults import attribute, has_replicas
 from deepspeed_nmt.train.growth import Grown
 from tests.support import parity_loader
 
-UPDATES = 10
+UPDATES = 8
 STOPPED, RESUMED = 2, 4
 GROWING = ("zero1", "zero2", "zero3")
-REPEATS = 32  # a power of two, so that the factor on the loss is exact
+REPEATS = 16  # a power of two, so that the factor on the loss is exact
 
 
 def lost_in_sums(engine: Engine, update: Update) -> float:

@@ -15,7 +15,7 @@ from tests.support import ROOT, run_ranks, write_mixture, write_weights
 
 FULL = ["plain", "zero0", "zero1", "zero2", "zero3"]
 SIXTEEN_BIT = ["plain:bf16", "zero1:bf16", "zero3:bf16", "zero2:fp16"]
-PACKED = ["plain+packed", "zero2+packed", "zero2:bf16+packed"]
+PACKED = ["zero2+packed", "zero2:bf16+packed"]
 RECOMPUTED = ["zero2+recompute", "zero3:bf16+recompute", "zero3+recompute+packed"]
 WHOLE = ["plain+muon", "zero0+muon", "zero0+adafactor"]
 OTHERS = ("r_drop", "muon", "adafactor")
@@ -29,7 +29,7 @@ ENGINES = {
     },
     "deep_decoder": {
         1: ["plain", "plain+r_drop"],
-        2: ["zero1", "zero2:fp16", *RECOMPUTED, "zero2+r_drop", "plain+packed+r_drop"],
+        2: ["zero1", *RECOMPUTED, "zero2+r_drop", "plain+packed+r_drop"],
     },
     "exits": {1: ["plain"], 2: ["zero1+packed", "zero3+recompute"]},
     "growing": {1: ["plain"], 2: ["plain:fp16", "zero1:bf16", "zero2+recompute+packed"]},
@@ -119,7 +119,7 @@ def test_losses_norms_and_weights_equal_those_of_one_plain_process(
     reports: Reports, method: str, ranks: Ranks, name: str
 ) -> None:
     reference, ours = reference_of(reports, method, ranks, name), reports(method, ranks)[name]
-    assert len(ours["loss"]) == 10
+    assert len(ours["loss"]) == 8
     # Muon iterates in bfloat16, which may round gradients that differ by rounding to another number.
     bound, of_weights = (2e-4, 3e-3) if "muon" in name else (1e-5, 1e-5)
     assert ours["loss"] == pytest.approx(reference["loss"], abs=bound, rel=0)
@@ -128,7 +128,7 @@ def test_losses_norms_and_weights_equal_those_of_one_plain_process(
         assert metrics == pytest.approx(theirs, abs=bound, rel=0)
     for parameter, weight in reference["weights"].items():
         np.testing.assert_allclose(ours["weights"][parameter], weight, rtol=0, atol=of_weights, err_msg=parameter)
-    first, last = (np.median(losses) for losses in (reference["loss"][:5], reference["loss"][-5:]))
+    first, last = (np.median(losses) for losses in (reference["loss"][:4], reference["loss"][-4:]))
     assert last < first + (1.5 if method == "abnet" else 0.2), "abnet's loss grows with the tokens that are masked"
     is_whole = any(optimizer in name for optimizer in OTHERS[1:])  # whose changes do not follow from their states
     assert not (is_whole and ours["change"])
@@ -226,7 +226,7 @@ def test_an_update_is_computed_again_before_its_step(reports: Reports, name: str
 
 @pytest.mark.parametrize("name", SIXTEEN_BIT)
 def test_gradients_of_many_micro_batches_are_added_in_fp32(reports: Reports, name: str) -> None:
-    assert reports("vanilla", 2)[name]["lost_in_sums"] < 2e-3  # in bf16 0.02
+    assert reports("vanilla", 2)[name]["lost_in_sums"] < 2e-3  # in bf16 0.008
 
 
 def test_sixteen_bit_of_plain_torch_follows_deepspeed(reports: Reports) -> None:
