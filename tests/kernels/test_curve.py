@@ -15,7 +15,7 @@ from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.parity import VOCABULARY, build, train, write_corpus
 
 pytest.importorskip("triton", reason="needs triton")
-UPDATES = 3
+UPDATES = 2
 
 
 def curve(
