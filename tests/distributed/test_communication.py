@@ -6,8 +6,6 @@ The bytes are those by which `plan` estimates communication.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -23,7 +21,7 @@ from deepspeed_nmt.planning.counting import Counts, count_model
 from deepspeed_nmt.planning.gpus import GPUS
 from deepspeed_nmt.planning.memory import Layout
 from tests.distributed.fake_world_worker import COMMANDS, DEEP, ENGINES, RANKS, SCALED, SHARED, TOKENS
-from tests.support import ROOT, prepare_sample, rank_environment
+from tests.support import prepare_sample, run_ranks
 
 Collectives = list[list[Any]]
 PASSES = {"allreduce_": 2}
@@ -34,12 +32,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("fake")
     prepare_sample(directory, 200, train=400, valid=300, test=20)
     out = directory / "report.json"
-    worker = [sys.executable, "-m", "tests.distributed.fake_world_worker", str(directory), str(out)]
-    environment = rank_environment(0, 1, 1, directory)
-    done = subprocess.run(worker, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
+    (said,) = run_ranks(["-m", "tests.distributed.fake_world_worker", str(directory), str(out)], 1, directory)
     read: dict[str, Any] = json.loads(out.read_text())
-    assert None not in read.values(), done.stderr
+    assert None not in read.values(), said
     return read
 
 
