@@ -521,7 +521,7 @@ def test_wheel_is_whole_and_runs_where_it_is_installed(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("deepspeed_nmt-*.whl")
     packed = set(zipfile.ZipFile(wheel).namelist())
     package = ROOT / "deepspeed_nmt"
-    patterns = ("*.py", "*.cpp", "*.yaml", "py.typed", "page.*")
+    patterns = ("*.py", "*.cpp", "*.yaml", "py.typed", "page.html")
     files = {str(path.relative_to(ROOT)) for pattern in patterns for path in package.rglob(pattern)}
     files |= {f"deepspeed_nmt/ds_configs/{path.name}" for path in (ROOT / "ds_configs").glob("*.json")}
     assert files - packed == set()
