@@ -230,9 +230,10 @@ def watch(run: Path, seconds: float, updates: int, command: Sequence[str]) -> in
 
 def _plan(out: Path, device: str, metric: str, spent: str, minutes: str = "") -> list[str]:
     pairs, tokens = _size(out / "data")
-    speeds, trained = ([value for _, value in logged(out / name).get(_SPEED, [])] for name in ("speed", "run"))
+    logs = (logged(out / name).get(_SPEED, []) for name in ("speed", "run"))
+    speeds, trained = ([value for _, value in log if value > 0.0] for log in logs)
     # Each value is of as many updates; the first one has what only happens once.
-    known = [value for value in trained or speeds[1:] or speeds if value > 0.0]
+    known = trained or speeds[1:] or speeds
     speed = len(known) / sum(1.0 / value for value in known) if known else _UNKNOWN_SPEED
     recipe = recipe_for(pairs, device)
     length = int(minutes) if minutes else minutes_for(recipe, tokens, speed)
