@@ -6,9 +6,9 @@ Legend: B sentences, S source length, T target length, D model width, V vocabula
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 from typing_extensions import override
@@ -64,6 +64,14 @@ class Memory:
         """Return what the layers of a decoder share; ``segments`` are the sentences of packed targets."""
         target_mask = mask_between(segments, segments)
         return Context(mask_between(segments, self.mask), self.states_BSD, draw, target_mask, record=self.record)
+
+
+class Rates(NamedTuple):
+    """What a parameter multiplies the optimizer's settings of the same names by."""
+
+    lr: float = 1.0
+    weight_decay: float = 1.0
+    eps: float = 1.0
 
 
 class SplitDecoder(ABC):
@@ -204,6 +212,10 @@ class TranslationModel(DecodableModel):
         if name != TOP:
             raise ConfigError(f"the exit is '{name}', but the model has only its top; omit it")
         return self
+
+    def rates(self) -> Mapping[nn.Parameter, Rates]:
+        """Return the rates of parameters that have others than 1."""
+        return {}
 
     def all_layers(self) -> Iterator[nn.Module]:
         """Yield the layers of all stacks, those of frozen parts as well."""

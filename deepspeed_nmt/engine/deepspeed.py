@@ -50,7 +50,7 @@ from deepspeed_nmt.engine.contract import (
     steps_of,
 )
 from deepspeed_nmt.engine.norms import Part, squared_changes, squares_of, whole_squares
-from deepspeed_nmt.engine.optimizer import OptimizerConfig
+from deepspeed_nmt.engine.optimizer import OptimizerConfig, set_lr
 from deepspeed_nmt.engine.settings import zero_stage
 from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.kernels.precision import DTYPES
@@ -161,8 +161,7 @@ class DeepSpeedEngine(Engine):
         # DeepSpeed averages gradients over the ranks; the contract is the sum over the update's tokens.
         factor = self._world.data_ranks / target_tokens
         self._engine.train()
-        for group in self._zero.param_groups:
-            group["lr"] = lr
+        set_lr(self._zero, lr)
         scale = self._loss_scale()
         norm, skipped = 0.0, False
         culprits: tuple[str, ...] = ()
@@ -188,8 +187,7 @@ class DeepSpeedEngine(Engine):
                 self._engine.zero_grad()
                 for gradient in gradients:
                     gradient.zero_()
-                for group in self._zero.param_groups:
-                    group["lr"] = 0.0
+                set_lr(self._zero, 0.0)
         elif explain:
             # DeepSpeed skips the step inside step(), which also frees the gradients.
             culprits = not_finite({name: self._part(p, GRADIENT) for name, p in self._trained.items()})

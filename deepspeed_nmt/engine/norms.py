@@ -76,7 +76,8 @@ def squared_changes(optimizer: OptimizerConfig, parts: Sequence[Part | None], lr
     for numbers, pieces in _at_once(parts):
         weights = [piece.weight for piece in pieces]
         states = [list(column) for column in zip(*(piece.states for piece in pieces), strict=True)]
-        changes = optimizer.squared_changes(weights, states, pieces[0].group, lr, step)
+        group = pieces[0].group
+        changes = optimizer.squared_changes(weights, states, group, lr * group.get("lr_scale", 1.0), step)
         if changes is None:
             return None
         spread_P = _spread(changes, numbers, len(parts))

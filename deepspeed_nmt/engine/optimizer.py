@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from deepspeed_nmt.core.model import Rates, TranslationModel
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.registry import Config
 
@@ -47,15 +48,29 @@ class OptimizerConfig(Config):
         """
 
     def groups(self, module: nn.Module) -> Groups:
-        """Return the trained parameters of a module in groups, which have their own ``weight_decay``."""
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        return self.decayed(trained)
+        """Return the trained parameters of a module in groups, which have their own ``weight_decay``.
 
-    def decayed(self, parameters: Sequence[nn.Parameter], **settings: Any) -> Groups:
+        A group with ``lr_scale`` has that many times the learning rate of an update.
+
+        Raises:
+            ConfigError: if parameters have other rates, and the optimizer has no use for them.
+        """
+        self.refuse_rates(module)
+        return self.decayed([parameter for parameter in module.parameters() if parameter.requires_grad])
+
+    def refuse_rates(self, module: nn.Module) -> None:
+        """Raise a ConfigError if parameters have learning rates of their own."""
+        if any(rates.lr != 1.0 for rates in rates_of(module).values()):
+            raise ConfigError(
+                f"model.base_dim has rules for the learning rates of Adam, and optimizer.name is {self.name}; use "
+                "adam or adamw, or remove model.base_dim"
+            )
+
+    def decayed(self, parameters: Sequence[nn.Parameter], rate: float = 1.0, **settings: Any) -> Groups:
         """Return a group with these settings, or two if matrices alone have weight decay; none without parameters."""
         kinds: list[tuple[list[nn.Parameter], float]] = [(list(parameters), 0.0)]
         if self.weight_decay:
-            kinds = [([p for p in parameters if p.ndim >= 2], self.weight_decay)]
+            kinds = [([p for p in parameters if p.ndim >= 2], self.weight_decay * rate)]
             kinds.append(([p for p in parameters if p.ndim < 2], 0.0))
         return [{"params": of, "weight_decay": decay, **settings} for of, decay in kinds if of]
 
@@ -103,3 +118,15 @@ class OptimizerConfig(Config):
             step: number of the step, from 1; 0 if the optimizer does not count.
         """
         return None
+
+
+def rates_of(module: nn.Module) -> dict[nn.Parameter, Rates]:
+    """Return the rates of the parameters of all models in a module that have others than 1."""
+    models = (part for part in module.modules() if isinstance(part, TranslationModel))
+    return {parameter: rates for model in models for parameter, rates in model.rates().items()}
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of an update, times the ``lr_scale`` of each group that has one."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)

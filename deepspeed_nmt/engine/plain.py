@@ -25,7 +25,7 @@ from deepspeed_nmt.engine.contract import (
     steps_of,
 )
 from deepspeed_nmt.engine.norms import Part, Squares, squared_changes, squares_of, whole_squares
-from deepspeed_nmt.engine.optimizer import OptimizerConfig
+from deepspeed_nmt.engine.optimizer import OptimizerConfig, set_lr
 from deepspeed_nmt.kernels.precision import DTYPES, Precision
 from deepspeed_nmt.parallel.collectives import all_reduce_in_buckets, await_ranks
 from deepspeed_nmt.parallel.tensor import gather, scatter, total_norm
@@ -155,8 +155,7 @@ class PlainEngine(Engine):
 
     def _step(self, lr: float) -> None:
         """Take a step of the optimizer, and round the new masters to the model's weights."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        set_lr(self._optimizer, lr)
         self._optimizer.step()
         if self._masters is not self._named:
             with torch.no_grad():

@@ -16,23 +16,23 @@ With f a sub-layer of layer l, counted from 1 in its stack, x its input, and LN 
   Jégou: "Going Deeper with Image Transformers", 2021). At 0 it begins as ReZero does (Bachlechner, Majumder, Mao,
   Cottrell, McAuley: "ReZero is All You Need", 2020): every layer is the identity.
 - ``completep``: x + (B / L) f(LN(x)), with L the layers of the stack and B ``model.base_layers``, the depth at which
-  the learning rate was chosen: it is meant to hold at any other (Dey, Zhang, Noci, Li, Bordelon, Bergsma, Pehlevan,
-  Hanin, Hestness: "Don't be Lazy: CompleteP Enables Compute-Efficient Deep Transformers", 2025, with alpha = 1). The
-  paper's rules for other widths, and for the eps of Adam, are not here.
+  the learning rate was chosen: it is meant to hold at any other, and at any width with :class:`Transfer` (Dey, Zhang,
+  Noci, Li, Bordelon, Bergsma, Pehlevan, Hanin, Hestness: "Don't be Lazy: CompleteP Enables Compute-Efficient Deep
+  Transformers", 2025, with alpha = 1).
 
 Legend: D model width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, get_args
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.model import Rates, TranslationModel
 from deepspeed_nmt.nn.layers import LayerNorm, NormStyle, Residual, Sublayer
 from deepspeed_nmt.nn.linear import Product
 
@@ -145,6 +145,42 @@ class CompleteP(Residual):
     def fold(self, weights: dict[str, Tensor], own: str, output: str) -> None:
         for part in ("weight", "bias"):
             weights[f"{output}.{part}"] = weights[f"{output}.{part}"] * self.output_scale
+
+
+class Transfer(NamedTuple):
+    """What CompleteP makes of Adam's settings in a model m = D / D0 times as wide and L / B times as deep as another.
+
+    Dey et al. 2025, table 1, with learning rate r, decoupled weight decay d and eps e of the base:
+
+    | parameters | learning rate | weight decay | eps |
+    |---|---|---|---|
+    | matrices of layers | r / m | d m | e / m B / L |
+    | biases and LayerNorms of layers | r | - | e / m B / L |
+    | embeddings, final LayerNorm of the decoder | r / sqrt(m) | d sqrt(m) | e / sqrt(m) |
+    | others | r | d | e / m |
+
+    Logits are those of the paper's model, divided by m, though its embeddings have the same variance at every width,
+    and ours that of 1 / D: a final LayerNorm that begins at 1 / sqrt(m) supplies the rest of the factor, and the
+    learning rates of both are smaller by the factor by which their effect is larger.
+
+    Attributes:
+        width: m.
+        depths: L / B of encoder and decoder.
+    """
+
+    width: float
+    depths: tuple[float, float]
+
+    def rates(self, model: TranslationModel, scaled: Iterable[nn.Parameter]) -> dict[nn.Parameter, Rates]:
+        """Return the rates of a model; ``scaled`` are its embeddings and the final LayerNorm of its decoder."""
+        m = self.width
+        rates = dict.fromkeys(model.parameters(), Rates(eps=1 / m))
+        rates |= dict.fromkeys(scaled, Rates(m**-0.5, m**0.5, m**-0.5))
+        for stacks, depth in zip(model.stacks, self.depths, strict=True):
+            for parameter in (p for stack in stacks for p in stack.layers.parameters()):
+                eps = 1 / (m * depth)
+                rates[parameter] = Rates(1 / m, m, eps) if parameter.ndim >= 2 else Rates(eps=eps)
+        return rates
 
 
 def make_residual(

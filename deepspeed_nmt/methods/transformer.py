@@ -16,7 +16,7 @@ Legend: B sentences, S source length, T target length, D model width, V vocabula
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from deepspeed_nmt.core.description import NotStandardError, StandardTransformer, describe
-from deepspeed_nmt.core.model import TOP, Exits, Memory, SplitDecoder, TranslationModel
+from deepspeed_nmt.core.model import TOP, Exits, Memory, Rates, SplitDecoder, TranslationModel
 from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH, LayerConfig, ModelConfig, Parts, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
@@ -36,6 +36,7 @@ from deepspeed_nmt.methods.stabilisers import (
     NEEDS_FINAL_NORM,
     PLAIN,
     Norm,
+    Transfer,
     make_residual,
     profile,
 )
@@ -93,6 +94,13 @@ class TransformerShape(ModelConfig):
         description="depth at which the learning rate was chosen, for norm=completep (B): what a sub-layer adds in a "
         "stack of L layers is multiplied by B/L; by default 6",
     )
+    base_dim: int | None = Field(
+        default=None,
+        ge=2,
+        le=MAX_WIDTH,
+        description="width at which the learning rate was chosen, for norm=completep (D0): learning rates, weight "
+        "decay and eps of Adam follow dim/D0; keep dim/heads; by default dim",
+    )
     init: Literal["xavier", "depth_scaled"] = Field(default="xavier", description="initialisation of the layers")
     share_embeddings: Literal["all", "decoder", "none"] = Field(
         default="all",
@@ -114,7 +122,7 @@ class TransformerShape(ModelConfig):
     known_norms: ClassVar[frozenset[str]] = frozenset(PLAIN)
     """Values of ``norm`` that the model has a meaning for."""
     learning_fields: ClassVar[frozenset[str]] = frozenset(
-        {"layer_scale", "init", "dropout", "attention_dropout", "activation_dropout"}
+        {"layer_scale", "base_dim", "init", "dropout", "attention_dropout", "activation_dropout"}
     )
     shape_fields: ClassVar[frozenset[str]] = frozenset(
         {
@@ -152,8 +160,9 @@ class TransformerShape(ModelConfig):
             )
         if self.norm != "layer_scale" and self.layer_scale is not None:
             raise ValueError(f"layer_scale is a setting of norm=layer_scale only, and norm is {self.norm}")
-        if self.norm != "completep" and self.base_layers is not None:
-            raise ValueError(f"base_layers is a setting of norm=completep only, and norm is {self.norm}")
+        for name in ("base_layers", "base_dim"):
+            if self.norm != "completep" and getattr(self, name) is not None:
+                raise ValueError(f"{name} is a setting of norm=completep only, and norm is {self.norm}")
         return self
 
     def norms(self) -> tuple[Norm, Norm]:
@@ -213,6 +222,9 @@ SMALL = {"dim": 32, "ffn_dim": 64, "heads": 4, "encoder_layers": 2, "decoder_lay
 class Transformer(TranslationModel):
     """Encoder-decoder Transformer. Built by :func:`build_transformer`."""
 
+    transfer: Transfer | None = None
+    """Rules of CompleteP for the optimizer, if the model has them."""
+
     def __init__(
         self,
         source_embedding: TokenEmbedding | LearnedEmbedding,
@@ -241,6 +253,14 @@ class Transformer(TranslationModel):
     @override
     def stacks(self) -> tuple[list[LayerStack], list[LayerStack]]:
         return [self.encoder], [self.decoder]
+
+    @override
+    def rates(self) -> Mapping[nn.Parameter, Rates]:
+        if self.transfer is None:
+            return {}
+        parts = (self.source_embedding, self.target_embedding, self.decoder.final_norm)
+        weights = [p for part in parts if part is not None for p in part.parameters()]
+        return self.transfer.rates(self, [*weights, self.projection.weight])
 
     @override
     def train(self, mode: bool = True) -> Transformer:
@@ -369,6 +389,10 @@ def build_transformer(
     source, target, projection = build_embeddings(config, vocabulary)
     encoder, decoder = build_stacks(config, make_layer, orders)
     model = Transformer(source, target, encoder, decoder, projection, vocabulary.pad)
+    if config.norm == "completep":
+        model.transfer = transfer_of(config)
+        assert decoder.final_norm is not None
+        nn.init.constant_(decoder.final_norm.weight, model.transfer.width**-0.5)
     if config.norm == "admin" and not projection.weight.is_meta:
         profile(model, vocabulary.source.size, vocabulary.size)
     return model
@@ -440,6 +464,13 @@ def layer_parts(config: TransformerShape, side: Side, number: int = 1) -> LayerP
         ),
         self_attention=lambda: config.self_attention(side)(config.dim, config.heads, config.attention_dropout),
     )
+
+
+def transfer_of(config: TransformerShape) -> Transfer:
+    """Return CompleteP's rules for the optimizer."""
+    base = config.base_layers or BASE_LAYERS
+    depths = (config.encoder_layers / base, config.decoder_layers / base)
+    return Transfer(config.dim / (config.base_dim or config.dim), depths)
 
 
 def _deepnorm(config: TransformerShape, side: Side) -> tuple[float, float]:

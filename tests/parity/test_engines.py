@@ -63,6 +63,8 @@ DEPTHS: dict[str, dict[str, Any]] = {
     "deep_decoder": {"decoder_layers": 2, "norm": "layer_scale", "layer_scale": 0.5},
     "exits": {"encoder_loops": 2, "norm": "peri"},
 }
+RATED = {"vanilla+mixture": {"norm": "completep", "base_dim": 8}}
+"""Parameters with learning rates of their own."""
 WEIGHTED = ("deep_decoder", "exits")
 """Methods that are trained on pairs with weights."""
 ALL = [(method, ranks, name) for method, by in ENGINES.items() for ranks, names in by.items() for name in names]
@@ -90,7 +92,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     def launched(methods: str, ranks: Ranks) -> dict[str, Any]:
         method = methods.partition(",")[0]
         if isinstance(ranks, int):
-            names, count, tensor, model = ENGINES[method][ranks], ranks, 1, {}
+            names, count, tensor, model = ENGINES[method][ranks], ranks, 1, RATED.get(method, {})
         else:
             model = DEPTHS.get(method, {})
             names, count, tensor = (TENSOR[method], 4, 2) if ranks == "2x2" else (["plain"], 1, 1)

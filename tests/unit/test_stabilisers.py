@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from deepspeed_nmt.build import build_model
 from deepspeed_nmt.config import validate
 from deepspeed_nmt.core.description import NotStandardError
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.engine.optimizer import set_lr
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.stabilisers import Admin, CompleteP, profile
+from deepspeed_nmt.train.optimizers.adafactor import AdafactorConfig
+from deepspeed_nmt.train.optimizers.adam import AdamConfig, AdamWConfig
+from deepspeed_nmt.train.optimizers.muon import MuonConfig
 from tests.equations import attend
 from tests.transformer_equations import embed, network, norm
 
@@ -134,6 +139,54 @@ def test_completep_divides_by_the_depth_of_each_stack() -> None:
     assert scales == [{0.25}, {2.0}]
 
 
+def moved(dim: int, base_dim: int | None = None) -> tuple[float, float]:
+    """Return by how much (RMS) three steps of Adam move the decoder's states and the logits."""
+    torch.manual_seed(1)
+    layers = {"encoder_layers": 1, "decoder_layers": 1}
+    model = built(norm="completep", dim=dim, heads=dim // 8, ffn_dim=2 * dim, base_dim=base_dim, **layers)
+    optimizer = AdamConfig(lr=1e-4).over(model)
+    set_lr(optimizer, 1e-4)
+    source, target = torch.randint(3, 40, (8, 6)), torch.randint(3, 40, (8, 7))
+
+    def computed() -> tuple[Tensor, Tensor]:
+        (states,) = model.decode(target[:, :-1], model.encode(source))
+        return states / states.detach().std(), model.projection(states)
+
+    before = computed()
+    for _ in range(3):
+        optimizer.zero_grad()
+        cross_entropy(computed()[1].transpose(1, 2), target[:, 1:]).backward()
+        optimizer.step()
+    states, logits = (float((new - old).detach().std()) for new, old in zip(computed(), before, strict=True))
+    return states, logits
+
+
+def test_with_the_width_of_its_base_a_wider_model_moves_as_far_in_each_update() -> None:
+    narrow, wide, without = moved(32), moved(256, base_dim=32), moved(256)
+    assert moved(32, base_dim=32) == narrow
+    for base, ruled, free in zip(narrow, wide, without, strict=True):
+        assert 0.5 < ruled / base < 1.3 and free / base > 5.0
+
+
+def test_completep_gives_adam_the_rates_of_the_paper() -> None:
+    model = built(norm="completep", dim=32, base_dim=8, encoder_layers=4, base_layers=2, share_embeddings="none")
+    groups = AdamWConfig(lr=1.0, weight_decay=0.1, eps=1e-6).over(model).param_groups
+    found = {p: (g["lr_scale"], g["weight_decay"], g["eps"]) for g in groups for p in g["params"]}
+    layer = model.encoder.layers[0]
+    matrix, bias = found[layer.feed_forward.up_proj.weight], found[layer.self_residual.norm.bias]
+    assert matrix == pytest.approx((1 / 4, 0.4, 1e-6 / 8)) and bias == pytest.approx((1.0, 0.0, 1e-6 / 8))
+    matrix = found[model.decoder.layers[2].cross_attention.q_proj.weight]
+    assert matrix == pytest.approx((1 / 4, 0.4, 1e-6 / 4 * 2 / 3))
+    for weight in (model.source_embedding.weight, model.target_embedding.weight, model.projection.weight):
+        assert found[weight] == pytest.approx((1 / 2, 0.2, 1e-6 / 2))
+    assert found[model.decoder.final_norm.weight] == pytest.approx((1 / 2, 0.0, 1e-6 / 2))
+    assert found[model.encoder.final_norm.weight] == pytest.approx((1.0, 0.0, 1e-6 / 4))
+    assert float(model.decoder.final_norm.weight.detach().mean()) == pytest.approx(1 / 2)
+    for optimizer in (MuonConfig(), AdafactorConfig()):
+        with pytest.raises(ConfigError, match="base_dim has rules for the learning rates of Adam"):
+            optimizer.over(model)
+
+
 def test_at_zero_every_layer_begins_as_the_identity() -> None:
     model = built(norm="layer_scale", layer_scale=0.0)
     source = torch.tensor([SOURCE])
@@ -148,6 +201,7 @@ def test_at_zero_every_layer_begins_as_the_identity() -> None:
         ({"norm": "layernorm_scaling", "init": "depth_scaled"}, "scaling by depth of its own; set init=xavier"),
         ({"layer_scale": 0.1}, "layer_scale is a setting of norm=layer_scale only"),
         ({"norm": "post", "base_layers": 6}, "base_layers is a setting of norm=completep only"),
+        ({"norm": "pre", "base_dim": 8}, "base_dim is a setting of norm=completep only"),
         ({"name": "dlcl", "norm": "peri"}, "norm is peri, which this model does not have; use pre, post or deepnorm"),
         ({"name": "recurrent", "norm": "admin"}, "use pre, post, deepnorm, b2t, peri or layer_scale"),
     ],

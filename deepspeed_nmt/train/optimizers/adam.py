@@ -8,11 +8,12 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
+from deepspeed_nmt.core.model import Rates
 from deepspeed_nmt.engine.eager import eager
-from deepspeed_nmt.engine.optimizer import Groups, OptimizerConfig
+from deepspeed_nmt.engine.optimizer import Groups, OptimizerConfig, rates_of
 
 
 class AdamConfig(OptimizerConfig):
@@ -24,6 +25,19 @@ class AdamConfig(OptimizerConfig):
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="decay of the gradient's running mean")
     beta2: float = Field(default=0.98, ge=0.0, lt=1.0, description="decay of the squared gradient's running mean")
     eps: float = Field(default=1e-9, gt=0.0, description="added to the denominator")
+
+    @override
+    def groups(self, module: nn.Module) -> Groups:
+        """Return the trained parameters in groups of equal :class:`Rates`, two of each if only matrices decay."""
+        rates, kinds = rates_of(module), dict[Rates, list[nn.Parameter]]()
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                kinds.setdefault(rates.get(parameter, Rates()), []).append(parameter)
+        return [
+            group
+            for own, parameters in kinds.items()
+            for group in self.decayed(parameters, own.weight_decay, eps=self.eps * own.eps, lr_scale=own.lr)
+        ]
 
     @override
     def build(self, groups: Groups) -> torch.optim.Optimizer:

@@ -42,8 +42,9 @@ class MuonConfig(AdamWConfig):
         """Return the groups of Muon, which have ``muon`` set, and those of AdamW.
 
         Raises:
-            ConfigError: if no layer has a matrix that is trained.
+            ConfigError: if no layer has a matrix that is trained, or parameters have rates of their own.
         """
+        self.refuse_rates(module)
         models = [part for part in module.modules() if isinstance(part, TranslationModel)]
         in_layers = {p for model in models for layer in model.all_layers() for p in layer.parameters()}
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
