@@ -391,7 +391,7 @@ def build_transformer(
     model = Transformer(source, target, encoder, decoder, projection, vocabulary.pad)
     if config.norm == "completep":
         model.transfer = transfer_of(config)
-        assert decoder.final_norm is not None
+        assert isinstance(decoder.final_norm, LayerNorm)
         nn.init.constant_(decoder.final_norm.weight, model.transfer.width**-0.5)
     if config.norm == "admin" and not projection.weight.is_meta:
         profile(model, vocabulary.source.size, vocabulary.size)
