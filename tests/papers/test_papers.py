@@ -29,7 +29,7 @@ from deepspeed_nmt.run.plans import Plans
 from tests.docs.pages import ROOT
 from tests.papers.pages import NOT_STATED, PAPERS, parsed, recipes_of, resolved, rows, settings, value_of
 
-OF_NO_PAPER = {"sample_quick", "sample_small", "multi30k_cpu", "multi30k_tiny", "grown_base_24"}
+OF_NO_PAPER = {"sample_quick", "sample_small", "multi30k_cpu", "multi30k_tiny", "grown_base_24", "completep_base_50"}
 DECIDING = [
     *("model.dim", "model.ffn_dim", "model.heads", "model.encoder_layers", "model.decoder_layers", "model.norm"),
     *("model.init", "model.dropout", "model.attention_dropout", "model.activation_dropout"),

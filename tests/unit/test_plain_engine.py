@@ -89,6 +89,20 @@ def test_masters_take_steps_that_sixteen_bits_round_away(update: Update) -> None
     assert torch.equal(working, last[name].bfloat16()) and not bool((working == 1.0).all())
 
 
+@pytest.mark.parametrize(
+    ("tokens", "good", "scales"), [(1e-30, 0, [2.0, 1.0, 1.0]), (1e6, 998, [4.0, 8.0, 8.0])], ids=["overflow", "none"]
+)
+def test_the_loss_scale_halves_on_overflow_to_1_at_least_and_doubles_after_a_thousand_good_updates(
+    update: Update, tokens: float, good: int, scales: list[float]
+) -> None:
+    made = engine("fp16")
+    made.restore(Saved(made.state()), EngineScalars(0, 4.0, good))
+    results = [made.update(update.micro_batches, tokens, 0.0) for _ in scales]
+    assert [result.skipped for result in results] == [tokens < 1] * 3
+    assert [result.loss_scale for result in results] == [4.0, *scales[:2]]
+    assert made.scalars().loss_scale == scales[2]
+
+
 @pytest.mark.parametrize("method", [ADAM, MuonConfig(weight_decay=0.1), AdafactorConfig()])
 def test_state_is_fp32_and_resumes_to_the_bit(update: Update, method: OptimizerConfig) -> None:
     made = engine(method=method)
