@@ -40,6 +40,9 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("--max-loss", "depths", {"type": float, "default": 0.5, "metavar": "B",
      "help": "largest loss of BLEU that is accepted (default: %(default)s)"}),
     ("--oracle", "depths", {"action": "store_true", "help": "count the sentences that each pair translates best"}),
+    ("--signs", "depths", {"action": "store_true",
+     "help": "also measure by how much each depth relies on the source, and how many of the tokens that its decoder "
+     "layers draft the whole decoder accepts"}),
     ("--fit", "depths", {"type": Path, "metavar": "F",
      "help": "write the fastest rule within --max-loss by which a run's exits choose, for `translate "
      "--choose-exits`; give validation text"}),
@@ -184,7 +187,7 @@ def _depths(arguments: argparse.Namespace) -> int:
     options = {"checkpoint": arguments.checkpoint, "max_tokens": arguments.max_tokens, "repeat": arguments.repeat}
     if arguments.fit is not None and len(systems) > 1:
         raise ConfigError(f"--fit is for one run, and {len(runs)} are given; leave it out")
-    extras = {"with_oracle": arguments.oracle, "with_rules": arguments.fit is not None}
+    extras = {"with_oracle": arguments.oracle, "with_rules": arguments.fit is not None, "with_signs": arguments.signs}
     measured = [measure(system, text, scorer, **options, **extras) for system in systems]
     draw_depths(measured, arguments.out)
     loss = arguments.max_loss

@@ -1,5 +1,8 @@
 """BLEU and time at each depth: measurement, Pareto front, fastest sufficient depth, and oracle over depths.
 
+On request also by how much the translations of a depth rely on the source, and the share of the tokens that its
+decoder layers draft which the whole decoder accepts.
+
 A system translates at several depths: one model with many exits, or many models with one depth each.
 """
 
@@ -7,11 +10,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise, product
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepspeed_nmt.api import Translator
@@ -39,13 +42,19 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Depth:
-    """Stages of encoder and decoder at one depth, BLEU of the whole file, times to translate it and to load."""
+    """Stages of encoder and decoder at one depth, BLEU of the whole file, times to translate it and to load.
+
+    ``reliance`` is the mean over sentences (nats); ``accepted`` the share of the tokens drafted by a lower exit, with
+    the whole encoder, that greedy decoding accepts. None: not measured, or no such exit.
+    """
 
     encoder: int
     decoder: int
     bleu: float
     seconds: float
     loading_seconds: float = 0.0
+    reliance: float | None = None
+    accepted: float | None = None
 
     @property
     def name(self) -> str:
@@ -99,10 +108,14 @@ class System:
     def text(self, max_loss: float) -> str:
         """Return the report for people; the cheapest depth may lose ``max_loss`` BLEU."""
         result = self.report(max_loss)
-        rows = [["n-m", "BLEU", "seconds", "with loading"]]
+        has_signs = self.depths[0].reliance is not None
+        rows = [["n-m", "BLEU", "seconds", "with loading", *(["reliance", "accepted"] if has_signs else [])]]
         for depth in self.depths:
             times = depth.seconds, depth.seconds + depth.loading_seconds
             rows.append([depth.name, cell(depth.bleu, 2), *(cell(seconds, 1) for seconds in times)])
+            if has_signs:
+                accepted = "-" if depth.accepted is None else f"{depth.accepted:.1%}"
+                rows[-1] += [cell(depth.reliance, 2), accepted]
         compared, full = result["compared_with"], _full_name(self.depths)
         of = "the full depth" if compared == full else f"the best depth, {compared} (none has the full depth {full})"
         lines = [
@@ -224,11 +237,11 @@ def _stages(run: Run, *, alone: bool) -> Pair:
 
 def measure(
     system: Members, text: ParallelText, scorer: Scorer, *, checkpoint: str, max_tokens: int, repeat: int,
-    with_oracle: bool, with_rules: bool = False,
+    with_oracle: bool, with_rules: bool = False, with_signs: bool = False,
 ) -> System:  # fmt: skip
     """Translate a text at every depth of a system; the times are medians of ``repeat`` measurements.
 
-    ``with_rules`` tries rules for the trained exits of the full encoder.
+    ``with_rules`` tries rules for the trained exits of the full encoder, ``with_signs`` measures reliance and drafts.
 
     Raises:
         ConfigError: if there are fewer than two of them.
@@ -258,6 +271,14 @@ def measure(
             bleus[pair] = scorer.first([one.text for one in translations[pair]])
             logger.info("%s: BLEU %.2f, %.1f s", exit_name(*pair), bleus[pair], times[pair][-1][0])
     depths = [Depth(*pair, bleus[pair], *map(median, zip(*times[pair], strict=True))) for pair in pairs]
+    if with_signs:
+        for run, of_run in system.pairs:
+            texts_of = {pair: [one.text for one in translations[pair]] for pair in of_run}
+            signs = _signs(run, checkpoint, text.sources, texts_of)
+            depths = [
+                replace(depth, reliance=signs[pair][0], accepted=signs[pair][1]) if pair in signs else depth
+                for pair, depth in zip(pairs, depths, strict=True)
+            ]
     seconds = {depth.decoder: depth.seconds for depth in depths if (depth.encoder, depth.decoder) in exits}
     tried = list(rules({m: translations[n, m] for n, m in exits}, seconds, scorer.first)) if exits else []
     if not with_oracle:
@@ -265,6 +286,33 @@ def measure(
     texts = [[one.text for one in translations[pair]] for pair in pairs]
     sentences, chosen = oracle(depths, texts, [scorer.sentence_bleus(lines) for lines in texts])
     return System(system.name, depths, Oracle(sentences, scorer.first(chosen)), tried)
+
+
+def _signs(
+    run: Run, checkpoint: str, sources: list[str], texts: Mapping[Pair, list[str]]
+) -> dict[Pair, tuple[float, float | None]]:
+    """Return the mean reliance of translations at each depth, and the share of drafted tokens that are accepted."""
+    signs: dict[Pair, tuple[float, float | None]] = {}
+    translator = Translator.open(run.path, checkpoint=checkpoint)
+    encoder, decoder = max(texts)
+    for (n, m), lines in texts.items():
+        scored = translator.at_exit(exit_name(n, m)).score(sources, lines, warn=False, reliance=True)
+        reliance = fmean(one.reliance or 0.0 for one in scored)
+        accepted = None
+        if n == encoder and m < decoder:
+            search, counts = {"name": "speculative", "draft_layers": m, "draft_tokens": 4}, SourceCounts()
+            drafting = Translator.open(run.path, checkpoint=checkpoint, **search)
+            for _ in drafting.stream(sources, max_tokens=1, counts=counts):  # sentence by sentence, as drafts pay
+                pass
+            accepted = counts.drafts.get("accepted", 0) / max(1, counts.drafts.get("drafted", 0))
+        signs[n, m] = reliance, accepted
+        logger.info(
+            "%s: reliance %.2f nats%s",
+            exit_name(n, m),
+            reliance,
+            "" if accepted is None else f", {accepted:.1%} of drafts accepted",
+        )
+    return signs
 
 
 def _exits(system: Members) -> list[Pair]:
@@ -280,11 +328,13 @@ def _exits(system: Members) -> list[Pair]:
 
 
 def draw_depths(systems: Sequence[System], out: Path) -> None:
-    """Draw BLEU over n and m of each system, BLEU against time, and the distribution of the oracle's choices."""
+    """Draw BLEU over n and m of each system, BLEU against time, signs by depth, and the oracle's choices."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
-    rows = 2 if any(system.oracle is not None for system in systems) else 1
+    has_oracle = any(system.oracle is not None for system in systems)
+    has_signs = systems[0].depths[0].reliance is not None
+    rows = 1 + has_signs + has_oracle
     columns = len(systems) + 1
     with picture(out, 5.2 * columns, 4.5 * rows) as figure:
         parts = figure.subfigures(rows, 1, squeeze=False)[:, 0]
@@ -302,11 +352,16 @@ def draw_depths(systems: Sequence[System], out: Path) -> None:
             plane.plot([depth.seconds for depth in front], [depth.bleu for depth in front], color=colour, label=label)
             for depth in front:
                 plane.annotate(depth.name, (depth.seconds, depth.bleu), fontsize="small")
+            if system.rules:
+                chosen = [rule.seconds for rule in system.rules], [rule.bleu for rule in system.rules]
+                plane.scatter(*chosen, s=20, marker="x", color=colour, label=f"rules: {system.name}")
         plane.set(xlabel="seconds, without loading", ylabel="BLEU")
         plane.legend(fontsize="small")
         plane.grid(alpha=0.3)
-        if rows > 1:
-            _draw_choices(parts[1].subplots(), systems)
+        if has_signs:
+            _draw_signs(parts[1].subplots(), systems)
+        if has_oracle:
+            _draw_choices(parts[-1].subplots(), systems)
 
 
 def _draw_bleu(axis: Axes, system: System, scale: Normalize) -> None:
@@ -319,6 +374,21 @@ def _draw_bleu(axis: Axes, system: System, scale: Normalize) -> None:
     axis.imshow(values, origin="lower", extent=borders, aspect="auto", norm=scale)
     axis.set(xticks=range(1, columns + 1), yticks=range(1, rows + 1), title=f"BLEU: {system.name}")
     axis.set(xlabel="decoder stages m", ylabel="encoder stages n")
+
+
+def _draw_signs(axis: Axes, systems: Sequence[System]) -> None:
+    """Draw reliance by decoder depth with the whole encoder as lines, and the accepted drafts dashed."""
+    shares = axis.twinx()
+    for system in systems:
+        whole = max(depth.encoder for depth in system.depths)
+        depths = sorted((depth for depth in system.depths if depth.encoder == whole), key=lambda depth: depth.decoder)
+        stages = [depth.decoder for depth in depths]
+        (line,) = axis.plot(stages, [depth.reliance for depth in depths], marker="o", label=system.name)
+        accepted = [math.nan if depth.accepted is None else 100.0 * depth.accepted for depth in depths]
+        shares.plot(stages, accepted, marker="s", linestyle="--", color=line.get_color())
+    axis.set(xlabel="decoder stages m, whole encoder", ylabel="reliance on the source (nats): lines")
+    shares.set(ylabel="drafted tokens accepted (%): dashed", ylim=(0.0, 105.0))
+    axis.legend(fontsize="small")
 
 
 def _draw_choices(axis: Axes, systems: Sequence[System]) -> None:

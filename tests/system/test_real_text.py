@@ -105,8 +105,8 @@ def lines_of(path: Path) -> list[str]:
 @needs_multi30k
 def test_multi30k(tmp_path: Path) -> None:
     corpus = {"train": MULTI30K / "train", "valid": MULTI30K / "valid", "test": MULTI30K / "test.2016"}
-    settings = ["training.max_updates=300", "training.validate_every=300", "schedule.warmup_updates=150"]
-    settings += ["model.encoder_layers=1", "model.decoder_layers=1"]
+    settings = ["training.max_updates=300", "training.validate_every=300", "schedule.warmup_updates=100"]
+    settings += ["model.encoder_layers=1", "model.decoder_layers=1", "model.dropout=0", "batch.update_tokens=1024"]
     hypothesis = learn(tmp_path, corpus, ["--segmented"], "multi30k_cpu", *settings)
     reference = lines_of(MULTI30K / "test.2016.de")
     score = METRICS["bleu_tokenised"].score

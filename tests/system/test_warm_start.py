@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -295,7 +296,7 @@ def test_a_model_of_many_exits_translates_at_each(
     report += ["--reference", str(text / "test.de"), "--out", str(picture)]
     capsys.readouterr()
     rule = tmp_path / "rule.json"
-    assert main([*report, "--json", "--oracle", "--fit", str(rule)]) == 0
+    assert main([*report, "--json", "--oracle", "--signs", "--fit", str(rule)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["rule"] == json.loads(rule.read_text()) and found["rule"]["exits"] == [1, 2]
     for threshold, layers in ((-1e6, "1"), (1.0, "2")):
@@ -303,10 +304,13 @@ def test_a_model_of_many_exits_translates_at_each(
         fixed = translated(data, run, tmp_path, "--decoder-layers", layers)
         assert translated(data, run, tmp_path, "--choose-exits", str(rule)) == fixed
     assert [(d["encoder"], d["decoder"]) for d in found["depths"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert all(math.isfinite(depth["reliance"]) and depth["reliance"] != 0.0 for depth in found["depths"])
+    assert [depth["accepted"] is not None for depth in found["depths"]] == [False, False, True, False]
+    assert 0.0 <= found["depths"][2]["accepted"] <= 1.0
     assert sum(found["oracle"]["sentences"].values()) == 20 and found["cheapest"]
     # After a few updates sentences have no BLEU, by which the oracle chooses (tests/unit/test_depths.py).
     assert 0.0 <= found["oracle"]["bleu"] < 5.0
-    assert "<svg" in picture.read_text(encoding="utf-8")
+    assert all(word in picture.read_text(encoding="utf-8") for word in ("<svg", "reliance on the source"))
     refused([word.replace(str(run), str(bottom)) for word in [*report, "--fit", str(rule)]], capsys, "--fit", "one")
     rule.write_text(json.dumps({**found["rule"], "exits": [1, 3]}))
     refused(to_stdout(data, run, "--choose-exits", str(rule)), capsys, "search.exits has 3", "decoder_layers is 2")
