@@ -383,8 +383,9 @@ def _draw_signs(axis: Axes, systems: Sequence[System]) -> None:
         whole = max(depth.encoder for depth in system.depths)
         depths = sorted((depth for depth in system.depths if depth.encoder == whole), key=lambda depth: depth.decoder)
         stages = [depth.decoder for depth in depths]
-        (line,) = axis.plot(stages, [depth.reliance for depth in depths], marker="o", label=system.name)
+        reliances = [math.nan if depth.reliance is None else depth.reliance for depth in depths]
         accepted = [math.nan if depth.accepted is None else 100.0 * depth.accepted for depth in depths]
+        (line,) = axis.plot(stages, reliances, marker="o", label=system.name)
         shares.plot(stages, accepted, marker="s", linestyle="--", color=line.get_color())
     axis.set(xlabel="decoder stages m, whole encoder", ylabel="reliance on the source (nats): lines")
     shares.set(ylabel="drafted tokens accepted (%): dashed", ylim=(0.0, 105.0))
