@@ -15,7 +15,7 @@ import resource
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -93,19 +93,13 @@ def _encode_in_threads(text: Path, vocabulary: Path, threads: int) -> None:
 @contextmanager
 def _stages_timed(times: Times, workers: int) -> Iterator[None]:
     """Measure cleaning and encoding of training text by themselves."""
+    stage = prepare_module.run_stage
 
-    def timed(work: str, stage: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            kept = times[work, workers] if "valid" not in arguments else []
-            with _timed(kept):
-                return stage(*arguments)
+    def run(work: Any, name: str, *arguments: Any) -> Any:
+        with _timed(times[name, workers]):
+            return stage(work, name, *arguments)
 
-        return run
-
-    with (
-        mock.patch.object(prepare_module, "clean_text", timed("clean", prepare_module.clean_text)),
-        mock.patch.object(prepare_module, "encode_split", timed("encode", prepare_module.encode_split)),
-    ):
+    with mock.patch.object(prepare_module, "run_stage", run):
         yield
 
 

@@ -4,18 +4,16 @@ Text is read as bytes and cut at ``\n`` only. Cutting at U+2028, U+0085 and simi
 lines, would shift every later line against its translation.
 
 :meth:`PairChecker.check` checks the text before the vocabulary is trained on it, :func:`fits` token counts after. A
-pair with several faults is counted under the first of them in the order of :attr:`PairCleaner.reasons`.
+pair with several faults is counted under the first of them in the order of :meth:`CleaningConfig.reasons`.
 """
 
 from __future__ import annotations
 
-import codecs
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +21,7 @@ import numpy.typing as npt
 import regex
 from pydantic import Field
 
-from deepspeed_nmt.data.filters import Filter, Hashes, PairFilters, Removals, Repetitions, TextOf, hashes_of
+from deepspeed_nmt.data.filters import Filter, Hashes, PairFilters, Removals, hashes_of
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.text import TextForm, normalise_whitespace
@@ -118,22 +116,12 @@ class CleaningConfig(Config):
         }
 
 
-def read_lines(paths: Sequence[Path]) -> Iterator[bytes]:
-    r"""Yield the lines of several files in turn, without line ends (``\n``, ``\r\n``) and byte order mark."""
-    for path in paths:
-        with path.open("rb") as file:
-            for number, line in enumerate(file):
-                if number == 0 and not (line := line.removeprefix(codecs.BOM_UTF8)):
-                    break  # nothing but the mark
-                yield line.rstrip(b"\r\n")
-
-
 class CheckedPairs(NamedTuple):
-    """Outcome of :meth:`PairChecker.check`; it can be pickled.
+    """Outcome of :meth:`PairChecker.check`.
 
     Of ``read`` pairs, those without a fault have ``texts``, with normalised white space, ``places`` among all, and
     hashes of their keys by the reason to remove a repetition. ``repaired`` counts the lines that a Unicode rule
-    changed, by (rule, side).
+    changed, by ``<rule>.<side>``.
     """
 
     read: int
@@ -141,7 +129,7 @@ class CheckedPairs(NamedTuple):
     places: npt.NDArray[np.int64]
     hashes: dict[str, Hashes]
     removals: Removals
-    repaired: Counter[tuple[str, str]]
+    repaired: Counter[str]
 
 
 class PairChecker:
@@ -171,7 +159,7 @@ class PairChecker:
         """Check a batch of pairs (source, target), with their scores if a filter reads them."""
         texts: list[tuple[str, str]] = []
         places: list[int] = []
-        removals, repaired = Removals(), Counter[tuple[str, str]]()
+        removals, repaired = Removals(), Counter[str]()
         place = -1
         scored = zip(lines, repeat(None) if scores is None else scores, strict=scores is not None)
         for place, (pair, score) in enumerate(scored):
@@ -190,7 +178,7 @@ class PairChecker:
         return CheckedPairs(place + 1, texts, np.array(places, np.int64), hashes, removals, repaired)
 
     def _check(
-        self, source_line: bytes, target_line: bytes, score: float | None, repaired: Counter[tuple[str, str]]
+        self, source_line: bytes, target_line: bytes, score: float | None, repaired: Counter[str]
     ) -> tuple[str, str] | str:
         """Return the text of a pair, or the reason to remove it."""
         try:
@@ -199,8 +187,8 @@ class PairChecker:
             return "undecodable"
         if self.unicode_rules:
             (source, of_source), (target, of_target) = (repair(side, self.unicode_rules) for side in (source, target))
-            repaired.update((rule, "source") for rule in of_source)
-            repaired.update((rule, "target") for rule in of_target)
+            repaired.update(f"{rule}.source" for rule in of_source)
+            repaired.update(f"{rule}.target" for rule in of_target)
         if _BAD_CHARACTER.search(source) or _BAD_CHARACTER.search(target):
             return "bad_character"
         source = normalise_whitespace(source, self.segmented)
@@ -213,43 +201,6 @@ class PairChecker:
         if max(source.count(" "), target.count(" ")) >= self.config.max_length:
             return "too_long"
         return self.filters.fault(source, target, score) or (source, target)
-
-
-class PairCleaner:
-    """The part of cleaning that depends on earlier pairs, and all counts.
-
-    It is for one process, which takes the batches that others have checked in order. It remembers 8 bytes of each
-    pair to recognise duplicates, and another 8 for ``near_duplicates``. ``read`` pairs were seen so far; ``repaired``
-    has the lines that a Unicode rule changed, by (rule, side).
-    """
-
-    def __init__(self, checker: PairChecker) -> None:
-        self.checker = checker
-        self.read = 0
-        self.removals = Removals()
-        self.repaired: Counter[tuple[str, str]] = Counter()
-        self._repetitions = Repetitions(checker.repetitions)
-
-    @property
-    def kept(self) -> int:
-        """Number of pairs that passed every check made so far."""
-        return self.read - self.removals.counts.total()
-
-    @property
-    def reasons(self) -> dict[str, str]:
-        """All reasons for which pairs may be removed, in the order in which they are checked, with descriptions."""
-        return self.checker.config.reasons(self.checker.filters.filters)
-
-    def accept(self, checked: CheckedPairs, text_of: TextOf | None = None) -> npt.NDArray[np.bool_]:
-        """Count the next pairs that ``checker`` has checked; return True for no repetitions. Shape: -> (N,).
-
-        ``text_of`` returns the text of a pair, for examples; None takes ``checked.texts``.
-        """
-        self.read += checked.read
-        self.removals.merge(checked.removals)
-        self.repaired.update(checked.repaired)
-        text_of = text_of or checked.texts.__getitem__
-        return self._repetitions.remove(len(checked.places), checked.hashes, self.removals, text_of)
 
 
 def fits(

@@ -12,6 +12,7 @@ Opening them is instant, and processes share the pages. A split (``train``, ``va
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +35,7 @@ Indices = NDArray[np.int64]
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "int32": np.dtype("<i4")}
 _OFFSET = np.dtype("<i8")
 _WEIGHT = np.dtype("<f4")
+_COPIED_BYTES = 1 << 20
 _CHUNK = 1 << 20
 """Pairs whose lengths are read at once where those of all are needed."""
 
@@ -45,6 +47,14 @@ class SideStats(Config):
     unknown: Count
     longest: Count
 
+    def followed_by(self, other: SideStats) -> SideStats:
+        """Return the statistics of this and of later sentences."""
+        return SideStats(
+            tokens=self.tokens + other.tokens,
+            unknown=self.unknown + other.unknown,
+            longest=max(self.longest, other.longest),
+        )
+
 
 class SplitStats(Config):
     """Statistics of a split."""
@@ -52,6 +62,14 @@ class SplitStats(Config):
     pairs: Count
     source: SideStats
     target: SideStats
+
+    def followed_by(self, other: SplitStats) -> SplitStats:
+        """Return the statistics of this and of later pairs."""
+        return SplitStats(
+            pairs=self.pairs + other.pairs,
+            source=self.source.followed_by(other.source),
+            target=self.target.followed_by(other.target),
+        )
 
 
 class Corpus:
@@ -339,6 +357,22 @@ class _SideWriter:
     @property
     def stats(self) -> SideStats:
         return SideStats(tokens=self._end, unknown=self._unknown, longest=self._longest)
+
+
+def join_files(parts: Sequence[Path], whole: Path) -> None:
+    """Write the files of successive parts of a split as one; offsets continue where those of the part before end."""
+    end = 0
+    with whole.open("wb") as file:
+        for number, part in enumerate(parts):
+            if not whole.name.endswith(".offsets.bin"):
+                with part.open("rb") as content:
+                    shutil.copyfileobj(content, file, _COPIED_BYTES)
+                continue
+            offsets = np.fromfile(part, _OFFSET) + end
+            end = int(offsets[-1])
+            file.write(offsets[number > 0 :].astype(_OFFSET).tobytes())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @dataclass(frozen=True)

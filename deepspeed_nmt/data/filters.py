@@ -1,7 +1,7 @@
 """Filters of sentence pairs: a table of named criteria, by which `prepare` and others remove pairs.
 
-A filter is a class of settings with defaults, which builds a test. Each pair is judged for itself, so worker
-processes can share the pairs; only for ``near_duplicates`` earlier pairs matter, about which one process decides.
+A filter is a class of settings with defaults, which builds a test. Each pair is judged for itself, so processes can
+share the pairs; only for ``near_duplicates`` earlier pairs matter.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import unicodedata
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from html.entities import html5
 from itertools import repeat
@@ -32,16 +33,14 @@ EXAMPLES = 3  # of removed pairs for each reason
 _SHOWN = 200  # characters of an example
 
 Hashes = npt.NDArray[np.uint64]
-TextOf = Callable[[int], tuple[str | bytes, str | bytes]]
-"""Source and target of a pair, by its number."""
 
 
+@dataclass
 class Removals:
     """Removed pairs by reason, counted, with the first of each as examples: (source, target), shortened."""
 
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.examples: dict[str, list[tuple[str, str]]] = {}
+    counts: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
 
     def add(self, reason: str, *pair: str | bytes) -> None:
         """Count a removed pair: source and target, if they are known. Bytes are text that may not be UTF-8."""
@@ -72,57 +71,6 @@ def hashes_of(texts: Iterable[str], count: int) -> Hashes:
     encoded = (text.encode("utf-8", errors="surrogatepass") for text in texts)
     hashes = (int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") for text in encoded)
     return np.fromiter(hashes, np.uint64, count)
-
-
-class Repetitions:
-    """Pairs that repeat an earlier one, by the hashes of one or more keys of each pair: the reasons to remove it."""
-
-    def __init__(self, reasons: Iterable[str]) -> None:
-        self._seen = {reason: _SeenHashes() for reason in reasons}
-
-    def remove(
-        self, count: int, hashes: Mapping[str, Hashes], removals: Removals, text_of: TextOf
-    ) -> npt.NDArray[np.bool_]:
-        """Return True for those of ``count`` pairs that repeat no earlier one, and count the others as removed.
-
-        A pair that is removed for one reason is not remembered for the next ones. ``text_of`` is called for the
-        examples only. Shape of hashes by reason: (count,) -> (count,).
-        """
-        keep = np.ones(count, dtype=np.bool_)
-        for reason, seen in self._seen.items():
-            new = np.zeros_like(keep)
-            new[keep] = seen.add(hashes[reason][keep])
-            for number in np.flatnonzero(keep & ~new).tolist():
-                removals.add(reason, *(text_of(number) if removals.lacks_examples(reason) else ()))
-            keep = new
-        return keep
-
-
-class _SeenHashes:
-    """A set of 64-bit numbers in 8 bytes each; a Python set takes about 80.
-
-    It consists of sorted runs, each more than twice as long as the next. Adding merges runs of similar size, so every
-    number is moved only a logarithmic number of times.
-    """
-
-    def __init__(self) -> None:
-        self._runs: list[Hashes] = []
-
-    def add(self, hashes: Hashes) -> npt.NDArray[np.bool_]:
-        """Add numbers. Return True for those neither in the set nor earlier in ``hashes``. Shape: (N,) -> (N,)."""
-        unique, first = np.unique(hashes, return_index=True)
-        fresh = np.ones(len(unique), dtype=np.bool_)
-        for run in self._runs:
-            position = np.minimum(np.searchsorted(run, unique), len(run) - 1)
-            fresh &= run[position] != unique
-        new = np.zeros(len(hashes), dtype=np.bool_)
-        new[first[fresh]] = True
-        added = unique[fresh]
-        if len(added):
-            while self._runs and len(self._runs[-1]) <= 2 * len(added):
-                added = np.sort(np.concatenate((self._runs.pop(), added)), kind="stable")
-            self._runs.append(added)
-        return new
 
 
 _UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
@@ -665,7 +613,7 @@ class PairStream:
 
     def __init__(self, filters: str | Mapping[str, Any], text: TextForm) -> None:
         self._filters = PairFilters(read_filters(filters), text)
-        self._repetitions = Repetitions(self._filters.remembering)
+        self._seen: dict[str, set[int]] = {name: set() for name in self._filters.remembering}
         self.removals = Removals()
 
     def keep(self, pairs: Sequence[tuple[str, str]], scores: Sequence[float] | None = None) -> npt.NDArray[np.bool_]:
@@ -680,7 +628,12 @@ class PairStream:
             if fault := self._filters.fault(*pair, score):
                 self.removals.add(fault, *pair)
                 keep[number] = False
-        left = [pairs[number] for number in np.flatnonzero(keep)]
-        hashes = {name: self._filters.hashes(name, left) for name in self._filters.remembering}
-        keep[keep] = self._repetitions.remove(len(left), hashes, self.removals, left.__getitem__)
+        for name, seen in self._seen.items():
+            numbers = np.flatnonzero(keep).tolist()
+            hashes = self._filters.hashes(name, [pairs[number] for number in numbers])
+            for number, key in zip(numbers, hashes.tolist(), strict=True):
+                if key in seen:
+                    self.removals.add(name, *pairs[number])
+                    keep[number] = False
+                seen.add(key)
         return keep

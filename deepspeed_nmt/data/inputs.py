@@ -134,8 +134,9 @@ def check_aligned(groups: Iterable[Sequence[tuple[str, int]]], what: str = "sour
 class InputText(io.RawIOBase):
     """The text of an input file or a pipe, which is hashed, decompressed and counted while it is read.
 
-    ``stream`` is the text, without a byte order mark; the path ``-`` is standard input. Text that cannot be read, or
-    is of an unknown compression or encoding, is a DataError.
+    ``stream`` is the text, without a byte order mark, of ``start`` bytes; the path ``-`` is standard input. ``state``
+    has the size and the time of the last change of a regular file. Text that cannot be read, or is of an unknown
+    compression or encoding, is a DataError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -144,11 +145,11 @@ class InputText(io.RawIOBase):
         self._digest = hashlib.sha256()
         self._file_bytes = self._ends = self._open_bytes = 0  # read so far; line ends, and bytes after the last one
         self._file: Any = sys.stdin.buffer
-        self._before: tuple[int, int] | None = None
+        self.state: tuple[int, int] | None = None
         if path != STANDARD_INPUT:
             try:
                 self._file = path.open("rb", buffering=0)
-                self._before = _state(self._file)
+                self.state = _state(self._file)
             except OSError as error:
                 raise self._unreadable(error) from error
         self._waiting = b""  # bytes of the file that are not decompressed yet
@@ -161,13 +162,19 @@ class InputText(io.RawIOBase):
         self._text = memoryview(b"")
         self.stream: io.BufferedReader[Any] = io.BufferedReader(self, _BLOCK_BYTES)
         check_plain(self.stream, path)
-        if skip_byte_order_mark(self.stream) and not self._ends:
-            self._open_bytes -= len(BOM_UTF8)
+        self.start = len(BOM_UTF8) if skip_byte_order_mark(self.stream) else 0
+        if not self._ends:
+            self._open_bytes -= self.start
 
     def skip_rest(self) -> None:
         """Read the text to its end."""
         while self.stream.read(_BLOCK_BYTES):
             pass
+
+    @property
+    def is_direct(self) -> bool:
+        """True if the bytes of the file are the text, and can be read again."""
+        return self.state is not None and self._kind is None
 
     @property
     def lines(self) -> int:
@@ -176,10 +183,8 @@ class InputText(io.RawIOBase):
 
     def record(self) -> InputRecord:
         """Return the record of the file, whose text must have been read to its end; it must not have changed."""
-        if self._before is not None and _state(self._file) != self._before:
-            raise DataError(
-                f"{self._path} changed while `prepare` read it; wait until it is complete, and run `prepare` again"
-            )
+        if self.state is not None and _state(self._file) != self.state:
+            raise _changed(self._path)
         digest = self._digest.hexdigest()
         return InputRecord(path=str(self._path), bytes=self._file_bytes, lines=self.lines, sha256=digest)
 
@@ -245,6 +250,10 @@ class InputText(io.RawIOBase):
         return DataError(f"{self.name} cannot be read ({error.strerror or error})")
 
 
+def _changed(path: Path | str) -> DataError:
+    return DataError(f"{path} changed while `prepare` read it; wait until it is complete, and run `prepare` again")
+
+
 def _state(file: BinaryIO) -> tuple[int, int] | None:
     """Return size and time of the last change of a regular file; None for a pipe or a device."""
     state = os.fstat(file.fileno())
@@ -272,26 +281,78 @@ class Piece(NamedTuple):
     first: int
 
 
-def read_pieces(sets: Sequence[FileSet], records: dict[str, list[InputRecord]]) -> Iterator[Piece]:
-    """Yield the text of aligned files, set by set; ``records`` receives records of those that are read, by name."""
-    for files in sets:
-        with ExitStack() as stack:
-            texts = [stack.enter_context(InputText(path)) for path in files.values()]
-            names = tuple(text.name for text in texts)
-            first = 1
-            while leading := texts[0].stream.readlines(PIECE_BYTES):
-                columns = [leading, *(list(islice(text.stream, len(leading))) for text in texts[1:])]
-                if any(len(column) != len(leading) for column in columns):
-                    break
-                yield Piece(tuple(map(b"".join, columns)), names, first)
-                first += len(leading)
-            for text in texts:
-                text.skip_rest()
-            others = [name.removeprefix("train.") for name in files if name in _PER_PAIR]
-            what = " and ".join(["text", *others]) if others else "source and target"
-            check_aligned([[(text.name, text.lines) for text in texts]], what)
-            for name, text in zip(files, texts, strict=True):
-                records.setdefault(name, []).append(text.record())
+class IndexedText(Config):
+    """A file of the training text whose pieces are known.
+
+    Its text begins at the byte ``start``. ``state`` has the size and the time of the last change (ns) of the file;
+    None if the text is in a copy, because it can be read only once or is compressed.
+    """
+
+    record: InputRecord
+    start: Count
+    state: tuple[int, int] | None
+
+
+_PIECES = "pieces.npy"
+
+
+def index_text(files: FileSet, directory: Path) -> dict[str, IndexedText]:
+    """Read aligned files once, to hash them and to find their pieces, which :func:`read_pieces` reads.
+
+    ``directory`` receives the numbers of lines and bytes of each piece, and copies of text by name.
+    """
+    with ExitStack() as stack:
+        texts = {name: stack.enter_context(InputText(path)) for name, path in files.items()}
+        copied = {name: text for name, text in texts.items() if not text.is_direct}
+        copies = {name: stack.enter_context((directory / name).open("wb")) for name in copied}
+        rows: list[list[int]] = []
+        first, *others = (text.stream for text in texts.values())
+        while leading := first.readlines(PIECE_BYTES):
+            columns = [leading, *(list(islice(stream, len(leading))) for stream in others)]
+            if any(len(column) != len(leading) for column in columns):
+                break
+            rows.append([len(leading), *(sum(map(len, column)) for column in columns)])
+            for name, column in zip(texts, columns, strict=True):
+                if name in copies:
+                    copies[name].writelines(column)
+        for text in texts.values():
+            text.skip_rest()
+        others_named = [name.removeprefix("train.") for name in files if name in _PER_PAIR]
+        what = " and ".join(["text", *others_named]) if others_named else "source and target"
+        check_aligned([[(text.name, text.lines) for text in texts.values()]], what)
+        np.save(directory / _PIECES, np.array(rows, np.int64).reshape(-1, 1 + len(texts)))
+        return {
+            name: IndexedText(record=text.record(), start=text.start, state=None if name in copied else text.state)
+            for name, text in texts.items()
+        }
+
+
+def count_pieces(directory: Path) -> int:
+    """Return the number of pieces that :func:`index_text` has found."""
+    return len(np.load(directory / _PIECES))
+
+
+def read_pieces(texts: Mapping[str, IndexedText], directory: Path, first: int, last: int) -> Iterator[Piece]:
+    """Yield the pieces ``first`` to ``last`` - 1 of aligned files; raise a DataError if a file has changed."""
+    rows = np.load(directory / _PIECES)
+    line, *skipped = rows[:first].sum(axis=0).tolist()
+    names = tuple(shown_name(text.record.path) for text in texts.values())
+    with ExitStack() as stack:
+        files = []
+        for (name, text), bytes_before in zip(texts.items(), skipped, strict=True):
+            path = directory / name if text.state is None else Path(text.record.path)
+            try:
+                files.append(stack.enter_context(path.open("rb")))
+            except OSError as error:
+                raise DataError(f"{path} cannot be read ({error.strerror or error})") from error
+            files[-1].seek(bytes_before + (0 if text.state is None else text.start))
+        for lines, *sizes in rows[first:last].tolist():
+            columns = tuple(file.read(size) for file, size in zip(files, sizes, strict=True))
+            for text, file in zip(texts.values(), files, strict=True):
+                if text.state is not None and _state(file) != text.state:
+                    raise _changed(text.record.path)
+            yield Piece(columns, names, line + 1)
+            line += lines
 
 
 @dataclass(frozen=True)

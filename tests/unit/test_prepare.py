@@ -16,6 +16,7 @@ from deepspeed_nmt import cli
 from deepspeed_nmt.commands.prepare import report
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.data import preparation as prepare_module
+from deepspeed_nmt.data import stages
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.inputs import InputRecord, InputText
 from deepspeed_nmt.errors import EXIT_USER_ERROR, DataError
@@ -347,7 +348,7 @@ def test_lines_that_do_not_survive_encoding_are_counted_and_shown(
     for form in (None, "none"):  # by default, a model can write what it has read
         kept = _prepare(texts, normalization=form, overwrite=True)
         assert kept.round_trips["train.source"].changed == 0
-    monkeypatch.setattr(prepare_module, "SAMPLE_LINES", 50)
+    monkeypatch.setattr(stages, "SAMPLE_LINES", 50)
     sampled = _prepare(texts, normalization="nfkc", overwrite=True).round_trips["train.source"]
     assert sampled.lines == len(SOURCE) // 3 and 0 < sampled.changed < share
 

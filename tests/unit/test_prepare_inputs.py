@@ -18,9 +18,11 @@ import zstandard
 
 from deepspeed_nmt import cli
 from deepspeed_nmt.console import logger
-from deepspeed_nmt.data import inputs, preparation
+from deepspeed_nmt.data import inputs, preparation, stages
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.data_directory import DataDirectory, Meta
+from deepspeed_nmt.data.options import PrepareOptions
+from deepspeed_nmt.data.stages import Work, run_task
 from deepspeed_nmt.errors import EXIT_USER_ERROR, DataError
 from tests.commands import prepare_with as _prepare
 
@@ -185,14 +187,82 @@ def test_any_number_of_workers_makes_the_same_directory(
     expected = _prepare(texts)
     assert expected.removed["duplicate"] > 300 and expected.removed["ratio"] and expected.removed["empty"]
     assert expected.round_trips["train.target"].changed and expected.splits["train"].pairs < 300
-    for module in (inputs, preparation):
+    for module in (inputs, stages):
         monkeypatch.setattr(module, "PIECE_BYTES", 700)
-    monkeypatch.setattr(preparation, "ALONE_BYTES", 2000)
+    monkeypatch.setattr(preparation, "TASK_PIECES", 2)
     for workers in (1, 2, 3):
         out = tmp_path / f"of{workers}"
         assert _prepare(texts, out=out, workers=workers) == expected
-        for path in texts["out"].iterdir():
-            assert (out / path.name).read_bytes() == path.read_bytes(), path.name
+        _same_files(out, texts["out"])
+
+
+def _tasks(texts: dict[str, Any], directory: Path, tasks: int) -> Work:
+    """Return the work of some tasks, as another process opens it."""
+    options = PrepareOptions.model_validate(texts)
+    _, vocabulary, sampling = preparation.check_options(options)
+    work = preparation.set_up(directory, options, vocabulary, sampling, tasks)
+    return Work.model_validate_json(work.model_dump_json())
+
+
+def _same_files(made: Path, expected: Path) -> None:
+    for path in expected.iterdir():
+        assert (made / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_any_number_of_tasks_makes_the_same_directory(
+    texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts |= _noisy(tmp_path)
+    target = texts["train_target"][0].read_text(encoding="utf-8").split("\n")[:-1]
+    links = _write(tmp_path / "links", ["0-0" if line.split() else "" for line in target])
+    texts |= {"train_alignments": (links,), "filters": "near_duplicates", "unicode": "nfc", "segmentations": 2}
+    source = texts["train_source"][0]
+    texts["train_source"] = (_write(tmp_path / "noisy.gz", []),)  # text that has to be copied
+    texts["train_source"][0].write_bytes(gzip.compress(source.read_bytes()))
+    meta = _prepare({**texts, "cleaning": {"min_length": 8}})
+    assert meta.removed["near_duplicates"] == 0 < min(meta.removed[name] for name in ("duplicate", "too_short"))
+    monkeypatch.setattr(inputs, "PIECE_BYTES", 4000)
+    for tasks in (1, 3, 12):  # of few pieces, so that some have none
+        work = _tasks({**texts, "cleaning": {"min_length": 8}}, tmp_path / f"work{tasks}", tasks)
+        for stage, count in work.stages.items():
+            for task in reversed(range(count)):
+                assert run_task(work, stage, task) == run_task(work, stage, task), "the second time changes nothing"
+        (out := tmp_path / f"of{tasks}").mkdir()
+        assert preparation.join(work, out) == meta
+        _same_files(out, texts["out"])
+
+
+def test_a_task_leaves_all_or_nothing_and_trusts_no_changed_file(
+    texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _prepare(texts)
+    work = _tasks(texts, tmp_path / "work", 2)
+    run_task(work, "index", 0)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(stages.FileRecord, "of", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
+        run_task(work, "clean", 1)
+    assert not list((tmp_path / "work/clean").iterdir())
+    source = texts["train_source"][0]
+    content, state = source.read_bytes(), source.stat()
+    source.write_bytes(content[:-9])
+    with pytest.raises(DataError, match=r"train\.en changed while `prepare` read it"):
+        run_task(work, "clean", 1)
+    source.write_bytes(content)
+    os.utime(source, ns=(state.st_atime_ns, state.st_mtime_ns))
+    for stage in ("clean", "duplicate", "vocabulary"):
+        for task in range(work.stages[stage]):
+            run_task(work, stage, task)
+    part = work.place("clean", 1) / "target"
+    good = part.read_bytes()
+    part.write_bytes(good.replace(b"der", b"die", 1))
+    with pytest.raises(DataError, match=r"clean/00001 is damaged \(target has other content than was written\)"):
+        run_task(work, "encode", 1)
+    part.write_bytes(good)
+    for task in (0, 1):
+        run_task(work, "encode", task)
+    (out := tmp_path / "joined").mkdir()
+    preparation.join(work, out)
+    _same_files(out, texts["out"])
 
 
 def test_weights_stay_with_their_pairs(texts: dict[str, Any], tmp_path: Path) -> None:
@@ -228,9 +298,9 @@ def test_weights_stay_with_their_pairs(texts: dict[str, Any], tmp_path: Path) ->
 
 
 def test_scores_stay_with_their_pairs(texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (inputs, preparation):
+    for module in (inputs, stages):
         monkeypatch.setattr(module, "PIECE_BYTES", 700)
-    monkeypatch.setattr(preparation, "ALONE_BYTES", 2000)
+    monkeypatch.setattr(preparation, "TASK_PIECES", 2)
     texts |= _noisy(tmp_path)
     scores = [(-7 * place) % 10 - 7.5 for place in range(3 * len(SOURCE))]
     noisy = _prepare(texts)

@@ -9,80 +9,70 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_nmt.data import preparation as worker_pool
-from deepspeed_nmt.data.preparation import ordered_map
+from deepspeed_nmt.data.preparation import worker_pool
 from deepspeed_nmt.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[2]  # workers import this file, and no other of the tests
-PIECES = list(range(12))
+ITEMS = list(range(12))
 
 
-@pytest.fixture
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_pool, "ALONE_BYTES", 2)
+def _square(item: int) -> tuple[int, int]:
+    time.sleep(0.02 * (item % 3))  # the first of three is done last
+    return item * item, os.getpid()
 
 
-def _size(piece: int) -> int:
-    return 1
+def _refuse(item: int) -> int:
+    if item == 5:
+        raise DataError("item 5 must be another")
+    if item > 5:
+        time.sleep(300)
+    return item
 
 
-def _square(piece: int) -> tuple[int, int]:
-    time.sleep(0.02 * (piece % 3))  # the first of three is done last
-    return piece * piece, os.getpid()
-
-
-def _refuse(piece: int) -> int:
-    if piece == 5:
-        raise DataError("piece 5 must be another")
-    return piece
-
-
-def _die(piece: int) -> int:
-    if piece == 7:
+def _die(item: int) -> int:
+    if item == 7:
         os.kill(os.getpid(), signal.SIGKILL)
-    return piece
+    return item
 
 
-def _wait(piece: int) -> int:
+def _wait(item: int) -> int:
     Path(f"worker.{os.getpid()}").touch()
     time.sleep(0.2)
-    return piece
+    return item
 
 
-@pytest.mark.usefixtures("_at_once")
-def test_results_come_in_order_and_pieces_are_read_as_they_are_needed() -> None:
-    read: list[int] = []
-    mapped = ordered_map(_square, (read.append(piece) or piece for piece in range(40)), 2, _size)
-    results = [next(mapped) for _ in range(6)]
-    assert len(read) <= 6 + 2 * 2 + 1, "memory is bounded: text is not read far ahead of the results"
-    results += mapped
-    assert [value for value, _ in results] == [piece * piece for piece in range(40)]
-    assert [process == os.getpid() for _, process in results] == [True, True, *[False] * 38]
+def test_results_come_in_order_and_a_single_item_is_worked_on_here() -> None:
+    with worker_pool(_square, 2) as run:
+        assert list(run([3])) == [(9, os.getpid())]
+        results = [*run(ITEMS), *run(ITEMS)]
+    assert [value for value, _ in results] == 2 * [item * item for item in ITEMS]
+    assert os.getpid() not in {process for _, process in results}
+    with worker_pool(_square, 1) as run:
+        assert {process for _, process in run(ITEMS)} == {os.getpid()}
 
 
-@pytest.mark.usefixtures("_at_once")
-def test_an_error_is_that_of_the_first_piece_that_has_one() -> None:
-    mapped = ordered_map(_refuse, PIECES, 2, _size)
-    assert [next(mapped) for _ in range(5)] == PIECES[:5]
-    with pytest.raises(DataError, match=r"^piece 5 must be another$"):
-        next(mapped)
+def test_an_error_is_that_of_the_first_item_that_has_one_and_ends_the_workers() -> None:
+    before = time.monotonic()
+    with pytest.raises(DataError, match=r"^item 5 must be another$"), worker_pool(_refuse, 2) as run:
+        results = run(ITEMS)
+        assert [next(results) for _ in range(5)] == ITEMS[:5]
+        next(results)
+    assert time.monotonic() - before < 60, "others are not waited for"
 
 
-@pytest.mark.usefixtures("_at_once")
 def test_a_worker_that_is_killed_is_reported() -> None:
-    with pytest.raises(DataError, match=r"was killed, .* fewer --workers"):
-        list(ordered_map(_die, PIECES, 2, _size))
+    with pytest.raises(DataError, match=r"was killed, .* fewer --workers"), worker_pool(_die, 2) as run:
+        list(run(ITEMS))
 
 
 _PROGRAM = """
-from deepspeed_nmt.data import preparation as worker_pool
+from deepspeed_nmt.data.preparation import worker_pool
 from deepspeed_nmt.interruption import interruptible
 from tests.unit import test_worker_pool
 
 if __name__ == "__main__":
-    worker_pool.ALONE_BYTES = 0
-    with interruptible():
-        for each in worker_pool.ordered_map(test_worker_pool._wait, range(1000), 2, lambda piece: 1):
+    with interruptible(), worker_pool(test_worker_pool._wait, 2) as run:
+        for each in run(range(1000)):
             print(each, flush=True)
 """
 
