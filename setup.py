@@ -39,6 +39,7 @@ setup(
         "typing-extensions>=4.5",
     ],
     extras_require={
+        "cluster": ["datatrove>=0.10,<0.11"],  # `prepare --executor slurm`
         "moses": ["sacremoses>=0.1.1"],  # text that Moses' rules tokenised, and launch/data/
         "bert": ["transformers>=5,<6"],  # pretrained encoders, and exports for Hugging Face
         "langid": ["py3langid>=0.4"],  # `prepare --filters language`; its model is in the package

@@ -80,6 +80,8 @@ def wrong_imports(where: str, path: str, source: str) -> list[str]:
             found.append(f"{path} imports {name}; only huggingface.py may")
         if name.split(".")[0] == "ctranslate2" and not path.startswith("export/ctranslate2_"):
             found.append(f"{path} imports {name}; only export/ctranslate2_*.py may")
+        if name.split(".")[0] == "datatrove" and path != "data/cluster.py":
+            found.append(f"{path} imports {name}; only data/cluster.py may")
         if name.startswith("torch.distributed") and where not in DISTRIBUTED:
             found.append(f"{path} imports {name}; only {DISTRIBUTED} may")
         target = part_of(name) if name.startswith("deepspeed_nmt.") else ""

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from deepspeed_nmt.console import output, table
+from deepspeed_nmt.errors import ConfigError
 
 if TYPE_CHECKING:
     from deepspeed_nmt.data.data_directory import Meta
@@ -37,14 +40,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add_flags(parser, PrepareOptions)
     add_flags(parser, CleaningConfig)
+    text = "show the progress of the tasks of a data directory (--executor slurm), and nothing else"
+    parser.add_argument("--status", type=Path, metavar="OUT", action=_Status, help=text)
+
+
+class _Status(argparse.Action):
+    """The option with which no other is required."""
+
+    @override
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *values: Any) -> None:
+        namespace.status = values[0]
+        for action in parser._actions:
+            action.required = False
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prepare the data, and print what was removed and what is left."""
-    from deepspeed_nmt.data.preparation import prepare
-
+    if arguments.status is not None or vars(arguments).get("executor") == "slurm":
+        try:
+            from deepspeed_nmt.data import cluster
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"--executor slurm needs datatrove, but {error.name} is not installed; run "
+                "`pip install 'datatrove<0.11'`"
+            ) from error
+        if arguments.status is not None:
+            output(cluster.status(arguments.status))
+            return 0
+        prepare: Callable[[PrepareOptions], Meta | str] = cluster.submit
+    else:
+        from deepspeed_nmt.data.preparation import prepare
     options = read_options(vars(arguments))
-    output(report(prepare(options), options.out))
+    made = prepare(options)
+    output(made if isinstance(made, str) else report(made, options.out))
     return 0
 
 

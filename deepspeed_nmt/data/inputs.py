@@ -254,9 +254,9 @@ def _changed(path: Path | str) -> DataError:
     return DataError(f"{path} changed while `prepare` read it; wait until it is complete, and run `prepare` again")
 
 
-def _state(file: BinaryIO) -> tuple[int, int] | None:
+def _state(file: BinaryIO | Path) -> tuple[int, int] | None:
     """Return size and time of the last change of a regular file; None for a pipe or a device."""
-    state = os.fstat(file.fileno())
+    state = file.stat() if isinstance(file, Path) else os.fstat(file.fileno())
     return (state.st_size, state.st_mtime_ns) if stat.S_ISREG(state.st_mode) else None
 
 
@@ -291,6 +291,13 @@ class IndexedText(Config):
     record: InputRecord
     start: Count
     state: tuple[int, int] | None
+
+    def is_changed(self) -> bool:
+        """True if the file is not as it was."""
+        try:
+            return self.state is not None and _state(Path(self.record.path)) != self.state
+        except OSError:
+            return True
 
 
 _PIECES = "pieces.npy"

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
 
 from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY, SIDES
 from deepspeed_nmt.data.bert_tokenizer import PREFIX
@@ -48,7 +48,7 @@ def _option(text: str, default: Any = None, metavar: str = "", group: str = "", 
     return Field(default, description=text, json_schema_extra={"metavar": metavar, "group": group, **names}, **more)
 
 
-_VOCABULARY, _TAGS = "vocabulary", "tags and segmentations"
+_VOCABULARY, _TAGS, _CLUSTER = "vocabulary", "tags and segmentations", "SLURM"
 _LANGUAGE = "language code of the {}, for example de; Moses' rules need it"
 
 
@@ -137,7 +137,7 @@ class PrepareOptions(Config):
         "probabilities (default: 0.2)", metavar="A", group=_TAGS, gt=0.0, le=1.0,
     )  # fmt: skip
     cleaning: CleaningConfig = CleaningConfig()
-    filters: dict[str, Filter] = _option(
+    filters: dict[str, SerializeAsAny[Filter]] = _option(
         "remove more training pairs: web, which stands for many filters, or names of filters "
         f"({', '.join(FILTERS)}), with a value to set their bound; -NAME leaves out a filter of web",
         {},
@@ -150,6 +150,14 @@ class PrepareOptions(Config):
         "number of processes that clean and encode; the result is the same for any (default: all cores)", 1,
         aliases=("--threads",), ge=1, le=1024,
     )  # fmt: skip
+    executor: Literal["local", "slurm"] = _option(
+        "processes of this host, or jobs of SLURM, which --status shows; the result is the same",
+        "local",
+        group=_CLUSTER,
+    )
+    tasks: int | None = _option("number of tasks of a stage", None, "T", group=_CLUSTER, ge=1, le=100_000)
+    array: int | None = _option("tasks that run at once (default: all)", None, "A", group=_CLUSTER, ge=1, le=100_000)
+    partition: str | None = _option("partition of SLURM (default: its own)", metavar="P", group=_CLUSTER)
     seed: int = _option(
         "seed of the sample that the vocabulary is learnt from, and of segmentations", 1, ge=0, lt=1 << 63
     )
@@ -253,6 +261,11 @@ class PrepareOptions(Config):
                 yield f"{input_option(name)} is -, but standard input has both sides; give --tsv -"
             if count > 1:
                 yield "--tsv has - more than once, but standard input can be read only once; leave out one"
+        for name in ("tasks", "array", "partition"):
+            if self.executor == "local" and getattr(self, name) is not None:
+                yield f"--{name} is for --executor slurm; add it, or leave --{name} out"
+        if self.executor == "slurm" and self.tasks is None:
+            yield "--executor slurm needs a number of tasks; give --tasks, for example 64"
         for split in ("train", "valid", "test"):
             source, target = map(len, self.paths(split))
             if source != target:

@@ -107,7 +107,8 @@ class TaskRecord(Config):
 class Work(Config):
     """The preparation of a data directory: ``tasks`` is N, ``directory`` receives the directories of the tasks.
 
-    ``inputs`` are records of the text that is held out, ``recorded`` the options that decide the result.
+    ``inputs`` are records of the text that is held out, ``recorded`` the options that decide the result, and
+    ``versions`` those of packages that all hosts must have.
     """
 
     directory: Path
@@ -115,6 +116,7 @@ class Work(Config):
     inputs: dict[str, tuple[InputRecord, ...]]
     sampling: SampledSegmentations | None
     recorded: dict[str, Any]
+    versions: dict[str, str] = Field(default_factory=dict)
     tasks: int = 1
 
     @cached_property
@@ -277,6 +279,7 @@ def find_repetitions(work: Work, task: int, new: Path, reason: str) -> TaskRecor
     repetitions = work.checker.repetitions
     earlier = work.repeated(repetitions[: repetitions.index(reason)])
     bounds = [(number << 64) // work.stages[reason] for number in (task, task + 1)]
+    work.records("clean")  # whose files are whole
     hashes: list[Hashes] = [np.empty(0, np.uint64)]
     rows: list[Places] = [np.empty((0, 2), np.int64)]
     for number in range(work.tasks):

@@ -1,0 +1,169 @@
+"""`prepare --executor slurm` with stand-ins for SLURM's commands: tests/slurm/ has a real one."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_nmt.data.data_directory import Meta
+from deepspeed_nmt.data.options import PrepareOptions
+from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.manifest import write_record
+from tests.commands import prepare_with, refused
+from tests.unit.test_prepare import SOURCE, TARGET
+
+_SBATCH = """#!/bin/sh
+echo "$@" >>"$(dirname "$0")/calls"
+for script; do :; done
+cat "$script" >>"$(dirname "$0")/scripts"
+echo Submitted batch job $(wc -l <"$(dirname "$0")/calls")
+"""
+_SQUEUE = '#!/bin/sh\ncat "$(dirname "$0")/queue"\n'
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> dict[str, Any]:
+    """Options of `prepare`, of 3 tasks."""
+    options: dict[str, Any] = {"out": tmp_path / "data", "segmented": True, "executor": "slurm", "tasks": 3}
+    for name, lines in (("train_source", SOURCE), ("train_target", TARGET)):
+        for split in ("train", "valid"):
+            path = tmp_path / name.replace("train", split)
+            path.write_text("".join(f"{line}\n" for line in (lines if split == "train" else lines[:5])))
+            options[path.name] = (path,)
+    return options
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of commands that only record how they are called."""
+    pytest.importorskip("datatrove")
+    (programs := tmp_path / "bin").mkdir()
+    for name, text in (("sbatch", _SBATCH), ("squeue", _SQUEUE)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    for name in ("calls", "queue"):
+        (programs / name).touch()
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    return programs
+
+
+def _submit(options: dict[str, Any], **changes: Any) -> Meta | str:
+    from deepspeed_nmt.data import cluster
+
+    return cluster.submit(PrepareOptions.model_validate({**options, **changes}))
+
+
+def test_the_same_command_submits_what_is_not_done_and_reports_at_the_end(
+    texts: dict[str, Any], slurm: Path, tmp_path: Path
+) -> None:
+    from deepspeed_nmt.data import cluster
+
+    expected = prepare_with(texts, out=tmp_path / "local", executor="local", tasks=None)
+    out, directory = texts["out"], tmp_path / ".data.tasks"
+    made = _submit(texts, array=2, partition="cpu")
+    assert made == f"jobs 1 2 3 4 5 6; `deepspeed-nmt prepare --status {out}` shows their progress"
+    calls, scripts = (slurm / "calls").read_text().splitlines(), (slurm / "scripts").read_text()
+    assert "--dependency" not in calls[0]
+    assert ["--dependency=afterok:1" in calls[1], "--dependency=afterok:5" in calls[5]] == [True, True]
+    assert scripts.count("#SBATCH --array=0-2%2\n") == 3 and scripts.count("#SBATCH --partition=cpu\n") == 6
+
+    for task in (0, 2):
+        cluster.run(directory, "index", None, 0, 1)
+        cluster.run(directory, "clean", None, task, 3)
+    (log := cluster._log(cluster._open(directory), "clean", 1)).parent.mkdir(parents=True)
+    log.write_text("... | ERROR | ...\nDataError: the first line\n")
+    (slurm / "queue").write_text("PENDING\nRUNNING\nPENDING\n")
+    shown = cluster.status(out)
+    assert f"clean, task 1: DataError: the first line ({log})" in shown and "queue: 2 pending, 1 running" in shown
+    assert ["clean", "3", "2", "1"] in [line.split() for line in shown.splitlines()]
+    with pytest.raises(DataError, match=r"\.data\.tasks are in SLURM's queue"):
+        _submit(texts)
+    (slurm / "queue").unlink()
+    assert "queue: 1 unknown" in cluster.status(out)
+    (slurm / "queue").write_text("")
+    log.write_text("started\n")
+    assert "clean, task 1: was killed (" in cluster.status(out)
+
+    made = _submit(texts, workers=3)
+    assert isinstance(made, str) and made.startswith("jobs 7 8 9 10 11; "), "the index is done"
+    assert json.loads((directory / "logs/clean/ranks_to_run.json").read_text()) == [1] and not log.exists()
+    for stage, count in {**cluster._open(directory).stages, "join": 1}.items():
+        for task in range(count):
+            cluster.run(directory, stage, None, task, count)
+    cluster.run(directory, "join", None, 0, 1)  # twice
+    assert _submit(texts) == expected and cluster.status(out) == f"all tasks are done: data directory  {out}"
+    for path in (tmp_path / "local").iterdir():
+        assert (out / path.name).read_bytes() == path.read_bytes(), path.name
+    assert {path.name for path in directory.iterdir()} == {"ids", "job.json", "job.json.sha256", "logs"}
+
+
+def test_tasks_refuse_other_options_other_text_and_other_packages(
+    texts: dict[str, Any], slurm: Path, tmp_path: Path
+) -> None:
+    from deepspeed_nmt.data import cluster
+
+    directory = tmp_path / ".data.tasks"
+    texts["filters"] = "near_duplicates,repetition=4"
+    _submit(texts)
+    with pytest.raises(DataError, match=r"holds tasks of another --filters"):
+        _submit(texts, filters="near_duplicates,repetition=5")
+    with pytest.raises(DataError, match=r"holds tasks of another --vocab-size, --tasks; remove it"):
+        _submit(texts, vocab_size=130, tasks=4)
+    cluster.run(directory, "index", None, 0, 1)
+    work = cluster._open(directory)
+    assert work.options == PrepareOptions.model_validate(texts), "with the bounds of its filters"
+    other = work.model_copy(update={"versions": {**work.versions, "sentencepiece": "0.1"}})
+    job = (directory / "job.json").read_bytes()
+    write_record(directory / "job.json", other.model_dump_json(exclude={"directory"}).encode())
+    with pytest.raises(DataError, match=r"other packages .*'sentencepiece': '0\.1'.*; install the same"):
+        cluster.run(directory, "clean", None, 0, 3)
+    write_record(directory / "job.json", job)
+    for task in range(3):
+        cluster.run(directory, "clean", None, task, 3)
+    part = directory / "clean/00001/duplicate.hashes.npy"
+    part.write_bytes(part.read_bytes()[:-8])
+    with pytest.raises(DataError, match=r"clean/00001 is damaged \(duplicate\.hashes\.npy has .* bytes instead of"):
+        cluster.run(directory, "duplicate", None, 0, 3)
+    with texts["train_source"][0].open("a") as file:
+        file.write("more\n")
+    with pytest.raises(DataError, match=r"train_source has changed since .*; remove .*\.data\.tasks, and start"):
+        _submit(texts)
+
+
+def test_what_cannot_be_submitted(texts: dict[str, Any], slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed_nmt.data import cluster
+
+    os.mkfifo(pipe := texts["out"].with_name("pipe"))
+    with pytest.raises(DataError, match=r"pipe is a pipe; write it to a file"):
+        _submit(texts, train_source=(pipe,))
+    with pytest.raises(DataError, match=r"no tasks of .*data; submit them"):
+        cluster.status(texts["out"])
+    (slurm / "sbatch").write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(DataError, match=r"sbatch ended with status 1"):
+        _submit(texts)
+    assert not texts["out"].with_name(".data.tasks").exists()
+    monkeypatch.setenv("PATH", str(slurm / "none"))
+    with pytest.raises(ConfigError, match=r"needs sbatch, which is not installed here"):
+        _submit(texts)
+
+
+def test_options_of_slurm(texts: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["prepare", "--out", str(texts["out"])]
+    for name in ("train_source", "train_target", "valid_source", "valid_target"):
+        words += [f"--{name.replace('_', '-')}", str(texts[name][0])]
+    refused([*words, "--tasks", "4"], capsys, "--tasks is for --executor slurm")
+    refused([*words, "--executor", "slurm"], capsys, "needs a number of tasks; give --tasks")
+    refused([*words, "--executor", "slurm", "--tasks", "0"], capsys, "--tasks", "0")
+
+
+def test_without_datatrove_a_message_says_how_to_install_it(
+    texts: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "deepspeed_nmt.data.cluster", raising=False)
+    monkeypatch.delattr("deepspeed_nmt.data.cluster", raising=False)
+    for name in ("datatrove", "datatrove.executor", "datatrove.executor.slurm"):
+        monkeypatch.setitem(sys.modules, name, None)
+    refused(["prepare", "--status", str(texts["out"])], capsys, "needs datatrove", "pip install 'datatrove<0.11'")
