@@ -1,5 +1,6 @@
 """Exploration by hypothesis, and a tiny run that the tests by random input share."""
 
+import importlib.util
 import os
 import random
 import time
@@ -68,6 +69,13 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables of a launcher, which a test before may have left, do not make a command one of several ranks."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name of a BERT that does not exist is not looked for on the hub, again and again without a network."""
+    if importlib.util.find_spec("huggingface_hub"):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture(scope="package")
