@@ -113,6 +113,13 @@ def test_a_full_disk_keeps_the_existing_checkpoints(
     assert sorted(path.name for path in store.directory.iterdir()) == ["best", "latest", "update-0000001"]
 
 
+def test_the_pointer_to_a_best_checkpoint_goes_with_it(store: CheckpointStore) -> None:
+    store.directory.mkdir()
+    (store.directory / "best").write_text("update-0000009\n")
+    save(store, 1)
+    assert not (store.directory / "best").exists() and (store.directory / "latest").read_text() == "update-0000001\n"
+
+
 def test_what_a_killed_process_left_goes_with_the_next_checkpoint(store: CheckpointStore) -> None:
     # Of an update that this run does not save, and of an average.
     for name in (".update-0000003.partial-01234567", ".average.partial-01234567"):

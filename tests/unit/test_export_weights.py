@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,13 @@ def test_another_program_gives_the_same_probabilities(
             FORMATS[format].check(made)
         return
     assert largest_difference(format, made, tokenizer, tmp_path) < bound
+
+
+def test_two_vocabularies_are_exported_for_transformers_with_post_norm_alone() -> None:
+    two = replace(Vocabulary(48), own_source=Vocabulary(30))
+    FORMATS["huggingface"].check(build({"norm": "post", "share_embeddings": "decoder"}, vocabulary=two))
+    with pytest.raises(NotStandardError, match="is pre-norm and has two vocabularies"):
+        FORMATS["huggingface"].check(build({"share_embeddings": "decoder"}, vocabulary=two))
 
 
 RELATIVE = {"name": "relative_positions", "clip_distance": 2}

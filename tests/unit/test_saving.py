@@ -12,6 +12,7 @@ import torch
 
 from deepspeed_nmt.engine.contract import EngineScalars, ParameterState
 from deepspeed_nmt.engine.transfer import HostBuffer
+from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train import checkpoint as store_module
@@ -188,9 +189,12 @@ def test_training_waits_where_host_memory_has_no_room_for_a_copy(
     assert "training waits while checkpoints are written: for the background, their copy of " in caplog.text
 
 
-@pytest.fixture
-def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Free bytes of the disk."""
-    found = SimpleNamespace(free=100 * GIB)
-    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: found)
-    return found
+def test_a_disk_without_room_is_named_and_a_quota_only_if_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for free, reserved, quota in ((5 * GIB, True, False), (99 * GIB, False, True)):
+        monkeypatch.setattr(saving.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        monkeypatch.setattr(saving, "_reserve", lambda *_, reserved=reserved: reserved)
+        with pytest.raises(ConfigError, match=r"more checkpoints of 3\.0 GiB are to come") as refusal:
+            saving.check_can_save(tmp_path, 3 * GIB, TrainingConfig(), 0)
+        assert ("of which a quota leaves less" in str(refusal.value)) is quota
