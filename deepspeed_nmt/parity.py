@@ -29,7 +29,7 @@ from deepspeed_nmt.config import RunConfig, validate
 from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
-from deepspeed_nmt.data.corpus import Corpus, CorpusWriter, Tokens
+from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.data.loader import TrainLoader, collate
 from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine import build_engine
@@ -116,9 +116,8 @@ def write_corpus(directory: Path, pairs: int = 300, longest: int = 30) -> None:
         else []
         for pair, (source, target) in enumerate(zip(sources, targets, strict=True))
     ]
-    size = VOCABULARY.size
-    with CorpusWriter(directory, "train", size, positions=longest) as writer:
-        writer.append_tokens(Tokens.of(sources, size), Tokens.of(targets, size), links=Tokens.of(links, longest))
+    with CorpusWriter(directory, "train", VOCABULARY.size, positions=longest) as writer:
+        writer.append(sources, targets, links=links)
 
 
 def loader_of(directory: Path, world: World, engine: str = "plain", batch: BatchConfig = BATCH) -> TrainLoader:

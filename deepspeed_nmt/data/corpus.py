@@ -25,7 +25,7 @@ import numpy.typing as npt
 from numpy.typing import NDArray
 
 from deepspeed_nmt import randomness
-from deepspeed_nmt.data.tokenizer import UNK, Count
+from deepspeed_nmt.data.tokenizer import Count
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.registry import Config
 
@@ -47,14 +47,6 @@ class SideStats(Config):
     unknown: Count
     longest: Count
 
-    def followed_by(self, other: SideStats) -> SideStats:
-        """Return the statistics of this and of later sentences."""
-        return SideStats(
-            tokens=self.tokens + other.tokens,
-            unknown=self.unknown + other.unknown,
-            longest=max(self.longest, other.longest),
-        )
-
 
 class SplitStats(Config):
     """Statistics of a split."""
@@ -62,14 +54,6 @@ class SplitStats(Config):
     pairs: Count
     source: SideStats
     target: SideStats
-
-    def followed_by(self, other: SplitStats) -> SplitStats:
-        """Return the statistics of this and of later pairs."""
-        return SplitStats(
-            pairs=self.pairs + other.pairs,
-            source=self.source.followed_by(other.source),
-            target=self.target.followed_by(other.target),
-        )
 
 
 class Corpus:
@@ -83,7 +67,7 @@ class Corpus:
                 f"'{split}' in {directory} has {len(self._source)} sources and {len(self._target)} targets; run "
                 "`prepare` again"
             )
-        path = directory / weights_file(split)
+        path = directory / f"{split}.weights.bin"
         # Factors of the pairs' losses, a read-only view of the file; None if the split has none. Shape: (N,)
         self.weights: npt.NDArray[Any] | None = _map(path, _WEIGHT) if path.is_file() else None
         if self.weights is not None and len(self.weights) != len(self):
@@ -168,10 +152,10 @@ class Corpus:
         """Target tokens of all pairs, EOS included."""
         return len(self._target.tokens) + len(self)
 
-
-def weights_file(split: str) -> str:
-    """Return the name of the file with the weights of a split."""
-    return f"{split}.weights.bin"
+    def stats(self, unknown: tuple[int, int]) -> SplitStats:
+        """Count pairs and tokens; ``unknown`` are the unknown tokens of source and target."""
+        source, target = self._source.stats(unknown[0]), self._target.stats(unknown[1])
+        return SplitStats(pairs=len(self), source=source, target=target)
 
 
 class _Side:
@@ -220,6 +204,14 @@ class _Side:
         lengths += 1
         return lengths.astype(np.int32)
 
+    def stats(self, unk: int) -> SideStats:
+        unknown = longest = 0
+        for start in range(0, len(self), _CHUNK):
+            offsets = self._offsets[start : start + _CHUNK + 1]
+            unknown += int(np.count_nonzero(self.tokens[offsets[0] : offsets[-1]] == unk))
+            longest = max(longest, int(np.diff(offsets).max()))
+        return SideStats(tokens=len(self.tokens), unknown=unknown, longest=longest)
+
 
 def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     size = path.stat().st_size
@@ -240,13 +232,6 @@ class Tokens(NamedTuple):
     numbers: npt.NDArray[Any]
     lengths: npt.NDArray[np.int64]
 
-    @classmethod
-    def of(cls, sentences: Sequence[Sequence[int]], vocab_size: int) -> Tokens:
-        """Return sentences in the form of the files of a vocabulary's size."""
-        lengths = np.fromiter(map(len, sentences), np.int64, len(sentences))
-        dtype = _DTYPES[token_dtype(vocab_size)]
-        return cls(np.fromiter(chain.from_iterable(sentences), dtype, int(lengths.sum())), lengths)
-
 
 def places(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return the places of the tokens of sentences that begin at ``starts``. Shape: (N,), (N,) -> (tokens,)."""
@@ -256,68 +241,44 @@ def places(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt
     return within
 
 
-def token_dtype(vocab_size: int) -> str:
-    """Return the type of a vocabulary's tokens: below 65,536 a token takes two bytes, otherwise four."""
-    return "uint16" if vocab_size < 1 << 16 else "int32"
-
-
 class CorpusWriter:
     """Writer of a new split, for use in a ``with`` statement.
 
-    ``vocab_size`` is that of the larger vocabulary; ``unknown`` are the unknown tokens of source and target, which
-    are counted. ``positions`` is a bound on the positions of linked tokens; None if pairs have no links.
+    ``vocab_size`` is that of the larger vocabulary. ``positions`` is a bound on the positions of linked tokens; None
+    if pairs have no links.
     """
 
     def __init__(
-        self,
-        directory: Path,
-        split: str,
-        vocab_size: int,
-        unknown: tuple[int, int] = (UNK, UNK),
-        weighted: bool = False,
-        positions: int | None = None,
+        self, directory: Path, split: str, vocab_size: int, weighted: bool = False, positions: int | None = None
     ) -> None:
-        self._vocab_size = vocab_size
-        self._source = _SideWriter(directory, f"{split}.source", token_dtype(vocab_size), unknown[0])
-        self._target = _SideWriter(directory, f"{split}.target", token_dtype(vocab_size), unknown[1])
-        self._weights = (directory / weights_file(split)).open("wb") if weighted else None
-        dtype = token_dtype(positions or 0)
-        self._links = None if positions is None else _SideWriter(directory, f"{split}.links", dtype, -1)
+        self._source = _SideWriter(directory, f"{split}.source", vocab_size)
+        self._target = _SideWriter(directory, f"{split}.target", vocab_size)
+        self._weights = (directory / f"{split}.weights.bin").open("wb") if weighted else None
+        self._links = None if positions is None else _SideWriter(directory, f"{split}.links", positions)
 
     def append(
         self,
         sources: Sequence[Sequence[int]],
         targets: Sequence[Sequence[int]],
         weights: npt.NDArray[np.floating] | None = None,
+        links: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Append pairs of token numbers, without BOS and EOS. Shape of weights: (N,)."""
-        self.append_tokens(Tokens.of(sources, self._vocab_size), Tokens.of(targets, self._vocab_size), weights)
+        """Append pairs of token numbers, without BOS and EOS. Shape of weights: (N,).
 
-    def append_tokens(
-        self,
-        source: Tokens,
-        target: Tokens,
-        weights: npt.NDArray[np.floating] | None = None,
-        links: Tokens | None = None,
-    ) -> None:
-        """Append pairs in the form of the files; see :meth:`append`. ``links`` has two numbers for each link."""
-        pairs = len(source.lengths)
-        assert pairs == len(target.lengths), f"{pairs} sources for {len(target.lengths)} targets"
+        ``links`` has source and target position of each link of a pair, in turn.
+        """
+        pairs = len(sources)
+        assert pairs == len(targets), f"{pairs} sources for {len(targets)} targets"
         assert (weights is None) == (self._weights is None), "either all pairs have weights or none"
-        self._source.append(source)
-        self._target.append(target)
+        self._source.append(sources)
+        self._target.append(targets)
         if self._weights is not None and weights is not None:
             assert pairs == len(weights), f"{len(weights)} weights for {pairs} pairs"
             self._weights.write(weights.astype(_WEIGHT).tobytes())
         assert (links is None) == (self._links is None), "either all pairs have links or none"
         if self._links is not None and links is not None:
-            assert pairs == len(links.lengths), f"links of {len(links.lengths)} pairs for {pairs}"
+            assert pairs == len(links), f"links of {len(links)} pairs for {pairs}"
             self._links.append(links)
-
-    @property
-    def stats(self) -> SplitStats:
-        """Statistics of the pairs written so far."""
-        return SplitStats(pairs=self._source.count, source=self._source.stats, target=self._target.stats)
 
     def __enter__(self) -> CorpusWriter:
         return self
@@ -332,31 +293,23 @@ class CorpusWriter:
 
 
 class _SideWriter:
-    """Writer of one side of a split."""
+    """Writer of one side of a split: below a ``bound`` of 65,536 a token takes two bytes, otherwise four."""
 
-    def __init__(self, directory: Path, stem: str, dtype: str, unk: int) -> None:
-        self._dtype = _DTYPES[dtype]
-        self._unk = unk
-        self._tokens = (directory / f"{stem}.{dtype}.bin").open("wb")
+    def __init__(self, directory: Path, stem: str, bound: int) -> None:
+        name = "uint16" if bound < 1 << 16 else "int32"
+        self._dtype = _DTYPES[name]
+        self._tokens = (directory / f"{stem}.{name}.bin").open("wb")
         self._offsets = (directory / f"{stem}.offsets.bin").open("wb")
         self._offsets.write(np.zeros(1, _OFFSET).tobytes())
         self.files: tuple[BinaryIO, BinaryIO] = self._tokens, self._offsets
-        self.count = self._end = self._unknown = self._longest = 0
+        self._end = 0
 
-    def append(self, sentences: Tokens) -> None:
-        numbers, lengths = sentences
-        if not len(lengths):
-            return
-        self._tokens.write(numbers.astype(self._dtype, copy=False).tobytes())
+    def append(self, sentences: Sequence[Sequence[int]]) -> None:
+        lengths = np.fromiter(map(len, sentences), np.int64, len(sentences))
         self._offsets.write((self._end + np.cumsum(lengths)).astype(_OFFSET).tobytes())
-        self.count += len(lengths)
-        self._end += len(numbers)
-        self._unknown += int((numbers == self._unk).sum())
-        self._longest = max(self._longest, int(lengths.max()))
-
-    @property
-    def stats(self) -> SideStats:
-        return SideStats(tokens=self._end, unknown=self._unknown, longest=self._longest)
+        tokens = np.fromiter(chain.from_iterable(sentences), self._dtype, int(lengths.sum()))
+        self._tokens.write(tokens.tobytes())
+        self._end += len(tokens)
 
 
 def join_files(parts: Sequence[Path], whole: Path) -> None:

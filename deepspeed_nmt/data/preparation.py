@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from deepspeed_nmt import __version__
 from deepspeed_nmt.console import counting, logger
 from deepspeed_nmt.core.vocabulary import SIDES
 from deepspeed_nmt.data.bert_tokenizer import PREFIX, BertTokenizer
-from deepspeed_nmt.data.corpus import SplitStats, join_files
+from deepspeed_nmt.data.corpus import Corpus, join_files
 from deepspeed_nmt.data.data_directory import (
     FORMAT,
     META_FILE,
@@ -55,7 +55,7 @@ from deepspeed_nmt.data.stages import (
     run_task,
     text_pieces,
 )
-from deepspeed_nmt.data.tokenizer import SampledSegmentations, Tokenizer
+from deepspeed_nmt.data.tokenizer import SampledSegmentations, Tokenizer, split_name
 from deepspeed_nmt.data.vocabulary_training import adopt_models, type_of
 from deepspeed_nmt.errors import DataError, shown_bytes
 from deepspeed_nmt.files import open_text, remove, replacing, resolved, staged, text_lines
@@ -210,20 +210,19 @@ def join(work: Work, staging: Path) -> Meta:
     tokenizer, valid = open_tokenizer(vocabulary), (staging / "valid.source", staging / "valid.target")
     lines = sum(record.lines for record in work.inputs["valid.source"])
     encoder = PairEncoder(tokenizer, options.tags)
-    encoded.append(encode_split(text_pieces(valid), encoder, staging, "valid", lines))
+    of_valid = encode_split(text_pieces(valid), encoder, staging, "valid", lines)
     if options.text == "moses" and options.target_lang is not None:
         warn_of_missing_rules(options.target_lang, "--target-lang")
     if options.text_form.form == "raw":
         _warn_of_tokens(valid[1])
 
-    splits: dict[str, SplitStats] = {}
-    round_trips: dict[str, RoundTrip] = {}
-    for record in encoded:
-        for split, stats in record.splits.items():
-            splits[split] = splits[split].followed_by(stats) if split in splits else stats
-        for side, trip in record.round_trips.items():
-            name = f"{next(iter(record.splits))}.{side}"
-            round_trips[name] = round_trips.get(name, RoundTrip()).followed_by(trip)
+    unknown = (tokenizer.vocabulary.source.unk, tokenizer.vocabulary.unk)
+    splits = [*map(split_name, range(options.segmentations)), "valid"]
+    round_trips = {
+        f"{split}.{side}": reduce(RoundTrip.followed_by, (record.round_trips[side] for record in records))
+        for split, records in (("train", encoded), ("valid", [of_valid]))
+        for side in SIDES
+    }
     inputs = dict(work.inputs)
     for texts in (record.texts for record in indexed):
         inputs |= {name: (*inputs.get(name, ()), text.record) for name, text in texts.items()}
@@ -242,7 +241,7 @@ def join(work: Work, staging: Path) -> Meta:
         removed={reason: removals.counts[reason] for reason in reasons},
         removed_examples={reason: tuple(removals.examples.get(reason, ())) for reason in reasons},
         repaired={rule: {side: repaired[f"{rule}.{side}"] for side in SIDES} for rule in options.unicode},
-        splits=splits,
+        splits={split: Corpus(staging, split).stats(unknown) for split in splits},
         round_trips=round_trips,
         files={path.name: FileRecord.of(path) for path in sorted(staging.iterdir()) if path.is_file()},
     )

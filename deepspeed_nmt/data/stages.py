@@ -34,7 +34,7 @@ from pydantic import Field, ValidationError
 from deepspeed_nmt.console import logger, progress
 from deepspeed_nmt.core.vocabulary import SIDES, Side
 from deepspeed_nmt.data.clean import CleaningConfig, PairChecker, fits
-from deepspeed_nmt.data.corpus import CorpusWriter, SplitStats, Tokens
+from deepspeed_nmt.data.corpus import CorpusWriter
 from deepspeed_nmt.data.data_directory import RoundTrip, open_tokenizer
 from deepspeed_nmt.data.filters import Hashes, Removals
 from deepspeed_nmt.data.inputs import (
@@ -88,7 +88,7 @@ class TaskRecord(Config):
         removals: pairs that are not, by reason.
         repaired: lines that a Unicode rule changed, by ``<rule>.<side>``.
         starts: number of the first pair of each task in the clean text without repetitions, and finally of all pairs.
-        splits: statistics of a part of the corpus, by segmentation; ``round_trips`` are of the first one.
+        round_trips: lines of a part of the corpus that encoding and decoding changes, by side.
         unlinked: pairs that lost their word alignments.
     """
 
@@ -99,7 +99,6 @@ class TaskRecord(Config):
     removals: Removals = Field(default_factory=Removals)
     repaired: Counter[str] = Field(default_factory=Counter)
     starts: tuple[Count, ...] = ()
-    splits: dict[str, SplitStats] = Field(default_factory=dict)
     round_trips: dict[Side, RoundTrip] = Field(default_factory=dict)
     unlinked: Count = 0
 
@@ -522,13 +521,11 @@ def encode_split(
     tokenizer, vocabulary = encoder.tokenizer, encoder.tokenizer.vocabulary
     size, every = max(vocabulary.size, vocabulary.source.size), max(1, -(-pairs // SAMPLE_LINES))
     positions = cleaning.max_length + 2 if linked and cleaning is not None else None
-    unknown, unlinked, removals = (vocabulary.source.unk, vocabulary.unk), 0, Removals()
+    unlinked, removals = 0, Removals()
     round_trips: dict[Side, RoundTrip] = {side: RoundTrip() for side in SIDES}
     with ExitStack() as opened:
         writers = {
-            name: opened.enter_context(
-                CorpusWriter(directory, name, size, unknown, weighted and name == split, positions)
-            )
+            name: opened.enter_context(CorpusWriter(directory, name, size, weighted and name == split, positions))
             for name in (split, *map(split_name, range(1, encoder.segmentations)))
         }
         for first, columns, weights in pieces:
@@ -548,23 +545,14 @@ def encode_split(
                 trip = encoder.round_trip(side, [own[n][place] for n in tried], [kept[0][side][n] for n in tried])
                 round_trips[side] = round_trips[side].followed_by(trip)
             for (name, writer), tokens in zip(writers.items(), kept, strict=True):
-                source, target = (Tokens.of(tokens[side], size) for side in SIDES)
                 links = None
                 if positions is not None:
                     lines = list(compress(columns[2], keep))
-                    of_tokens = encoder.links(lines, own, tokens)
-                    links = Tokens.of(of_tokens, positions)
-                    unlinked += name == split and sum(
-                        bool(a) and not b for a, b in zip(lines, of_tokens, strict=True)
-                    )
+                    links = encoder.links(lines, own, tokens)
+                    unlinked += name == split and sum(bool(a) and not b for a, b in zip(lines, links, strict=True))
                 factors = None if weights is None or name != split else weights[keep]
-                writer.append_tokens(source, target, factors, links)
-        return TaskRecord(
-            removals=removals,
-            splits={name: writer.stats for name, writer in writers.items()},
-            round_trips=round_trips,
-            unlinked=unlinked,
-        )
+                writer.append(tokens["source"], tokens["target"], factors, links)
+    return TaskRecord(removals=removals, round_trips=round_trips, unlinked=unlinked)
 
 
 _TASKS: Mapping[str, Callable[[Work, int, Path], TaskRecord]] = {
