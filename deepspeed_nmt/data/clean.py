@@ -14,7 +14,6 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -115,27 +114,18 @@ class CleaningConfig(Config):
             "ratio": f"one side over {self.max_ratio:g} times as long (above {self.ratio_from} tokens)",
         }
 
-
-class CheckedPairs(NamedTuple):
-    """Outcome of :meth:`PairChecker.check`.
-
-    Of ``read`` pairs, those without a fault have ``texts``, with normalised white space, ``places`` among all, and
-    hashes of their keys by the reason to remove a repetition. ``repaired`` counts the lines that a Unicode rule
-    changed, by ``<rule>.<side>``.
-    """
-
-    read: int
-    texts: list[tuple[str, str]]
-    places: npt.NDArray[np.int64]
-    hashes: dict[str, Hashes]
-    removals: Removals
-    repaired: Counter[str]
+    def repetitions(self, filters: Mapping[str, Filter]) -> tuple[str, ...]:
+        """Return the reasons for which a pair is removed because of an earlier one, in order."""
+        remembering = [name for name, entry in filters.items() if entry.remembers]
+        return (*(() if self.keep_duplicates else ("duplicate",)), *remembering)
 
 
 class PairChecker:
-    """All checks of text that judge each pair for itself: a pure function, so that processes can share the lines.
+    """All checks of text that judge each pair for itself. Text that is ``segmented`` has tokens between ASCII spaces.
 
-    Text that is already ``segmented`` has tokens separated by ASCII spaces.
+    Attributes:
+        removals: pairs removed so far, of those ``read``.
+        repaired: lines that a Unicode rule changed so far, by ``<rule>.<side>``.
     """
 
     def __init__(
@@ -149,37 +139,35 @@ class PairChecker:
         self.segmented = segmented
         self.filters = filters or PairFilters({}, TextForm())
         self.unicode_rules = unicode_rules
+        self.read, self.removals, self.repaired = 0, Removals(), Counter[str]()
 
-    @property
-    def repetitions(self) -> tuple[str, ...]:
-        """Reasons for which a pair is removed because of an earlier one, in order."""
-        return (*(() if self.config.keep_duplicates else ("duplicate",)), *self.filters.remembering)
+    def check(
+        self, lines: Sequence[tuple[bytes, bytes]], scores: Iterable[float] | None = None
+    ) -> tuple[list[int], list[tuple[str, str]]]:
+        """Check a batch of pairs (source, target), with their scores if a filter reads them.
 
-    def check(self, lines: Iterable[tuple[bytes, bytes]], scores: Iterable[float] | None = None) -> CheckedPairs:
-        """Check a batch of pairs (source, target), with their scores if a filter reads them."""
+        Return the places of the pairs without a fault, and their texts with normalised white space.
+        """
         texts: list[tuple[str, str]] = []
         places: list[int] = []
-        removals, repaired = Removals(), Counter[str]()
-        place = -1
+        self.read += len(lines)
         scored = zip(lines, repeat(None) if scores is None else scores, strict=scores is not None)
         for place, (pair, score) in enumerate(scored):
-            outcome = self._check(*pair, score, repaired)
+            outcome = self._check(*pair, score)
             if isinstance(outcome, str):
-                removals.add(outcome, *pair)
+                self.removals.add(outcome, *pair)
             else:
                 texts.append(outcome)
                 places.append(place)
-        hashes = {}
-        for reason in self.repetitions:
-            own = reason != "duplicate"
-            hashes[reason] = (
-                self.filters.hashes(reason, texts) if own else hashes_of(map("\n".join, texts), len(texts))
-            )
-        return CheckedPairs(place + 1, texts, np.array(places, np.int64), hashes, removals, repaired)
+        return places, texts
 
-    def _check(
-        self, source_line: bytes, target_line: bytes, score: float | None, repaired: Counter[str]
-    ) -> tuple[str, str] | str:
+    def hashes(self, reason: str, texts: Sequence[tuple[str, str]]) -> Hashes:
+        """Hash the keys by which repetitions are recognised that are removed for a reason. Shape: -> (N,)."""
+        if reason == "duplicate":
+            return hashes_of(map("\n".join, texts), len(texts))
+        return self.filters.hashes(reason, texts)
+
+    def _check(self, source_line: bytes, target_line: bytes, score: float | None) -> tuple[str, str] | str:
         """Return the text of a pair, or the reason to remove it."""
         try:
             source, target = source_line.decode("utf-8"), target_line.decode("utf-8")
@@ -187,8 +175,8 @@ class PairChecker:
             return "undecodable"
         if self.unicode_rules:
             (source, of_source), (target, of_target) = (repair(side, self.unicode_rules) for side in (source, target))
-            repaired.update(f"{rule}.source" for rule in of_source)
-            repaired.update(f"{rule}.target" for rule in of_target)
+            self.repaired.update(f"{rule}.source" for rule in of_source)
+            self.repaired.update(f"{rule}.target" for rule in of_target)
         if _BAD_CHARACTER.search(source) or _BAD_CHARACTER.search(target):
             return "bad_character"
         source = normalise_whitespace(source, self.segmented)

@@ -45,13 +45,9 @@ class Removals:
     def add(self, reason: str, *pair: str | bytes) -> None:
         """Count a removed pair: source and target, if they are known. Bytes are text that may not be UTF-8."""
         self.counts[reason] += 1
-        if pair and self.lacks_examples(reason):
+        if pair and len(self.examples.get(reason, ())) < EXAMPLES:
             source, target = map(_excerpt, pair)
             self.examples.setdefault(reason, []).append((source, target))
-
-    def lacks_examples(self, reason: str) -> bool:
-        """Return True if another example of a reason is kept."""
-        return len(self.examples.get(reason, ())) < EXAMPLES
 
     def merge(self, later: Removals) -> None:
         """Add the removals of a later batch."""
@@ -546,7 +542,7 @@ def _filter_of(name: str, settings: Any) -> Filter:
 
 
 class PairFilters:
-    """Filters that are applied to pairs in turn. It can be pickled.
+    """Filters that are applied to pairs in turn.
 
     Args:
         filters: by name, in order; see :func:`read_filters`.
@@ -563,15 +559,10 @@ class PairFilters:
 
     def __init__(self, filters: Mapping[str, Filter], text: TextForm, segmented: bool = False) -> None:
         self.filters = dict(filters)
-        self._arguments = (self.filters, text, segmented)
         self._segmented = segmented
         self._tests = {name: entry.build(text) for name, entry in filters.items()}
         self.remembering = tuple(name for name, entry in filters.items() if entry.remembers)
         self.judging = tuple(name for name, entry in filters.items() if not entry.remembers)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the settings: another process builds the filters again."""
-        return PairFilters, self._arguments
 
     def fault(self, source: str, target: str, score: float | None = None) -> str:
         """Return the name of the first filter that removes a pair; "" if all of them keep it, but for repetitions.

@@ -14,7 +14,6 @@ from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -271,13 +270,13 @@ FileSet = Mapping[str, Path]
 
 
 class Piece(NamedTuple):
-    """Successive lines of aligned files.
+    """Successive lines of aligned files, by ``<split>.<column>``.
 
-    ``columns`` is the text of each file, ``first`` the number of the first line in its files, from 1.
+    ``columns`` is their text, ``files`` has names for messages. ``first`` is the number of the first line, from 1.
     """
 
-    columns: tuple[bytes, ...]
-    names: tuple[str, ...]
+    columns: dict[str, bytes]
+    files: dict[str, str]
     first: int
 
 
@@ -343,7 +342,7 @@ def read_pieces(texts: Mapping[str, IndexedText], directory: Path, first: int, l
     """Yield the pieces ``first`` to ``last`` - 1 of aligned files; raise a DataError if a file has changed."""
     rows = np.load(directory / _PIECES)
     line, *skipped = rows[:first].sum(axis=0).tolist()
-    names = tuple(shown_name(text.record.path) for text in texts.values())
+    names = {name: shown_name(text.record.path) for name, text in texts.items()}
     with ExitStack() as stack:
         files = []
         for (name, text), bytes_before in zip(texts.items(), skipped, strict=True):
@@ -354,62 +353,50 @@ def read_pieces(texts: Mapping[str, IndexedText], directory: Path, first: int, l
                 raise DataError(f"{path} cannot be read ({error.strerror or error})") from error
             files[-1].seek(bytes_before + (0 if text.state is None else text.start))
         for lines, *sizes in rows[first:last].tolist():
-            columns = tuple(file.read(size) for file, size in zip(files, sizes, strict=True))
+            columns = [file.read(size) for file, size in zip(files, sizes, strict=True)]
             for text, file in zip(texts.values(), files, strict=True):
                 if text.state is not None and _state(file) != text.state:
                     raise _changed(text.record.path)
-            yield Piece(columns, names, line + 1)
+            yield Piece(dict(zip(texts, columns, strict=True)), names, line + 1)
             line += lines
 
 
-@dataclass(frozen=True)
-class TextLayout:
-    """Places of the pairs in the columns of a :class:`Piece`.
+def read_pairs(
+    piece: Piece, tsv_columns: tuple[int, ...] | None = None
+) -> tuple[list[tuple[bytes, bytes]], npt.NDArray[np.float32] | None, list[float] | None, list[bytes] | None]:
+    """Return pairs without line ends, and their weights, scores and links, if any. Shape of each: -> (N,).
 
-    With ``tsv``, the first file has source and target, separated by tabs. ``tsv_columns`` are the numbers of the
-    columns with source, target, and optionally weights, from 1; others are ignored. None: source and target, and no
-    further column. Files after those of the text have weights if ``weighted``, then scores if ``scored``, then
-    alignments of words if ``aligned``.
+    The columns of ``train.tsv`` are separated by tabs. ``tsv_columns`` are the numbers of those with source, target,
+    and optionally weights, from 1; others are ignored. None: source and target, and no further column.
     """
+    lines, files = {name: lines_of(text) for name, text in piece.columns.items()}, piece.files
+    if "train.tsv" in lines:
+        columns = _split(lines["train.tsv"], files["train.tsv"], piece.first, tsv_columns)
+        lines |= zip(("train.source", "train.target", "train.weights"), columns, strict=False)
+        files = {"train.weights": files["train.tsv"], **files}
+    scores, weights = (
+        _numbers(what, lines[name], files[name], piece.first) if (name := f"train.{what}s") in lines else None
+        for what in ("score", "weight")
+    )
+    pairs, links = list(zip(lines["train.source"], lines["train.target"], strict=True)), lines.get("train.alignments")
+    if links is not None:
+        check_links(links, pairs, files["train.alignments"], piece.first)
+    fp32 = None if weights is None else weights.astype("<f4")
+    return pairs, fp32, None if scores is None else scores.tolist(), links
 
-    tsv: bool = False
-    tsv_columns: tuple[int, ...] | None = None
-    weighted: bool = False
-    scored: bool = False
-    aligned: bool = False
 
-    def pairs(
-        self, piece: Piece
-    ) -> tuple[list[tuple[bytes, bytes]], npt.NDArray[np.float32] | None, list[float] | None, list[bytes] | None]:
-        """Return pairs without line ends, and their weights, scores and links, if any. Shape of each: -> (N,)."""
-        columns, names = [lines_of(column) for column in piece.columns], list(piece.names)
-        links, links_name = (columns.pop(), names.pop()) if self.aligned else (None, "")
-        scores = _numbers("score", columns.pop(), names.pop(), piece.first).tolist() if self.scored else None
-        weights: Sequence[bytes] | None = columns.pop() if self.weighted else None
-        name = names[-1]
-        if self.tsv:
-            columns = self._split(columns[0], piece)
-            if len(columns) == 3:
-                weights = columns.pop()
-        source, target = columns
-        values = None if weights is None else _numbers("weight", weights, name, piece.first).astype("<f4")
-        pairs = list(zip(source, target, strict=True))
-        if links is not None:
-            check_links(links, pairs, links_name, piece.first)
-        return pairs, values, scores, links
-
-    def _split(self, lines: Sequence[bytes], piece: Piece) -> list[list[bytes]]:
-        """Return the columns of a TSV file. Shape: (N,) -> (2 or 3, N)."""
-        rows = [line.split(b"\t") for line in lines]
-        needed = 2 if self.tsv_columns is None else max(self.tsv_columns)
-        for number, row in enumerate(rows, piece.first):
-            if len(row) < needed or (self.tsv_columns is None and len(row) > 2):
-                required = "source and target" if self.tsv_columns is None else f"{needed} or more columns"
-                raise DataError(
-                    f"line {number:,} of {piece.names[0]} has {counted(len(row), 'columns')} instead of "
-                    f"{required}, separated by tabs; correct it, or choose columns by --tsv-columns, for example 1,2"
-                )
-        return [[row[column - 1] for row in rows] for column in self.tsv_columns or (1, 2)]
+def _split(lines: Sequence[bytes], name: str, first: int, tsv_columns: tuple[int, ...] | None) -> list[list[bytes]]:
+    """Return the columns of a TSV file. Shape: (N,) -> (2 or 3, N)."""
+    rows = [line.split(b"\t") for line in lines]
+    needed = 2 if tsv_columns is None else max(tsv_columns)
+    for number, row in enumerate(rows, first):
+        if len(row) < needed or (tsv_columns is None and len(row) > 2):
+            required = "source and target" if tsv_columns is None else f"{needed} or more columns"
+            raise DataError(
+                f"line {number:,} of {name} has {counted(len(row), 'columns')} instead of {required}, separated by "
+                "tabs; correct it, or choose columns by --tsv-columns, for example 1,2"
+            )
+    return [[row[column - 1] for row in rows] for column in tsv_columns or (1, 2)]
 
 
 def lines_of(text: bytes) -> list[bytes]:

@@ -14,7 +14,7 @@ from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY, SIDES
 from deepspeed_nmt.data.bert_tokenizer import PREFIX
 from deepspeed_nmt.data.clean import UNICODE_RULES, CleaningConfig, read_unicode_rules
 from deepspeed_nmt.data.filters import FILTERS, Filter, PairFilters, read_filters
-from deepspeed_nmt.data.inputs import STANDARD_INPUT, FileSet, Paths, TextLayout
+from deepspeed_nmt.data.inputs import STANDARD_INPUT, FileSet, Paths
 from deepspeed_nmt.data.tokenizer import ALPHA, SPACE, SampledSegmentations, Tokenizer
 from deepspeed_nmt.data.vocabulary_training import DEFAULT_NORMALIZATION, Normalization, VocabularyType
 from deepspeed_nmt.errors import counted, shown
@@ -311,17 +311,6 @@ class PrepareOptions(Config):
         """The files of the training text that are aligned with each other, by their names in :attr:`inputs`."""
         names = [name for name in self.inputs if name.startswith("train.")]
         return [dict(zip(names, files, strict=True)) for files in zip(*map(self.inputs.get, names), strict=True)]
-
-    @property
-    def layout(self) -> TextLayout:
-        """Places of the pairs in the training text."""
-        return TextLayout(
-            bool(self.tsv),
-            self.tsv_columns,
-            weighted=bool(self.train_weights),
-            scored=bool(self.train_scores),
-            aligned=bool(self.train_alignments),
-        )
 
     def recorded(self, vocabulary: Tokenizer | None, sampling: SampledSegmentations | None = None) -> dict[str, Any]:
         """Collect the options that decide the result, besides the text, most of them only if not defaults."""

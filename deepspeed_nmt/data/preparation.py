@@ -20,7 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from deepspeed_nmt import __version__
 from deepspeed_nmt.console import counting, logger
@@ -70,11 +70,6 @@ MAX_TASKS = 256
 """Tasks of a host, each of which reads a part of the hashes of every other one."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _VERBS = {"clean": "cleaning", "encode": "encoding"}
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-_work: Callable[[Any], Any] | None = None
 
 
 def prepare(options: PrepareOptions) -> Meta:
@@ -160,30 +155,24 @@ def set_up(
 
 def run_stages(work: Work, workers: int) -> Work:
     """Run all tasks, as many as the text needs, in this process or several, and return the work with their number."""
-    pairs = run_stage(work, "index", lambda items: map(partial(_run_item, work), items))
+    pairs = run_stage(work, "index", map)
     pieces = sum(count_pieces(work.place("index", number)) for number in range(work.stages["index"]))
     work = work.model_copy(update={"tasks": max(1, min(-(-pieces // TASK_PIECES), MAX_TASKS))})
-    with worker_pool(partial(_run_item, work), workers) as run:
+    with worker_pool(min(workers, work.tasks)) as run:
         for stage in [*work.stages][1:]:
             pairs = run_stage(work, stage, run, pairs)
     return work
 
 
-def run_stage(
-    work: Work, stage: str, run: Callable[[Sequence[tuple[str, int]]], Iterable[int]], total: int = 0
-) -> int:
+def run_stage(work: Work, stage: str, run: Callable[..., Iterable[int]], total: int = 0) -> int:
     """Run the tasks of a stage by a function like ``map``, and return the number of pairs."""
-    items, done = [(stage, task) for task in range(work.stages[stage])], 0
+    done = 0
     shown = counting(_VERBS[stage], "pairs", total) if stage in _VERBS else nullcontext(lambda _: None)
     with shown as advance:
-        for pairs in run(items):
+        for pairs in run(partial(run_task, work, stage), range(work.stages[stage])):
             advance(pairs)
             done += pairs
     return done
-
-
-def _run_item(work: Work, item: tuple[str, int]) -> int:
-    return run_task(work, *item)
 
 
 def join(work: Work, staging: Path) -> Meta:
@@ -341,39 +330,39 @@ def same_or_refuse(
 
 
 @contextmanager
-def worker_pool(work: Callable[[T], R], workers: int) -> Iterator[Callable[[Sequence[T]], Iterator[R]]]:
-    """Provide a function like ``map(work, items)``, which works in several processes if there are several items.
+def worker_pool(workers: int) -> Iterator[Callable[..., Iterator[Any]]]:
+    """Provide a function like ``map``, which works in several processes if there are several items.
 
-    ``work`` can be pickled. The workers start when they are needed, and end with the block; after an error, at once.
+    The processes end with the block; after an error, at once.
 
     Raises:
         DataError: if a worker ends before its work.
     """
-    pools: list[ProcessPoolExecutor] = []
+    if workers == 1:
+        yield map
+        return
+    context = multiprocessing.get_context("spawn")  # a forked one could not use its parent's threads
+    with _signals_blocked():  # the process that cleans up after semaphores starts here, and must outlive SIGHUP
+        pool = ProcessPoolExecutor(workers, context, initializer=_start)
 
-    def run(items: Sequence[T]) -> Iterator[R]:
-        if workers == 1 or len(items) == 1:
+    def run(work: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+        if len(items) == 1:
             return map(work, items)
-        with _signals_blocked():  # the process that cleans up after semaphores starts here, and must outlive SIGHUP
-            if not pools:
-                context = multiprocessing.get_context("spawn")  # a forked one could not use its parent's threads
-                pools.append(ProcessPoolExecutor(workers, context, initializer=_start, initargs=(work,)))
-            return pools[0].map(_run, items)
+        with _signals_blocked():  # of the workers
+            return pool.map(work, items)
 
     try:
         yield run
     except BaseException as error:
-        for pool in pools:
-            for process in list((pool._processes or {}).values()):
-                process.kill()
+        for process in list((pool._processes or {}).values()):
+            process.kill()
         if isinstance(error, BrokenProcessPool):
             raise DataError(
                 "a worker of `prepare` was killed, probably out of memory; start again, with fewer --workers if so"
             ) from error
         raise
     finally:
-        for pool in pools:
-            pool.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
@@ -386,10 +375,8 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start(work: Callable[[Any], Any]) -> None:
+def _start() -> None:
     """Prepare a new worker, which ends when its parent has ended, however it has."""
-    global _work
-    _work = work
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library of BERTs' tokenizers would start threads
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -399,8 +386,3 @@ def _start(work: Callable[[Any], Any]) -> None:
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
-
-
-def _run(piece: Any) -> Any:
-    assert _work is not None
-    return _work(piece)

@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain, compress
 from pathlib import Path
 from secrets import token_hex
@@ -46,6 +45,7 @@ from deepspeed_nmt.data.inputs import (
     count_pieces,
     index_text,
     lines_of,
+    read_pairs,
     read_pieces,
 )
 from deepspeed_nmt.data.options import DEFAULT_VOCAB_SIZE, PrepareOptions
@@ -118,11 +118,10 @@ class Work(Config):
     versions: dict[str, str] = Field(default_factory=dict)
     tasks: int = 1
 
-    @cached_property
-    def checker(self) -> PairChecker:
-        """Checks of the text of pairs."""
-        options = self.options
-        return PairChecker(options.cleaning, options.segmented, options.pair_filters(), options.unicode)
+    @property
+    def repetitions(self) -> tuple[str, ...]:
+        """Reasons for which a pair is removed because of an earlier one, in order."""
+        return self.options.cleaning.repetitions(self.options.filters)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -140,7 +139,7 @@ class Work(Config):
         return {
             "index": len(self.options.training_sets),
             "clean": self.tasks,
-            **dict.fromkeys(self.checker.repetitions, min(self.tasks, MAX_RANGES)),
+            **dict.fromkeys(self.repetitions, min(self.tasks, MAX_RANGES)),
             "vocabulary": 1,
             "encode": self.tasks,
         }
@@ -209,7 +208,7 @@ def run_task(work: Work, stage: str, task: int) -> int:
         new = hidden(place, f"partial-{token_hex(4)}")
         new.mkdir(parents=True)
         try:
-            remembering = stage in work.checker.repetitions
+            remembering = stage in work.repetitions
             record = find_repetitions(work, task, new, stage) if remembering else _TASKS[stage](work, task, new)
             files = {path.name: FileRecord.of(path) for path in sorted(new.iterdir())}
             write_record(new / _RECORD, record.model_copy(update={"files": files}).model_dump_json().encode())
@@ -231,31 +230,29 @@ def index(work: Work, task: int, new: Path) -> TaskRecord:
 
 def clean(work: Work, task: int, new: Path) -> TaskRecord:
     """Write the pairs of a part of the text that can be kept by themselves, and the hashes of their keys, sorted."""
-    checker, layout = work.checker, work.options.layout
-    removals, repaired, read, kept = Removals(), Counter[str](), 0, 0
-    hashes: dict[str, list[Hashes]] = {reason: [] for reason in checker.repetitions}
+    options, kept = work.options, 0
+    checker = PairChecker(options.cleaning, options.segmented, options.pair_filters(), options.unicode)
+    hashes: dict[str, list[Hashes]] = {reason: [] for reason in work.repetitions}
     all_weights: list[Weights] = []
     with ExitStack() as stack:
         files = [stack.enter_context((new / name).open("wb")) for name in work.names]
         for piece in work.pieces(task):
-            pairs, weights, scores, links = layout.pairs(piece)
-            checked = checker.check(pairs, scores)
+            pairs, weights, scores, links = read_pairs(piece, options.tsv_columns)
+            places, texts = checker.check(pairs, scores)
             for side in (0, 1):
-                files[side].write("".join(f"{text[side]}\n" for text in checked.texts).encode())
+                files[side].write("".join(f"{text[side]}\n" for text in texts).encode())
             if links is not None:
-                rules = checker.unicode_rules  # they may leave nothing of a word, so that later ones change numbers
+                rules = options.unicode  # they may leave nothing of a word, so that later ones change numbers
                 own = (
                     links[place] if not rules or _have_same_words(pairs[place], text) else b""
-                    for place, text in zip(checked.places, checked.texts, strict=True)
+                    for place, text in zip(places, texts, strict=True)
                 )
                 files[2].writelines(line + b"\n" for line in own)
             if weights is not None:
-                all_weights.append(weights[checked.places])
-            for reason, of_reason in checked.hashes.items():
-                hashes[reason].append(of_reason)
-            removals.merge(checked.removals)
-            repaired.update(checked.repaired)
-            read, kept = read + checked.read, kept + len(checked.texts)
+                all_weights.append(weights[places])
+            for reason, batches in hashes.items():
+                batches.append(checker.hashes(reason, texts))
+            kept += len(texts)
     for reason, batches in hashes.items():
         all_hashes = np.concatenate([np.empty(0, np.uint64), *batches])
         order = np.argsort(all_hashes, kind="stable")
@@ -263,7 +260,7 @@ def clean(work: Work, task: int, new: Path) -> TaskRecord:
         np.save(new / f"{reason}.{_PLACES}", order)
     if work.is_weighted:
         np.save(new / _WEIGHTS, np.concatenate([np.empty(0, np.float32), *all_weights]))
-    return TaskRecord(read=read, pairs=kept, removals=removals, repaired=repaired)
+    return TaskRecord(read=checker.read, pairs=kept, removals=checker.removals, repaired=checker.repaired)
 
 
 def _have_same_words(pair: tuple[bytes, bytes], text: tuple[str, str]) -> bool:
@@ -275,8 +272,7 @@ def find_repetitions(work: Work, task: int, new: Path, reason: str) -> TaskRecor
 
     A pair that was removed for an earlier reason is not remembered.
     """
-    repetitions = work.checker.repetitions
-    earlier = work.repeated(repetitions[: repetitions.index(reason)])
+    earlier = work.repeated(work.repetitions[: work.repetitions.index(reason)])
     bounds = [(number << 64) // work.stages[reason] for number in (task, task + 1)]
     work.records("clean")  # whose files are whole
     hashes: list[Hashes] = [np.empty(0, np.uint64)]
@@ -302,7 +298,7 @@ def find_repetitions(work: Work, task: int, new: Path, reason: str) -> TaskRecor
 def make_vocabulary(work: Work, task: int, new: Path) -> TaskRecord:
     """Write the vocabulary, trained on all clean text or a sample of it unless it is given, and number the pairs."""
     records = work.records("clean")
-    repeated = work.repeated(work.checker.repetitions)
+    repeated = work.repeated(work.repetitions)
     kept = [int(work.kept(number, repeated).sum()) for number in range(work.tasks)]
     removals, read = Removals(), sum(record.read for record in records)
     for record in records:
@@ -362,7 +358,7 @@ def _trained(work: Work, sides: Sequence[Side], starts: Sequence[int]) -> Senten
 
 def _clean_lines(work: Work, side: Side, starts: Sequence[int] = (), chosen: Places | None = None) -> Iterator[str]:
     """Yield lines of the clean text of one side: all, or those with the ``chosen`` numbers, which are sorted."""
-    repeated = work.repeated(work.checker.repetitions)
+    repeated = work.repeated(work.repetitions)
     for number in range(work.tasks):
         keep = work.kept(number, repeated)
         if chosen is not None:
@@ -468,7 +464,7 @@ def encode(work: Work, task: int, new: Path) -> TaskRecord:
     work.record("clean", task, verify=(*work.names, _WEIGHTS))
     starts = work.record("vocabulary", 0).starts
     encoder = PairEncoder(open_tokenizer(work.place("vocabulary", 0)), work.options.tags, work.sampling)
-    all_repeated = work.repeated(work.checker.repetitions)
+    all_repeated = work.repeated(work.repetitions)
     repeated = {reason: _places(ranges, task) for reason, ranges in all_repeated.items()}
     removals = Removals()
     clean_text = work.place("clean", task)
@@ -481,8 +477,7 @@ def encode(work: Work, task: int, new: Path) -> TaskRecord:
             last = first + len(columns[0])
             for reason, places in repeated.items():
                 for place in places[slice(*np.searchsorted(places, [first, last]))].tolist():
-                    lacks = removals.lacks_examples(reason)
-                    removals.add(reason, *([side[place - first].decode() for side in columns[:2]] if lacks else []))
+                    removals.add(reason, *(side[place - first] for side in columns[:2]))
             own = keep[first:last]
             if not own.all():
                 columns = [list(compress(column, own)) for column in columns]

@@ -44,27 +44,27 @@ def _wait(item: int) -> int:
 
 
 def test_results_come_in_order_and_a_single_item_is_worked_on_here() -> None:
-    with worker_pool(_square, 2) as run:
-        assert list(run([3])) == [(9, os.getpid())]
-        results = [*run(ITEMS), *run(ITEMS)]
+    with worker_pool(2) as run:
+        assert list(run(_square, [3])) == [(9, os.getpid())]
+        results = [*run(_square, ITEMS), *run(_square, ITEMS)]
     assert [value for value, _ in results] == 2 * [item * item for item in ITEMS]
     assert os.getpid() not in {process for _, process in results}
-    with worker_pool(_square, 1) as run:
-        assert {process for _, process in run(ITEMS)} == {os.getpid()}
+    with worker_pool(1) as run:
+        assert {process for _, process in run(_square, ITEMS)} == {os.getpid()}
 
 
 def test_an_error_is_that_of_the_first_item_that_has_one_and_ends_the_workers() -> None:
     before = time.monotonic()
-    with pytest.raises(DataError, match=r"^item 5 must be another$"), worker_pool(_refuse, 2) as run:
-        results = run(ITEMS)
+    with pytest.raises(DataError, match=r"^item 5 must be another$"), worker_pool(2) as run:
+        results = run(_refuse, ITEMS)
         assert [next(results) for _ in range(5)] == ITEMS[:5]
         next(results)
     assert time.monotonic() - before < 60, "others are not waited for"
 
 
 def test_a_worker_that_is_killed_is_reported() -> None:
-    with pytest.raises(DataError, match=r"was killed, .* fewer --workers"), worker_pool(_die, 2) as run:
-        list(run(ITEMS))
+    with pytest.raises(DataError, match=r"was killed, .* fewer --workers"), worker_pool(2) as run:
+        list(run(_die, ITEMS))
 
 
 _PROGRAM = """
@@ -73,8 +73,8 @@ from deepspeed_nmt.interruption import interruptible
 from tests.unit import test_worker_pool
 
 if __name__ == "__main__":
-    with interruptible(), worker_pool(test_worker_pool._wait, 2) as run:
-        for each in run(range(1000)):
+    with interruptible(), worker_pool(2) as run:
+        for each in run(test_worker_pool._wait, range(1000)):
             print(each, flush=True)
 """
 
