@@ -194,13 +194,10 @@ class PairChecker:
 def fits(
     config: CleaningConfig,
     lengths: npt.NDArray[np.int64],
+    pairs: Sequence[tuple[str, str]],
     removals: Removals,
-    pairs: Sequence[tuple[str, str]] = (),
 ) -> npt.NDArray[np.bool_]:
-    """Return True for pairs with allowed lengths; ``removals`` receives the others. Shape: (2, N) -> (N,).
-
-    ``pairs`` is their text, for examples; empty if it is not known.
-    """
+    """Return True for pairs with allowed lengths; ``removals`` receives the others. Shape: (2, N) -> (N,)."""
     shorter, longer = lengths.min(axis=0), lengths.max(axis=0)
     keep = np.ones(len(longer), dtype=np.bool_)
     for reason, faulty in (
@@ -209,6 +206,6 @@ def fits(
         ("ratio", (longer > config.ratio_from) & (longer > config.max_ratio * shorter)),
     ):
         for number in np.flatnonzero(keep & faulty).tolist():
-            removals.add(reason, *(pairs[number] if pairs else ()))
+            removals.add(reason, *pairs[number])
         keep &= ~faulty
     return keep

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,11 +35,6 @@ class RoundTrip(Config):
     lines: Count = 0
     changed: Count = 0
     examples: tuple[tuple[str, str], ...] = ()
-
-    @classmethod
-    def of(cls, lines: int, changed: Sequence[tuple[str, str]]) -> RoundTrip:
-        """Count some lines, and those that change with what they become."""
-        return cls(lines=lines, changed=len(changed), examples=tuple(changed[:EXAMPLES]))
 
     def followed_by(self, other: RoundTrip) -> RoundTrip:
         """Return the sum of this and of later lines."""

@@ -42,12 +42,11 @@ class Removals:
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
 
-    def add(self, reason: str, *pair: str | bytes) -> None:
-        """Count a removed pair: source and target, if they are known. Bytes are text that may not be UTF-8."""
+    def add(self, reason: str, source: str | bytes, target: str | bytes) -> None:
+        """Count a removed pair. Bytes are text that may not be UTF-8."""
         self.counts[reason] += 1
-        if pair and len(self.examples.get(reason, ())) < EXAMPLES:
-            source, target = map(_excerpt, pair)
-            self.examples.setdefault(reason, []).append((source, target))
+        if len(examples := self.examples.setdefault(reason, [])) < EXAMPLES:
+            examples.append((_excerpt(source), _excerpt(target)))
 
     def merge(self, later: Removals) -> None:
         """Add the removals of a later batch."""
@@ -549,10 +548,6 @@ class PairFilters:
         text: form and languages of the text.
         segmented: True if the text is segmented in the ``@@ `` style; the filters see its words.
 
-    Attributes:
-        judging: names of the filters that judge each pair for itself.
-        remembering: names of the filters that remove repetitions of earlier pairs.
-
     Raises:
         ConfigError: if a filter lacks a language or a package.
     """
@@ -561,8 +556,7 @@ class PairFilters:
         self.filters = dict(filters)
         self._segmented = segmented
         self._tests = {name: entry.build(text) for name, entry in filters.items()}
-        self.remembering = tuple(name for name, entry in filters.items() if entry.remembers)
-        self.judging = tuple(name for name, entry in filters.items() if not entry.remembers)
+        self._judging = {name: entry.reads_scores for name, entry in filters.items() if not entry.remembers}
 
     def fault(self, source: str, target: str, score: float | None = None) -> str:
         """Return the name of the first filter that removes a pair; "" if all of them keep it, but for repetitions.
@@ -571,8 +565,7 @@ class PairFilters:
             ConfigError: if a filter reads scores, but there is none.
         """
         source, target = self._words(source), self._words(target)
-        for name in self.judging:
-            reads_scores = self.filters[name].reads_scores
+        for name, reads_scores in self._judging.items():
             if reads_scores and score is None:
                 raise ConfigError(f"no scores of the pairs for the filter {name}; give scores")
             if self._tests[name](score) if reads_scores else self._tests[name](source, target):
@@ -604,7 +597,8 @@ class PairStream:
 
     def __init__(self, filters: str | Mapping[str, Any], text: TextForm) -> None:
         self._filters = PairFilters(read_filters(filters), text)
-        self._seen: dict[str, set[int]] = {name: set() for name in self._filters.remembering}
+        remembering = (name for name, entry in self._filters.filters.items() if entry.remembers)
+        self._seen: dict[str, set[int]] = {name: set() for name in remembering}
         self.removals = Removals()
 
     def keep(self, pairs: Sequence[tuple[str, str]], scores: Sequence[float] | None = None) -> npt.NDArray[np.bool_]:

@@ -103,7 +103,7 @@ def check_options(options: PrepareOptions) -> tuple[Path, Tokenizer | None, Samp
     models = None if vocabulary is None else vocabulary.sentencepiece_models()
     sampling = options.sampling(options.vocabulary_type or ("bpe" if models is None else type_of(models[1])))
     if vocabulary is not None:
-        PairEncoder(vocabulary, options.tags, sampling).check()
+        PairEncoder(vocabulary, options.tags, sampling).encode([])  # which finds what the vocabulary lacks
     return out, vocabulary, sampling
 
 

@@ -34,7 +34,7 @@ from deepspeed_nmt.console import logger, progress
 from deepspeed_nmt.core.vocabulary import SIDES, Side
 from deepspeed_nmt.data.clean import CleaningConfig, PairChecker, fits
 from deepspeed_nmt.data.corpus import CorpusWriter
-from deepspeed_nmt.data.data_directory import RoundTrip, open_tokenizer
+from deepspeed_nmt.data.data_directory import EXAMPLES, RoundTrip, open_tokenizer
 from deepspeed_nmt.data.filters import Hashes, Removals
 from deepspeed_nmt.data.inputs import (
     PIECE_BYTES,
@@ -385,14 +385,11 @@ class PairEncoder:
         """Number of segmentations of each pair."""
         return 1 if self.sampling is None else self.sampling.count
 
-    def check(self) -> None:
-        """Raise a DataError if the vocabularies lack a tag, or several segmentations if they are to be drawn."""
-        self.encode([])
-
     def encode(self, pairs: Sequence[tuple[str, str]], first: int = 0) -> list[EncodedPairs]:
         """Encode successive pairs (source, target), in each segmentation.
 
         ``first`` is the number of the first pair in the clean text, from 0, on which sampled segmentations depend.
+        Vocabularies that lack a tag, or several segmentations if they are to be drawn, are a DataError.
         """
         texts = {side: [pair[place] for pair in pairs] for place, side in enumerate(SIDES)}
         return [
@@ -434,7 +431,7 @@ class PairEncoder:
             decoded = self.tokenizer.decode(tokens, side)
             if normalise_whitespace(decoded) != normalise_whitespace(original):
                 changed.append((original, decoded))
-        return RoundTrip.of(len(encoded), changed)
+        return RoundTrip(lines=len(encoded), changed=len(changed), examples=tuple(changed[:EXAMPLES]))
 
 
 class TextPiece(NamedTuple):
@@ -532,7 +529,7 @@ def encode_split(
             keep: Mask = np.ones(len(own), np.bool_)
             if cleaning is not None:  # a sentence must fit in all its segmentations
                 lengths = np.array([[list(map(len, tokens[side])) for side in SIDES] for tokens in encoded], np.int64)
-                keep = fits(cleaning, lengths.max(axis=0), removals, own)
+                keep = fits(cleaning, lengths.max(axis=0), own, removals)
             own = list(compress(own, keep))
             kept = [{side: list(compress(tokens[side], keep)) for side in SIDES} for tokens in encoded]
             tried = np.flatnonzero((first + np.flatnonzero(keep) + 1) % every == 0).tolist()

@@ -364,13 +364,13 @@ def test_identical_sides_are_removed_only_on_request() -> None:
 
 
 def test_lengths_in_tokens() -> None:
-    removals = Removals()
+    removals, pairs = Removals(), [("a", "b")] * 8
     config = CleaningConfig(max_length=50, max_ratio=3.0, ratio_from=10)
     #            fits  limit too long  short   ratio   at ratio  short enough for any ratio
     lengths = [[20, 50, 51, 10, 0, 31, 30, 10], [21, 50, 50, 60, 9, 10, 10, 1]]
-    assert fits(config, np.array(lengths), removals).tolist() == [True, True, *[False] * 4, True, True]
+    assert fits(config, np.array(lengths), pairs, removals).tolist() == [True, True, *[False] * 4, True, True]
     assert removals.counts == {"too_long": 2, "too_short": 1, "ratio": 1}
-    assert fits(config, np.zeros((2, 0), np.int64), removals).tolist() == []
+    assert fits(config, np.zeros((2, 0), np.int64), [], removals).tolist() == []
     moses = CleaningConfig(max_ratio=1.5, ratio_from=1)  # that of Moses' clean-corpus-n
     lengths = [[1, 2, 3, 3, 4, 60], [1, 1, 2, 1, 3, 40]]
-    assert fits(moses, np.array(lengths), removals).tolist() == [True, False, True, False, True, True]
+    assert fits(moses, np.array(lengths), pairs, removals).tolist() == [True, False, True, False, True, True]
