@@ -192,10 +192,7 @@ class PairChecker:
 
 
 def fits(
-    config: CleaningConfig,
-    lengths: npt.NDArray[np.int64],
-    pairs: Sequence[tuple[str, str]],
-    removals: Removals,
+    config: CleaningConfig, lengths: npt.NDArray[np.int64], pairs: Sequence[tuple[str, str]], removals: Removals
 ) -> npt.NDArray[np.bool_]:
     """Return True for pairs with allowed lengths; ``removals`` receives the others. Shape: (2, N) -> (N,)."""
     shorter, longer = lengths.min(axis=0), lengths.max(axis=0)

@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import sentencepiece
 from typing_extensions import override
 
 from deepspeed_nmt.core.vocabulary import SIDES, Side, Vocabulary
 from deepspeed_nmt.data.marian_tokenizer import MODEL_FILES
-from deepspeed_nmt.data.sentencepiece import joined
+from deepspeed_nmt.data.sentencepiece import joined, open_model
 from deepspeed_nmt.data.tokenizer import INFO_FILE, SPACE, UNKNOWN_TEXT, Tokenizer
 from deepspeed_nmt.errors import DataError, shown
 from deepspeed_nmt.files import open_regular, read_regular
@@ -102,10 +101,7 @@ class FairseqTokenizer(Tokenizer):
 
     def _processor(self, model: bytes, side: Side) -> Any:
         """Return the SentencePiece model of a side, after comparing it with the dictionary."""
-        try:
-            processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except RuntimeError as error:
-            raise DataError(f"the {side}'s SentencePiece model could not be read: {error}") from error
+        processor = open_model(model, f"the {side}'s SentencePiece model")
         pieces = {processor.id_to_piece(number) for number in range(processor.get_piece_size())}
         words = [word for word in self._words[side] if not word.startswith("madeupword")]
         # A character that the model lacks is a piece of its own, which the dictionary may have.

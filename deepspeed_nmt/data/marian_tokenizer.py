@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import sentencepiece
 from pydantic import TypeAdapter
 from typing_extensions import override
 
 from deepspeed_nmt.core.vocabulary import SIDES, Side, Vocabulary
+from deepspeed_nmt.data.sentencepiece import open_model
 from deepspeed_nmt.data.tokenizer import INFO_FILE, UNKNOWN_TEXT, Count, Tokenizer, VocabularyInfo
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import read_regular
@@ -50,10 +50,7 @@ class MarianTokenizer(Tokenizer):
             if sorted(pieces) != list(range(len(self._numbers[side]))):
                 raise DataError("the tokens of a vocabulary have not the numbers from 0 on, each once")
             self._pieces[side] = [pieces[number] for number in range(len(pieces))]
-            try:
-                self._processors[side] = sentencepiece.SentencePieceProcessor(model_proto=model)
-            except RuntimeError as error:
-                raise DataError(f"a SentencePiece model of the vocabulary could not be read: {error}") from error
+            self._processors[side] = open_model(model, "a SentencePiece model of the vocabulary")
             for name, number in special.items():
                 if not 0 <= number < len(pieces):
                     raise DataError(

@@ -27,15 +27,7 @@ from deepspeed_nmt.console import counting, logger
 from deepspeed_nmt.core.vocabulary import SIDES
 from deepspeed_nmt.data.bert_tokenizer import PREFIX, BertTokenizer
 from deepspeed_nmt.data.corpus import Corpus, join_files
-from deepspeed_nmt.data.data_directory import (
-    FORMAT,
-    META_FILE,
-    VOCABULARY_FILES,
-    DataDirectory,
-    Meta,
-    RoundTrip,
-    open_tokenizer,
-)
+from deepspeed_nmt.data.data_directory import FORMAT, META_FILE, DataDirectory, Meta, RoundTrip, open_tokenizer
 from deepspeed_nmt.data.filters import Removals
 from deepspeed_nmt.data.inputs import (
     STANDARD_INPUT,
@@ -47,14 +39,7 @@ from deepspeed_nmt.data.inputs import (
     inspect_inputs,
 )
 from deepspeed_nmt.data.options import PrepareOptions, input_option
-from deepspeed_nmt.data.stages import (
-    PairEncoder,
-    Work,
-    check_some_left,
-    encode_split,
-    run_task,
-    text_pieces,
-)
+from deepspeed_nmt.data.stages import PairEncoder, Work, check_some_left, encode_split, run_task, text_pieces
 from deepspeed_nmt.data.tokenizer import SampledSegmentations, Tokenizer, split_name
 from deepspeed_nmt.data.vocabulary_training import adopt_models, type_of
 from deepspeed_nmt.errors import DataError, shown_bytes
@@ -178,9 +163,8 @@ def run_stage(work: Work, stage: str, run: Callable[..., Iterable[int]], total: 
 def join(work: Work, staging: Path) -> Meta:
     """Write a data directory, of the parts that the tasks have made, and return its record."""
     options, vocabulary, held_out = work.options, work.place("vocabulary", 0), work.directory / "held_out"
-    for path in (*held_out.iterdir(), *(vocabulary / name for name in VOCABULARY_FILES)):
-        if path.exists():
-            shutil.copyfile(path, staging / path.name)
+    for path in (*held_out.iterdir(), *vocabulary.glob("vocabulary.*")):
+        shutil.copyfile(path, staging / path.name)
     indexed, cleaned, encoded = (work.records(stage) for stage in ("index", "clean", "encode"))
     removals, repaired = Removals(), Counter[str]()
     for record in (*cleaned, *encoded):

@@ -184,6 +184,14 @@ def sampler_of(model: bytes, processor: Any, alpha: float) -> SegmentationSample
     )
 
 
+def open_model(model: bytes, name: str) -> Any:
+    """Open a serialised SentencePiece model; one that cannot be read is a DataError."""
+    try:
+        return sentencepiece.SentencePieceProcessor(model_proto=model)
+    except RuntimeError as error:
+        raise DataError(f"{name} could not be read: {error}") from error
+
+
 _CONTINUATION = re.compile(r"@@( |$)")
 
 
@@ -195,11 +203,7 @@ class SentencePieceModel:
 
     def __init__(self, model: bytes, segmented: bool = False, symbols: Sequence[str] = ()) -> None:
         self.model = model
-        try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except RuntimeError as error:
-            raise DataError(f"the SentencePiece model of the vocabulary could not be read: {error}") from error
-        processor = self._processor
+        self._processor = processor = open_model(model, "the SentencePiece model of the vocabulary")
         self.size: int = processor.get_piece_size()
         special = (processor.pad_id(), processor.bos_id(), processor.eos_id(), processor.unk_id())
         if special != (PAD, BOS, EOS, UNK):
