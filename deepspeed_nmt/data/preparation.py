@@ -39,7 +39,7 @@ from deepspeed_nmt.data.inputs import (
     inspect_inputs,
 )
 from deepspeed_nmt.data.options import PrepareOptions, input_option
-from deepspeed_nmt.data.stages import PairEncoder, Work, check_some_left, encode_split, run_task, text_pieces
+from deepspeed_nmt.data.stages import PairEncoder, Work, check_some_left, encode_split, run_task
 from deepspeed_nmt.data.tokenizer import SampledSegmentations, Tokenizer, split_name
 from deepspeed_nmt.data.vocabulary_training import adopt_models, type_of
 from deepspeed_nmt.errors import DataError, shown_bytes
@@ -183,7 +183,7 @@ def join(work: Work, staging: Path) -> Meta:
     tokenizer, valid = open_tokenizer(vocabulary), (staging / "valid.source", staging / "valid.target")
     lines = sum(record.lines for record in work.inputs["valid.source"])
     encoder = PairEncoder(tokenizer, options.tags)
-    of_valid = encode_split(text_pieces(valid), encoder, staging, "valid", lines)
+    of_valid = encode_split(valid, encoder, staging, "valid", lines)
     if options.text == "moses" and options.target_lang is not None:
         warn_of_missing_rules(options.target_lang, "--target-lang")
     if options.text_form.form == "raw":

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import chain, compress
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,6 @@ from deepspeed_nmt.data.inputs import (
     PIECE_BYTES,
     IndexedText,
     InputRecord,
-    Paths,
     Piece,
     count_pieces,
     index_text,
@@ -434,93 +433,69 @@ class PairEncoder:
         return RoundTrip(lines=len(encoded), changed=len(changed), examples=tuple(changed[:EXAMPLES]))
 
 
-class TextPiece(NamedTuple):
-    """Successive lines of source and target, and of links if there are any, and the pairs' weights, if any.
-
-    ``first`` is the number of the first pair among those that are encoded, from 0.
-    """
-
-    first: int
-    columns: list[list[bytes]]
-    weights: Weights | None = None
-
-
-def text_pieces(files: Paths) -> Iterator[TextPiece]:
-    """Yield the text of aligned files in pieces."""
-    first = 0
-    with ExitStack() as stack:
-        source, *others = (stack.enter_context(file.open("rb")) for file in files)
-        while lines := source.readlines(PIECE_BYTES):
-            columns = [lines, *([file.readline() for _ in lines] for file in others)]
-            yield TextPiece(first, [lines_of(b"".join(column)) for column in columns])
-            first += len(lines)
-
-
 def encode(work: Work, task: int, new: Path) -> TaskRecord:
     """Write a part of the corpus: the clean text of a task without repetitions, and without pairs that do not fit."""
     work.record("clean", task, verify=(*work.names, _WEIGHTS))
-    starts = work.record("vocabulary", 0).starts
-    encoder = PairEncoder(open_tokenizer(work.place("vocabulary", 0)), work.options.tags, work.sampling)
-    all_repeated = work.repeated(work.repetitions)
-    repeated = {reason: _places(ranges, task) for reason, ranges in all_repeated.items()}
-    removals = Removals()
-    clean_text = work.place("clean", task)
-    weights = np.load(clean_text / _WEIGHTS) if work.is_weighted else None
-
-    def pieces() -> Iterator[TextPiece]:
-        keep = work.kept(task, all_repeated)
-        number = starts[task]
-        for first, columns, _ in text_pieces(tuple(clean_text / name for name in work.names)):
-            last = first + len(columns[0])
-            for reason, places in repeated.items():
-                for place in places[slice(*np.searchsorted(places, [first, last]))].tolist():
-                    removals.add(reason, *(side[place - first] for side in columns[:2]))
-            own = keep[first:last]
-            if not own.all():
-                columns = [list(compress(column, own)) for column in columns]
-            yield TextPiece(number, columns, None if weights is None else weights[first:last][own])
-            number += len(columns[0])
-
+    starts, clean_text = work.record("vocabulary", 0).starts, work.place("clean", task)
     encoded = encode_split(
-        pieces(),
-        encoder,
+        [clean_text / name for name in work.names],
+        PairEncoder(open_tokenizer(work.place("vocabulary", 0)), work.options.tags, work.sampling),
         new,
         "train",
         starts[-1],
         work.options.cleaning,
-        bool(work.options.train_alignments),
-        work.is_weighted,
+        {reason: _places(ranges, task) for reason, ranges in work.repeated(work.repetitions).items()},
+        np.load(clean_text / _WEIGHTS) if work.is_weighted else None,
+        starts[task],
     )
-    removals.merge(encoded.removals)
-    return encoded.model_copy(update={"read": starts[task + 1] - starts[task], "removals": removals})
+    return encoded.model_copy(update={"read": starts[task + 1] - starts[task]})
 
 
 def encode_split(
-    pieces: Iterable[TextPiece],
+    files: Sequence[Path],
     encoder: PairEncoder,
     directory: Path,
     split: str,
     pairs: int,
     cleaning: CleaningConfig | None = None,
-    linked: bool = False,
-    weighted: bool = False,
+    repeated: Mapping[str, Places] | None = None,
+    weights: Weights | None = None,
+    first: int = 0,
 ) -> TaskRecord:
     """Write the tokens of a split, or of a part of it, in all its segmentations.
 
-    Without ``cleaning`` all pairs are kept, and any bytes are read as text. Of the ``pairs`` of the whole split, some
-    are decoded again to see if they change.
+    ``files`` are those of the source, the target, and links of words if there are any, ``weights`` those of their
+    pairs. Pairs at the places ``repeated``, by reason, are removed. ``first`` is the number of the first other one in
+    the split, which has ``pairs`` in all, some of which are decoded again to see if they change. Without ``cleaning``
+    all pairs are kept, and any bytes are read as text.
     """
     tokenizer, vocabulary = encoder.tokenizer, encoder.tokenizer.vocabulary
     size, every = max(vocabulary.size, vocabulary.source.size), max(1, -(-pairs // SAMPLE_LINES))
-    positions = cleaning.max_length + 2 if linked and cleaning is not None else None
+    positions = cleaning.max_length + 2 if len(files) == 3 and cleaning is not None else None
     unlinked, removals = 0, Removals()
     round_trips: dict[Side, RoundTrip] = {side: RoundTrip() for side in SIDES}
+    read = 0
     with ExitStack() as opened:
         writers = {
-            name: opened.enter_context(CorpusWriter(directory, name, size, weighted and name == split, positions))
+            name: opened.enter_context(
+                CorpusWriter(directory, name, size, weights is not None and name == split, positions)
+            )
             for name in (split, *map(split_name, range(1, encoder.segmentations)))
         }
-        for first, columns, weights in pieces:
+        source_file, *other_files = (opened.enter_context(file.open("rb")) for file in files)
+        while lines := source_file.readlines(PIECE_BYTES):
+            columns = [lines, *([file.readline() for _ in lines] for file in other_files)]
+            columns = [lines_of(b"".join(column)) for column in columns]
+            new: Mask = np.ones(len(lines), np.bool_)
+            for reason, all_places in (repeated or {}).items():
+                places = all_places[slice(*np.searchsorted(all_places, [read, read + len(lines)]))] - read
+                for number in places.tolist():
+                    removals.add(reason, columns[0][number], columns[1][number])
+                new[places] = False
+            if not new.all():
+                columns = [list(compress(column, new)) for column in columns]
+            of_piece = None if weights is None else weights[read : read + len(lines)][new]
+            read += len(lines)
             texts = [[line.decode(errors="replace") for line in column] for column in columns[:2]]
             if cleaning is None:
                 texts = [[normalise_whitespace(line, tokenizer.segmented) for line in side] for side in texts]
@@ -539,11 +514,12 @@ def encode_split(
             for (name, writer), tokens in zip(writers.items(), kept, strict=True):
                 links = None
                 if positions is not None:
-                    lines = list(compress(columns[2], keep))
-                    links = encoder.links(lines, own, tokens)
-                    unlinked += name == split and sum(bool(a) and not b for a, b in zip(lines, links, strict=True))
-                factors = None if weights is None or name != split else weights[keep]
+                    of_words = list(compress(columns[2], keep))
+                    links = encoder.links(of_words, own, tokens)
+                    unlinked += name == split and sum(bool(a) and not b for a, b in zip(of_words, links, strict=True))
+                factors = None if of_piece is None or name != split else of_piece[keep]
                 writer.append(tokens["source"], tokens["target"], factors, links)
+            first += len(columns[0])
     return TaskRecord(removals=removals, round_trips=round_trips, unlinked=unlinked)
 
 
