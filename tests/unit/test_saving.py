@@ -1,5 +1,6 @@
 """Checkpoints written in the background: training waits for a copy in host memory only, and nothing else changes."""
 
+import ctypes
 import errno
 import threading
 from collections.abc import Iterator
@@ -198,3 +199,23 @@ def test_a_disk_without_room_is_named_and_a_quota_only_if_there_is_one(
         with pytest.raises(ConfigError, match=r"more checkpoints of 3\.0 GiB are to come") as refusal:
             saving.check_can_save(tmp_path, 3 * GIB, TrainingConfig(), 0)
         assert ("of which a quota leaves less" in str(refusal.value)) is quota
+
+
+@pytest.mark.parametrize(
+    ("error", "has_room"), [(errno.ENOSPC, False), (errno.EDQUOT, False), (errno.EOPNOTSUPP, True), (0, True)]
+)
+def test_room_is_missing_if_the_c_library_says_so(
+    error: int, has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves its error where ctypes keeps a copy of it, if asked to."""
+
+    class Library:
+        def __init__(self, _: None, use_errno: bool = False) -> None:
+            def fallocate64(*_: int) -> int:
+                ctypes.set_errno(error if use_errno else 0)
+                return -1 if error else 0
+
+            self.fallocate64 = fallocate64
+
+    monkeypatch.setattr(saving.ctypes, "CDLL", Library)
+    assert saving._reserve(0, 100) is has_room
