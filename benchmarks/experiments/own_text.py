@@ -5,10 +5,11 @@
 DATA has a directory for each corpus, with the files `train`, `val` or `dev`, and `test` or `test_2016_flickr`, in two
 languages, .en and .de if the cut does not name them (S-T). A cut is a random sample of the training pairs, in their
 order. The first arm of each cut is what `deepspeed_nmt/recipes/own_text.py` chooses for so many minutes, the others
-change it. All are trained on one thread for the updates that fit into --minutes of processor time by the speed of a
-few updates, without the validations by BLEU of the quickstart, and the best checkpoint by validation loss translates
-the test set (at most --lines of it). BLEU is of characters if the rules say so. The arm `NFKC` is for the record
-`normalization`.
+change it. All are trained on one thread for the updates that fit into --minutes of processor time, without the
+validations by BLEU of the quickstart, and the best checkpoint by validation loss translates the test set (at most
+--lines of it). The time of an update is measured in a short run of the rules' arm, and in each other arm by its ratio
+to one more such run just before: processor time grows with what else the machine does. BLEU is of characters if the
+rules say so. The arm `NFKC` is for the record `normalization`.
 
 An arm that has a row in OUT is not made again, and one that was stopped is resumed.
 """
@@ -35,7 +36,7 @@ from deepspeed_nmt.recipes import own_text
 
 RESUMES = True
 _SPLITS = {"train": ("train",), "valid": ("val", "dev"), "test": ("test_2016_flickr", "test")}
-_SPEED_UPDATES = (5, 20)
+_SPEED_UPDATES = (20, 60)
 """Updates between which the processor time is measured."""
 _ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -134,20 +135,22 @@ class Experiment:
         start = ["train", "--data", str(data.path)]
         end = ["engine.name=plain", "engine.device=cpu", "collapse.every=0"]
         recipe = own_text.sized_for(own_text.recipe_for(training.pairs, "cpu"), 0.0, 0.0)
-        speed = self._speed(self.folder(cut, "rule") / "speed", [*start, *recipe.arguments(""), *end])
+        rules = ["train", "--data", str(self.data(cut, RIVALS["rule"]).path), *recipe.arguments(""), *end]
+        speed = self._speed(self.folder(cut, "rule") / "speed", rules)
         recipe, _ = own_text.fitted(training.pairs, "cpu", tokens, seconds, speed)
         dropout = round(max(0.0, recipe.settings["model.dropout"] + rival.dropout), 2)
         settings = {**recipe.settings, "model.dropout": dropout, **rival.settings}
         recipe = replace(recipe, settings=settings, update_tokens=int(rival.update_tokens * recipe.update_tokens))
         words = [*start, *recipe.arguments(""), *end]
         if arm != "rule":
-            speed = self._speed(folder / "speed", words)
+            before = self._speed(folder / "speed-of-rule", rules)
+            speed *= self._speed(folder / "speed", words) / before
         lengths = own_text.length_arguments(recipe.update_tokens, seconds, speed)
-        before = _used()
+        used = _used()
         with (folder / "log").open("a") as log:
             command = [*PROGRAM, *words, "--run", str(folder / "run"), *lengths]
             subprocess.run(command, env=_ONE_THREAD, check=True, stdout=log, stderr=log)
-        minutes = (_used() - before) / 60.0
+        minutes = (_used() - used) / 60.0
         files = ["--input", str(data.path / "test.source"), "--output", str(folder / "test.hyp")]
         sh("translate", "--run", str(folder / "run"), "--checkpoint", "best", *files)
         updates, trip = int(lengths[0].partition("=")[2]), data.meta.round_trips["train.target"]
