@@ -25,7 +25,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.data.vocabulary_training import train_subwords
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
-from deepspeed_nmt.export.certificate import AT_LIMIT, LEFT_OUT
+from deepspeed_nmt.export.certificate import AT_LIMIT, LEFT_OUT, Comparison, Difference
 from deepspeed_nmt.export.ctranslate2_search import CTranslate2Search, ExportBeamSettings
 from deepspeed_nmt.export.ctranslate2_weights import write_ctranslate2
 from deepspeed_nmt.export.formats import OwnProgram, Subject
@@ -124,6 +124,18 @@ def test_two_vocabularies_are_exported_for_transformers_with_post_norm_alone() -
     FORMATS["huggingface"].check(build({"norm": "post", "share_embeddings": "decoder"}, vocabulary=two))
     with pytest.raises(NotStandardError, match="is pre-norm and has two vocabularies"):
         FORMATS["huggingface"].check(build({"share_embeddings": "decoder"}, vocabulary=two))
+
+
+def test_a_certificate_counts_near_ties_rules_and_what_nothing_explains() -> None:
+    kinds = [(0.1, True)] * 3 + [(None, True)] * 2 + [(0.9, False)]
+    differences = tuple(
+        Difference(line=line, here="a", there="b", margin=margin, kind="beam", explained=explained)
+        for line, (margin, explained) in enumerate(kinds, 1)
+    )
+    numbers = {"score_difference": 0.0, "tolerance": 0.2, "bleu_here": None, "bleu_there": None}
+    times = {"seconds_here": 1.0, "seconds_there": 2.0}
+    made = Comparison(beam=4, sentences=10, identical=4, differences=differences, **numbers, **times)
+    assert made.row()[:6] == ["4", "10", "40.00%", "3", "2", "1"]
 
 
 RELATIVE = {"name": "relative_positions", "clip_distance": 2}
