@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -167,7 +168,7 @@ def run(directory: Path, stage: str, data: Any, rank: int, world_size: int) -> N
 
 
 def status(out: Path) -> str:
-    """Return a table of the stages, what SLURM has of them in its queue, and the failed tasks with their logs."""
+    """Return a table of the stages, the pace, what SLURM has of them in its queue, and the failed tasks with logs."""
     directory = hidden(resolved(out), "tasks")
     if not (directory / _JOB).is_file():
         raise DataError(f"no tasks of {out}; submit them by `prepare --executor slurm --out {out}`")
@@ -175,7 +176,8 @@ def status(out: Path) -> str:
     if _is_done(directory):
         return f"all tasks are done: data directory  {out}"
     queue = _queue(directory)
-    rows, failures = [["stage", "tasks", "done", "failed"]], []
+    rows, notes, failures = [["stage", "tasks", "done", "failed"]], [], []
+    began = (directory / _JOB).stat().st_mtime  # a stage begins when the one before has ended
     for stage, tasks in {**work.stages, _JOIN: 1}.items():
         undone, failed = _undone(work, stage), []
         for task in undone:
@@ -187,8 +189,17 @@ def status(out: Path) -> str:
                 failed.append(f"{stage}, task {task}: was killed ({log.parents[1] / 'slurm_logs'})")
         rows.append([stage, str(tasks), str(tasks - len(undone)), str(len(failed))])
         failures += failed
+        if done := [task for task in range(tasks) if task not in undone]:
+            ended = max(work.place(stage, task).stat().st_mtime for task in done)
+            if undone:
+                pairs, seconds = sum(work.record(stage, task).read for task in done), round(ended - began)
+                left = timedelta(seconds=seconds * len(undone) // len(done))
+                so_far = timedelta(seconds=seconds)
+                notes.append(f"{stage}: {pairs:,} pairs in {so_far}; about {left} left at this pace")
+            began = ended
     states = ", ".join(f"{queue.count(state)} {state.lower()}" for state in sorted({*queue}))
-    return "\n".join([table(rows), f"queue: {states or 'empty; to go on, give the same command again'}", *failures])
+    notes.append(f"queue: {states or 'empty; to go on, give the same command again'}")
+    return "\n".join([table(rows), *notes, *failures])
 
 
 def _undone(work: Work, stage: str) -> list[int]:

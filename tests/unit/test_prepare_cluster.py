@@ -79,6 +79,11 @@ def test_the_same_command_submits_what_is_not_done_and_reports_at_the_end(
     shown = cluster.status(out)
     assert f"clean, task 1: DataError: the first line ({log})" in shown and "queue: 2 pending, 1 running" in shown
     assert ["clean", "3", "2", "1"] in [line.split() for line in shown.splitlines()]
+    for number, path in enumerate((directory / "job.json", directory / "index/00000", directory / "clean/00000")):
+        os.utime(path, (0.0, 60.0 * number))
+    os.utime(directory / "clean/00002", (0.0, 160.0))
+    pairs = sum(cluster._open(directory).record("clean", task).read for task in (0, 2))
+    assert f"clean: {pairs} pairs in 0:01:40; about 0:00:50 left at this pace" in cluster.status(out)
     with pytest.raises(DataError, match=r"\.data\.tasks are in SLURM's queue"):
         _submit(texts)
     (slurm / "queue").unlink()
