@@ -474,7 +474,6 @@ def encode_split(
     positions = cleaning.max_length + 2 if len(files) == 3 and cleaning is not None else None
     unlinked, removals = 0, Removals()
     round_trips: dict[Side, RoundTrip] = {side: RoundTrip() for side in SIDES}
-    read = 0
     with ExitStack() as opened:
         writers = {
             name: opened.enter_context(
@@ -482,20 +481,7 @@ def encode_split(
             )
             for name in (split, *map(split_name, range(1, encoder.segmentations)))
         }
-        source_file, *other_files = (opened.enter_context(file.open("rb")) for file in files)
-        while lines := source_file.readlines(PIECE_BYTES):
-            columns = [lines, *([file.readline() for _ in lines] for file in other_files)]
-            columns = [lines_of(b"".join(column)) for column in columns]
-            new: Mask = np.ones(len(lines), np.bool_)
-            for reason, all_places in (repeated or {}).items():
-                places = all_places[slice(*np.searchsorted(all_places, [read, read + len(lines)]))] - read
-                for number in places.tolist():
-                    removals.add(reason, columns[0][number], columns[1][number])
-                new[places] = False
-            if not new.all():
-                columns = [list(compress(column, new)) for column in columns]
-            of_piece = None if weights is None else weights[read : read + len(lines)][new]
-            read += len(lines)
+        for columns, of_piece in _new_pairs(files, repeated or {}, weights, removals):
             texts = [[line.decode(errors="replace") for line in column] for column in columns[:2]]
             if cleaning is None:
                 texts = [[normalise_whitespace(line, tokenizer.segmented) for line in side] for side in texts]
@@ -521,6 +507,27 @@ def encode_split(
                 writer.append(tokens["source"], tokens["target"], factors, links)
             first += len(columns[0])
     return TaskRecord(removals=removals, round_trips=round_trips, unlinked=unlinked)
+
+
+def _new_pairs(
+    files: Sequence[Path], repeated: Mapping[str, Places], weights: Weights | None, removals: Removals
+) -> Iterator[tuple[list[list[bytes]], Weights | None]]:
+    """Yield columns of aligned files, piece by piece, and their weights; repetitions are counted and left out."""
+    read = 0
+    with ExitStack() as opened:
+        source, *others = (opened.enter_context(file.open("rb")) for file in files)
+        while lines := source.readlines(PIECE_BYTES):
+            columns = [lines, *([file.readline() for _ in lines] for file in others)]
+            columns = [lines_of(b"".join(column)) for column in columns]
+            new: Mask = np.ones(len(lines), np.bool_)
+            for reason, all_places in repeated.items():
+                places = all_places[slice(*np.searchsorted(all_places, [read, read + len(lines)]))] - read
+                for number in places.tolist():
+                    removals.add(reason, columns[0][number], columns[1][number])
+                new[places] = False
+            of_piece = None if weights is None else weights[read : read + len(lines)][new]
+            yield [list(compress(column, new)) for column in columns], of_piece
+            read += len(lines)
 
 
 _TASKS: Mapping[str, Callable[[Work, int, Path], TaskRecord]] = {
