@@ -45,7 +45,7 @@ class Depth:
     """Stages of encoder and decoder at one depth, BLEU of the whole file, times to translate it and to load.
 
     ``reliance`` is the mean over sentences (nats); ``accepted`` the share of the tokens drafted by a lower exit, with
-    the whole encoder, that greedy decoding accepts. None: not measured, or no such exit.
+    the whole encoder, that greedy decoding accepts. None: not measured, no such exit, or drafts do not pay at it.
     """
 
     encoder: int
@@ -304,7 +304,8 @@ def _signs(
             drafting = Translator.open(run.path, checkpoint=checkpoint, **search)
             for _ in drafting.stream(sources, max_tokens=1, counts=counts):  # sentence by sentence, as drafts pay
                 pass
-            accepted = counts.drafts.get("accepted", 0) / max(1, counts.drafts.get("drafted", 0))
+            if drafted := counts.drafts.get("drafted", 0):
+                accepted = counts.drafts.get("accepted", 0) / drafted
         signs[n, m] = reliance, accepted
         logger.info(
             "%s: reliance %.2f nats%s",
@@ -388,6 +389,7 @@ def _draw_signs(axis: Axes, systems: Sequence[System]) -> None:
         (line,) = axis.plot(stages, reliances, marker="o", label=system.name)
         shares.plot(stages, accepted, marker="s", linestyle="--", color=line.get_color())
     axis.set(xlabel="decoder stages m, whole encoder", ylabel="reliance on the source (nats): lines")
+    axis.set_xticks(range(1, 1 + max(depth.decoder for system in systems for depth in system.depths)))
     shares.set(ylabel="drafted tokens accepted (%): dashed", ylim=(0.0, 105.0))
     axis.legend(fontsize="small")
 
