@@ -67,7 +67,7 @@ class Memory:
 
 
 class Rates(NamedTuple):
-    """What a parameter multiplies the optimizer's settings of the same names by."""
+    """Factors of a parameter on the settings of the optimizer that have the same names."""
 
     lr: float = 1.0
     weight_decay: float = 1.0

@@ -148,7 +148,7 @@ class CompleteP(Residual):
 
 
 class Transfer(NamedTuple):
-    """What CompleteP makes of Adam's settings in a model m = D / D0 times as wide and L / B times as deep as another.
+    """Adam's settings by CompleteP in a model m = D / D0 times as wide, and L / B times as deep, as its base.
 
     Dey et al. 2025, table 1, with learning rate r, decoupled weight decay d and eps e of the base:
 
