@@ -92,6 +92,7 @@ def _efficient_backward(
 ) -> tuple[Tensor, ...]:
     starts_q, starts_k, longest_q, longest_k, sums, dropout_p, seed, _, causal, _ = rest
     assert sums.numel(), "the sums are kept wherever there is a backward pass"
+    assert longest_q <= q.shape[1] and longest_k <= k.shape[1], "the kernel refuses larger bounds"
     bounds_and_flags = (starts_q, starts_k, longest_q, longest_k, dropout_p, causal)
     of_q, of_k, of_v = _backward(gradient[0], q[0], k[0], v[0], seed, *bounds_and_flags)
     return of_q.unsqueeze(0), of_k.unsqueeze(0), of_v.unsqueeze(0), torch.zeros(())

@@ -2,9 +2,9 @@
 
     python benchmarks/gpu/run.py PART ... --out DIR [--device cuda|cpu] [--tiny] [--limit SECONDS] [--only NAME ...]
 
-Parts: smoke, kernels, attention, training, ranks, marian, decoding. `run.sh` runs each in a process of its own.
-`--only` chooses rows by their labels in the table. The exit status is 1 if a measurement has failed, or a NAME is no
-label; all others are made nevertheless.
+Parts: smoke, journey, kernels, attention, training, ranks, marian, decoding. `run.sh` runs each in a process of its
+own. `--only` chooses rows by their labels in the table. The exit status is 1 if a measurement has failed, or a NAME
+is no label; all others are made nevertheless.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from harness import Bench
 from deepspeed_nmt.parallel.hardware import prepare_gpu
 from deepspeed_nmt.parallel.launched import use_expandable_segments
 
-PARTS = ("smoke", "kernels", "attention", "training", "ranks", "marian", "decoding")
+PARTS = ("smoke", "journey", "kernels", "attention", "training", "ranks", "marian", "decoding")
 
 
 def main() -> int:

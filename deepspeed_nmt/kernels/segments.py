@@ -206,6 +206,8 @@ def attention_by_varlen(
             q, k, v, bounds_q, bounds_k, longest_q, longest_k, dropout_p, causal, False
         )[0]
     else:
+        # Its backward pass refuses a bound above the length of the row.
+        longest_q, longest_k = min(longest_q, q.shape[0]), min(longest_k, k.shape[0])
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
         has_gradient = torch.is_grad_enabled()
         out = torch.ops.aten._efficient_attention_forward(

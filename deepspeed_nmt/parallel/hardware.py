@@ -89,10 +89,13 @@ def uses_cuda(device: str, option: str) -> bool:
 
 
 def prepare_gpu(device: torch.device) -> None:
-    """Make a GPU the current one, and turn cuDNN's attention off in this process.
+    """Make a GPU the current one, and turn cuDNN's attention and its TF32 off in this process.
 
     cuDNN builds a plan for every new shape of its tensors, which takes longer than the attention itself, and nearly
     every micro-batch and every batch of a search has a shape of its own. SDPA's other kernels take any shape.
+
+    cuDNN's convolutions and LSTMs would compute in TF32, with 10 bits of mantissa, where fp32 is asked for. torch's
+    matrix products do not.
     """
     import torch
 
@@ -100,6 +103,7 @@ def prepare_gpu(device: torch.device) -> None:
         raise ConfigError(problem)
     torch.cuda.set_device(device)
     torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cudnn.allow_tf32 = False
 
 
 def kernel_problem(device: torch.device) -> str | None:

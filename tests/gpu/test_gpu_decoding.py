@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from deepspeed_nmt.build import build_model
+from deepspeed_nmt.parallel.hardware import prepare_gpu
 from deepspeed_nmt.parity import VOCABULARY, methods, settings_of
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from deepspeed_nmt.search.models import prepare_to_decode
@@ -20,7 +21,8 @@ RULES = {"min_length": 4, "no_repeat_ngram": 2, "suppress_unknown": True}
 @pytest.mark.parametrize("settings", [{"beam": 1}, {"beam": 4, **RULES}], ids=["1", "4"])
 @pytest.mark.parametrize("method", LEFT_TO_RIGHT)
 def test_a_gpu_finds_what_a_cpu_finds(method: str, settings: dict[str, Any]) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
+    device = torch.device("cuda", torch.cuda.current_device())
+    prepare_gpu(device)
     torch.manual_seed(3)
     model, config = build_model(settings_of(method), VOCABULARY).eval(), BeamConfig.model_validate(settings)
     with torch.no_grad():
@@ -30,7 +32,6 @@ def test_a_gpu_finds_what_a_cpu_finds(method: str, settings: dict[str, Any]) -> 
         tokens[batch, row, 8 - row % 8 :] = VOCABULARY.pad
         tokens[batch, row, 8 - row % 8] = VOCABULARY.eos
     expected = [BeamSearch(config, model, VOCABULARY).search(batch) for batch in tokens]
-    device = torch.device("cuda", torch.cuda.current_device())
     prepare_to_decode(model, device, "fp32")
     search = BeamSearch(config, model, VOCABULARY)
     found = [search.search(batch.to(device)) for batch in tokens]

@@ -12,16 +12,18 @@ from deepspeed_nmt.kernels import choice
 from deepspeed_nmt.kernels.attention_ops import AttentionChoice
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.kernels.precision import capability_of, has_bf16
+from deepspeed_nmt.parallel.hardware import prepare_gpu
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.parity import build, loader_of, methods, train, write_corpus
 
 pytestmark = pytest.mark.gpu
-DTYPES = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2.5e-2}
+DTYPES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Some more than torch's own rounding of inputs, results and gradients, on any device."""
 
 
 @pytest.fixture(autouse=True)
 def _full_precision() -> None:
-    torch.choice.cuda.matmul.allow_tf32 = False
+    prepare_gpu(torch.device("cuda", torch.cuda.current_device()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
