@@ -54,11 +54,11 @@ from deepspeed_nmt.run.batches import layout_on
 from deepspeed_nmt.run.plans import make_planner
 from deepspeed_nmt.train.log import Workload
 
-PAIRS, WARMUP, TIMED = 320_000, 30, 50
+PAIRS, WARMUP, TIMED = 160_000, 30, 50
 LEAST_WARMUP, LEAST_TIMED = 2, 8
 """Updates that are made even if the time of a row is over. Fewer that are timed would say nothing."""
-PROFILED = 4
-"""Micro-batches in the profile."""
+PROFILED, NAMED = 4, 12
+"""Micro-batches in the profile, and kernels that are named."""
 MICRO_TOKENS = (16384, 8192, 4096, 2048, 1024)
 """Sizes of micro-batches, of which the largest that fits is measured."""
 DEFAULT_TOKENS, TINY_TOKENS = 4096, 200
@@ -365,31 +365,32 @@ _GROUPS = (  # the first that matches counts
 
 
 def profiled(make: Callable[[], object], device: torch.device) -> Values:
-    """Return the time in kernels, the idle share, and each group's share of the kernels' time."""
+    """Return the time in kernels, the idle share, each group's share of the kernels' time, and the slowest kernels."""
     make()  # compiles, and plans for these shapes
     wall = wall_seconds(make, device)
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
         make()
         synchronise(device)
-    seconds: dict[str, float] = {}
-    launches = 0
+    seconds, named = Counter[str](), Counter[str]()
+    calls = Counter[str]()
     for event in found.events():
         # Annotations such as that of an optimizer's step span the kernels that they cover.
         if on_gpu == (event.device_type == torch.autograd.DeviceType.CUDA) and not getattr(
             event, "is_user_annotation", False
         ):
             spent = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
-            named = (group for group, pattern in _GROUPS if re.search(pattern, event.name.lower()))
-            group = next(named, "other")
-            seconds[group] = seconds.get(group, 0.0) + 1e-6 * spent
-            launches += 1
+            groups = (group for group, pattern in _GROUPS if re.search(pattern, event.name.lower()))
+            seconds[next(groups, "other")] += 1e-6 * spent
+            named[event.name] += 1e-6 * spent
+            calls[event.name] += 1
+    launches, total = calls.total(), seconds.total()
     if on_gpu and not launches:
         raise RuntimeError(NO_KERNELS)
-    total = sum(seconds.values())
-    shares = {group: seconds.get(group, 0.0) / max(total, 1e-9) for group in [*dict(_GROUPS), "other"]}
+    shares = {group: seconds[group] / max(total, 1e-9) for group in [*dict(_GROUPS), "other"]}
+    slowest = (f"{1e3 * spent:.2f} ms in {calls[name]} of {name[:90]}" for name, spent in named.most_common(NAMED))
     idle = {"idle": max(0.0, 1.0 - total / wall)} if on_gpu else {}  # a CPU's operations overlap the profiler's work
-    return {"kernel_ms": 1e3 * total, **idle, "launches": launches, **shares}
+    return {"kernel_ms": 1e3 * total, **idle, "launches": launches, **shares, "slowest": "; ".join(slowest)}
 
 
 def utilisation(run: Training, speed: Speed) -> float | None:
