@@ -2,15 +2,16 @@
 
     python benchmarks/gpu/run.py PART ... --out DIR [--device cuda|cpu] [--tiny] [--limit SECONDS] [--only NAME ...]
 
-Parts: smoke, journey, kernels, attention, training, ranks, marian, decoding. `run.sh` runs each in a process of its
-own. `--only` chooses rows by their labels in the table. The exit status is 1 if a measurement has failed, or a NAME
-is no label; all others are made nevertheless.
+Parts: smoke, journey, host, kernels, attention, training, ranks, marian, decoding. `run.sh` runs each in a process of
+its own. `--only` chooses rows by their labels in the table. The exit status is 1 if a measurement has failed, or a
+NAME is no label; all others are made nevertheless.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -21,7 +22,7 @@ from harness import Bench
 from deepspeed_nmt.parallel.hardware import prepare_gpu
 from deepspeed_nmt.parallel.launched import use_expandable_segments
 
-PARTS = ("smoke", "journey", "kernels", "attention", "training", "ranks", "marian", "decoding")
+PARTS = ("smoke", "journey", "host", "kernels", "attention", "training", "ranks", "marian", "decoding")
 
 
 def main() -> int:
@@ -37,6 +38,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows, by any of their labels")
     arguments = parser.parse_args()
     use_expandable_segments()  # as the commands do
+    os.environ.setdefault("TEARDOWN_CUPTI", "1")  # or each launch would take longer once a row has been profiled
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device is cuda, but torch finds no GPU; rehearse with --device cpu --tiny")
     device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")

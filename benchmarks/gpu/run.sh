@@ -3,7 +3,7 @@
 #
 #   benchmarks/gpu/run.sh PART... [--out DIR] [--device cuda|cpu] [--tiny] [--limit SECONDS] [--only NAME...]
 #
-# Parts: smoke, journey, kernels, attention, training, ranks, marian, decoding, or all. Each writes a record, PART.json, into DIR
+# Parts: smoke, journey, host, kernels, attention, training, ranks, marian, decoding, or all. Each writes a record, PART.json, into DIR
 # (default: a temporary directory), row by row. `--device cpu --tiny` rehearses a part in seconds. --only takes all words
 # up to the next option: rows by their labels, for instance `training --only big padded`. $PYTHON names the Python
 # (default: python3). If pack.sh has collected packages, they are installed into a temporary directory first.
@@ -16,7 +16,7 @@ python="${PYTHON:-python3}"
 parts=() options=() only=() out=""
 while [ $# -gt 0 ]; do
     case "$1" in
-    all) parts+=(smoke journey kernels attention training ranks marian decoding) && shift ;;
+    all) parts+=(smoke journey host kernels attention training ranks marian decoding) && shift ;;
     --out | --device | --limit)
         [ $# -gt 1 ] || { echo "$1 must have a value" >&2 && exit 2; }
         if [ "$1" = --out ]; then out=$2; else options+=("$1" "$2"); fi
@@ -28,9 +28,9 @@ while [ $# -gt 0 ]; do
         if [ $# -eq 0 ] || [ "${1#--}" != "$1" ]; then echo "--only must have a value" >&2 && exit 2; fi
         while [ $# -gt 0 ] && [ "${1#--}" = "$1" ]; do only+=("$1") && shift; done
         ;;
-    smoke | journey | kernels | attention | training | ranks | marian | decoding) parts+=("$1") && shift ;;
+    smoke | journey | host | kernels | attention | training | ranks | marian | decoding) parts+=("$1") && shift ;;
     *)
-        echo "PART must be smoke, journey, kernels, attention, training, ranks, marian, decoding or all, but is '$1'" >&2
+        echo "PART must be smoke, journey, host, kernels, attention, training, ranks, marian, decoding or all, but is '$1'" >&2
         exit 2
         ;;
     esac

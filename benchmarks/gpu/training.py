@@ -58,8 +58,8 @@ PAIRS, WARMUP, TIMED = 160_000, 30, 50
 LEAST_WARMUP, LEAST_TIMED = 2, 8
 """Updates that are made even if the time of a row is over. Fewer that are timed would say nothing."""
 PROFILED, NAMED = 4, 12
-"""Micro-batches in the profile, and kernels that are named."""
-MICRO_TOKENS = (16384, 8192, 4096, 2048, 1024)
+"""Most micro-batches in the profile, and kernels that are named."""
+MICRO_TOKENS = (65536, 32768, 16384, 8192, 4096, 2048, 1024)
 """Sizes of micro-batches, of which the largest that fits is measured."""
 DEFAULT_TOKENS, TINY_TOKENS = 4096, 200
 COMMON = ("batch.update_tokens=32768", "optimizer.clip_norm=1.0")
@@ -365,7 +365,7 @@ _GROUPS = (  # the first that matches counts
 
 
 def profiled(make: Callable[[], object], device: torch.device) -> Values:
-    """Return the time in kernels, the idle share, each group's share of the kernels' time, and the slowest kernels."""
+    """Return the time in kernels, the idle share, the shares of groups of kernels, and the slowest kernels."""
     make()  # compiles, and plans for these shapes
     wall = wall_seconds(make, device)
     on_gpu = device.type == "cuda"

@@ -110,7 +110,7 @@ def test_variants_of_training(program: Program) -> None:
     assert {"BIG 6+6", "BIG 27+27", "BIG 27+27, CAD DDR ALD", "BASE 6+6"} == {each.name for each in variants}
     assert {"base-4096", "big-4096", "deep-4096", "deep-methods-4096", "odd-vocabulary"} <= set(names)
     for each in variants:
-        assert each.config(tiny=False).batch.micro_tokens == (4096 if each.row.endswith("-4096") else 16384)
+        assert each.config(tiny=False).batch.micro_tokens == (4096 if each.row.endswith("-4096") else 65536)
         assert each.config(tiny=True).model.model_dump()["encoder_layers"] == 2
 
 

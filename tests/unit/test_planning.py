@@ -321,7 +321,7 @@ def test_recomputation_by_a_memory_budget(monkeypatch: pytest.MonkeyPatch) -> No
         return resolve_memory(config, V, EngineSettings("fp32", AdamConfig()), alone, DEFAULT, recorded)[1]
 
     assert tokens() == 4096, "a CPU has the default"
-    assert tokens("engine.memory_gib=64") == 16384, "larger ones gain little"
+    assert tokens("engine.memory_gib=64") == 65536, "an update is one micro-batch"
     assert tokens("engine.memory_gib=0.1") == 512
     assert tokens("engine.memory_gib=0.6") == 4096
     assert tokens("engine.memory_gib=64", "batch.update_tokens=3000") == 4096, "an update has no more"
