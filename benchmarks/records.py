@@ -258,8 +258,12 @@ class Record(_Strict):
         path.with_suffix(".part").replace(path)
         return path
 
-    def about(self) -> str:
-        """Return the command, and a line on where and with what it ran, in Markdown."""
+    def about(self, file: str | None = None) -> str:
+        """Return the command, and a line on where and with what it ran, in Markdown.
+
+        Args:
+            file: the record's file in the directory of results, without its suffix; by default its name.
+        """
         machine, parts = self.machine, []
         cores = f"{machine.cores} cores" if machine.cores else ""
         parts.append(", ".join(filter(None, [machine.gpu, machine.cpu, cores, " ".join(machine.features)])))
@@ -269,7 +273,7 @@ class Record(_Strict):
         if self.seed is not None:
             parts.append(f"seed {self.seed}")
         parts.append(f"commit {self.commit}" if self.commit else "transcribed")
-        line = f"{'; '.join(filter(None, parts))} (`results/{self.name}.json`)."
+        line = f"{'; '.join(filter(None, parts))} (`results/{file or self.name}.json`)."
         command = textwrap.indent(self.command, "    ")
         return f"{command}\n\n" + textwrap.fill(line, 116, break_long_words=False, break_on_hyphens=False)
 
@@ -302,7 +306,7 @@ def rewrite(text: str, directory: Path = RESULTS) -> str:
         if kind == "figure":
             shown = record.tables[table].figure(*words[1:])
         else:
-            shown = f"\n\n{record.about() if kind == 'record' else record.tables[table].markdown()}\n\n"
+            shown = f"\n\n{record.about(words[0]) if kind == 'record' else record.tables[table].markdown()}\n\n"
         return f"<!-- {kind}: {found[2]} -->{shown}<!-- end -->"
 
     return MARK.sub(content, text)

@@ -17,10 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from harness import Bench, Values, write_corpus
 from timing import seconds_of
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from training import BIG, Memory, Training, sample_of, training
 
@@ -32,6 +34,18 @@ from deepspeed_nmt.kernels.segments import SegmentPair, Segments, attention_by_v
 
 CALLS, ROUNDS, TOKENS, NAMED = 1000, 9, 1024, 15
 Once = Callable[[], object]
+
+
+class Nothing(torch.autograd.Function):
+    """A function of Python whose passes launch nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
 
 
 def operations(bench: Bench) -> Iterator[tuple[str, Once]]:
@@ -54,10 +68,25 @@ def operations(bench: Bench) -> Iterator[tuple[str, Once]]:
     leaves = [each.clone().requires_grad_() for each in (x, bias, residual)]
     weight = square.clone().requires_grad_()
     yield "product, both passes", lambda: torch.autograd.grad(square @ weight, weight, square)
+    yield "nothing, both passes", lambda: torch.autograd.grad(Nothing.apply(weight), weight, square)
     yield (
         "bias_dropout_add, both passes",
         lambda: torch.autograd.grad(kernels.bias_dropout_add(*leaves, 0.1, 1.0), leaves, upstream),
     )
+    if kernels.backend("bias_dropout_add", x) == "triton":
+        from deepspeed_nmt.kernels import triton_kernels, triton_ops
+
+        y, partial = torch.empty_like(x), torch.empty(1, 64, 1024, device=device)
+        flags = triton_ops._flags(bias, residual, 0.1, 512, 4) | {"ACTIVATION": triton_ops.IDENTITY}
+        numbers = (256, 1024, 1, 1.0, 0.1, 5)
+        tensors = (upstream, None, bias, y, None, partial)
+        yield (
+            "launch of its backward kernel",
+            lambda: triton_ops._launch(
+                triton_kernels.pointwise_backward, (64, 2), *tensors, *numbers, **{**flags, "HAS_RESIDUAL": False}
+            ),
+        )
+        yield "launch of its column sums", lambda: triton_ops._summed(partial, [dtype])
 
 
 def loop(once: Once, bench: Bench) -> Values:
