@@ -26,9 +26,11 @@ from deepspeed_nmt.planning.gpus import usable_gib
 from tests.support import ROOT
 
 BENCHMARK = ROOT / "benchmarks" / "gpu"
-PARTS = ("smoke", "kernels", "attention", "training", "ranks", "marian", "decoding")
+PARTS = ("smoke", "journey", "host", "kernels", "attention", "training", "ranks", "marian", "decoding")
 ROWS = {
     "smoke": ("trial", "product", "attention"),
+    "journey": ("score-pairs",),
+    "host": ("product", "forward"),
     "training": ("padded", "deep-methods"),
     "ranks": ("all_reduce", "plain"),
 }
