@@ -11,9 +11,10 @@ import torch
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.loader import TrainLoader
 from deepspeed_nmt.engine.contract import Engine
-from deepspeed_nmt.errors import TrainingError
+from deepspeed_nmt.errors import TrainingError, counted
 from deepspeed_nmt.train.configuration import Probe
 
 _SIGNS = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
@@ -45,17 +46,25 @@ def probe(wanted: Probe, engine: Engine, loader: TrainLoader) -> None:
     hint = "; training.probe=never starts without this test"
     with explained("the largest expected micro-batch", [batch], device, hint):
         engine.probe(batch)
+    peak = peak_memory_gib(device)
     logger.info(
-        "largest micro-batch: %d rows x %d tokens; peak memory %.1f GiB%s (tested in %.1f s)",
-        batch.rows,
+        "largest micro-batch: %s x %d tokens; peak memory %.1f GiB%s (tested in %.1f s)",
+        counted(batch.rows, "rows"),
         batch.longest,
-        peak_memory_gib(device),
+        peak,
         f" of {_capacity_gib(device):.1f}" if device.type == "cuda" else " of RAM, the program included",
         time.monotonic() - started,
     )
     if device.type == "cuda":
+        if has_room(loader.config, loader.ranks, peak, _capacity_gib(device)):
+            logger.info("larger micro-batches would fit, and wait less for the host: batch.micro_tokens=auto")
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def has_room(config: BatchConfig, ranks: int, peak_gib: float, capacity_gib: float) -> bool:
+    """Return True if an update has several micro-batches, and a GPU has room for one of twice the size."""
+    return config.update_tokens > ranks * config.bound and 2.0 * peak_gib < capacity_gib
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.faults import Replay, Witness, attribute, cause_of, check_devices, check_replicas, replay
 from deepspeed_nmt.train.optimizers.adam import AdamConfig
-from deepspeed_nmt.train.out_of_memory import probe
+from deepspeed_nmt.train.out_of_memory import has_room, probe
 from deepspeed_nmt.train.progress import LogState, Progress
 from deepspeed_nmt.train.stability import SpikeWatch, report_skip, report_spike, roll_back
 from tests.support import random_corpus
@@ -296,6 +296,13 @@ def test_the_probe_is_the_largest_micro_batch(loader: TrainLoader, caplog: pytes
     assert 0.97 * seen <= batch.padded_tokens <= 200
     assert batch.update == UpdateInfo(seed=batch.update.seed, tokens=batch.target_tokens, sentences=batch.rows)
     assert f"largest micro-batch: {batch.rows} rows x {batch.longest} tokens; peak memory" in caplog.text
+
+
+def test_a_gpu_that_has_room_for_larger_micro_batches_is_told() -> None:
+    config = BatchConfig(update_tokens=32768, micro_tokens=4096)
+    assert has_room(config, 1, 8.0, 80.0) and has_room(config, 7, 8.0, 80.0)
+    assert not has_room(config, 8, 8.0, 80.0), "an update is one micro-batch of each rank"
+    assert not has_room(config, 1, 60.0, 80.0)
 
 
 def chained() -> Exception:
