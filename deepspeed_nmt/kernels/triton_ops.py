@@ -189,7 +189,7 @@ class _Norm(torch.autograd.Function):
         block = _block(width)
         flags = _flags(bias, residual, p, block, _warps(block))
         programs, count = _division(rows) if interpreting() else (rows, 1)
-        tensors = (x, bias, residual, weight, norm_bias, total, normed, *statistics_2N)
+        tensors = (x, bias, residual, weight, norm_bias, total, normed, *statistics_2N.unbind())
         _launch(kernels.norm_forward, (programs,), *tensors, rows, width, count, alpha, p, seed, eps, **flags)
         ctx.save_for_backward(total, weight, statistics_2N)
         ctx.set_materialize_grads(False)  # A sum that only the norm uses has no gradient of its own.
@@ -212,7 +212,7 @@ class _Norm(torch.autograd.Function):
         d_residual = None if residual_dtype is None else torch.empty_like(total, dtype=residual_dtype)
         programs, count = _division(rows)
         partial = total.new_empty(len(parameter_dtypes), programs, width, dtype=torch.float32)
-        tensors = (d_normed, d_total, total, weight, *statistics_2N, d_x, d_residual, *partial)
+        tensors = (d_normed, d_total, total, weight, *statistics_2N.unbind(), d_x, d_residual, *partial.unbind())
         if bias_dtype is None:
             tensors += (None,)
         # Four elements per thread: with eight, its registers do not suffice.
@@ -297,7 +297,7 @@ def _summed(partial: Tensor, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     block = min(32, _power_of_2(width))
     grid = (_quotient(width, block), parameters)
     _launch(kernels.column_sums, grid, partial, sums, programs, width, ROWS=64, BLOCK=block)
-    return [total.to(dtype) for total, dtype in zip(sums, dtypes, strict=True)]
+    return [total.to(dtype) for total, dtype in zip(sums.unbind(), dtypes, strict=True)]
 
 
 def _block(width: int) -> int:
