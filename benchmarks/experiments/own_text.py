@@ -63,7 +63,8 @@ class Rival:
 RIVALS = {
     "rule": Rival(),
     "updates of four times the size": Rival(update_tokens=4.0),
-    "2+2 layers": Rival({"model.encoder_layers": 2, "model.decoder_layers": 2}),
+    "4+4 layers": Rival({"model.encoder_layers": 4, "model.decoder_layers": 4}),
+    "1+1 layers": Rival({"model.encoder_layers": 1, "model.decoder_layers": 1}),
     "D 256": Rival({"model.dim": 256, "model.ffn_dim": 1024}),
     "dropout 0.1 lower": Rival(dropout=-0.1),
     "updates of half the size": Rival(update_tokens=0.5),
@@ -72,7 +73,7 @@ RIVALS = {
     "dropout 0.1 higher": Rival(dropout=0.1),
     "NFKC": Rival(prepare=("--normalization", "nfkc")),
 }
-ARMS = ["rule", "updates of four times the size", "2+2 layers", "dropout 0.1 lower"]
+ARMS = ["rule", "4+4 layers", "1+1 layers", "dropout 0.1 lower"]
 CUTS = ["multi30k:3000", "multi30k:20000", "tatoeba_ende:100000"]
 
 

@@ -132,8 +132,9 @@ def recipe_for(pairs: int, device: str) -> OwnRecipe:
         return OwnRecipe("transformer_base", settings, reason, 60, 16_384)
     dropout = 0.3 if pairs < 10_000 else 0.2 if pairs < 100_000 else 0.1
     update_tokens = 1024 if pairs < 10_000 else 2048
-    reason = f"4+4 layers of D 128; the less text, the more dropout ({dropout}) and the smaller updates"
-    return OwnRecipe("multi30k_cpu", {"model.dropout": dropout}, reason, 15 if pairs < 50_000 else 30, update_tokens)
+    settings = {"model.dropout": dropout, "model.encoder_layers": 2, "model.decoder_layers": 2}
+    reason = f"2+2 layers of D 128; the less text, the more dropout ({dropout}) and the smaller updates"
+    return OwnRecipe("multi30k_cpu", settings, reason, 15 if pairs < 50_000 else 30, update_tokens)
 
 
 def minutes_for(recipe: OwnRecipe, epoch_tokens: int, tokens_per_s: float) -> int:
@@ -159,10 +160,8 @@ def fitted(pairs: int, device: str, epoch_tokens: int, seconds: float, tokens_pe
     needed = min(_LEARNS, _MAX_EPOCHS * epoch_tokens)
     if seconds * speed >= needed:
         return sized_for(recipe, seconds, tokens_per_s), 0
-    small = recipe_for(pairs, "cpu")
-    settings = {**small.settings, "model.encoder_layers": 2, "model.decoder_layers": 2}
     reason = "2+2 layers of D 128, the smallest recipe"
-    small = replace(small, settings=settings, reason=reason, update_tokens=_SMALLEST_UPDATE)
+    small = replace(recipe_for(pairs, "cpu"), reason=reason, update_tokens=_SMALLEST_UPDATE)
     return small, max(recipe.minutes, 1 + math.ceil(needed / speed / 60.0))
 
 
