@@ -102,6 +102,15 @@ def test_too_few_tokens_are_told_with_the_minutes_that_would_do() -> None:
     assert fitted(150, "cpu", 2000, seconds=30.0, tokens_per_s=9000.0)[1] == 0, "so little text does not give more"
 
 
+def test_few_epochs_need_less_dropout() -> None:
+    def dropout(pairs: int, device: str, epochs: float) -> float:
+        recipe, _ = fitted(pairs, device, 1_000_000, seconds=1e6 * epochs / 0.85 / 9000.0, tokens_per_s=9000.0)
+        return float(recipe.settings["model.dropout"])
+
+    assert [dropout(3000, "cpu", epochs) for epochs in (1.0, 4.9, 5.1)] == [0.2, 0.2, 0.3]
+    assert dropout(200_000, "cpu", 1.0) == 0.1 and dropout(60_000, "gpu", 1.0) == 0.3
+
+
 def planned(out: Path, *words: str, trial: float = 0.0, run: float = 0.0) -> list[str]:
     """Return a plan for 30,000 pairs by the speeds of a trial and of a run, 0 if there is none."""
     for name, speed in (("speed", trial), ("run", run)):
