@@ -49,8 +49,10 @@ _VALIDATIONS = 10
 _UPDATES = 1500
 """Number of updates below which they become smaller, down to a quarter of the recipe's tokens, or these."""
 _SMALLEST_UPDATE = 512
-_FEW_EPOCHS = 5
-"""Number of epochs below which dropout is lower."""
+_FEW_EPOCHS, _FEW_UPDATES = 5, 2500
+"""Numbers of epochs below which dropout is lower, and of updates below which a model has 1+1 layers."""
+_SHALLOW_SPEED = 1.25
+"""Speed of 1+1 layers relative to 2+2, with which the trial is made; 1.3 to 1.7 were measured."""
 _LENGTH = ("training.max_updates=", "training.validate_every=", "training.log_every=", "schedule.warmup_updates=")
 _SPEED = "perf/target_tokens_per_s"
 _UNKNOWN_SPEED = 500.0
@@ -68,6 +70,7 @@ class OwnRecipe:
     Attributes:
         minutes: length by default.
         update_tokens: target tokens of an update.
+        speed: relative to that of the trial.
     """
 
     name: str
@@ -75,6 +78,7 @@ class OwnRecipe:
     reason: str
     minutes: int
     update_tokens: int
+    speed: float = 1.0
 
     def arguments(self, metric: str) -> list[str]:
         """Return arguments of `train` without a length; the metric "" stands for the loss alone."""
@@ -125,8 +129,9 @@ def recipe_for(pairs: int, device: str) -> OwnRecipe:
 
     Measured on cuts of 3,000 to 100,000 pairs (the record `own_text`): in six minutes of a core 2+2 layers end 9 to
     14 BLEU above 4+4, in twenty 3 above, since they make more updates and need fewer. Updates of four times the size
-    lose 2 to 4. With 0.2 instead of 0.3 of dropout 3,000 pairs end the same after 15 epochs; with 0.1 instead of 0.2
-    20,000 pairs end 1.3 higher after 3. A GPU has time for 4+4, of which nothing was measured.
+    lose 2 to 4. 1+1 layers end as high as 2+2 or higher (0 to 6) if these make less than 2,200 updates. With 0.1
+    instead of 0.2 of dropout 20,000 pairs end 1.3 higher after 3 epochs; with 0.2 instead of 0.3, 3,000 pairs the
+    same after 15. A GPU has time for 4+4, of which nothing was measured.
     """
     if device == "gpu" and pairs >= 50_000:
         settings = {"model.dropout": 0.1 if pairs >= 1_000_000 else 0.3, "optimizer.clip_norm": 1.0}
@@ -157,24 +162,29 @@ def sized_for(recipe: OwnRecipe, seconds: float, tokens_per_s: float) -> OwnReci
     return replace(recipe, update_tokens=max(_SMALLEST_UPDATE, recipe.update_tokens // parts))
 
 
-def dropout_for(recipe: OwnRecipe, epochs: float) -> OwnRecipe:
-    """Return the recipe with 0.1 less dropout, but 0.1, if the epochs are too few to learn text by heart."""
-    if epochs >= _FEW_EPOCHS:
-        return recipe
-    dropout = max(0.1, round(recipe.settings["model.dropout"] - 0.1, 2))
-    return replace(recipe, settings={**recipe.settings, "model.dropout": dropout})
+def shaped_for(recipe: OwnRecipe, updates: float, epochs: float) -> OwnRecipe:
+    """Return a CPU's recipe with 1+1 layers for few updates; for few epochs with 0.1 less dropout, but 0.1."""
+    if epochs < _FEW_EPOCHS:
+        dropout = max(0.1, round(recipe.settings["model.dropout"] - 0.1, 2))
+        recipe = replace(recipe, settings={**recipe.settings, "model.dropout": dropout})
+    if updates < _FEW_UPDATES:
+        settings = {**recipe.settings, "model.encoder_layers": 1, "model.decoder_layers": 1}
+        reason = "1+1 layers of D 128, which need few updates"
+        recipe = replace(recipe, settings=settings, reason=reason, speed=_SHALLOW_SPEED)
+    return recipe
 
 
 def fitted(pairs: int, device: str, epoch_tokens: int, seconds: float, tokens_per_s: float) -> tuple[OwnRecipe, int]:
     """Return the recipe for some seconds; if they are too few to learn, the smallest, and the minutes that suit."""
     recipe, speed = recipe_for(pairs, device), _TRAINING_SHARE * tokens_per_s
-    needed, epochs = min(_LEARNS, _MAX_EPOCHS * epoch_tokens), seconds * speed / max(1, epoch_tokens)
-    if seconds * speed >= needed:
-        recipe = sized_for(recipe, seconds, tokens_per_s)
-        return dropout_for(recipe, epochs) if device == "cpu" else recipe, 0
-    reason = "2+2 layers of D 128, the smallest recipe"
-    small = replace(recipe_for(pairs, "cpu"), reason=reason, update_tokens=_SMALLEST_UPDATE)
-    return dropout_for(small, epochs), max(recipe.minutes, 1 + math.ceil(needed / speed / 60.0))
+    needed, tokens = min(_LEARNS, _MAX_EPOCHS * epoch_tokens), seconds * speed
+    chosen = sized_for(recipe, seconds, tokens_per_s)
+    if tokens < needed:
+        chosen = replace(recipe_for(pairs, "cpu"), update_tokens=_SMALLEST_UPDATE)
+    elif device != "cpu":
+        return chosen, 0
+    minutes = 0 if tokens >= needed else max(recipe.minutes, 1 + math.ceil(needed / speed / 60.0))
+    return shaped_for(chosen, tokens / chosen.update_tokens, tokens / max(1, epoch_tokens)), minutes
 
 
 def length_arguments(update_tokens: int, seconds: float, tokens_per_s: float) -> list[str]:
@@ -256,13 +266,14 @@ def _plan(out: Path, device: str, metric: str, spent: str, minutes: str = "") ->
     if trained:
         why = "trains on with the model that it has"
         words = [word for word in (out / "plan").read_text().splitlines()[5:] if not word.startswith(_LENGTH)]
+        recipe = replace(recipe, speed=1.0)
     size = int(dict(word.partition("=")[::2] for word in words)["batch.update_tokens"])
-    arguments = length_arguments(size, seconds, speed)
+    arguments = length_arguments(size, seconds, recipe.speed * speed)
     updates = int(arguments[0].partition("=")[2])
     reason = (
         f"{pairs:,} pairs, {device.upper()}: {why}; {updates:,} updates of {size:,} tokens "
         f"({updates * size / max(1, tokens):.1f} epochs), by the {'measured' if known else 'assumed'} speed of "
-        f"{speed:,.0f} tokens/s"
+        f"{speed:,.0f} tokens/s{' with 2+2 layers' if recipe.speed != 1.0 else ''}"
     )
     longer = f"--fresh --minutes {enough}" if enough else f"--minutes {2 * length}"
     return [reason, warning or "", f"{length}", f"{seconds:.0f}", longer, *words, *arguments]

@@ -96,7 +96,7 @@ def test_updates_are_smaller_where_few_have_room() -> None:
 def test_too_few_tokens_are_told_with_the_minutes_that_would_do() -> None:
     recipe, minutes = fitted(20_000, "cpu", 400_000, seconds=150.0, tokens_per_s=150.0)
     small = load_config("multi30k_cpu", settings=recipe.arguments("")[2:]).flat()
-    assert minutes == 67 and small["model.encoder_layers"] == 2 and small["batch.update_tokens"] == 512
+    assert minutes == 67 and small["model.encoder_layers"] == 1 and small["batch.update_tokens"] == 512
     assert fitted(20_000, "gpu", 400_000, seconds=10.0, tokens_per_s=9000.0)[1] == recipe_for(20_000, "gpu").minutes
     assert fitted(20_000, "cpu", 400_000, seconds=70.0, tokens_per_s=9000.0)[1] == 0
     assert fitted(150, "cpu", 2000, seconds=30.0, tokens_per_s=9000.0)[1] == 0, "so little text does not give more"
@@ -109,6 +109,15 @@ def test_few_epochs_need_less_dropout() -> None:
 
     assert [dropout(3000, "cpu", epochs) for epochs in (1.0, 4.9, 5.1)] == [0.2, 0.2, 0.3]
     assert dropout(200_000, "cpu", 1.0) == 0.1 and dropout(60_000, "gpu", 1.0) == 0.3
+
+
+def test_few_updates_need_few_layers() -> None:
+    def layers(minutes: int, device: str = "cpu") -> int:
+        recipe, _ = fitted(20_000, device, 382_000, seconds=60.0 * minutes, tokens_per_s=3500.0)
+        assert recipe.speed == (1.0 if recipe.settings["model.encoder_layers"] > 1 else 1.25)
+        return int(recipe.settings["model.decoder_layers"])
+
+    assert [layers(minutes) for minutes in (3, 6, 30, 60)] == [1, 1, 2, 2] and layers(60, "gpu") == 4
 
 
 def planned(out: Path, *words: str, trial: float = 0.0, run: float = 0.0) -> list[str]:
@@ -139,7 +148,7 @@ def test_a_longer_plan_keeps_what_the_run_has(tmp_path: Path) -> None:
 def test_a_plan_too_short_to_learn_says_so_and_takes_the_smallest_recipe(tmp_path: Path) -> None:
     slow = planned(tmp_path, "50", "3", trial=150.0)
     assert "67 min would suit" in slow[1] and slow[4] == "--fresh --minutes 67"
-    assert {"model.decoder_layers=2", "validation.metrics=[]"} <= set(slow)
+    assert {"model.decoder_layers=1", "validation.metrics=[]"} <= set(slow)
     assert "assumed speed of 500" in planned(tmp_path, "50", "3")[0], "no update of the trial ended"
     assert planned(tmp_path, "12", "3", trial=9000.0)[1] == ""
 
