@@ -64,6 +64,7 @@ RIVALS = {
     "rule": Rival(),
     "updates of four times the size": Rival(update_tokens=4.0),
     "4+4 layers": Rival({"model.encoder_layers": 4, "model.decoder_layers": 4}),
+    "2+2 layers": Rival({"model.encoder_layers": 2, "model.decoder_layers": 2}),
     "1+1 layers": Rival({"model.encoder_layers": 1, "model.decoder_layers": 1}),
     "D 256": Rival({"model.dim": 256, "model.ffn_dim": 1024}),
     "dropout 0.1 lower": Rival(dropout=-0.1),
@@ -141,9 +142,10 @@ class Experiment:
         recipe, _ = own_text.fitted(training.pairs, "cpu", tokens, seconds, speed)
         dropout = round(max(0.0, recipe.settings["model.dropout"] + rival.dropout), 2)
         settings = {**recipe.settings, "model.dropout": dropout, **rival.settings}
-        recipe = replace(recipe, settings=settings, update_tokens=int(rival.update_tokens * recipe.update_tokens))
+        update_tokens = int(rival.update_tokens * recipe.update_tokens)
+        recipe = replace(recipe, settings=settings, update_tokens=update_tokens)
         words = [*start, *recipe.arguments(""), *end]
-        if arm != "rule":
+        if arm != "rule" or recipe.speed != 1.0:  # which is a guess
             before = self._speed(folder / "speed-of-rule", rules)
             speed *= self._speed(folder / "speed", words) / before
         lengths = own_text.length_arguments(recipe.update_tokens, seconds, speed)
