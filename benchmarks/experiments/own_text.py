@@ -147,7 +147,7 @@ class Experiment:
         words = [*start, *recipe.arguments(""), *end]
         if arm != "rule" or recipe.speed != 1.0:  # which is a guess
             before = self._speed(folder / "speed-of-rule", rules)
-            speed *= self._speed(folder / "speed", words) / before
+            speed *= self._speed(folder / "own-speed", words) / before
         lengths = own_text.length_arguments(recipe.update_tokens, seconds, speed)
         used = _used()
         with (folder / "log").open("a") as log:
