@@ -130,8 +130,8 @@ def recipe_for(pairs: int, device: str) -> OwnRecipe:
     Measured on cuts of 3,000 to 100,000 pairs (the record `own_text`): in six minutes of a core 2+2 layers end 9 to
     14 BLEU above 4+4, in twenty 3 above, since they make more updates and need fewer. Updates of four times the size
     lose 2 to 4. 1+1 layers end as high as 2+2 or higher (0 to 6) if these make less than 2,200 updates. With 0.1
-    instead of 0.2 of dropout 20,000 pairs end 1.3 higher after 3 epochs; with 0.2 instead of 0.3, 3,000 pairs the
-    same after 15. A GPU has time for 4+4, of which nothing was measured.
+    instead of 0.2 of dropout 20,000 pairs end 1.3 higher after 3 epochs, with either number of layers; with 0.2
+    instead of 0.3, 3,000 pairs the same after 15. A GPU has time for 4+4, of which nothing was measured.
     """
     if device == "gpu" and pairs >= 50_000:
         settings = {"model.dropout": 0.1 if pairs >= 1_000_000 else 0.3, "optimizer.clip_norm": 1.0}
