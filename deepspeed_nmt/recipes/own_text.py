@@ -52,7 +52,7 @@ _SMALLEST_UPDATE = 512
 _FEW_EPOCHS, _FEW_UPDATES = 5, 2500
 """Numbers of epochs below which dropout is lower, and of updates below which a model has 1+1 layers."""
 _SHALLOW_SPEED = 1.25
-"""Speed of 1+1 layers relative to 2+2, with which the trial is made; 1.3 to 1.7 were measured."""
+"""Speed of 1+1 layers relative to the trial, which is deeper; 1.3 to 1.7 times that of 2+2 were measured."""
 _LENGTH = ("training.max_updates=", "training.validate_every=", "training.log_every=", "schedule.warmup_updates=")
 _SPEED = "perf/target_tokens_per_s"
 _UNKNOWN_SPEED = 500.0
@@ -273,7 +273,7 @@ def _plan(out: Path, device: str, metric: str, spent: str, minutes: str = "") ->
     reason = (
         f"{pairs:,} pairs, {device.upper()}: {why}; {updates:,} updates of {size:,} tokens "
         f"({updates * size / max(1, tokens):.1f} epochs), by the {'measured' if known else 'assumed'} speed of "
-        f"{speed:,.0f} tokens/s{' with 2+2 layers' if recipe.speed != 1.0 else ''}"
+        f"{speed:,.0f} tokens/s{' of the deeper trial' if recipe.speed != 1.0 else ''}"
     )
     longer = f"--fresh --minutes {enough}" if enough else f"--minutes {2 * length}"
     return [reason, warning or "", f"{length}", f"{seconds:.0f}", longer, *words, *arguments]

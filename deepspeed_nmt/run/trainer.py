@@ -249,11 +249,12 @@ class Trainer:
     def _fits(self, engine: Engine, loader: TrainLoader) -> bool:
         """Run the largest micro-batch; if it does not fit, and ``batch.micro_tokens`` is auto, halve that."""
         batch, world, fits = self.resolved.batch, self.world, True
+        is_auto = self.config.batch.micro_tokens == "auto"
         # Where ranks communicate in a micro-batch, they cannot agree after one of them has failed in it.
         can_agree = world.ranks == 1 or (self.resolved.engine.ds_config is None and world.tensor_ranks == 1)
-        may_halve = self.config.batch.micro_tokens == "auto" and can_agree and batch.bound >= 2 * loader.longest
+        may_halve = is_auto and can_agree and batch.bound >= 2 * loader.longest
         try:
-            probe(self.config.training.probe, engine, loader)
+            probe(self.config.training.probe, engine, loader, is_auto)
         except OutOfMemoryError:
             if not may_halve:
                 raise

@@ -32,11 +32,11 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def probe(wanted: Probe, engine: Engine, loader: TrainLoader) -> None:
+def probe(wanted: Probe, engine: Engine, loader: TrainLoader, is_auto: bool = False) -> None:
     """Run the largest expected micro-batch, so that a run does not fail for lack of memory after days.
 
     Nothing changes: a run is the same to the bit with and without it. It must precede :meth:`Engine.restore`. All
-    ranks call it together, and fail if it does not fit.
+    ranks call it together, and fail if it does not fit. Unless ``is_auto``, it says where larger ones would fit.
     """
     device = engine.device
     if wanted == "never" or (wanted == "auto" and device.type != "cuda"):
@@ -56,7 +56,7 @@ def probe(wanted: Probe, engine: Engine, loader: TrainLoader) -> None:
         time.monotonic() - started,
     )
     if device.type == "cuda":
-        if has_room(loader.config, loader.ranks, peak, _capacity_gib(device)):
+        if not is_auto and has_room(loader.config, loader.ranks, peak, _capacity_gib(device)):
             logger.info("larger micro-batches would fit, and wait less for the host: batch.micro_tokens=auto")
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

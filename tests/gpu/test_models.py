@@ -17,8 +17,9 @@ from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.parity import build, loader_of, methods, train, write_corpus
 
 pytestmark = pytest.mark.gpu
-DTYPES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Some more than torch's own rounding of inputs, results and gradients, on any device."""
+DTYPES = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2.5e-2}
+LINEAR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Of products: the rounding of their sums alone is 3.6e-3 and 2.55e-2, on a CPU as on a GPU."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,8 @@ def test_the_chosen_backend_is_correct_on_this_gpu(operation: str, dtype: torch.
         operation, torch.cuda.get_device_capability(), dtype
     )
     found, expected = kernels.implementation(operation, x), choice.load(operation, "torch")
-    assert choice.compare(operation, found, expected, device, dtype) < DTYPES[dtype]
+    bounds = LINEAR if operation == "linear" else DTYPES
+    assert choice.compare(operation, found, expected, device, dtype) < bounds[dtype]
 
 
 @pytest.mark.parametrize("method", methods())
