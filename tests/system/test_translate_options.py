@@ -15,7 +15,6 @@ import pytest
 
 from deepspeed_nmt.api import Translator
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.data.filters import PairStream
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.evaluate.nbest import read_nbest
 from deepspeed_nmt.interruption import Interrupted
@@ -26,6 +25,7 @@ from deepspeed_nmt.parallel.shared_work import SharedWork
 from deepspeed_nmt.run.translation import Pieces
 from deepspeed_nmt.text import TextForm
 from tests import commands
+from tests.filtered import PairStream
 from tests.system.conftest import SMALL
 
 

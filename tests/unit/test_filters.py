@@ -18,9 +18,10 @@ from deepspeed_nmt.data.clean import (
     read_unicode_rules,
     repair,
 )
-from deepspeed_nmt.data.filters import FILTERS, PRESETS, PairFilters, PairStream, Removals, read_filters
+from deepspeed_nmt.data.filters import FILTERS, PRESETS, PairFilters, Removals, read_filters
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.text import TextForm, normalise_whitespace
+from tests.filtered import PairStream
 from tests.support import ROOT
 
 EN_DE = TextForm(form="raw", source_lang="en", target_lang="de")
