@@ -393,7 +393,8 @@ def test_quickstart_plans_the_training_of_own_text(stubs: dict[str, str], tmp_pa
     first = last_training(*text, "--minutes", "2")
     assert {"multi30k_cpu", "model.dropout=0.3", "batch.update_tokens=512"} <= set(first)
     before = updates_of(first)
-    assert 1112 <= before < 2240, "1.25 times as many as the speed of the trial gives, fewer by its seconds"
+    # 1.25 times as many as the speed of the trial gives, fewer by its whole seconds, of which there may be none
+    assert 1112 <= before <= 2240
     assert "10.5 20.5 30.5; still improves" in shown[0] and "--minutes 4" in shown[0]
     assert "update 10/30: valid loss" in shown[0] and len(shown[0].splitlines()) < 40
     assert "noise" not in shown[0].replace("noise of score", "")
