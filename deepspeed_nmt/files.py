@@ -195,7 +195,7 @@ def replaces(path: Path, stream: IO[Any]) -> bool:
     return stat.S_ISREG(old.st_mode) and os.path.samestat(old, read)
 
 
-def check_utf8_name(path: Path, name: str) -> None:
+def check_utf8_name(path: Path | str, name: str) -> None:
     """Check that a path can be recorded in JSON, and opened by libraries that take UTF-8 only."""
     try:
         str(path).encode()

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.registry import Config, problems_of
 
-_METAVARS: Mapping[Any, str] = {int: "N", float: "P", Path: "F"}
+_METAVARS: Mapping[Any, str] = {int: "N", float: "P", Path: "F", Path | str: "F"}
 
 
 def flag(name: str) -> str:
@@ -85,7 +85,7 @@ def _form(field: FieldInfo, extra: Mapping[str, Any], required: bool) -> dict[st
         form |= {"nargs": "?", "const": ""}
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
-    types = {"type": kind} if kind in _METAVARS else {}
+    types = {"type": kind} if kind in (int, float, Path) else {}
     return {**form, **types, "metavar": metavar or _METAVARS.get(kind, "S")}
 
 

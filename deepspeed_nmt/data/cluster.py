@@ -70,7 +70,7 @@ def submit(options: PrepareOptions) -> Meta | str:
     if shutil.which("sbatch") is None:
         raise ConfigError("--executor slurm needs sbatch, which is not installed here; run it on a login node")
     for path in (path for paths in options.inputs.values() for path in paths):
-        if path == STANDARD_INPUT or path.is_fifo():
+        if isinstance(path, Path) and (path == STANDARD_INPUT or path.is_fifo()):
             raise DataError(f"--executor slurm reads files on other hosts, and {path} is a pipe; write it to a file")
     out, vocabulary, sampling = check_options(options)
     directory = hidden(out, "tasks")

@@ -1,4 +1,4 @@
-"""The text files that a data directory is made from: plain or compressed, read once, hashed and counted meanwhile."""
+"""The text that a data directory is made from: files, pipes and URLs, read once, hashed and counted meanwhile."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ import zlib
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BeforeValidator
 from typing_extensions import override
 
 from deepspeed_nmt.console import progress
 from deepspeed_nmt.data.tokenizer import Count
 from deepspeed_nmt.data.word_alignments import check_links
-from deepspeed_nmt.errors import ConfigError, DataError, counted, shown
+from deepspeed_nmt.errors import ConfigError, DataError, counted, did_you_mean, shown
 from deepspeed_nmt.files import MAX_LINE_BYTES, check_plain, check_utf8_name, shown_name, skip_byte_order_mark
 from deepspeed_nmt.registry import Config
 
@@ -39,7 +40,7 @@ _ZSTD_WINDOW_BYTES = 1 << 31  # largest window of Zstandard, that of its option 
 
 
 class InputRecord(Config):
-    """An input file of `prepare`."""
+    """An input file of `prepare`; ``path`` is its URL if it was read by that."""
 
     path: str
     bytes: Count
@@ -63,14 +64,107 @@ def _library(kind: str, name: str) -> tuple[Callable[[], Any], type[Exception]]:
     return zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).decompressobj, zstandard.ZstdError
 
 
-Paths = tuple[Path, ...]
+def _parse_input(value: Any) -> Any:
+    """Return the path or the URL that text names, or raise a ValueError if a URL may hold a secret."""
+    if not isinstance(value, str):
+        return value
+    scheme, separator, rest = value.partition("://")
+    if not separator:
+        return Path(value)
+    if scheme == "file":
+        return Path(rest)
+    host = rest.partition("/")[0]
+    secret = ("@" in rest and ":" in host) or ("@" in host and scheme.startswith("http"))
+    if secret or "?" in rest or "://" in rest:
+        raise ValueError(
+            f"{shown(scheme)} URL with a password, a query string or a second URL, which records and messages would "
+            "show; give credentials by the environment, or read the text through a pipe such as <(curl -s URL)"
+        )
+    return value
+
+
+Input = Annotated[Path | str, BeforeValidator(_parse_input)]
+"""A path, or the URL of text that is read once, by fsspec; ``file://`` is the path behind it."""
+Inputs = tuple[Input, ...]
 STANDARD_INPUT = Path("-")
 _BLOCK_BYTES = 1 << 20
+State = tuple[Any, ...]
+"""Size of a file (bytes; None if unknown), and what else shows that it has changed."""
 
 
-def check_inputs(files: Mapping[str, Paths]) -> None:
+class _RemoteFile:
+    """The file behind a URL, read from its beginning.
+
+    Raises:
+        ConfigError: if the scheme is unknown, or a package is missing.
+        DataError: if the file cannot be read.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._file: Any = None
+        scheme = url.partition("://")[0]
+        with _reporting(url):
+            import fsspec
+
+            if scheme not in (known := fsspec.available_protocols()):
+                raise ConfigError(f"{url} has a scheme that fsspec does not know{did_you_mean(scheme, known)}")
+            self._system, self._path = fsspec.url_to_fs(url)
+
+    def state(self) -> State:
+        """Return the size, and the hash and the time of the last change where the server tells them."""
+        with _reporting(self._url):
+            info = self._system.info(self._path)
+            return tuple(info.get(name) for name in ("size", "ETag", "LastModified", "mtime"))
+
+    def read(self, count: int) -> bytes:
+        """Read at most ``count`` bytes."""
+        with _reporting(self._url):
+            if self._file is None:
+                self._file = self._system.open(self._path, "rb", **_stream_options(self._url))
+            return bytes(self._file.read(count))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _stream_options(url: str) -> dict[str, Any]:
+    """Return the options to read text by one request of HTTP, because not every server can send a part."""
+    if not url.startswith("http"):
+        return {}
+    from aiohttp import ClientTimeout
+
+    return {"block_size": 0, "timeout": ClientTimeout(sock_connect=30, sock_read=300)}  # instead of 5 minutes in all
+
+
+@contextmanager
+def _reporting(url: str) -> Iterator[None]:
+    """Turn the errors of fsspec and its packages, which have no common class, into a message of one line."""
+    try:
+        yield
+        return
+    except (ConfigError, DataError):
+        raise
+    except ImportError as error:
+        problem: ConfigError | DataError = ConfigError(
+            f"{url} needs a package that is not installed ({error}); run `pip install 'fsspec[s3,http]'` for S3 and "
+            "HTTP"
+        )
+    except Exception as error:
+        cause = error.__cause__ or error  # fsspec reports all faults of HTTP as missing files
+        text = re.sub(r"\?[^\s'\"]*", "", " ".join(str(cause).split()))  # a redirect may lead to a signed URL
+        problem = DataError(
+            f"{url} cannot be read ({type(cause).__name__}: {text}); check the address, the network and the "
+            "credentials in the environment"
+        )
+    raise problem from None  # not from the error, whose frames have credentials: logs of tasks print variables
+
+
+def check_inputs(files: Mapping[str, Inputs]) -> None:
     """Check that all input files, by the option that names them, can be there to be read; they are not opened."""
-    paths = [(option, path) for option, paths in files.items() for path in paths if path != STANDARD_INPUT]
+    inputs = [(option, path) for option, paths in files.items() for path in paths if path != STANDARD_INPUT]
+    paths = [(option, path) for option, path in inputs if isinstance(path, Path)]
     wrong = [
         f"{path} {'is a directory' if path.is_dir() else 'does not exist'}"
         for _, path in paths
@@ -78,8 +172,10 @@ def check_inputs(files: Mapping[str, Paths]) -> None:
     ]
     if wrong:
         raise DataError(f"{'; '.join(wrong)}; check the paths of the text")
-    for option, path in paths:
+    for option, path in inputs:
         check_utf8_name(path, option)
+        if isinstance(path, str):
+            size_of(path)
     pipes = Counter(path.resolve() for _, path in paths if path.is_fifo())
     if again := [path for path, count in pipes.items() if count > 1]:
         raise DataError(
@@ -87,7 +183,14 @@ def check_inputs(files: Mapping[str, Paths]) -> None:
         )
 
 
-def inspect_inputs(files: Mapping[str, Paths]) -> dict[str, tuple[InputRecord, ...]]:
+def size_of(path: Path | str) -> int:
+    """Return the bytes of a file, or of what a URL leads to; 0 for a pipe, and if a server does not tell."""
+    if isinstance(path, str):
+        return _RemoteFile(path).state()[0] or 0
+    return path.stat().st_size if path.is_file() else 0
+
+
+def inspect_inputs(files: Mapping[str, Inputs]) -> dict[str, tuple[InputRecord, ...]]:
     """Read input files only to hash and count them."""
     work = [(name, path) for name, paths in files.items() for path in paths]
     records: dict[str, list[InputRecord]] = {name: [] for name in files}
@@ -98,7 +201,7 @@ def inspect_inputs(files: Mapping[str, Paths]) -> dict[str, tuple[InputRecord, .
     return {name: tuple(files) for name, files in records.items()}
 
 
-def copy_text(paths: Sequence[Path], destination: Path) -> tuple[InputRecord, ...]:
+def copy_text(paths: Sequence[Path | str], destination: Path) -> tuple[InputRecord, ...]:
     """Concatenate the text of input files, but without byte order marks, and with a line end between."""
     records = []
     with destination.open("wb") as file:
@@ -131,21 +234,24 @@ def check_aligned(groups: Iterable[Sequence[tuple[str, int]]], what: str = "sour
 
 
 class InputText(io.RawIOBase):
-    """The text of an input file or a pipe, which is hashed, decompressed and counted while it is read.
+    """The text of a file, a pipe or a URL, which is hashed, decompressed and counted while it is read.
 
     ``stream`` is the text, without a byte order mark, of ``start`` bytes; the path ``-`` is standard input. ``state``
     has the size and the time of the last change of a regular file. Text that cannot be read, or is of an unknown
     compression or encoding, is a DataError.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | str) -> None:
         self.name = shown_name(path)
         self._path = path
         self._digest = hashlib.sha256()
         self._file_bytes = self._ends = self._open_bytes = 0  # read so far; line ends, and bytes after the last one
         self._file: Any = sys.stdin.buffer
-        self.state: tuple[int, int] | None = None
-        if path != STANDARD_INPUT:
+        self.state: State | None = None
+        if isinstance(path, str):
+            self._file = _RemoteFile(path)
+            self.state = self._file.state()
+        elif path != STANDARD_INPUT:
             try:
                 self._file = path.open("rb", buffering=0)
                 self.state = _state(self._file)
@@ -173,7 +279,7 @@ class InputText(io.RawIOBase):
     @property
     def is_direct(self) -> bool:
         """True if the bytes of the file are the text, and can be read again."""
-        return self.state is not None and self._kind is None
+        return isinstance(self._path, Path) and self.state is not None and self._kind is None
 
     @property
     def lines(self) -> int:
@@ -182,7 +288,9 @@ class InputText(io.RawIOBase):
 
     def record(self) -> InputRecord:
         """Return the record of the file, whose text must have been read to its end; it must not have changed."""
-        if self.state is not None and _state(self._file) != self.state:
+        if self.state is not None and (
+            _state(self._file) != self.state or self.state[0] not in (None, self._file_bytes)
+        ):
             raise _changed(self._path)
         digest = self._digest.hexdigest()
         return InputRecord(path=str(self._path), bytes=self._file_bytes, lines=self.lines, sha256=digest)
@@ -253,8 +361,10 @@ def _changed(path: Path | str) -> DataError:
     return DataError(f"{path} changed while `prepare` read it; wait until it is complete, and run `prepare` again")
 
 
-def _state(file: BinaryIO | Path) -> tuple[int, int] | None:
-    """Return size and time of the last change of a regular file; None for a pipe or a device."""
+def _state(file: BinaryIO | Path | _RemoteFile) -> State | None:
+    """Return size and time of the last change of a file; None for a pipe or a device."""
+    if isinstance(file, _RemoteFile):
+        return file.state()
     state = file.stat() if isinstance(file, Path) else os.fstat(file.fileno())
     return (state.st_size, state.st_mtime_ns) if stat.S_ISREG(state.st_mode) else None
 
@@ -265,7 +375,7 @@ _NUMBER = re.compile(rb"\s*(-inf|[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+
 
 _PER_PAIR = ("train.weights", "train.scores", "train.alignments")
 """Files with something of each pair of the training text, besides that."""
-FileSet = Mapping[str, Path]
+FileSet = Mapping[str, Path | str]
 """Aligned files by ``<split>.<column>``."""
 
 
@@ -284,7 +394,7 @@ class IndexedText(Config):
     """A file of the training text whose pieces are known.
 
     Its text begins at the byte ``start``. ``state`` has the size and the time of the last change (ns) of the file;
-    None if the text is in a copy, because it can be read only once or is compressed.
+    None if the text is in a copy, because it can be read only once, is compressed, or has a URL.
     """
 
     record: InputRecord

@@ -14,7 +14,7 @@ from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY, SIDES
 from deepspeed_nmt.data.bert_tokenizer import PREFIX
 from deepspeed_nmt.data.clean import UNICODE_RULES, CleaningConfig, read_unicode_rules
 from deepspeed_nmt.data.filters import FILTERS, Filter, PairFilters, read_filters
-from deepspeed_nmt.data.inputs import STANDARD_INPUT, FileSet, Paths
+from deepspeed_nmt.data.inputs import STANDARD_INPUT, FileSet, Inputs
 from deepspeed_nmt.data.tokenizer import ALPHA, SPACE, SampledSegmentations, Tokenizer
 from deepspeed_nmt.data.vocabulary_training import DEFAULT_NORMALIZATION, Normalization, VocabularyType
 from deepspeed_nmt.errors import counted, shown
@@ -25,6 +25,8 @@ DEFAULT_VOCAB_SIZE = 8000
 
 _SPECIAL = re.compile(r"<pad>|<s>|</s>|<unk>|<0x[0-9A-F]{2}>")
 """Texts of special tokens, and of the tokens of bytes."""
+_URL = re.compile(r"[A-Za-z][\w+.-]+:/")
+"""Begin of a URL as a path, which has no two slashes in succession."""
 
 
 def check_symbol(text: str) -> str:
@@ -58,24 +60,24 @@ class PrepareOptions(Config):
     Several files of one kind are read one after another, each aligned with its other side.
     """
 
-    train_source: Paths = _option("source text of the training set, one sentence a line", ())
-    train_target: Paths = _option("target text of the training set, one sentence a line", ())
-    valid_source: Paths = _option("source text of the validation set, one sentence a line", ..., min_length=1)
-    valid_target: Paths = _option("target text of the validation set, one sentence a line", ..., min_length=1)
-    test_source: Paths = _option("source text of the test set, one sentence a line", ())
-    test_target: Paths = _option("target text of the test set, one sentence a line", ())
-    tsv: Paths = _option(
+    train_source: Inputs = _option("source text of the training set, one sentence a line", ())
+    train_target: Inputs = _option("target text of the training set, one sentence a line", ())
+    valid_source: Inputs = _option("source text of the validation set, one sentence a line", ..., min_length=1)
+    valid_target: Inputs = _option("target text of the validation set, one sentence a line", ..., min_length=1)
+    test_source: Inputs = _option("source text of the test set, one sentence a line", ())
+    test_target: Inputs = _option("target text of the test set, one sentence a line", ())
+    tsv: Inputs = _option(
         "training text with both sides on a line, separated by a tab; -: standard input", (), action="extend"
     )
     tsv_columns: tuple[Annotated[int, Field(ge=1, le=1000)], ...] | None = _option(
         "columns of --tsv with source, target, and weights; others are ignored (default: 1,2, and no others)",
         metavar="S,T[,W]",
     )
-    train_weights: Paths = _option(
+    train_weights: Inputs = _option(
         "weights of the training pairs, one positive number a line: factors of their loss", ()
     )
-    train_scores: Paths = _option("scores of the training pairs, one number a line, for the filter score", ())
-    train_alignments: Paths = _option(
+    train_scores: Inputs = _option("scores of the training pairs, one number a line, for the filter score", ())
+    train_alignments: Inputs = _option(
         "word alignments of the training pairs, links such as 0-0 1-2 on a line, for objective.guided_alignment", ()
     )
     out: Path = _option("data directory to make", ..., "DIR")
@@ -117,7 +119,7 @@ class PrepareOptions(Config):
     vocab_from: Path | None = _option(
         "use the vocabulary of this data or run directory", metavar="DIR", group=_VOCABULARY
     )
-    sentencepiece: Paths = _option(
+    sentencepiece: tuple[Path, ...] = _option(
         "use a SentencePiece model for both sides, or two for source and target", (), group=_VOCABULARY
     )
     tokenizer: str | None = _option(
@@ -261,6 +263,10 @@ class PrepareOptions(Config):
                 yield f"{input_option(name)} is -, but standard input has both sides; give --tsv -"
             if count > 1:
                 yield "--tsv has - more than once, but standard input can be read only once; leave out one"
+        for name in ("out", "vocab_from", "sentencepiece"):
+            paths = getattr(self, name) if name == "sentencepiece" else (getattr(self, name),)
+            if any(_URL.match(str(path)) for path in paths):
+                yield f"--{_flag(name)} is a URL, by which only text is read; give a path"
         for name in ("tasks", "array", "partition"):
             if self.executor == "local" and getattr(self, name) is not None:
                 yield f"--{name} is for --executor slurm; add it, or leave --{name} out"
@@ -293,12 +299,12 @@ class PrepareOptions(Config):
         alpha = self.segmentation_alpha or ALPHA.get(vocabulary_type, ALPHA["bpe"])
         return SampledSegmentations(self.segmentations, alpha, self.seed)
 
-    def paths(self, split: str) -> tuple[Paths, Paths]:
+    def paths(self, split: str) -> tuple[Inputs, Inputs]:
         """Return the source and the target files of a split; of TSV there are none."""
         return getattr(self, f"{split}_source"), getattr(self, f"{split}_target")
 
     @property
-    def inputs(self) -> dict[str, Paths]:
+    def inputs(self) -> dict[str, Inputs]:
         """All input files by ``<split>.<side>``, ``train.tsv``, and those of each pair, such as ``train.weights``."""
         named = {f"{split}.{side}": paths for split in ("train", "valid", "test")
                  for side, paths in zip(SIDES, self.paths(split), strict=True)}  # fmt: skip

@@ -37,6 +37,7 @@ from deepspeed_nmt.data.inputs import (
     copy_text,
     count_pieces,
     inspect_inputs,
+    size_of,
 )
 from deepspeed_nmt.data.options import PrepareOptions, input_option
 from deepspeed_nmt.data.stages import PairEncoder, Work, check_some_left, encode_split, run_task
@@ -81,8 +82,8 @@ def check_options(options: PrepareOptions) -> tuple[Path, Tokenizer | None, Samp
     if options.overwrite or not (out / META_FILE).is_file():
         check_own(out, META_FILE, "--out")
     check_inputs({input_option(name): paths for name, paths in options.inputs.items()})
-    paths = (path for paths in options.inputs.values() for path in paths if path != STANDARD_INPUT)
-    if inside := [path for path in paths if resolved(path).is_relative_to(out)]:
+    paths = (path for paths in options.inputs.values() for path in paths if isinstance(path, Path))
+    if inside := [path for path in paths if path != STANDARD_INPUT and resolved(path).is_relative_to(out)]:
         raise DataError(f"--out {out} holds the text {inside[0]}, which would be replaced; choose another --out")
     vocabulary = _existing_vocabulary(options)
     models = None if vocabulary is None else vocabulary.sentencepiece_models()
@@ -259,7 +260,7 @@ def _check_room(directory: Path, options: PrepareOptions) -> None:
     Pipes do not count.
     """
     paths = [path for name, paths in options.inputs.items() if name.startswith("train.") for path in paths]
-    needed = sum(path.stat().st_size for path in paths if path.is_file())
+    needed = sum(map(size_of, paths))
     if needed > (free := shutil.disk_usage(directory).free):
         raise DataError(
             f"the disk of --out has {shown_bytes(free)} free, but the training text has {shown_bytes(needed)}; free "
