@@ -13,14 +13,15 @@ import zlib
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from functools import wraps
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BeforeValidator
+from pydantic import PlainValidator
 from typing_extensions import override
 
 from deepspeed_nmt.console import progress
@@ -33,6 +34,7 @@ from deepspeed_nmt.registry import Config
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+T = TypeVar("T")
 MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 """First bytes of compressed files."""
 _COMPRESSED_BYTES = 1 << 16  # that are decompressed at once
@@ -64,10 +66,12 @@ def _library(kind: str, name: str) -> tuple[Callable[[], Any], type[Exception]]:
     return zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).decompressobj, zstandard.ZstdError
 
 
-def _parse_input(value: Any) -> Any:
+def _parse_input(value: Any) -> Path | str:
     """Return the path or the URL that text names, or raise a ValueError if a URL may hold a secret."""
-    if not isinstance(value, str):
+    if isinstance(value, Path):
         return value
+    if not isinstance(value, str):
+        raise ValueError(f"is {shown(value)}; give a path or a URL")
     scheme, separator, rest = value.partition("://")
     if not separator:
         return Path(value)
@@ -77,13 +81,13 @@ def _parse_input(value: Any) -> Any:
     secret = ("@" in rest and ":" in host) or ("@" in host and scheme.startswith("http"))
     if secret or "?" in rest or "://" in rest:
         raise ValueError(
-            f"{shown(scheme)} URL with a password, a query string or a second URL, which records and messages would "
-            "show; give credentials by the environment, or read the text through a pipe such as <(curl -s URL)"
+            "is a URL with a password, a query string or a second URL in it, which records would show; give "
+            "credentials by the environment, or read the text through a pipe, such as <(curl -s URL)"
         )
     return value
 
 
-Input = Annotated[Path | str, BeforeValidator(_parse_input)]
+Input = Annotated[Path | str, PlainValidator(_parse_input)]
 """A path, or the URL of text that is read once, by fsspec; ``file://`` is the path behind it."""
 Inputs = tuple[Input, ...]
 STANDARD_INPUT = Path("-")
@@ -92,73 +96,77 @@ State = tuple[Any, ...]
 """Size of a file (bytes; None if unknown), and what else shows that it has changed."""
 
 
+def _reporting(method: Callable[..., T]) -> Callable[..., T]:
+    """Turn the errors of fsspec and its packages, which have no common class, into messages of one line."""
+
+    @wraps(method)
+    def call(file: _RemoteFile, *arguments: Any) -> T:
+        try:
+            return method(file, *arguments)
+        except (ConfigError, DataError):
+            raise
+        except ImportError as error:
+            problem: ConfigError | DataError = ConfigError(
+                f"{file.url} needs a package that is not installed ({error}); run `pip install 'fsspec[s3,http]'` for "
+                "S3 and HTTP"
+            )
+        except Exception as error:
+            cause = error.__cause__ or error  # fsspec reports all faults of HTTP as missing files
+            text = re.sub(r"\?[^\s'\"]*", "", " ".join(str(cause).split()))  # a redirect may lead to a signed URL
+            problem = DataError(
+                f"{file.url} cannot be read ({type(cause).__name__}: {text}); check the address, the network and the "
+                "credentials in the environment"
+            )
+        raise problem from None  # logs of tasks print variables of frames, in which there are credentials
+
+    return call
+
+
 class _RemoteFile:
     """The file behind a URL, read from its beginning.
 
-    Raises:
-        ConfigError: if the scheme is unknown, or a package is missing.
-        DataError: if the file cannot be read.
+    Its methods raise a ConfigError if the scheme is unknown or a package is missing, and a DataError if the file
+    cannot be read.
     """
 
     def __init__(self, url: str) -> None:
-        self._url = url
+        self.url = url
         self._file: Any = None
-        scheme = url.partition("://")[0]
-        with _reporting(url):
-            import fsspec
 
-            if scheme not in (known := fsspec.available_protocols()):
-                raise ConfigError(f"{url} has a scheme that fsspec does not know{did_you_mean(scheme, known)}")
-            self._system, self._path = fsspec.url_to_fs(url)
-
+    @_reporting
     def state(self) -> State:
         """Return the size, and the hash and the time of the last change where the server tells them."""
-        with _reporting(self._url):
-            info = self._system.info(self._path)
-            return tuple(info.get(name) for name in ("size", "ETag", "LastModified", "mtime"))
+        system, path, _ = self._located()
+        info = system.info(path)
+        return tuple(info.get(name) for name in ("size", "ETag", "LastModified", "mtime"))
 
+    @_reporting
     def read(self, count: int) -> bytes:
         """Read at most ``count`` bytes."""
-        with _reporting(self._url):
-            if self._file is None:
-                self._file = self._system.open(self._path, "rb", **_stream_options(self._url))
-            return bytes(self._file.read(count))
+        if self._file is None:
+            system, path, options = self._located()
+            self._file = system.open(path, "rb", **options)
+        return bytes(self._file.read(count))
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
+    def _located(self) -> tuple[Any, str, dict[str, Any]]:
+        """Return the file system, the path in it, and options to open it."""
+        import fsspec
 
-def _stream_options(url: str) -> dict[str, Any]:
-    """Return the options to read text by one request of HTTP, because not every server can send a part."""
-    if not url.startswith("http"):
-        return {}
-    from aiohttp import ClientTimeout
+        scheme = self.url.partition("://")[0]
+        if scheme not in (known := fsspec.available_protocols()):
+            raise ConfigError(f"{self.url} has a scheme that fsspec does not know{did_you_mean(scheme, known)}")
+        system, path = fsspec.url_to_fs(self.url)
+        if not scheme.startswith("http"):
+            return system, path, {}
+        from aiohttp import ClientTimeout
 
-    return {"block_size": 0, "timeout": ClientTimeout(sock_connect=30, sock_read=300)}  # instead of 5 minutes in all
-
-
-@contextmanager
-def _reporting(url: str) -> Iterator[None]:
-    """Turn the errors of fsspec and its packages, which have no common class, into a message of one line."""
-    try:
-        yield
-        return
-    except (ConfigError, DataError):
-        raise
-    except ImportError as error:
-        problem: ConfigError | DataError = ConfigError(
-            f"{url} needs a package that is not installed ({error}); run `pip install 'fsspec[s3,http]'` for S3 and "
-            "HTTP"
-        )
-    except Exception as error:
-        cause = error.__cause__ or error  # fsspec reports all faults of HTTP as missing files
-        text = re.sub(r"\?[^\s'\"]*", "", " ".join(str(cause).split()))  # a redirect may lead to a signed URL
-        problem = DataError(
-            f"{url} cannot be read ({type(cause).__name__}: {text}); check the address, the network and the "
-            "credentials in the environment"
-        )
-    raise problem from None  # not from the error, whose frames have credentials: logs of tasks print variables
+        # One request: not every server can send parts, nor all of the text in the 5 minutes of the default.
+        system.client_kwargs.setdefault("timeout", ClientTimeout(sock_connect=30, sock_read=300))
+        return system, path, {"block_size": 0}
 
 
 def check_inputs(files: Mapping[str, Inputs]) -> None:

@@ -1,4 +1,4 @@
-"""Inputs of `prepare`: compressed text, TSV, standard input, pipes and weights, in any number of processes."""
+"""Inputs of `prepare`: compressed text, TSV, standard input, pipes, URLs and weights, in any number of processes."""
 
 import gzip
 import io
@@ -6,12 +6,15 @@ import lzma
 import os
 import random
 import re
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import zstandard
@@ -23,8 +26,9 @@ from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.data_directory import DataDirectory, Meta
 from deepspeed_nmt.data.options import PrepareOptions
 from deepspeed_nmt.data.stages import Work, run_task
-from deepspeed_nmt.errors import EXIT_USER_ERROR, DataError
+from deepspeed_nmt.errors import EXIT_USER_ERROR, DataError, UserError
 from tests.commands import prepare_with as _prepare
+from tests.commands import refused
 
 WORDS = ("house", "river", "teacher", "apple", "window", "garden", "letter", "street")
 SOURCE = [f"the {a} is near the {b} and the {c}" for a in WORDS for b in WORDS for c in WORDS[:3]]
@@ -263,6 +267,183 @@ def test_a_task_leaves_all_or_nothing_and_trusts_no_changed_file(
     (out := tmp_path / "joined").mkdir()
     preparation.join(work, out)
     _same_files(out, texts["out"])
+
+
+def _served(texts: dict[str, Any], at: str) -> dict[str, Any]:
+    """Return options with the URLs of the text, by the names of the files."""
+    return {
+        name: [f"{at}/{path.name}" for path in value] if isinstance(value, tuple) else value
+        for name, value in texts.items()
+    }
+
+
+def _put(texts: dict[str, Any], at: str) -> dict[str, Any]:
+    """Write the text to a file system of fsspec, and return options with its URLs."""
+    for path in (path for paths in texts.values() if isinstance(paths, tuple) for path in paths):
+        fsspec.filesystem(at.partition(":")[0]).pipe(f"{at}/{path.name}", path.read_bytes())
+    return _served(texts, at)
+
+
+@pytest.fixture
+def words(texts: dict[str, Any]) -> dict[str, Any]:
+    """The same files with their words as vocabulary, which takes no time to learn."""
+    return {**texts, "segmented": True, "vocab_size": None}
+
+
+def test_text_by_url_makes_the_same_directory(
+    words: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [str(place + 1) for place in range(len(SOURCE))]
+    (packed := tmp_path / "train.en.gz").write_bytes(gzip.compress(words["train_source"][0].read_bytes()))
+    words |= {
+        "train_source": (packed,),
+        "test_source": words["valid_source"],
+        "test_target": words["valid_target"],
+        **{f"train_{name}": (_write(tmp_path / name, lines),) for name in ("weights", "scores")},
+        "train_alignments": (_write(tmp_path / "links", ["0-0 1-1"] * len(lines)),),
+        "filters": "score=7",
+    }
+    local = _prepare(words, out=tmp_path / "local")
+    urls = _put(words, "memory://bucket/a") | {"valid_target": [f"file://{words['valid_target'][0]}"]}
+    monkeypatch.setattr(inputs, "PIECE_BYTES", 700)
+    meta = _prepare(urls)
+    _same_but_record(words["out"], tmp_path / "local")
+    assert meta.inputs["train.source"][0].path == "memory://bucket/a/train.en.gz", "as it was given"
+
+    def anywhere(meta: Meta) -> Meta:
+        inputs = {name: tuple(r.model_copy(update={"path": ""}) for r in meta.inputs[name]) for name in meta.inputs}
+        return meta.model_copy(update={"inputs": inputs})
+
+    assert anywhere(meta) == anywhere(local)
+    assert _prepare(urls) == meta, "nothing to do"
+
+    work = _tasks(urls, tmp_path / "work", 3)
+    for stage, count in work.stages.items():
+        for task in range(count):
+            run_task(work, stage, task)
+        fsspec.filesystem("memory").pipe("/bucket/a/train.de", b"other text, after the first stage")
+    (out := tmp_path / "joined").mkdir()
+    assert preparation.join(work, out) == meta
+    _same_files(out, words["out"])
+    with pytest.raises(DataError, match=r"differs in train\.target text"):
+        _prepare(urls)
+
+
+def _same_but_record(made: Path, expected: Path) -> None:
+    names = {path.name for path in expected.iterdir()}
+    assert names == {path.name for path in made.iterdir()}
+    for name in names - {"meta.json", "meta.json.sha256"}:
+        assert (made / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+def _refuses(words: dict[str, Any], url: str, *expected: str) -> str:
+    """Return the message with which a URL is refused; it must have all ``expected``, and nothing may be left."""
+    with pytest.raises(UserError) as error:
+        _prepare(words, train_target=(url,))
+    message = str(error.value)
+    assert "\n" not in message and all(text in message for text in expected), message
+    assert error.value.__context__ is None or error.value.__suppress_context__, (
+        "a log of the exception must not print frames with credentials"
+    )
+    assert not words["out"].exists() and not list(words["out"].parent.glob(".data*"))
+    return message
+
+
+def test_urls_that_cannot_be_read(
+    words: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _refuses(words, "memory://bucket/none", "memory://bucket/none cannot be read (FileNotFoundError: ")
+    _refuses(words, "memroy://bucket/a", "memroy://bucket/a has a scheme that fsspec does not know; did you mean")
+    monkeypatch.setitem(sys.modules, "smbclient", None)
+    _refuses(words, "smb://host/a", "smb://host/a needs a package", "smbprotocol", "pip install 'fsspec[s3,http]'")
+
+    line = ["prepare", "--train-target", "t", "--valid-source", "v", "--valid-target", "v", "--out"]
+    for url in (
+        *("s3://KEY:HUSH@bucket/a", "s3://KEY:HU/SH@bucket/a", "s3://KEY:12/HUSH@bucket/a", "https://HUSH@host/a"),
+        *("https://host/a?X-Amz-Signature=HUSH", "zip://a::s3://KEY:HUSH@bucket/a.zip"),
+    ):
+        message = refused([*line, "d", "--train-source", url], capsys, "--train-source is a URL", "environment")
+        assert "HU" not in message and message.count("\n") == 1
+    assert "HUSH" not in refused(
+        [*line, "s3://KEY:HUSH@b/d", "--train-source", "s"], capsys, "--out is a URL", "path"
+    )
+    refused([*line, "d", "--train-source", "s", "--vocab-from", "s3://b/d"], capsys, "--vocab-from is a URL")
+    refused([*line, "d", "--train-source", "s", "--sentencepiece", "s3://b/d"], capsys, "--sentencepiece is a URL")
+
+
+class _Server(BaseHTTPRequestHandler):
+    """A server of files, of which some are refused, break off, or change."""
+
+    files: dict[str, bytes]
+    heads = 0
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        kind, name = self.path.split("?")[0].strip("/").split("/")
+        content = self.files[name]
+        type(self).heads += self.command == "HEAD"
+        self.send_response({"none": 404, "refused": 403, "signed": 302}.get(kind, 200))
+        self.send_header("Content-Length", str(len(content)))
+        if kind == "signed":
+            self.send_header("Location", f"/refused/{name}?X-Amz-Signature=HUSH")
+        if kind == "changes":
+            self.send_header("ETag", f'"{self.heads}"')
+        self.end_headers()
+        if self.command == "GET" and kind not in ("none", "refused", "signed"):
+            self.wfile.write(content[: len(content) // 2] if kind == "dies" else content)
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def server(words: dict[str, Any]) -> Iterator[str]:
+    pytest.importorskip("aiohttp")
+    paths = [path for name, paths in words.items() if name.startswith(("train", "valid")) for path in paths]
+    _Server.files = {path.name: path.read_bytes() for path in paths}
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Server) as listening:
+        thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{listening.server_port}"
+        listening.shutdown()
+        thread.join()
+
+
+def test_http(words: dict[str, Any], server: str, tmp_path: Path) -> None:
+    local = _prepare(words, out=tmp_path / "local")
+    for kind, problem in (("none", "404"), ("refused", "403"), ("signed", "403"), ("dies", "of 9248 bytes")):
+        message = _refuses(words, f"{server}/{kind}/train.de", f"/{kind}/train.de cannot be read (", problem)
+        assert "HUSH" not in message
+    _refuses(words, f"{server}/changes/train.de", "/changes/train.de changed while `prepare` read it")
+    meta = _prepare(_served(words, f"{server}/good"))
+    assert meta.files == local.files
+    _same_but_record(words["out"], tmp_path / "local")
+
+
+def test_s3(words: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("s3fs")
+    moto = pytest.importorskip("moto.server")
+    local = _prepare(words, out=tmp_path / "local")
+    server = moto.ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    try:
+        for name, value in (
+            ("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port())),
+            *(("AWS_ACCESS_KEY_ID", "key"), ("AWS_SECRET_ACCESS_KEY", "HUSH"), ("AWS_DEFAULT_REGION", "us-east-1")),
+        ):
+            monkeypatch.setenv(name, value)
+        fsspec.filesystem("s3").mkdir("bucket")
+        meta = _prepare(urls := _put(words, "s3://bucket/text"))
+        assert meta.files == local.files and meta.inputs["train.source"][0].path == urls["train_source"][0]
+        _same_but_record(words["out"], tmp_path / "local")
+        assert "HUSH" not in (words["out"] / "meta.json").read_text()
+        words["out"] = tmp_path / "other" / "data"
+        _refuses(words, "s3://bucket/none", "s3://bucket/none cannot be read (FileNotFoundError: ")
+        _refuses(words, "s3://nobucket/none", "s3://nobucket/none cannot be read")
+    finally:
+        server.stop()
 
 
 def test_weights_stay_with_their_pairs(texts: dict[str, Any], tmp_path: Path) -> None:
