@@ -107,8 +107,8 @@ def _reporting(method: Callable[..., T]) -> Callable[..., T]:
             raise
         except ImportError as error:
             problem: ConfigError | DataError = ConfigError(
-                f"{file.url} needs a package that is not installed ({error}); run `pip install 'fsspec[s3,http]'` for "
-                "S3 and HTTP"
+                f"{file.url} needs a package that is not installed ({error}); run `pip install 'fsspec[s3,http]'` "
+                "for S3 and HTTP"
             )
         except Exception as error:
             cause = error.__cause__ or error  # fsspec reports all faults of HTTP as missing files
@@ -117,7 +117,7 @@ def _reporting(method: Callable[..., T]) -> Callable[..., T]:
                 f"{file.url} cannot be read ({type(cause).__name__}: {text}); check the address, the network and the "
                 "credentials in the environment"
             )
-        raise problem from None  # logs of tasks print variables of frames, in which there are credentials
+        raise problem  # without its cause: logs of tasks print variables of frames, and some are credentials
 
     return call
 
