@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import json
 import re
 import unicodedata
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from html.entities import html5
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 import regex
+import yaml
 from pydantic import Field, ValidationError, model_validator
 from typing_extensions import override
 
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
+from deepspeed_nmt.files import sha256_of
 from deepspeed_nmt.registry import Config, problem_of
 from deepspeed_nmt.text import TextForm, shared_words
 
@@ -443,6 +447,98 @@ class ScoreFilter(Filter):
         return lambda score: score < self.min_score
 
 
+class OpusFilter(Filter):
+    """Filters of OpusFilter (Aulamo et al. 2020), whose package judges the pairs, each for itself.
+
+    ``filters`` is the list that its configuration files have for the step `filter`, and ``files`` has hashes of the
+    models that the list names.
+    """
+
+    filters: tuple[dict[str, Any], ...] = ()
+    files: dict[str, str] = Field(default_factory=dict)
+    _TOGETHER: ClassVar[tuple[str, ...]] = ("WordAlignFilter", "SentenceEmbeddingFilter")
+    """Those whose scores depend on the other pairs of a batch."""
+
+    @classmethod
+    @override
+    def fields_of(cls, value: str) -> dict[str, Any]:
+        try:
+            content = yaml.safe_load(Path(value).read_bytes())
+        except (OSError, yaml.YAMLError) as error:
+            raise ValueError(f"{value} cannot be read ({' '.join(str(error).split())}); check the file") from error
+        filters = content.get("filters") if isinstance(content, dict) else content
+        texts = {text for text in _texts(filters) if Path(text).is_file()}
+        return {"filters": filters, "files": {text: sha256_of(Path(text)) for text in sorted(texts)}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_filters(cls, settings: Any) -> Any:
+        entries = settings.get("filters") if isinstance(settings, dict) else None
+        if not isinstance(entries, list | tuple) or not entries or not all(map(_is_entry, entries)):
+            raise ValueError(
+                "no list of OpusFilter's filters with their parameters, such as [{LengthFilter: {max_length: 80}}]; "
+                "give the file that has it, as opusfilter=FILE"
+            )
+        if together := [name for name in map(_name, entries) if name in cls._TOGETHER]:
+            raise ValueError(
+                f"{together[0]} judges pairs together, and each pair has to be judged for itself; leave it out, and "
+                "give its scores as --train-scores"
+            )
+        try:
+            return {**settings, "filters": json.loads(json.dumps(entries, allow_nan=False))}
+        except (TypeError, ValueError) as error:  # meta.json records them
+            raise ValueError(f"a parameter has a value that JSON has not ({error}); correct it") from error
+
+    @override
+    def describe(self) -> str:
+        return f"OpusFilter's {', '.join(map(_name, self.filters))}"
+
+    @override
+    def build(self, text: TextForm) -> Callable[[str, str], bool]:
+        filters = _opus_filters(json.dumps(self.filters))
+        return lambda source, target: (
+            not all(entry.accept(next(entry.score([(source, target)]))) for entry in filters)
+        )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts in nested lists and mappings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and len(entry.keys() - {"module"}) == 1 and isinstance(entry[_name(entry)], dict)
+
+
+def _name(entry: Mapping[str, Any]) -> str:
+    return next(name for name in entry if name != "module")
+
+
+@cache
+def _opus_filters(filters: str) -> tuple[Any, ...]:
+    """Build OpusFilter's filters from their list as JSON. Some load models."""
+    try:
+        pipeline = importlib.import_module("opusfilter.pipeline")
+    except ImportError as error:
+        raise ConfigError(
+            "opusfilter is not installed, which the filter opusfilter needs; run `pip install opusfilter`, or leave "
+            "out the filter"
+        ) from error
+    try:
+        built = tuple(pipeline.FilterPipeline.from_config(json.loads(filters)).filters)
+        for entry in built:
+            next(entry.score([("a", "a")]))  # some import their package, which may be missing, only then
+    except Exception as error:  # the filters' errors have no common class
+        raise ConfigError(
+            f"OpusFilter refuses the filters of opusfilter ({type(error).__name__}: {error}); correct the file"
+        ) from error
+    return built
+
+
 class NearDuplicatesFilter(Filter):
     """Pairs that differ from an earlier one in case, digits, punctuation and white space only.
 
@@ -487,11 +583,12 @@ FILTERS: Mapping[str, type[Filter]] = {
     "script": ScriptFilter,
     "language": LanguageFilter,
     "score": ScoreFilter,
+    "opusfilter": OpusFilter,
     "near_duplicates": NearDuplicatesFilter,
 }
 """All filters, in the order in which they are applied."""
 PRESETS: Mapping[str, tuple[str, ...]] = {
-    "web": tuple(name for name in FILTERS if name not in ("script", "language", "score")),
+    "web": tuple(name for name in FILTERS if name not in ("script", "language", "score", "opusfilter")),
 }
 """Names for several filters, all with their defaults. They need no languages and no further packages."""
 
