@@ -40,6 +40,8 @@ setup(
     ],
     extras_require={
         "cluster": ["datatrove>=0.10,<0.11"],  # `prepare --executor slurm`
+        "cloud": ["fsspec[s3,http]>=2023.12"],  # text of `prepare` by s3:// and https://; PyTorch needs fsspec itself
+        "opusfilter": ["opusfilter>=3.3"],  # `prepare --filters opusfilter`
         "moses": ["sacremoses>=0.1.1"],  # text that Moses' rules tokenised, and launch/data/
         "bert": ["transformers>=5,<6"],  # pretrained encoders, and exports for Hugging Face
         "langid": ["py3langid>=0.4"],  # `prepare --filters language`; its model is in the package

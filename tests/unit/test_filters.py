@@ -3,13 +3,19 @@
 import json
 import math
 import re
+import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import compress
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
+from deepspeed_nmt.data import filters
 from deepspeed_nmt.data.clean import (
     UNICODE_RULES,
     CleaningConfig,
@@ -79,6 +85,7 @@ CASES: dict[str, list[tuple[str, str, str, str]]] = {
         ("0.9/Latin/Han+Hiragana+Katakana", "word", "これはペンabc", "これはペンです。123"),
     ],
     "score": [],  # judges no text; below
+    "opusfilter": [],  # needs a file; below
     "near_duplicates": [],  # compares pairs
     "language": [],  # below
 }
@@ -128,6 +135,97 @@ def test_scores_across_batches() -> None:
         stream.keep(pairs)
     with pytest.raises(ValueError, match="argument 2 is shorter"):
         stream.keep(pairs, [1.0])
+
+
+OPUS = """
+- LengthFilter: {unit: word, min_length: 1, max_length: 9}
+- SimilarityFilter: {threshold: 0.6}
+- NonZeroNumeralsFilter: {threshold: 0.9}
+- HtmlTagFilter: {}
+"""
+_PAIRS = [
+    ("a b", "c d"),
+    ("a dog", "a dok"),
+    ("in 1989", "1988"),
+    ("a <b>", "c"),
+    ("a " * 10, "b"),
+    ("one 7", "7 xyz"),
+]
+
+
+class _Pipeline:
+    """The part of OpusFilter's `FilterPipeline` that is called."""
+
+    def __init__(self, config: list[dict[str, Any]]) -> None:
+        self.filters = [self] * len(config)
+        self.most = config[0]["LengthFilter"]["max_length"]
+
+    from_config = classmethod(lambda cls, config: cls(config))
+
+    def score(self, pairs: list[tuple[str, str]]) -> Iterator[list[int]]:
+        (pair,) = pairs
+        yield [len(side.split()) for side in pair]
+
+    def accept(self, score: list[int]) -> bool:
+        return max(score) <= self.most
+
+
+def test_opusfilter_judges_each_pair_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (path := tmp_path / "opus.yaml").write_text(f"filters: {json.dumps(yaml.safe_load(OPUS))}")
+    monkeypatch.setitem(sys.modules, "opusfilter", None)
+    monkeypatch.setitem(sys.modules, "opusfilter.pipeline", None)
+    with pytest.raises(ConfigError, match=r"opusfilter is not installed, .*`pip install opusfilter`"):
+        PairStream(f"opusfilter={path}", EN_DE)
+    monkeypatch.setitem(sys.modules, "opusfilter", ModuleType("opusfilter"))
+    monkeypatch.setitem(sys.modules, "opusfilter.pipeline", SimpleNamespace(FilterPipeline=_Pipeline))
+    (entry,) = read_filters(f"opusfilter={path}").values()
+    assert read_filters({"opusfilter": entry.model_dump(mode="json")}) == {"opusfilter": entry}, "as recorded"
+    assert entry.describe().startswith("OpusFilter's LengthFilter, SimilarityFilter, ")
+    stream = PairStream(f"opusfilter={path}", EN_DE)
+    assert stream.keep(_PAIRS).tolist() == [True, True, True, True, False, True]
+    filters._opus_filters.cache_clear()
+
+
+def test_opusfilter_decides_as_the_package(tmp_path: Path) -> None:
+    package = pytest.importorskip("opusfilter.pipeline")
+    (path := tmp_path / "opus.yaml").write_text(OPUS)
+    expected = list(package.FilterPipeline.from_config(yaml.safe_load(OPUS)).filter(iter(_PAIRS)))
+    keep = PairStream(f"opusfilter={path}", EN_DE).keep(_PAIRS)
+    assert list(compress(_PAIRS, keep)) == expected == [_PAIRS[0], _PAIRS[5]]
+    path.write_text("- NoFilter: {}")
+    with pytest.raises(ConfigError, match=r"OpusFilter refuses .*NoFilter"):
+        PairStream(f"opusfilter={path}", EN_DE)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "- WordAlignFilter: {model: 3}",
+            "the filter opusfilter: WordAlignFilter judges pairs together, .*; leave it",
+        ),
+        ("- HtmlTagFilter: {}\n- SentenceEmbeddingFilter: {}", "SentenceEmbeddingFilter judges pairs together"),
+        ("- LengthFilter: {max_length: .inf}", "value that JSON has not"),
+        ("- LengthFilter", "no list of OpusFilter's filters"),
+        ("steps: []", "no list of OpusFilter's filters"),
+        ("a: b: c", "cannot be read"),
+    ],
+)
+def test_files_of_opusfilter_that_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    (path := tmp_path / "opus.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message) as error:
+        read_filters(f"opusfilter={path}")
+    assert len(error.value.problems) == 1 and "\n" not in str(error.value)
+
+
+def test_models_of_opusfilter_are_recorded(tmp_path: Path) -> None:
+    (model := tmp_path / "en.arpa").write_bytes(b"model")
+    (path := tmp_path / "opus.yaml").write_text(f"- CrossEntropyFilter: {{lm_params: [{{filename: {model}}}]}}")
+    before = read_filters(f"opusfilter={path}")
+    model.write_bytes(b"other")
+    assert read_filters(f"opusfilter={path}") != before
+    with pytest.raises(ConfigError, match="no list of OpusFilter's filters"):
+        read_filters("opusfilter")
 
 
 def test_near_duplicates_across_batches() -> None:
