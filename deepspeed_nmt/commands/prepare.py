@@ -7,7 +7,7 @@ Training pairs are removed if a side is empty, not UTF-8, too long, or much long
 duplicates, and for further reasons with --filters; removals are counted by reason, with examples. Validation and test
 text is copied as it is. By default raw text gets a joint SentencePiece BPE vocabulary. Text that is already segmented
 with `@@ ` marks (--segmented) has its own tokens as vocabulary. An option with several files reads them one after
-another. Text may be compressed by gzip, xz or zstd.
+another. Text may be compressed by gzip, xz or zstd, and a file of it may be a URL, such as s3://BUCKET/train.en.gz.
 """
 
 from __future__ import annotations

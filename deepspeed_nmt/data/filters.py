@@ -534,8 +534,8 @@ def _opus_filters(filters: str) -> tuple[Any, ...]:
             next(entry.score([("a", "a")]))  # some import their package, which may be missing, only then
     except Exception as error:  # the filters' errors have no common class
         raise ConfigError(
-            f"OpusFilter refuses the filters of opusfilter ({type(error).__name__}: {error}); correct the file, or install what "
-            "it needs"
+            f"OpusFilter refuses the filters of opusfilter ({type(error).__name__}: {error}); correct the file, or "
+            "install what it needs"
         ) from error
     return built
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from deepspeed_nmt.data.data_directory import Meta
@@ -61,6 +62,9 @@ def test_the_same_command_submits_what_is_not_done_and_reports_at_the_end(
 ) -> None:
     from deepspeed_nmt.data import cluster
 
+    content = texts["train_source"][0].read_bytes()
+    fsspec.filesystem("memory").pipe("/bucket/train", content)
+    texts["train_source"] = ("memory://bucket/train",)
     expected = prepare_with(texts, out=tmp_path / "local", executor="local", tasks=None)
     out, directory = texts["out"], tmp_path / ".data.tasks"
     made = _submit(texts, array=2, partition="cpu")
@@ -73,6 +77,7 @@ def test_the_same_command_submits_what_is_not_done_and_reports_at_the_end(
     for task in (0, 2):
         cluster.run(directory, "index", None, 0, 1)
         cluster.run(directory, "clean", None, task, 3)
+        fsspec.filesystem("memory").pipe("/bucket/train", b"what its copy is not")
     (log := cluster._log(cluster._open(directory), "clean", 1)).parent.mkdir(parents=True)
     log.write_text("... | ERROR | ...\nDataError: the first line\n")
     (slurm / "queue").write_text("PENDING\nRUNNING\nPENDING\n")
@@ -99,6 +104,7 @@ def test_the_same_command_submits_what_is_not_done_and_reports_at_the_end(
         for task in range(count):
             cluster.run(directory, stage, None, task, count)
     cluster.run(directory, "join", None, 0, 1)  # twice
+    fsspec.filesystem("memory").pipe("/bucket/train", content)
     assert _submit(texts) == expected and cluster.status(out) == f"all tasks are done: data directory  {out}"
     for path in (tmp_path / "local").iterdir():
         assert (out / path.name).read_bytes() == path.read_bytes(), path.name
