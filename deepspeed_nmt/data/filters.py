@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import os
 import re
 import unicodedata
 from abc import abstractmethod
@@ -454,10 +455,10 @@ class OpusFilter(Filter):
     models that the list names.
     """
 
-    filters: tuple[dict[str, Any], ...] = ()
+    filters: tuple[dict[str, Any], ...]
     files: dict[str, str] = Field(default_factory=dict)
     _TOGETHER: ClassVar[tuple[str, ...]] = ("WordAlignFilter", "SentenceEmbeddingFilter")
-    """Those whose scores depend on the other pairs of a batch."""
+    """Those that judge the pairs of a batch together."""
 
     @classmethod
     @override
@@ -467,7 +468,7 @@ class OpusFilter(Filter):
         except (OSError, yaml.YAMLError) as error:
             raise ValueError(f"{value} cannot be read ({' '.join(str(error).split())}); check the file") from error
         filters = content.get("filters") if isinstance(content, dict) else content
-        texts = {text for text in _texts(filters) if Path(text).is_file()}
+        texts = {text for text in _texts(filters) if os.path.isfile(text)}  # noqa: PTH113  (of a long text, Path fails)
         return {"filters": filters, "files": {text: sha256_of(Path(text)) for text in sorted(texts)}}
 
     @model_validator(mode="before")

@@ -220,7 +220,10 @@ def test_files_of_opusfilter_that_are_refused(text: str, message: str, tmp_path:
 
 def test_models_of_opusfilter_are_recorded(tmp_path: Path) -> None:
     (model := tmp_path / "en.arpa").write_bytes(b"model")
-    (path := tmp_path / "opus.yaml").write_text(f"- CrossEntropyFilter: {{lm_params: [{{filename: {model}}}]}}")
+    text = (
+        f"- CrossEntropyFilter: {{lm_params: [{{filename: {model}}}]}}\n- RegExpFilter: {{regexps: [{'a' * 9000}]}}"
+    )
+    (path := tmp_path / "opus.yaml").write_text(text)
     before = read_filters(f"opusfilter={path}")
     model.write_bytes(b"other")
     assert read_filters(f"opusfilter={path}") != before
