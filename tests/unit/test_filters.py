@@ -157,7 +157,7 @@ class _Pipeline:
     """The part of OpusFilter's `FilterPipeline` that is called."""
 
     def __init__(self, config: list[dict[str, Any]]) -> None:
-        self.filters = [self] * len(config)
+        self.filters = [self, SimpleNamespace(score=self.score, accept=lambda score: True)]
         self.most = config[0]["LengthFilter"]["max_length"]
 
     from_config = classmethod(lambda cls, config: cls(config))
