@@ -13,7 +13,7 @@ optimisation, but for the last:
     foreach Adam      foreach instead of fused AdamW
     torch's dropout   one random number for each element
     all logits        projection, softmax and loss as separate operations on all tokens
-    BLAS              products by torch's BLAS, where oneDNN is the choice
+    BLAS, oneDNN      products by torch's BLAS, or by oneDNN; one of them is the choice
     bf16              16-bit weights with fp32 masters, which only CPUs that multiply bf16 in hardware gain from
 """
 
@@ -193,6 +193,7 @@ def run(arguments: argparse.Namespace) -> Results:
         "torch's dropout": (our_step(), torch_dropout),
         "all logits": (our_step(), all_logits),
         "BLAS": (our_step(kernels="linear=torch"), nullcontext),
+        "oneDNN": (our_step(kernels="linear=onednn"), nullcontext),
         "bf16": (our_step(precision="bf16"), nullcontext),
     }
     made = list(batches(arguments.rounds + 1))

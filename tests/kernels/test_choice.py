@@ -135,22 +135,24 @@ def test_a_cpu_and_fp64_get_torch(machine: Machine, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("vendor", "mkl", "dtype", "backend"),
+    ("vendor", "widest", "mkl", "backend"),
     [
-        ("AuthenticAMD", True, torch.float32, "onednn"),
-        ("AuthenticAMD", False, torch.float32, "torch"),
-        ("GenuineIntel", True, torch.float32, "torch"),
+        ("AuthenticAMD", "AVX512", True, "onednn"),
+        ("AuthenticAMD", "AVX2", True, "torch"),
+        ("AuthenticAMD", "AVX512", False, "torch"),
+        ("GenuineIntel", "AVX512", True, "torch"),
     ],
 )
 def test_the_library_for_products_follows_from_facts_about_the_cpu_and_the_build(
-    monkeypatch: pytest.MonkeyPatch, vendor: str, mkl: bool, dtype: torch.dtype, backend: str
+    monkeypatch: pytest.MonkeyPatch, vendor: str, widest: str, mkl: bool, backend: str
 ) -> None:
     monkeypatch.setattr(choice, "cpu_vendor", lambda: vendor)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: widest)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    assert chosen(device=CPU, dtype=dtype)["linear"] == backend
+    assert chosen(device=CPU, dtype=torch.float32)["linear"] == backend
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert chosen(device=CPU, dtype=dtype)["linear"] == "torch"
+    assert chosen(device=CPU, dtype=torch.float32)["linear"] == "torch"
     with pytest.raises(ConfigError, match=r"oneDNN.*linear=onednn"):
         chosen(Kernels("linear=onednn"), CPU)
 
