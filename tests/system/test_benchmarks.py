@@ -44,6 +44,7 @@ ELSEWHERE = {"kills": "tests/system/test_kills.py"}
 LONG = {
     "planted": "runs the unit tests again and again",
     "poisson": "runs a job of `kills` for minutes",
+    "peers": "trains by command for minutes, other programs too",
     "restart": "needs an older commit",
 }
 """Benchmarks that only start, see tests/docs/test_results.py, like the experiments, which train for hours."""
