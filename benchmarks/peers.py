@@ -37,9 +37,16 @@ from records import Results, Table  # noqa: E402
 
 TOKENS, DROPOUT, SMOOTHING, RATE = 2048, 0.1, 0.1, 1e-3
 PACKAGES = {
-    "fairseq": ("cython", "bitarray", "antlr4-python3-runtime==4.8", "omegaconf==2.0.6", "hydra-core==1.0.7"),
-    "opennmt": ("OpenNMT-py==3.5.1", "configargparse", "pyonmttok", "waitress", "rapidfuzz", "pyahocorasick", "six"),
+    "fairseq": (
+        *("cython", "cffi", "pycparser", "bitarray", "antlr4-python3-runtime==4.8", "omegaconf==2.0.6"),
+        *("hydra-core==1.0.7", "scikit-learn", "scipy", "joblib", "threadpoolctl", "soundfile"),
+    ),
+    "opennmt": (
+        *("OpenNMT-py==3.5.1", "configargparse", "pyonmttok", "rapidfuzz", "pyahocorasick", "six", "fasttext-wheel"),
+        *("pybind11", "flask", "waitress"),
+    ),
 }
+"""Packages without what they depend on, such as another torch."""
 FORMATS = {
     "program": "{}",
     "target tokens a CPU second": "{:,.0f}",
@@ -48,11 +55,13 @@ FORMATS = {
     "peak MiB": "{:,.0f}",
 }
 HASHABLE = """
-import dataclasses, functools
-_dataclass = dataclasses.dataclass
-@functools.wraps(_dataclass)
-def dataclass(cls=None, /, *, unsafe_hash=True, **options):
-    return _dataclass(cls, unsafe_hash=unsafe_hash and not options.get("frozen"), **options)
+import dataclasses
+made = dataclasses.dataclass
+def dataclass(cls=None, /, **options):
+    def wrap(cls):
+        old = cls.__module__.partition(".")[0] in ("fairseq", "hydra")
+        return made(cls, **{**options, **({"unsafe_hash": True} if old else {})})
+    return wrap if cls is None else wrap(cls)
 dataclasses.dataclass = dataclass
 """
 """Python 3.11 refuses defaults of fields that have no hash, which fairseq and its Hydra have."""
@@ -70,6 +79,8 @@ def make(directory: Path, fairseq: str = "git+https://github.com/facebookresearc
         subprocess.run([*pip, "pip<24.1", "setuptools<70", "wheel"], check=True)  # which read old metadata
         for each in (*packages, *([fairseq] if name == "fairseq" else [])):
             subprocess.run([*pip, "--no-build-isolation", each], check=True)
+        if name == "opennmt":
+            subprocess.run([*pip[:-1], "spacy"], check=True)
 
 
 def write_pieces(text: Path, out: Path, vocabulary: int) -> None:
