@@ -114,8 +114,8 @@ def preferred_on_gpu(operation: str, capability: Capability, dtype: torch.dtype)
 def preferred_on_cpu(operation: str, dtype: torch.dtype) -> str:
     """Return the backend to prefer on this CPU.
 
-    oneDNN multiplies fp32 up to twice as fast as MKL on CPUs of AMD with AVX-512, which MKL does not use there, and no
-    faster on others; it multiplies bf16 faster wherever the CPU has instructions for it.
+    oneDNN multiplies fp32 up to twice as fast as MKL on CPUs of AMD with AVX-512, which MKL does not use there, and
+    no faster on others; it multiplies bf16 faster wherever the CPU has instructions for it.
     """
     if operation != "linear" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return "torch"
