@@ -54,20 +54,24 @@ def projected_cross_entropy_ref(
     divergence_weight: float = 0.0,
     row_weights_N: Tensor | None = None,
     bias: Tensor | None = None,
+    taught: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `projected_cross_entropy` from all logits at once, with torch's own functions."""
     logits = [F.linear(x, weight_VD, bias) for x in states]
     logits = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in logits]
+    learning = logits
+    if taught is not None:
+        learning, logits = logits[:1], [logits[0], logits[1].detach()]
     options = {"ignore_index": ignore_index, "reduction": "none"}
     loss_N, nll_N = (
-        torch.stack([F.cross_entropy(x, targets_N, label_smoothing=e, **options) for x in logits]).mean(0)  # type: ignore[arg-type]
+        torch.stack([F.cross_entropy(x, targets_N, label_smoothing=e, **options) for x in learning]).mean(0)  # type: ignore[arg-type]
         for e in (smoothing, 0.0)
     )
     divergence_N = torch.zeros_like(nll_N)
     if len(logits) == 2:
         p, q = (torch.log_softmax(x, dim=1) for x in logits)
         there, back = (F.kl_div(b, a, log_target=True, reduction="none").sum(1) for a, b in ((p, q), (q, p)))
-        divergence_N = torch.where(targets_N == ignore_index, 0.0, (there + back) / 2)
+        divergence_N = torch.where(targets_N == ignore_index, 0.0, back if taught == "kl" else (there + back) / 2)
     if row_weights_N is not None:
         loss_N, divergence_N = loss_N * row_weights_N, divergence_N * row_weights_N
     return loss_N.sum() + divergence_weight * divergence_N.sum(), nll_N, divergence_N.sum()

@@ -34,8 +34,8 @@ from deepspeed_nmt.core.model import TOP, TranslationModel, exit_name
 from deepspeed_nmt.nn.layers import AttentionRecord, Draw
 
 States = Sequence[Mapping[str, Tensor]]
-"""Decoder states, (B,T,D), of each pass by the exit's name, the top one also as TOP; and further outputs, such as
-the attention weights, (B,T,S), of :meth:`Passes.request_attention`."""
+"""Decoder states, (B,T,D), of each pass by the exit's name, those of the deepest requested exit also as TOP; and
+further outputs, such as the attention weights, (B,T,S), of :meth:`Passes.request_attention`."""
 
 
 class Passes:
@@ -73,7 +73,7 @@ class Passes:
     def request_attention(self, layer: int) -> str:
         """Request the weights of a decoder layer's cross-attention in all passes; return their name among the states.
 
-        They are the mean of the heads, before dropout, at the exit of all encoder layers, and have a gradient. In
+        They are the mean of the heads, before dropout, at the deepest encoder exit, and have a gradient. In
         either layout each sentence is a row, as in :attr:`Batch.target_mask` and :meth:`Batch.source_rows`; what
         padding attends to is arbitrary. Shape of each pass: fp32 (B,T,S)
 
@@ -87,11 +87,12 @@ class Passes:
         return f"attention/{layer}"
 
     def run(self) -> list[dict[str, Tensor]]:
-        """Compute the decoder states of each pass, (B,T,D), by the exit's name; those of the top exit also as TOP."""
+        """Compute the decoder states of each pass, (B,T,D), by the exit's name; the deepest exit's also as TOP."""
         batch, model = self.batch, self.model
         sources, passes, encoders = len(self._sources_BS), len(self._source_of_pass), len(self.encoder_exits)
-        top = exit_name(*model.stages)
-        if passes == len(self.decoder_exits) == encoders == 1 and not self._attentions:
+        deepest = max(self.encoder_exits), max(self.decoder_exits)
+        top = exit_name(*deepest)
+        if passes == len(self.decoder_exits) == encoders == 1 and deepest == model.stages and not self._attentions:
             states_once = model.single_pass(batch)
             return [{**states_once, top: states_once[TOP]}]
         rows = batch.source_BS.shape[0]
@@ -118,7 +119,7 @@ class Passes:
                 states_of_pass[number % passes][exit_name(encoder_exit, decoder_exit)] = block_BTD
         for by_exit in states_of_pass:
             by_exit[TOP] = by_exit[top]
-        first = self.encoder_exits.index(model.stages[0]) * passes
+        first = self.encoder_exits.index(deepest[0]) * passes
         for name, layer in self._attentions.items():
             assert memory.record is not None
             weights_of_block = memory.record.weights[layer].chunk(len(blocks))

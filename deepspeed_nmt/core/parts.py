@@ -38,11 +38,19 @@ class PartConfig(Config):
 
 
 class Stages(NamedTuple):
-    """Stages that an objective can train as exits: the setting with their number, that, and layers of the first."""
+    """Stages that an objective can train as exits.
+
+    Attributes:
+        setting: name of the setting with their number.
+        total: their number.
+        layers: number of layers of the first.
+        shared: True if each stage applies all layers of the stack, as a loop does.
+    """
 
     setting: str
     total: int
     layers: int
+    shared: bool = False
 
 
 class DataVocabulary(Protocol):
@@ -204,10 +212,12 @@ class RegularizerConfig(PartConfig):
 
     Attributes:
         reads_links: True if it needs data with word alignments.
+        pairs: True if it requests a paired pass, with which the likelihood compares the first.
     """
 
     weight: float
     reads_links: ClassVar[bool] = False
+    pairs: ClassVar[bool] = False
 
 
 class SearchConfig(PartConfig):

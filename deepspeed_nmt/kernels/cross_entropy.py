@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
-from deepspeed_nmt.kernels.torch_ops import ChunkResult, ChunkRows, VocabularySlice
+from deepspeed_nmt.kernels.torch_ops import ChunkResult, ChunkRows, Taught, VocabularySlice
 
 _CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 2**30}
 """Bytes of logits in fp32 held at once: what fits a CPU's last-level cache; a bound on a GPU's memory."""
@@ -48,12 +48,14 @@ def projected_cross_entropy(
     vocabulary: VocabularySlice | None = None,
     bias: Tensor | None = None,
     kernels: Kernels = DEFAULT,
+    taught: Taught | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the label-smoothed cross-entropy of p = softmax(states weight^T + bias) without holding all logits.
 
     With e = ``smoothing``, the loss of a row is (1 - e) (-log p_target) + e/V sum_v (-log p_v). Of two predictions
     p, q of the same targets it is the mean, and the divergence 1/2 [KL(p || q) + KL(q || p)], summed over rows and
-    times ``divergence_weight``, is added to the sum. Rows whose target is ``ignore_index`` do not count.
+    times ``divergence_weight``, is added to the sum. Rows whose target is ``ignore_index`` do not count. If p is
+    ``taught`` by q, the loss is that of p alone, the divergence is as ``taught`` says, and q is a constant.
 
     Rows are taken in chunks. The gradient of a chunk is computed while its logits are held, so the backward pass only
     scales it. On a GPU the output matrix gets rows of zeros up to :func:`padded_width` for that time; their logits
@@ -65,15 +67,16 @@ def projected_cross_entropy(
         row_weights_N: factors on each row's loss and divergence.
         vocabulary: the slice of the vocabulary whose rows ``weight_VD`` and ``bias`` are. Ranks then exchange a few
             numbers for each row, and the gradient of the states; results are those of the whole vocabulary.
+        taught: divergence of the first prediction from the second, if that only teaches it.
 
     Returns:
-        The loss summed over rows, each row's negative log-likelihood (the mean of two predictions), and the
+        The loss summed over rows, each row's negative log-likelihood (the mean of those that learn), and the
         divergence summed over rows, 0 for one prediction; in fp32 or wider. Only the loss carries a gradient.
 
     Shape: one or two (N,D), (V,D), (N,), bias (V,) -> scalar, (N,), scalar
     """
     assert len(states) in (1, 2)
-    options = (targets_N, smoothing, ignore_index, divergence_weight, row_weights_N, vocabulary, kernels)
+    options = (targets_N, smoothing, ignore_index, divergence_weight, row_weights_N, vocabulary, kernels, taught)
     if not torch.is_grad_enabled():
         return _in_chunks(states, weight_VD, bias, False, *options)[0]
     return _ProjectedCrossEntropy.apply(weight_VD, bias, options, *states)  # type: ignore[no-any-return,no-untyped-call]
@@ -94,6 +97,7 @@ def _in_chunks(
     row_weights_N: Tensor | None,
     vocabulary: VocabularySlice | None,
     kernels: Kernels,
+    taught: Taught | None,
 ) -> tuple[_Sums, list[Tensor | None]]:
     """Compute the three results and, if requested, the gradients of the first by the matrix, the bias and the states.
 
@@ -105,7 +109,7 @@ def _in_chunks(
     accumulate = torch.promote_types(states[0].dtype, torch.float32)
     loss, divergence = (torch.zeros((), dtype=accumulate, device=weight_VD.device) for _ in range(2))
     nll_N = torch.zeros(rows, dtype=accumulate, device=weight_VD.device)
-    d_states = [torch.empty_like(x) for x in states] if with_gradient else []
+    d_states = [torch.empty_like(x) for x in (states if taught is None else states[:1])] if with_gradient else []
     padding = padded_width(held, weight_VD, kernels) - held
     matrix_VD = F.pad(weight_VD, (0, 0, 0, padding)) if padding else weight_VD
     shift_V = F.pad(bias_V, (0, padding)) if padding and bias_V is not None else bias_V
@@ -124,7 +128,7 @@ def _in_chunks(
         local = targets - start_token
         here = counted & (local >= 0) & (local < held)
         index = torch.where(here, local, 0)
-        part = ChunkRows(index, here, weights, smoothing, size, divergence_weight, vocabulary)
+        part = ChunkRows(index, here, weights, smoothing, size, divergence_weight, vocabulary, taught)
         padded = [kernels.linear(x, matrix_VD, shift_V) for x in chunks]
         logits = [z[:, :held] for z in padded] if padding else padded
         result: ChunkResult = kernels.implementation("cross_entropy", logits[0])(logits, part, with_gradient)
@@ -132,7 +136,7 @@ def _in_chunks(
         loss += torch.where(counted, result.loss_N * weights, 0.0).sum()
         if result.divergence_N is not None:
             divergence += torch.where(counted, result.divergence_N * weights, 0.0).sum()
-        for number, (x, d_logits) in enumerate(zip(chunks, result.gradients)):  # noqa: B905  # empty without gradients
+        for number, (x, d_logits) in enumerate(zip(chunks, result.gradients)):  # noqa: B905  # fewer without gradients
             if d_bias is not None:
                 d_bias += d_logits.sum(0, dtype=accumulate)
             if padding:  # the kernels that write in place set the padding to zero
@@ -164,4 +168,5 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         # Scaled in fp32 and then rounded, because fp16's loss scale brings them into its range.
         scale = gradients[0].reshape(1)  # a scalar would be rounded to the dtype of what it scales
         d_output = [None if x is None else (x * scale).to(ctx.dtype) for x in (d_weight, d_bias)]
-        return *d_output, None, *((x * scale).to(x.dtype) for x in d_states)
+        constant = [None] * (len(ctx.needs_input_grad) - 3 - len(d_states))
+        return *d_output, None, *((x * scale).to(x.dtype) for x in d_states), *constant

@@ -9,11 +9,14 @@ vocabulary that are held.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Taught = Literal["kl", "symmetric"]
+"""Divergence of a prediction p from the q that teaches it: KL(q || p), or 1/2 [KL(p || q) + KL(q || p)]."""
 
 
 class VocabularySlice(Protocol):
@@ -45,6 +48,8 @@ class ChunkRows(NamedTuple):
         size: tokens of the whole vocabulary.
         divergence_weight: factor on the divergence in the gradient, for two predictions.
         vocabulary: the slice that is held, or None for all of it.
+        taught: divergence of the first of two predictions from the second, which is a constant without a loss of its
+            own; None if both are alike.
     """
 
     index_N: Tensor
@@ -54,13 +59,14 @@ class ChunkRows(NamedTuple):
     size: int
     divergence_weight: float
     vocabulary: VocabularySlice | None
+    taught: Taught | None = None
 
 
 class ChunkResult(NamedTuple):
-    """Label-smoothed losses, negative log-likelihoods (means over predictions) and symmetric KL, all without weights.
+    """Label-smoothed losses, negative log-likelihoods (means over predictions) and divergences, all without weights.
 
     ``gradients`` are those of the weighted sum of losses and divergences with respect to each prediction's logits
-    (N,V), in their dtype and possibly their memory; empty unless requested.
+    (N,V), in their dtype and possibly their memory; empty unless requested. What teaches counts for no prediction.
     """
 
     loss_N: Tensor
@@ -209,7 +215,8 @@ def cross_entropy(logits: list[Tensor], rows: ChunkRows, with_gradient: bool) ->
     Shape: one or two (N,V) -> (N,) each, gradients (N,V)
     """
     accumulate = torch.promote_types(logits[0].dtype, torch.float32)
-    share = 1.0 / len(logits)
+    learning = len(logits) if rows.taught is None else 1
+    share = 1.0 / learning
     log_ps, losses, nlls = [], [], []
     for z in logits:
         log_p, nll_N, total_N = _log_softmax(z.to(accumulate), rows)
@@ -221,7 +228,7 @@ def cross_entropy(logits: list[Tensor], rows: ChunkRows, with_gradient: bool) ->
     if len(logits) == 2:
         divergence_N, pulls = _divergence(log_ps[0], log_ps[1], rows, with_gradient)
     gradients = []
-    for number, (z, log_p) in enumerate(zip(logits, log_ps, strict=True) if with_gradient else ()):
+    for number, (z, log_p) in enumerate(zip(logits[:learning], log_ps, strict=False) if with_gradient else ()):
         # d loss / d logits = p - (1 - e) onehot - e/V, and zero for rows that do not count.
         gradient = log_p.exp_()
         if rows.smoothing > 0.0:
@@ -234,7 +241,7 @@ def cross_entropy(logits: list[Tensor], rows: ChunkRows, with_gradient: bool) ->
             gradient.add_(pulls[number], alpha=rows.divergence_weight)
         gradient *= rows.weights_N.unsqueeze(1)
         gradients.append(gradient.to(z.dtype))
-    return ChunkResult(mean_of(losses), mean_of(nlls), divergence_N, gradients)
+    return ChunkResult(mean_of(losses[:learning]), mean_of(nlls[:learning]), divergence_N, gradients)
 
 
 def smoothed_loss(nll_N: Tensor, total_N: Tensor, rows: ChunkRows) -> Tensor:
@@ -272,6 +279,7 @@ def _divergence(
 ) -> tuple[Tensor, list[Tensor]]:
     """Compute J = 1/2 [KL(p || q) + KL(q || p)] of each row and, if requested, dJ / d logits of p and of q.
 
+    For ``rows.taught="kl"`` J is KL(q || p), and only its gradient by p is computed.
     With r = log p - log q: dKL(p||q)/dz_p = p (r - KL(p||q)), and dKL(q||p)/dz_p = p - q. Shape: -> (N,), two (N,V)
     """
     p, q = log_p_NV.exp(), log_q_NV.exp()
@@ -280,6 +288,8 @@ def _divergence(
     if rows.vocabulary is not None:
         rows.vocabulary.sum(both_2N1)
     forward_N1, backward_N1 = both_2N1
+    if rows.taught == "kl":
+        return backward_N1.squeeze(1), [p - q] if with_gradient else []
     divergence_N = 0.5 * (forward_N1 + backward_N1).squeeze(1)
     if not with_gradient:
         return divergence_N, []

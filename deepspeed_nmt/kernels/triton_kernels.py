@@ -297,9 +297,12 @@ def row_divergences(
 def row_gradients(
     logits_p, logits_q, log_totals_p, log_totals_q, divergences, places, row_weights,
     rows, width, stride, on_target, on_all, pull,
-    PAIR: tl.constexpr, BLOCK: tl.constexpr,
+    PAIR: tl.constexpr, TAUGHT: tl.constexpr, ONE_WAY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Turn logits into the gradients of the loss with respect to them, in place; zeros after the first ``width``."""
+    """Turn logits into the gradients of the loss with respect to them, in place; zeros after the first ``width``.
+
+    If q only teaches, its logits stay, and with ``ONE_WAY`` the divergence is KL(q || p).
+    """
     row = tl.program_id(0)
     place = tl.load(places + row)
     row_weight = tl.load(row_weights + row)
@@ -309,7 +312,7 @@ def row_gradients(
         log_total_q = tl.load(log_totals_q + row)
         there = tl.load(divergences + row)
         back = tl.load(divergences + rows + row)
-        share = 0.5
+        share = 1.0 if TAUGHT else 0.5
     for start in range(0, stride, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside, loaded = column < width, column < stride
@@ -321,7 +324,11 @@ def row_gradients(
         if PAIR:
             log_q = tl.load(logits_q + at, mask=loaded, other=0.0).to(tl.float32) - log_total_q
             q = tl.exp(log_q)
-            d_q = share * (q - constant) + pull * 0.5 * (q * (log_q - log_p - back) + q - p)
-            d_p += pull * 0.5 * (p * (log_p - log_q - there) + p - q)
-            tl.store(logits_q + at, tl.where(inside, d_q * row_weight, 0.0), mask=loaded)
+            if ONE_WAY:
+                d_p += pull * (p - q)
+            else:
+                d_p += pull * 0.5 * (p * (log_p - log_q - there) + p - q)
+            if not TAUGHT:
+                d_q = share * (q - constant) + pull * 0.5 * (q * (log_q - log_p - back) + q - p)
+                tl.store(logits_q + at, tl.where(inside, d_q * row_weight, 0.0), mask=loaded)
         tl.store(logits_p + at, tl.where(inside, d_p * row_weight, 0.0), mask=loaded)

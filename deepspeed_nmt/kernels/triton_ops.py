@@ -98,7 +98,8 @@ def cross_entropy(logits: list[Tensor], rows: ChunkRows, with_gradient: bool) ->
         log_totals.append(log_total_N)
         nlls.append(log_total_N - sums_4N[2])
         losses.append(smoothed_loss(nlls[-1], sums_4N[3] - rows.size * log_total_N, rows))
-    loss_N, nll_N = mean_of(losses), mean_of(nlls)
+    learning = len(logits) if rows.taught is None else 1
+    loss_N, nll_N = mean_of(losses[:learning]), mean_of(nlls[:learning])
     divergence_N = divergences_2N = None
     if len(logits) == 2:
         divergences_2N = torch.empty(2, count, dtype=torch.float32, device=logits[0].device)
@@ -106,16 +107,16 @@ def cross_entropy(logits: list[Tensor], rows: ChunkRows, with_gradient: bool) ->
         _launch(kernels.row_divergences, (count,), *pair, count, held, stride, **launch)
         if rows.vocabulary is not None:
             rows.vocabulary.sum(divergences_2N)
-        divergence_N = divergences_2N.mean(0)
+        divergence_N = divergences_2N[1] if rows.taught == "kl" else divergences_2N.mean(0)
     if not with_gradient:
         return ChunkResult(loss_N, nll_N, divergence_N, [])
     # In place: the logits are not needed any more.
     first, last = logits[0], logits[-1]
     tensors = (first, last, log_totals[0], log_totals[-1], divergences_2N, places, rows.weights_N)
     numbers = (count, held, stride, 1.0 - rows.smoothing, rows.smoothing / rows.size, rows.divergence_weight)
-    pairs = len(logits) == 2
-    _launch(kernels.row_gradients, (count,), *tensors, *numbers, PAIR=pairs, **launch)
-    return ChunkResult(loss_N, nll_N, divergence_N, logits)
+    kind = {"PAIR": len(logits) == 2, "TAUGHT": rows.taught is not None, "ONE_WAY": rows.taught == "kl"}
+    _launch(kernels.row_gradients, (count,), *tensors, *numbers, **kind, **launch)
+    return ChunkResult(loss_N, nll_N, divergence_N, logits[:learning])
 
 
 class _Pointwise(torch.autograd.Function):

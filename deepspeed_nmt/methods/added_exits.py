@@ -138,19 +138,17 @@ class AddedExits(Likelihood):
         weights_N = torch.ones_like(targets_N, dtype=torch.float32)
         if (weights_BT := batch.token_weights) is not None:
             weights_N = weights_N * weights_BT.flatten()
-        consume = partial(projected_cross_entropy, smoothing=self.config.smoothing, ignore_index=self.pad)
-        # Of two predictions it is the mean. So twice that, less the deep one's own, is the exits'.
-        of_both = partial(
-            consume,
+        consume = partial(
+            projected_cross_entropy,
             targets_N=targets_N.repeat(len(exits)),
-            divergence_weight=self.config.teacher / 2.0,
-            row_weights_N=(2.0 / len(exits)) * weights_N.repeat(len(exits)),
+            smoothing=self.config.smoothing,
+            ignore_index=self.pad,
+            divergence_weight=self.config.teacher,
+            row_weights_N=weights_N.repeat(len(exits)) / len(exits),
+            taught="symmetric",
         )
-        of_deep = partial(consume, targets_N=targets_N, row_weights_N=weights_N)
-        loss, nll_N, kl = model.projection([exits_ND, deep_ND.repeat(len(exits), 1)], of_both)
-        deep_loss, deep_nll_N, _ = model.projection([deep_ND], of_deep)
-        nll_N = 2.0 * nll_N.view(len(exits), -1).mean(dim=0) - deep_nll_N
-        return LikelihoodOutput(loss - deep_loss.detach(), nll_N, {"divergence": kl / 2.0})
+        loss, nll_N, kl = model.projection([exits_ND, deep_ND.repeat(len(exits), 1)], consume)
+        return LikelihoodOutput(loss, nll_N.view(len(exits), -1).mean(dim=0), {"divergence": kl})
 
 
 ENTRY = Entry(

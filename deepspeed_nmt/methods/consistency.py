@@ -16,6 +16,7 @@ cross-entropy. R-Drop's authors sum the two NLLs, so their alpha = 5 is lambda =
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -27,6 +28,8 @@ from deepspeed_nmt.registry import Entry
 class ConsistencyConfig(RegularizerConfig):
     """Settings of DDR and R-Drop."""
 
+    pairs: ClassVar[bool] = True
+
     weight: float = Field(
         default=1.0,
         ge=0.0,
@@ -36,7 +39,7 @@ class ConsistencyConfig(RegularizerConfig):
 
     def contradictions(self, parts: Parts) -> Iterator[str]:
         """Refuse DDR together with R-Drop, because there is one paired pass."""
-        names = [name for name, part in parts.active_regularizers().items() if isinstance(part, ConsistencyConfig)]
+        names = [name for name, part in parts.active_regularizers().items() if part.pairs]
         if len(names) > 1 and parts.objective[names[0]] is self:
             yield (
                 f"objective.{names[0]} and objective.{names[1]} both run every pair twice, with one encoding and "

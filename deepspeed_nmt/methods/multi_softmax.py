@@ -23,7 +23,16 @@ probability pi_e (Horvitz, Thompson: "A Generalization of Sampling Without Repla
 
 so that its expectation, and that of its gradient, is the mean, weighted by ``weights`` (w_e), over all exits that can
 be drawn. On a side with N stages, pi is 1 for the last and (A - 1)/(N - 1) for the others.
-``inverse_probability=false`` takes the mean over the drawn exits. In recurrent stacks an exit is a number of loops.
+``inverse_probability=false`` takes the mean over the drawn exits.
+
+In recurrent stacks an exit is a number of loops. There ``full_depth=false`` draws the A stages of a side with equal
+probabilities A/N, so that ``1x1`` trains one random number of loops of each side in an update.
+
+With a weight ``teacher`` (lambda) above 0, the deep exit q teaches the others: an exit p has the loss
+
+    CE_e + lambda KL(q || p),    or with divergence=symmetric    CE_e + lambda/2 [KL(p || q) + KL(q || p)],
+
+in which q is a constant (Phuong, Lampert: "Distillation-Based Training for Multi-Exit Architectures", 2019).
 
 Legend: N rows of the projection, E exits, T target length, D model width.
 """
@@ -37,7 +46,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from deepspeed_nmt import randomness
@@ -47,6 +56,7 @@ from deepspeed_nmt.core.objective import Likelihood, LikelihoodOutput, Passes, S
 from deepspeed_nmt.core.parts import Parts
 from deepspeed_nmt.errors import shown
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
+from deepspeed_nmt.kernels.torch_ops import Taught
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothedConfig
 from deepspeed_nmt.methods.transformer import SMALL
 from deepspeed_nmt.registry import Entry, SelfTest
@@ -63,6 +73,18 @@ class MultiSoftmaxConfig(LabelSmoothedConfig):
         default=True,
         description="true: divide the weight of a drawn exit by the probability of drawing it, so that the expected "
         "loss is that of exits=all; false: do not",
+    )
+    full_depth: bool = Field(
+        default=True,
+        description="true: full depth is always among the drawn exits; false: it is drawn as often as others, for "
+        "exits that are numbers of loops (model.name=recurrent)",
+    )
+    teacher: float = Field(
+        default=0.0, ge=0.0, le=1e6, description="weight of an exit's divergence from the deep exit beside its loss"
+    )
+    divergence: Taught = Field(
+        default="kl",
+        description="kl: KL(q, p) of the deep exit q, a constant, and an exit p; symmetric: mean of both directions",
     )
 
     @field_validator("exits", mode="before")
@@ -81,6 +103,15 @@ class MultiSoftmaxConfig(LabelSmoothedConfig):
             raise ValueError("is negative for an exit; use 0 or more")
         return value
 
+    @model_validator(mode="after")
+    def _has_a_teacher(self) -> MultiSoftmaxConfig:
+        if self.teacher > 0.0 and not self.full_depth:
+            raise ValueError(
+                f"teacher is {self.teacher:g}, but with full_depth=false the deep exit is not in each update; set "
+                "teacher=0 or full_depth=true"
+            )
+        return self
+
     @property
     def drawn(self) -> tuple[int, int] | None:
         """Numbers of encoder and decoder exits drawn for an update; None if all are used."""
@@ -94,6 +125,8 @@ class MultiSoftmaxConfig(LabelSmoothedConfig):
     def probability(self, encoder: int, decoder: int, stages: tuple[int, int]) -> float:
         """Return the probability that an update includes an exit (pi_e)."""
         sides = zip((encoder, decoder), stages, self.drawn or stages, strict=True)
+        if not self.full_depth:
+            return math.prod(count / top for _, top, count in sides)
         return math.prod(1.0 if stage == top else (count - 1) / (top - 1) for stage, top, count in sides)
 
     def trains_exit(self, encoder: int, decoder: int, stages: tuple[int, int]) -> bool:
@@ -126,6 +159,17 @@ class MultiSoftmaxConfig(LabelSmoothedConfig):
                     f"objective.multi_softmax.exits draws {count} exits, but model.{side.setting} is {side.total}; "
                     "lower it"
                 )
+        if not (self.full_depth or encoder.shared):
+            yield (
+                f"objective.multi_softmax.full_depth=false leaves layers of model.name={parts.model.name} out of an "
+                "update; use full_depth=true, or model.name=recurrent"
+            )
+        for name, part in parts.active_regularizers().items():
+            if self.teacher > 0.0 and part.pairs:
+                yield (
+                    f"objective.multi_softmax.teacher and objective.{name} both compare each prediction with another "
+                    "one; set teacher to 0 or the other to null"
+                )
         every = [(n, m) for n in range(1, encoder.total + 1) for m in range(1, decoder.total + 1)]
         if unknown := sorted(set(self.weights) - {exit_name(n, m) for n, m in every}):
             yield f"objective.multi_softmax.weights names {', '.join(unknown)}; use exits n-m up to {top}"
@@ -153,19 +197,25 @@ class MultiSoftmax(Likelihood):
         update, stages = passes.batch.update, passes.model.stages
         counts = self.config.drawn or stages
         passes.encoder_exits, passes.decoder_exits = (
-            _draw(total, count, update.seed, randomness.Purpose.EXITS, update.number, side)
+            # Update 0, which is never trained, is the largest.
+            _draw(
+                total,
+                count,
+                self.config.full_depth or update.number == 0,
+                *(update.seed, randomness.Purpose.EXITS, update.number, side),
+            )
             for side, (total, count) in enumerate(zip(stages, counts, strict=True))
         )
 
     def __call__(self, model: TranslationModel, passes: States, batch: Batch, divergence: float) -> LikelihoodOutput:
         """Compute the weighted sum of the losses of the drawn exits; see :class:`Likelihood`.
 
-        The reported NLL is that of the top exit. The metric "mean_exit_nll" is the mean over the drawn exits.
+        The reported NLL is that of the deepest drawn exit, the metric "mean_exit_nll" the mean over the drawn exits.
         """
-        names = [name for name in passes[0] if name != TOP]
+        names = [name for name in passes[0] if name[0].isdecimal()]
         # Validation uses the top exit only, with weight 1 even if its weight in training is 0.
         shares = [1.0]
-        if len(names) > 1:
+        if model.training:
             stages = [name.split("-") for name in names]
             shares = self.config.shares([(int(n), int(m)) for n, m in stages], model.stages).tolist()
         targets_N = batch.target_output_BT.flatten()
@@ -182,19 +232,21 @@ class MultiSoftmax(Likelihood):
             row_weights_N=row_weights_N,
         )
         states_ND = [torch.cat([states[name].flatten(0, 1) for name in names]) for states in passes]
+        if self.config.teacher > 0.0 and len(names) > 1:
+            states_ND.append(passes[0][TOP].flatten(0, 1).repeat(len(names), 1))  # it differs from itself by 0
+            consume = partial(consume, divergence_weight=self.config.teacher, taught=self.config.divergence)
         loss, nll_N, kl = model.projection(states_ND, consume)
         nll_EN = nll_N.view(len(names), -1)
-        metrics = {"divergence": kl} if len(passes) > 1 else {}
+        metrics = {"divergence": kl} if len(states_ND) > 1 else {}
         if len(names) > 1:
             metrics["mean_exit_nll"] = nll_EN.sum(dim=1).mean()
-        top = names.index(f"{model.stages[0]}-{model.stages[1]}")
-        return LikelihoodOutput(loss, nll_EN[top], metrics)
+        return LikelihoodOutput(loss, nll_EN[-1], metrics)
 
 
-def _draw(total: int, count: int, *parts: int) -> list[int]:
-    """Draw ``count`` of the stages 1..total, ascending, always including the last."""
-    others = randomness.permutation(total - 1, *parts)[: count - 1]
-    return sorted([*(int(stage) + 1 for stage in others), total])
+def _draw(total: int, count: int, with_last: bool, *parts: int) -> list[int]:
+    """Draw ``count`` of the stages 1..total, ascending, as a function of ``parts``; ``with_last`` one is the last."""
+    others = randomness.permutation(total - with_last, *parts)[: count - with_last]
+    return sorted([*(int(stage) + 1 for stage in others), *([total] if with_last else [])])
 
 
 ENTRY = Entry(
@@ -211,7 +263,7 @@ ENTRY = Entry(
                 "encoder_loops": 3,
                 "decoder_loops": 2,
             },
-            "objective": {"multi_softmax": {"exits": "2x2"}},
+            "objective": {"multi_softmax": {"exits": "2x2", "teacher": 0.5}},
         },
     ),
 )

@@ -14,6 +14,9 @@ of application t is
 T times in all. The last layer of a loop is not repeated at the start of the next one, where x is added to the state.
 With N = 4 and T = 2 there are seven applications.
 
+With ``repeat_input=false`` x is not added again, B_t = block(B_{t-1}), as in Dehghani, Gouws, Vinyals, Uszkoreit,
+Kaiser: "Universal Transformers", 2018. Such a stack is an ordinary one whose layers repeat.
+
 Encoder and decoder have a T each; T = 1 is an ordinary stack. Parameters exist once. In decoding each application has
 a cache of its own for the target; the source's keys and values are equal in all applications of a layer, and are
 projected and kept once. An exit is a number of loops. DeepNorm's constants count applications.
@@ -30,10 +33,10 @@ from pydantic import Field, model_validator
 from deepspeed_nmt.core.parts import MAX_LAYERS, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods.stabilisers import PLAIN
-from deepspeed_nmt.methods.transformer import Transformer, TransformerShape, build_transformer
+from deepspeed_nmt.methods.transformer import SMALL, Transformer, TransformerShape, build_transformer
 from deepspeed_nmt.nn.layers import MakeDecoderLayer, make_decoder_layer
 from deepspeed_nmt.nn.stack import LayerOrder
-from deepspeed_nmt.registry import Entry
+from deepspeed_nmt.registry import Entry, SelfTest
 
 Sharing = Literal["stacked", "closed_chain"]
 
@@ -51,6 +54,11 @@ class RecurrentConfig(TransformerShape):
     )
     decoder_loops: int = Field(
         default=2, ge=1, le=MAX_LAYERS, description="loops over the layers of the decoder (T); 1: no recurrence"
+    )
+    repeat_input: bool = Field(
+        default=True,
+        description="true: add the embedded tokens to the state before each further loop; false: do not, which other "
+        "programs can express (export)",
     )
 
     # A layer that is applied several times has no single number (layernorm_scaling), and no single input (admin).
@@ -81,24 +89,25 @@ class RecurrentConfig(TransformerShape):
     def layer_orders(self) -> tuple[LayerOrder, LayerOrder]:
         """Return the orders in which encoder and decoder apply their layers."""
         return (
-            layer_order(self.sharing, self.encoder_layers, self.encoder_loops),
-            layer_order(self.sharing, self.decoder_layers, self.decoder_loops),
+            layer_order(self.sharing, self.encoder_layers, self.encoder_loops, self.repeat_input),
+            layer_order(self.sharing, self.decoder_layers, self.decoder_loops, self.repeat_input),
         )
 
     def exit_stages(self) -> tuple[Stages, Stages] | None:
         """Return the loops of encoder and decoder as stages."""
         return (
-            Stages("encoder_loops", self.encoder_loops, self.encoder_layers),
-            Stages("decoder_loops", self.decoder_loops, self.decoder_layers),
+            Stages("encoder_loops", self.encoder_loops, self.encoder_layers, shared=True),
+            Stages("decoder_loops", self.decoder_loops, self.decoder_layers, shared=True),
         )
 
 
-def layer_order(sharing: Sharing, layers: int, loops: int) -> LayerOrder:
+def layer_order(sharing: Sharing, layers: int, loops: int, repeat_input: bool = True) -> LayerOrder:
     """Return the order in which a recurrent stack applies its N layers in T loops, each of which ends at an exit."""
     ascending = list(range(layers))
     order, stages, inputs_at = list(ascending), [layers], set()
     for _ in range(1, loops):
-        inputs_at.add(len(order))
+        if repeat_input:
+            inputs_at.add(len(order))
         if sharing == "stacked":
             order += ascending
         else:
@@ -115,4 +124,15 @@ def build_recurrent(
     return build_transformer(config, vocabulary, make_layer, config.layer_orders())
 
 
-ENTRY = Entry("recurrent", RecurrentConfig, build_recurrent)
+ENTRY = Entry(
+    "recurrent",
+    RecurrentConfig,
+    build_recurrent,
+    SelfTest(
+        "loops",
+        {
+            "model": {"name": "recurrent", **SMALL, "encoder_loops": 3, "decoder_loops": 3},
+            "objective": {"multi_softmax": {"exits": "1x1", "full_depth": False}},
+        },
+    ),
+)

@@ -44,7 +44,7 @@ def test_sliced_matrices_keep_their_names(report: dict[str, Any]) -> None:
     assert {round(share, 1) for share in training["held"].values()} == {0.5}
 
 
-@pytest.mark.parametrize("states", ["1", "2"])
+@pytest.mark.parametrize("states", ["1", "2", "kl"])
 def test_sliced_cross_entropy_equals_that_of_all_logits(report: dict[str, Any], states: str) -> None:
     assert max(report["cross_entropy"][states]) < 1e-12
 

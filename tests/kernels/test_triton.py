@@ -202,8 +202,13 @@ class Part:
         self.sum, self.max = neighbours.sum, neighbours.max
 
 
-@pytest.mark.parametrize("predictions", [1, 2])
-def test_slices_of_a_vocabulary_give_the_result_of_the_whole(predictions: int, device: torch.device) -> None:
+PREDICTIONS = pytest.mark.parametrize(("predictions", "taught"), [(1, None), (2, None), (2, "kl"), (2, "symmetric")])
+
+
+@PREDICTIONS
+def test_slices_of_a_vocabulary_give_the_result_of_the_whole(
+    predictions: int, taught: str | None, device: torch.device
+) -> None:
     torch.manual_seed(8)
     size, cut = 31, 12
     logits = [torch.randn(5, size, device=device) * 4 for _ in range(predictions)]
@@ -211,14 +216,14 @@ def test_slices_of_a_vocabulary_give_the_result_of_the_whole(predictions: int, d
     weights = torch.tensor([1.0, 0.5, 0.0, 1.0, 2.0], device=device)
     everywhere = torch.ones(5, dtype=torch.bool, device=device)
     whole = torch_ops.cross_entropy(
-        [z.clone() for z in logits], ChunkRows(targets, everywhere, weights, 0.1, size, 0.7, None), True
+        [z.clone() for z in logits], ChunkRows(targets, everywhere, weights, 0.1, size, 0.7, None, taught), True
     )
     neighbours, found = Neighbours(2), {}
 
     def work(start: int, stop: int) -> None:
         here = (targets >= start) & (targets < stop)
         index = torch.where(here, targets - start, 0)
-        rows = ChunkRows(index, here, weights, 0.1, size, 0.7, Part(neighbours, start, size))
+        rows = ChunkRows(index, here, weights, 0.1, size, 0.7, Part(neighbours, start, size), taught)
         found[start] = triton_ops.cross_entropy([z[:, start:stop].contiguous() for z in logits], rows, True)
 
     lock = threading.Lock()
@@ -242,14 +247,15 @@ def test_slices_of_a_vocabulary_give_the_result_of_the_whole(predictions: int, d
         torch.testing.assert_close(part.nll_N, whole.nll_N, rtol=1e-5, atol=1e-5)
         if predictions == 2:
             torch.testing.assert_close(part.divergence_N, whole.divergence_N, rtol=1e-5, atol=1e-5)
-    for number in range(predictions):
+    assert len(whole.gradients) == len(found[0].gradients) == (1 if taught else predictions)
+    for number in range(len(whole.gradients)):
         joined = torch.cat([found[0].gradients[number], found[cut].gradients[number]], dim=1)
         torch.testing.assert_close(joined, whole.gradients[number], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("predictions", [1, 2])
+@PREDICTIONS
 def test_the_loss_pads_an_odd_vocabulary_to_aligned_rows(
-    predictions: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    predictions: int, taught: str | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the products write into the padding, here NaN, reaches neither results nor gradients."""
     rows_of_logits: list[Tensor] = []
@@ -270,9 +276,9 @@ def test_the_loss_pads_an_odd_vocabulary_to_aligned_rows(
 
     def loss_and_gradients(backend: str) -> list[Tensor]:
         loss, nll, divergence = projected_cross_entropy(
-            states, weight, targets, 0.1, 0, 0.5, bias=bias, kernels=choice.Kernels.only(backend)
+            states, weight, targets, 0.1, 0, 0.5, bias=bias, kernels=choice.Kernels.only(backend), taught=taught
         )
-        inputs = [weight, bias, *states]
+        inputs = [weight, bias, *states[: 1 if taught else 2]]
         return [loss.detach(), nll, divergence, *torch.autograd.grad(loss, inputs)]
 
     expected = loss_and_gradients("torch")
@@ -281,7 +287,7 @@ def test_the_loss_pads_an_odd_vocabulary_to_aligned_rows(
     for ours, theirs in zip(loss_and_gradients("triton"), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert len(rows_of_logits) == predictions
-    assert not any(z.as_strided((5, 53), (128, 1), 75).any() for z in rows_of_logits)
+    assert not any(z.as_strided((5, 53), (128, 1), 75).any() for z in rows_of_logits[: 1 if taught else 2])
 
 
 def test_the_meta_device_saves_the_same_tensors_and_launches_nothing() -> None:

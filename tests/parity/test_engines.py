@@ -32,6 +32,7 @@ ENGINES = {
         2: ["zero1", *RECOMPUTED, "zero2+r_drop", "plain+packed+r_drop"],
     },
     "exits": {1: ["plain"], 2: ["zero1+packed", "zero3+recompute"]},
+    "loops": {1: ["plain"], 2: ["zero2", "zero3+recompute+packed"]},
     "growing": {1: ["plain"], 2: ["plain:fp16", "zero1:bf16", "zero2+recompute+packed"]},
     "berts": {1: ["plain"], 2: ["zero3+recompute+packed"]},
     "abnet": {1: ["plain"], 2: ["zero3+recompute"]},

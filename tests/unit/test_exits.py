@@ -1,13 +1,15 @@
 """Orders of shared layers, and the exits of a model."""
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import combinations, product
 
 import pytest
 import torch
+from torch import Tensor
 
-from deepspeed_nmt.core.model import TOP
-from deepspeed_nmt.core.objective import Objective, Passes
+from deepspeed_nmt.core.model import TOP, exit_name
+from deepspeed_nmt.core.objective import Objective, Passes, States
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.consistency import Consistency, ConsistencyConfig
@@ -119,17 +121,28 @@ def test_multi_softmax_is_the_mean_over_all_exits(weights: dict[str, float]) -> 
     torch.testing.assert_close(output.nll, vanilla.nll)
 
 
+WEIGHTS = {"1-1": 0.0, "3-3": 4.0, "2-4": 2.5}
+
+
 @pytest.mark.parametrize(
-    ("exits", "weights"), [("2x2", {}), ("2x3", {}), ("3x1", {}), ("2x2", {"1-1": 0.0, "3-3": 4.0, "2-4": 2.5})]
+    ("exits", "weights", "full_depth"),
+    [
+        *(("2x2", {}, True), ("2x3", {}, True), ("3x1", {}, True), ("2x2", WEIGHTS, True)),
+        *(("1x1", {}, False), ("1x1", WEIGHTS, False), ("2x3", {}, False)),
+    ],
 )
 def test_the_expected_loss_of_drawn_exits_is_that_of_all(
-    exits: str, weights: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    exits: str, weights: dict[str, float], full_depth: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The distribution of the draws is enumerated: every set of the right size with the last stage is as probable."""
-    model, data = transformer(encoder=3, decoder=4).train(), two_pairs()
-    drawn = MultiSoftmax(MultiSoftmaxConfig(exits=exits, weights=weights), V.pad)
+    """The distribution of the draws is enumerated: every set of the right size (with the last) is as probable."""
+    model = transformer(encoder=3, decoder=4) if full_depth else recurrent("stacked", 3, 4)
+    model, data = model.train(), two_pairs()
+    drawn = MultiSoftmax(MultiSoftmaxConfig(exits=exits, weights=weights, full_depth=full_depth), V.pad)
     a, b = drawn.config.drawn or (0, 0)
-    sets = [[[*chosen, top] for chosen in combinations(range(1, top), n - 1)] for top, n in ((3, a), (4, b))]
+    sets = [
+        [[*chosen, *[top] * full_depth] for chosen in combinations(range(1, top + 1 - full_depth), n - full_depth)]
+        for top, n in ((3, a), (4, b))
+    ]
     parameters = list(model.parameters())
     loss, gradients = torch.zeros((), dtype=torch.float64), [torch.zeros_like(p) for p in parameters]
     for every in product(*sets):
@@ -140,7 +153,7 @@ def test_the_expected_loss_of_drawn_exits_is_that_of_all(
         loss += share * one.detach()
         for mean, gradient in zip(gradients, torch.autograd.grad(one, parameters), strict=True):
             mean += share * gradient
-    decoder_exits = range(1, 5) if b > 1 else [4]  # with b = 1 the others are never drawn
+    decoder_exits = range(1, 5) if b > 1 or not full_depth else [4]  # with b = 1 the others are never drawn
     pairs = [(n, m) for n in (1, 2, 3) for m in decoder_exits]
     total = sum(weights.get(f"{n}-{m}", 1.0) for n, m in pairs)
     expected = torch.zeros((), dtype=torch.float64)
@@ -152,16 +165,94 @@ def test_the_expected_loss_of_drawn_exits_is_that_of_all(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)  # the shares are fp32
 
 
-def test_exits_are_drawn_as_often_as_their_probability_says() -> None:
-    config = MultiSoftmaxConfig(exits="3x2")
+@pytest.mark.parametrize("full_depth", [True, False])
+def test_exits_are_drawn_as_often_as_their_probability_says(full_depth: bool) -> None:
+    config = MultiSoftmaxConfig(exits="3x2", full_depth=full_depth)
     counts: Counter[tuple[int, int]] = Counter()
     for update in range(4000):
-        sides = [_draw(top, n, 5, Purpose.EXITS, update, side) for side, (top, n) in enumerate(((6, 3), (4, 2)))]
+        sides = [
+            _draw(top, n, full_depth, 5, Purpose.EXITS, update, side)
+            for side, (top, n) in enumerate(((6, 3), (4, 2)))
+        ]
         counts.update(product(*sides))
     for n, m in product(range(1, 7), range(1, 5)):
-        expected = (1.0 if n == 6 else 0.4) * (1.0 if m == 4 else 1 / 3)
+        expected = (1.0 if n == 6 else 0.4) * (1.0 if m == 4 else 1 / 3) if full_depth else 0.25
         assert config.probability(n, m, (6, 4)) == pytest.approx(expected)
         assert counts[n, m] / 4000 == pytest.approx(expected, abs=0.035)
+
+
+@pytest.mark.parametrize("divergence", ["kl", "symmetric"])
+@pytest.mark.parametrize(
+    ("looped", "exits", "weights"),
+    [(False, "all", {"1-1": 0.0, "2-3": 4.0}), (False, "2x2", {}), (True, "2x2", {}), (True, "all", {})],
+)
+def test_the_deep_exit_teaches_the_others(
+    looped: bool, exits: str, weights: dict[str, float], divergence: str
+) -> None:
+    """Sum_e s_e [CE_e + lambda KL(q || p_e)], or the mean of both KLs, in which q is a constant."""
+    model, data = (recurrent("stacked", 3, 3) if looped else transformer()).train(), two_pairs()
+    settings = {"exits": exits, "weights": weights, "teacher": 0.7, "divergence": divergence}
+    likelihood = MultiSoftmax(MultiSoftmaxConfig.model_validate(settings), V.pad)
+    output, parameters = Objective(likelihood)(model, data), list(model.parameters())
+    targets, counted = data.target_output_BT, data.target_output_BT.ne(0)
+    passes = Passes(model, data)
+    likelihood.request_passes(passes)
+    pairs = list(product(passes.encoder_exits, passes.decoder_exits))
+    assert len(pairs) == (9 if exits == "all" else 4)
+    q = torch.log_softmax(model.projection(model(data)), 2).detach()
+    loss, apart = torch.zeros((), dtype=torch.float64), 0.0
+    for (n, m), share in zip(pairs, likelihood.config.shares(pairs, (3, 3)).tolist(), strict=True):
+        p = torch.log_softmax(model.projection(model.at_exit(f"{n}-{m}")(data)), 2)
+        entropy = -0.9 * p.gather(2, targets.unsqueeze(2)).squeeze(2) - 0.1 * p.mean(2)
+        taught = (q.exp() * (q - p)).sum(2)
+        if divergence == "symmetric":
+            taught = 0.5 * (taught + (p.exp() * (p - q)).sum(2))
+        loss = loss + share * ((entropy + 0.7 * taught) * counted).sum()
+        apart += share * float((taught * counted).sum().detach())
+    torch.testing.assert_close(output.loss, loss, rtol=1e-7, atol=1e-7)
+    assert output.metrics["divergence"].item() == pytest.approx(apart, rel=1e-6) and apart > 1e-3
+    ours, plain = (torch.autograd.grad(one, parameters) for one in (output.loss, loss))
+    for one, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    validated = Objective(likelihood)(model.eval(), data)
+    assert "divergence" not in validated.metrics
+    assert torch.equal(validated.loss, Objective(LabelSmoothed(0.1, V.pad))(model, data).loss)
+
+
+class OfLoops:
+    """A regularizer that reads the top states and attention weights, of one loop of each side or of several."""
+
+    name, weight, every = "of_loops", 1.0, 1
+
+    def check_model(self, model: Transformer) -> None:
+        return
+
+    def request_passes(self, passes: Passes) -> Callable[[States], Tensor]:
+        name = passes.request_attention(2)
+        self.shapes: list[torch.Size] = []
+
+        def value(states: States) -> Tensor:
+            self.shapes += [states[0][name].shape, states[0][TOP].shape]
+            return states[0][name].square().sum() + states[0][TOP].square().sum()
+
+        return value
+
+
+@pytest.mark.parametrize("settings", [{"exits": "1x1", "full_depth": False}, {"exits": "2x2"}])
+def test_regularizers_read_the_deepest_drawn_exit(settings: dict[str, object]) -> None:
+    model, reader = recurrent("stacked", 3, 3).train(), OfLoops()
+    likelihood = MultiSoftmax(MultiSoftmaxConfig.model_validate(settings), V.pad)
+    for update in range(3):
+        data = two_pairs(update)
+        passes = Passes(model, data)
+        likelihood.request_passes(passes)
+        deepest = exit_name(max(passes.encoder_exits), max(passes.decoder_exits))
+        assert update or deepest == "3-3", "update 0, which plans and probes run, is the largest"
+        output = Objective(likelihood, [reader])(model, data)
+        assert reader.shapes[-2:] == [torch.Size([2, 4, 6]), torch.Size([2, 4, 16])]
+        of_exit = Objective(LabelSmoothed(0.1, V.pad), [reader])(model.at_exit(deepest).train(), data)
+        torch.testing.assert_close(output.metrics["of_loops"], of_exit.metrics["of_loops"])
+        torch.testing.assert_close(output.nll, of_exit.nll)
 
 
 def test_validation_uses_the_top_even_if_its_weight_in_training_is_zero() -> None:

@@ -42,6 +42,7 @@ pytest.importorskip("ctranslate2")
 TEXT = [f"the {a} {b} and the {b} {c}" for a in ("old", "new", "red") for b in ("dog", "cat") for c in ("run", "eat")]
 SMALL = {"dim": 16, "ffn_dim": 24, "heads": 2, "encoder_layers": 2, "decoder_layers": 3, "activation": "gelu"}
 CAD = {"name": "cross_attention_drop", "drop_depth": 2}
+CHAIN = {"sharing": "closed_chain", "repeat_input": False}
 SOURCES = [[5, 9, 4, 30, 11], [7], [12, 12, 13, 8, 6, 21, 22, 10]]
 MARGINS = {"the two translations", "their first different tokens", "hypotheses of the beam"}
 TARGETS = [[6, 8, 4], [9, 9, 30, 31, 12, 5], []]
@@ -94,6 +95,8 @@ EXPRESSED = {
     "cross-attention drop, deepnorm": ({"norm": "deepnorm"}, CAD, None),
     "exit 1-2": ({}, None, "1-2"),
     "one loop": ({"name": "recurrent", "encoder_loops": 3, "decoder_loops": 2}, None, "1-1"),
+    "three loops": ({"name": "recurrent", "encoder_loops": 3, "decoder_loops": 2, **CHAIN}, None, None),
+    "two of three loops": ({"name": "recurrent", "encoder_loops": 3, **CHAIN}, CAD, "2-1"),
     "shallow": ({"name": "depth_growing"}, None, "shallow"),
     "swish, Marian's positions, bias": (
         {"norm": "post", "activation": "swish", "positions": "marian", "output_bias": True},

@@ -89,21 +89,23 @@ def test_loss_of_two_predictions(monkeypatch: pytest.MonkeyPatch, rows: int) -> 
     torch.testing.assert_close(reference, theirs, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("predictions", [1, 2])
-def test_rows_can_be_weighted(monkeypatch: pytest.MonkeyPatch, predictions: int) -> None:
+@pytest.mark.parametrize(("predictions", "taught"), [(1, None), (2, None), (2, "kl"), (2, "symmetric")])
+def test_rows_can_be_weighted(monkeypatch: pytest.MonkeyPatch, predictions: int, taught: str | None) -> None:
+    """One prediction, two alike, or one that the other teaches, which then has no gradient."""
     monkeypatch.setitem(cross_entropy._CHUNK_BYTES, "cpu", 8 * 21 * 8)
     torch.manual_seed(2)
     states = [torch.randn(30, 6, dtype=torch.float64, requires_grad=True) for _ in range(predictions)]
     weight = torch.randn(21, 6, dtype=torch.float64, requires_grad=True)
     arguments = (states, weight, torch.randint(0, 21, (30,)), 0.1, 0, 0.3, torch.rand(30, dtype=torch.float64))
-    ours, theirs = projected_cross_entropy(*arguments), projected_cross_entropy_ref(*arguments)
+    ours = projected_cross_entropy(*arguments, taught=taught)
+    theirs = projected_cross_entropy_ref(*arguments, taught=taught)
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
-    for one, other in zip(
-        torch.autograd.grad(ours[0], [weight, *states]),
-        torch.autograd.grad(theirs[0], [weight, *states]),
-        strict=True,
-    ):
+    learning = [weight, *(states[:1] if taught else states)]
+    gradients = (torch.autograd.grad(one[0], learning, retain_graph=True) for one in (ours, theirs))
+    for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+    if taught:
+        assert torch.autograd.grad(ours[0], states[1], allow_unused=True) == (None,)
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])

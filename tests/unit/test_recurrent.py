@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -39,8 +40,10 @@ def recurrent(
     return model
 
 
-def looped(layers: Sequence[nn.Module], loops: int, sharing: str, x: Tensor, F: Callable[..., Tensor]) -> Tensor:
-    """B_0 = x, B_t = block(B_{t-1}) + x; or the layers there and back, with x added at each turn."""
+def looped(
+    layers: Sequence[nn.Module], loops: int, sharing: str, x: Tensor, F: Callable[..., Tensor], again: bool = True
+) -> Tensor:
+    """B_0 = x, B_t = block(B_{t-1}) + x; or the layers there and back, with x added at each turn, if it is at all."""
     block_input = x
     for t in range(loops):
         if t == 0 or sharing == "stacked":
@@ -50,11 +53,13 @@ def looped(layers: Sequence[nn.Module], loops: int, sharing: str, x: Tensor, F: 
         state = block_input
         for layer in block:
             state = F(layer, state)
-        block_input = state + x
+        block_input = state + x if again else state
     return state
 
 
-def transcribed(model: Transformer, data: Batch, norm: str, sharing: str, loops: tuple[int, int]) -> Iterator[Tensor]:
+def transcribed(
+    model: Transformer, data: Batch, norm: str, sharing: str, loops: tuple[int, int], again: bool
+) -> Iterator[Tensor]:
     """Yield each sentence's decoder states at the top, by equation 7 and the chain of figure 1. Shape: (T,D)"""
 
     def final(side: str, x: Tensor) -> Tensor:
@@ -64,11 +69,10 @@ def transcribed(model: Transformer, data: Batch, norm: str, sharing: str, loops:
     for row in range(len(data.source_BS)):
         x = model.source_embedding(data.source_BS)[row][data.source_BS[row].ne(0)]
         y = model.target_embedding(data.target_input_BT)[row][data.target_input_BT[row].ne(0)]
-        encoded = looped(
-            model.encoder.layers, loops[0], sharing, x, lambda layer, h: equations.encoder_layer(layer, norm, 2, h)
-        )
+        encode = lambda layer, h: equations.encoder_layer(layer, norm, 2, h)  # noqa: E731
+        encoded = looped(model.encoder.layers, loops[0], sharing, x, encode, again)
         decode = partial(decoded, norm, final("encoder", encoded))
-        yield final("decoder", looped(model.decoder.layers, loops[1], sharing, y, decode))
+        yield final("decoder", looped(model.decoder.layers, loops[1], sharing, y, decode, again))
 
 
 def decoded(norm: str, memory: Tensor, layer: nn.Module, y: Tensor) -> Tensor:
@@ -77,18 +81,21 @@ def decoded(norm: str, memory: Tensor, layer: nn.Module, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("norm", ["pre", "post", "pre/post"])
 @pytest.mark.parametrize(
-    ("sharing", "loops"),
-    [("stacked", (3, 2)), ("closed_chain", (3, 2)), ("closed_chain", (2, 4)), ("stacked", (1, 3))],
+    ("sharing", "loops", "again"),
+    [
+        *(("stacked", (3, 2), True), ("closed_chain", (3, 2), True), ("closed_chain", (2, 4), True)),
+        *(("stacked", (1, 3), True), ("stacked", (3, 2), False), ("closed_chain", (2, 3), False)),
+    ],
 )
 def test_states_and_gradients_are_those_of_a_plain_transcription(
-    norm: str, sharing: str, loops: tuple[int, int]
+    norm: str, sharing: str, loops: tuple[int, int], again: bool
 ) -> None:
     model = recurrent(
-        **equations.norms(norm), sharing=sharing, encoder_loops=loops[0], decoder_loops=loops[1]
+        **equations.norms(norm), sharing=sharing, encoder_loops=loops[0], decoder_loops=loops[1], repeat_input=again
     ).train()
     data, parameters = two_pairs(), dict(model.named_parameters())
     output = Objective(LabelSmoothed(0.1, V.pad))(model, data)
-    states, real = torch.cat(list(transcribed(model, data, norm, sharing, loops))), data.target_output_BT.ne(0)
+    states, real = torch.cat(list(transcribed(model, data, norm, sharing, loops, again))), data.target_output_BT.ne(0)
     torch.testing.assert_close(model(data)[real], states, rtol=1e-11, atol=1e-11)
     logits, targets = states @ model.projection.weight.T, data.target_output_BT[real]
     loss = F.cross_entropy(logits, targets, label_smoothing=0.1, reduction="sum")
@@ -144,6 +151,22 @@ def test_results_are_those_of_a_projection_per_application(
         torch.testing.assert_close(loss, other, rtol=1e-12, atol=0)
         for one, each in zip(gradients, others, strict=True):
             torch.testing.assert_close(one, each, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("settings", [{}, {"sharing": "closed_chain"}, {"norm": "post", "repeat_input": False}])
+def test_decoding_step_by_step_is_teacher_forcing_at_each_number_of_loops(settings: dict[str, object]) -> None:
+    model, data = recurrent(encoder_loops=2, decoder_loops=3, **settings).eval(), two_pairs()
+    tops = []
+    with torch.no_grad():
+        for n, m in product((1, 2), (1, 2, 3)):
+            at_exit = model.at_exit(f"{n}-{m}")
+            states_BTD = at_exit(data)
+            memory, cache = at_exit.encode(data.source_BS), at_exit.begin()
+            steps = [at_exit.step(tokens_B, memory, cache) for tokens_B in data.target_input_BT.T]
+            logits_BTV = torch.stack(steps, 1)
+            torch.testing.assert_close(logits_BTV[0], at_exit.projection(states_BTD)[0], rtol=1e-9, atol=1e-9)
+            tops.append(states_BTD[0])
+    assert all(not torch.allclose(one, other) for one, other in pairwise(tops)), "each loop matters"
 
 
 # DeepNorm.
