@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -15,6 +16,7 @@ from unittest import mock
 import pytest
 import torch.multiprocessing as processes
 
+from deepspeed_nmt.cli import main
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods.transformer import TransformerConfig
 from tests.support import ROOT
@@ -115,6 +117,27 @@ def test_a_benchmark_runs(name: str, driver: ModuleType, tmp_path: Path, monkeyp
     driver.measure(name, ["--results", str(tmp_path), *OPTIONS[name]])
     (record,) = (json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.glob("*.json"))
     assert record["name"] == name and all(table["rows"] for table in record["tables"].values())
+
+
+def test_the_experiment_of_loops_goes_on_where_it_ended(
+    driver: ModuleType, data: Path, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collapse, loops = (importlib.import_module(name) for name in ("collapse", "loops"))
+    for language in ("en", "de"):
+        shutil.copyfile(data.parent / "text" / f"test.{language}", tmp_path / f"val.{language}")
+    trained: list[list[str]] = []
+    monkeypatch.setattr(loops, "prepare", lambda text, out: {"data": data})
+    monkeypatch.setattr(collapse, "_run", lambda words, run, limit_s: trained.append(words) or main(words))
+    settings = [word for word in small if "_layers" not in word]
+    words = ["--results", str(tmp_path), "--text", str(tmp_path), "--out", str(tmp_path), "--updates", "2"]
+    for jobs in (["loops_any:1"], ["loops_any:1", "exits_taught:2"]):
+        driver.measure("loops", [*words, "--jobs", *jobs, "--set", *settings])
+    record = json.loads((tmp_path / "loops.json").read_text(encoding="utf-8"))
+    assert [(row["arm"], row["status"], row["update"]) for row in record["rounds"]] == [
+        ("loops_any", 0, 2), ("exits_taught", 0, 2),
+    ] and len(trained) == 2  # fmt: skip
+    measured = [[one["depth"] for one in row["depths"]] for row in record["rounds"]]
+    assert measured == [list(loops.DEPTHS), [1, 2, 3, 4]]
 
 
 def test_every_benchmark_is_known(driver: ModuleType) -> None:

@@ -74,7 +74,7 @@ WEIGHTS = "objective.multi_softmax.weights"
         ((CAD, "layer.drop_depth=7", "layer.drop_ratio=0.5"), "drop_depth is 7, more than model.decoder_layers=6"),
         ((CAD, "layer.drop_depth=6"), "leave none of the 6 layers of model.decoder_layers any cross-attention"),
         ((MANY, "objective.multi_softmax.exits=7x2"), "draws 7 exits, but model.encoder_layers is 6"),
-        ((MANY, "objective.multi_softmax.full_depth=false"), "leaves layers of model.name=transformer out of an update"),
+        ((MANY, "objective.multi_softmax.full_depth=false"), "leaves layers of model.name=transformer out of an"),
         ((MANY, "objective.multi_softmax.teacher=1", "objective.ddr.weight=1"), "teacher and objective.ddr both"),
         ((MANY, WEIGHTS + "={7-1: 2.0, 6-6: 1.0}"), "names 7-1; use exits n-m up to 6-6"),
         ((MANY, "objective.multi_softmax.exits=all", CAD, "layer.drop_depth=2"),
