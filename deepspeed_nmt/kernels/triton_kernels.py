@@ -324,11 +324,12 @@ def row_gradients(
         if PAIR:
             log_q = tl.load(logits_q + at, mask=loaded, other=0.0).to(tl.float32) - log_total_q
             q = tl.exp(log_q)
+            if not TAUGHT:
+                d_q = share * (q - constant) + pull * 0.5 * (q * (log_q - log_p - back) + q - p)
             if ONE_WAY:
                 d_p += pull * (p - q)
             else:
                 d_p += pull * 0.5 * (p * (log_p - log_q - there) + p - q)
             if not TAUGHT:
-                d_q = share * (q - constant) + pull * 0.5 * (q * (log_q - log_p - back) + q - p)
                 tl.store(logits_q + at, tl.where(inside, d_q * row_weight, 0.0), mask=loaded)
         tl.store(logits_p + at, tl.where(inside, d_p * row_weight, 0.0), mask=loaded)
