@@ -176,7 +176,8 @@ def commands(out: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, Co
     ours = f"""model.dim={dim} model.ffn_dim={wide} model.heads={count} model.encoder_layers={layers}
         model.decoder_layers={layers} model.norm=pre model.dropout={DROPOUT} engine.name=plain engine.device=cpu
         optimizer.lr={RATE} optimizer.clip_norm=1 schedule.name=inverse_sqrt schedule.warmup_updates=400
-        batch.update_tokens={TOKENS} training.validate_every=100000 collapse.every=0""".split()
+        batch.update_tokens={TOKENS} training.validate_every=100000 collapse.every=0
+        validation.metrics=[] validation.max_sentences=1 validation.attention_images=0""".split()
     ours = [sys.executable, "-m", "deepspeed_nmt", "train", "--recipe", "multi30k_cpu", *ours, *arguments.settings]
     yield (
         "ours",
