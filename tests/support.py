@@ -49,6 +49,10 @@ class LengthsOnly(Corpus):
     def __init__(self, source: Lengths, target: Lengths) -> None:
         self._sides = source, target
 
+    @property
+    def longest(self) -> tuple[int, int]:
+        return int(self._sides[0].max()), int(self._sides[1].max())
+
     def __len__(self) -> int:
         return len(self._sides[0])
 

@@ -1,6 +1,6 @@
 """Token numbers of sentence pairs in memory-mapped files.
 
-Opening them is instant, and processes share the pages. A split (``train``, ``valid``) has raw little-endian files:
+Opening them is instant, whatever their size, and processes share the pages. What is read is checked then. A split (``train``, ``valid``) has raw little-endian files:
 
 - ``<split>.<side>.<uint16|int32>.bin``: tokens of all sentences, one after another, without BOS and EOS;
 - ``<split>.<side>.offsets.bin``: int64, the first token of each sentence, and finally the end of the last sentence;
@@ -14,9 +14,11 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from mmap import ACCESS_READ, MADV_RANDOM, PAGESIZE, mmap
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -37,7 +39,12 @@ _OFFSET = np.dtype("<i8")
 _WEIGHT = np.dtype("<f4")
 _COPIED_BYTES = 1 << 20
 _CHUNK = 1 << 20
-"""Pairs whose lengths are read at once where those of all are needed."""
+"""Pairs that are counted at once."""
+_LARGE_BYTES = 1 << 30
+"""Size of a file from which on only pages that are needed are read. A window needs most pages of smaller offsets."""
+_THREADS = 32
+"""Threads that wait for pages which are not in memory."""
+_READERS = ThreadPoolExecutor(_THREADS, "read")
 
 
 class SideStats(Config):
@@ -57,11 +64,15 @@ class SplitStats(Config):
 
 
 class Corpus:
-    """Sentence pairs of a split in the order of the text; files that are missing or damaged are a DataError."""
+    """Sentence pairs of a split in the order of the text; files that are missing or damaged are a DataError.
 
-    def __init__(self, directory: Path, split: str) -> None:
-        self._source = _Side(directory, f"{split}.source")
-        self._target = _Side(directory, f"{split}.target")
+    ``longest`` has the tokens of the longest source and target, without EOS, as they were recorded. If they are not
+    given, all lengths are read for them.
+    """
+
+    def __init__(self, directory: Path, split: str, longest: tuple[int | None, int | None] = (None, None)) -> None:
+        self._source = _Side(directory, f"{split}.source", longest[0])
+        self._target = _Side(directory, f"{split}.target", longest[1])
         if len(self._source) != len(self._target):
             raise DataError(
                 f"'{split}' in {directory} has {len(self._source)} sources and {len(self._target)} targets; run "
@@ -76,7 +87,6 @@ class Corpus:
             )
         path = directory / f"{split}.links.offsets.bin"
         self._links = _Side(directory, f"{split}.links") if path.is_file() else None
-        self._links_path = path
         if self._links is not None and len(self._links) != len(self):
             raise DataError(
                 f"{path} has links of {len(self._links)} of {len(self)} pairs; it was damaged: run `prepare` again"
@@ -131,21 +141,28 @@ class Corpus:
         of_pair = np.repeat(np.arange(len(indices)), counts // 2)
         if not (counts % 2).any():
             source, target = numbers.astype(np.int64).reshape(-1, 2).T
-            ends = [lengths[of_pair] - 1 for lengths in self.lengths(indices)]
+            ends = [side.places_of(indices)[1][of_pair] for side in (self._source, self._target)]
             if ((source >= 0) & (source < ends[0]) & (target >= 0) & (target < ends[1])).all():
                 return np.stack([of_pair, target, source], axis=1)
         raise DataError(
-            f"{self._links_path.parent} has links of tokens that its pairs lack; it was damaged: run `prepare` again"
+            f"{self._links.path.parent} has links of tokens that its pairs lack; it was damaged: run `prepare` again"
         )
 
     def lengths(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Return source and target lengths of some pairs, EOS included. Shape: (B,) -> (B,), (B,)."""
         return self._source.lengths_of(indices), self._target.lengths_of(indices)
 
-    def all_lengths(self) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
-        """Yield source and target lengths of all pairs, EOS included, for about a million pairs at a time."""
-        for start in range(0, len(self), _CHUNK):
-            yield self.lengths(np.arange(start, min(start + _CHUNK, len(self))))
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Tokens of the longest source and of the longest target, EOS included."""
+        return self._source.longest + 1, self._target.longest + 1
+
+    def read_ahead(self, indices: Indices) -> None:
+        """Read what some pairs have in the files into memory, many pages at a time. Shape: (B,)."""
+        for side in filter(None, (self._source, self._target, self._links)):
+            side.read_ahead(indices)
+        if self.weights is not None:
+            _fetch(self.weights, indices)
 
     @property
     def target_tokens(self) -> int:
@@ -159,24 +176,26 @@ class Corpus:
 
 
 class _Side:
-    """Reader of one side of a split."""
+    """Reader of one side of a split, whose longest sentence has ``longest`` tokens if that was recorded."""
 
-    def __init__(self, directory: Path, stem: str) -> None:
-        offsets_path = directory / f"{stem}.offsets.bin"
+    def __init__(self, directory: Path, stem: str, longest: int | None = None) -> None:
+        self.path = directory / f"{stem}.offsets.bin"
+        self._recorded = longest
         tokens_path = next(
             (path for name in _DTYPES if (path := directory / f"{stem}.{name}.bin").is_file()),
             directory / f"{stem}.uint16.bin",
         )
-        for path in (offsets_path, tokens_path):
+        for path in (self.path, tokens_path):
             if not path.is_file():
                 raise DataError(f"{path} is missing; run `prepare` again")
-        self._offsets = _map(offsets_path, _OFFSET)
+        self._offsets = _map(self.path, _OFFSET)
+        self._tokens_path = tokens_path
         self.tokens = _map(tokens_path, _DTYPES[tokens_path.name.split(".")[-2]])
         expected = int(self._offsets[-1]) if len(self._offsets) else -1
         if len(self.tokens) != expected:
             raise DataError(
                 f"{tokens_path} holds {len(self.tokens)} tokens instead of the {max(expected, 0)} of "
-                f"{offsets_path.name}; it was damaged: run `prepare` again"
+                f"{self.path.name}; it was damaged: run `prepare` again"
             )
 
     def __len__(self) -> int:
@@ -190,13 +209,29 @@ class _Side:
     def copy_of(self, indices: npt.NDArray[np.int64]) -> Tokens:
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"sentences {indices.min()} to {indices.max()} of {len(self)}")
-        starts = self._offsets[indices]
-        lengths = self._offsets[indices + 1] - starts
+        starts, lengths = self.places_of(indices)
         return Tokens(self.tokens[places(starts, lengths)], lengths)
 
     def lengths_of(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        lengths: npt.NDArray[np.int64] = self._offsets[indices + 1] - self._offsets[indices] + 1
-        return lengths.astype(np.int32)
+        _fetch(self._offsets, indices, indices + 1)
+        return (self.places_of(indices)[1] + 1).astype(np.int32)
+
+    def read_ahead(self, indices: Indices) -> None:
+        _fetch(self._offsets, indices, indices + 1)
+        starts, lengths = self.places_of(indices)
+        _fetch(self.tokens, starts[lengths > 0], (starts + lengths - 1)[lengths > 0])
+
+    def places_of(self, indices: Indices) -> tuple[Indices, Indices]:
+        """Return the first token, and the number of tokens, of some sentences. Shape: (B,) -> (B,), (B,)."""
+        starts, ends = self._offsets[indices], self._offsets[indices + 1]
+        lengths: Indices = ends - starts
+        longest = len(self.tokens) if self._recorded is None else self._recorded
+        if not ((0 <= starts) & (0 <= lengths) & (lengths <= longest) & (ends <= len(self.tokens))).all():
+            raise DataError(
+                f"{self.path} has offsets that are not those of sentences of at most {longest} tokens; it was "
+                "damaged: run `prepare` again"
+            )
+        return starts, lengths
 
     @cached_property
     def lengths(self) -> npt.NDArray[np.int32]:
@@ -204,11 +239,17 @@ class _Side:
         lengths += 1
         return lengths.astype(np.int32)
 
+    @property
+    def longest(self) -> int:
+        return int(self.lengths.max()) - 1 if self._recorded is None else self._recorded
+
     def stats(self, unk: int) -> SideStats:
         unknown = longest = 0
-        for start in range(0, len(self), _CHUNK):
-            offsets = self._offsets[start : start + _CHUNK + 1]
-            unknown += int(np.count_nonzero(self.tokens[offsets[0] : offsets[-1]] == unk))
+        for start in range(0, len(self), _CHUNK):  # mapped pages of large files are not read in advance
+            offsets = np.fromfile(self.path, _OFFSET, _CHUNK + 1, offset=start * _OFFSET.itemsize)
+            first, dtype = int(offsets[0]), self.tokens.dtype
+            tokens = np.fromfile(self._tokens_path, dtype, int(offsets[-1]) - first, offset=first * dtype.itemsize)
+            unknown += int(np.count_nonzero(tokens == unk))
             longest = max(longest, int(np.diff(offsets).max()))
         return SideStats(tokens=len(self.tokens), unknown=unknown, longest=longest)
 
@@ -222,8 +263,22 @@ def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         )
     if size == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype)
-    # Slicing a plain array takes a third of the time of slicing a memmap.
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+    with path.open("rb") as file:
+        pages = mmap(file.fileno(), 0, access=ACCESS_READ)
+    if size >= _LARGE_BYTES:
+        pages.madvise(MADV_RANDOM)
+    return np.frombuffer(pages, dtype)
+
+
+def _fetch(values: npt.NDArray[Any], *indices: Indices) -> None:
+    """Read the pages of a mapped file with some of its values into memory, many at a time.
+
+    A thread that reads a page waits as long as the file system needs, and reads no other meanwhile. Shape: (B,) each.
+    """
+    step = PAGESIZE // values.itemsize
+    pages = np.unique(np.concatenate(indices) // step)
+    if len(pages):
+        list(_READERS.map(values.__getitem__, np.array_split(pages * step, min(len(pages), _THREADS))))
 
 
 class Tokens(NamedTuple):
@@ -362,11 +417,11 @@ class CorpusPart:
         """Target tokens of all pairs, tags and EOS included, as the mean of the segmentations."""
         return sum(map(self.target_tokens, range(len(self.segmentations)))) / len(self.segmentations)
 
-    def all_lengths(self, segmentation: int) -> Iterator[tuple[Lengths, Lengths]]:
-        """Yield source and target lengths of all pairs, tags and EOS included, for about a million at a time."""
-        more = self.source_tag is not None, self.target_tag is not None
-        for source, target in self.segmentations[segmentation].all_lengths():
-            yield source + np.int32(more[0]), target + np.int32(more[1])
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Tokens of the longest source and of the longest target in any segmentation, tags and EOS included."""
+        source, target = zip(*(corpus.longest for corpus in self.segmentations), strict=True)
+        return max(source) + (self.source_tag is not None), max(target) + (self.target_tag is not None)
 
 
 class Corpora:
@@ -448,14 +503,16 @@ class Corpora:
         numbers: Indices = np.array([number for number, _ in self._corpora])
         return numbers[np.searchsorted(self._starts, rows, side="right") - 1]
 
-    def all_lengths(self) -> Iterator[tuple[int, Lengths, Lengths]]:
-        """Yield the first row, and the source and target lengths, of about a million rows at a time, for all rows."""
-        row = 0
-        for part in self.parts:
-            for segmentation in range(len(part.segmentations)):
-                for source, target in part.all_lengths(segmentation):
-                    yield row, source, target
-                    row += len(source)
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Tokens of the longest source and of the longest target, tags and EOS included."""
+        source, target = zip(*(part.longest for part in self.parts), strict=True)
+        return max(source), max(target)
+
+    def read_ahead(self, rows: Indices) -> None:
+        """Read what some rows have in the files into memory, many pages at a time. Shape: (B,)."""
+        for _, corpus, _, indices in self._by_corpus(rows):
+            corpus.read_ahead(indices)
 
     def _copy_of(
         self, rows: Indices, tokens_of: Callable[[Corpus, Indices], Tokens], tags: Sequence[int | None]

@@ -198,7 +198,8 @@ class DataDirectory:
 
     def corpus(self, split: str) -> Corpus:
         """Open the token numbers of ``train`` or ``valid``."""
-        return Corpus(self.path, split)
+        stats = self.meta.splits[split]
+        return Corpus(self.path, split, (stats.source.longest, stats.target.longest))
 
     def training_corpora(self) -> list[Corpus]:
         """Open the training corpus in all its segmentations: the same pairs in the same order, with other tokens."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from deepspeed_nmt.core.batch import Batch, UpdateInfo, packed_segments
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig, divide_update
-from deepspeed_nmt.data.corpus import Corpora, Corpus, Indices, Lengths, Tokens, places
+from deepspeed_nmt.data.corpus import Corpora, Corpus, Indices, Tokens, places
 from deepspeed_nmt.data.packing import Ladder, PackedPart, largest_packed, pack_update, row_sizes
 from deepspeed_nmt.data.update_order import Cursor, EpochOrder, UpdateOrder, UpdatePlace, Window
 from deepspeed_nmt.errors import ConfigError
@@ -31,35 +31,26 @@ _SAMPLED_UPDATES, _SAMPLE_MARGIN = 32, 1.1
 
 def check_lengths(corpora: Corpora, config: BatchConfig) -> int:
     """Return the tokens of the longest sentence; raise a ConfigError if it is larger than a micro-batch."""
-    longest_of_all = 0
     for part in corpora.parts:
-        worst = length = row = 0
-        for segmentation in range(len(part.segmentations)):
-            row = 0
-            for source, target in part.all_lengths(segmentation):
-                longest = np.maximum(source, target)
-                if int(longest.max()) > length:
-                    worst, length = row + int(longest.argmax()), int(longest.max())
-                row += len(source)
-        if length > config.bound:
+        if (longest := max(part.longest)) > config.bound:
             where = f" of {part.name}" if len(corpora.parts) > 1 else ""
             shorter = f", or prepare the data with --max-length {config.bound - 1}"
             raise ConfigError(
-                f"pair {worst + 1}{where} has {length} tokens, but batch.micro_tokens is {config.bound}; "
+                f"the longest sentence{where} has {longest} tokens, but batch.micro_tokens is {config.bound}; "
                 f"raise it{shorter if config.bound > 16 else ''}"
             )
-        longest_of_all = max(longest_of_all, length)
-    return longest_of_all
+    return max(corpora.longest)
 
 
-def largest_micro_batch(updates: Window, corpora: Corpora, ranks: int, config: BatchConfig) -> Indices:
-    """Choose the sentences of the largest micro-batch to be expected of any update, the longest first. Shape: (B,).
+def largest_micro_batch(updates: Window, longest: int, ranks: int, config: BatchConfig) -> tuple[Indices, int]:
+    """Choose the sentences of the largest micro-batch to be expected of any update, and the tokens of their longest.
 
     A sample of the updates gives its size: ``micro_tokens``, or less if updates are small or are divided finer
-    because of padding. Of all sentences that fill at least 97% of that size, the longest are chosen.
+    because of padding. Of all sentences that fill at least 97% of that size, the longest are chosen. The sample may
+    lack the longest sentence of the text, of ``longest`` tokens: it stands in for that with its own. Shape: -> (B,).
     """
     sample = range(0, len(updates), max(1, len(updates) // _SAMPLED_UPDATES))
-    lengths = np.maximum(updates.source, updates.target)
+    lengths = np.maximum(updates.source, updates.target).astype(np.int64)
     divided = (divide_update(updates[update], updates.source, updates.target, ranks, config) for update in sample)
     seen = max(
         len(group) * int(lengths[group].max())
@@ -68,33 +59,15 @@ def largest_micro_batch(updates: Window, corpora: Corpora, ranks: int, config: B
         for group in groups
         if len(group)
     )
-    counts: Indices = np.zeros(1, dtype=np.int64)
-    for _, source, target in corpora.all_lengths():
-        more = np.bincount(np.maximum(source, target))
-        counts = np.pad(counts, (0, max(0, len(more) - len(counts))))
-        counts[: len(more)] += more
-    budget = max(len(counts) - 1, min(config.bound, int(_SAMPLE_MARGIN * seen)))
-    # Candidates begin with the first sentence of a length, in order of length, and hold as many as fit.
-    length = np.flatnonzero(counts)[::-1]
-    rows = np.minimum(budget // length, np.cumsum(counts[length][::-1])[::-1])
-    sizes = rows * length
+    budget = max(longest, min(config.bound, int(_SAMPLE_MARGIN * seen)))
+    ranked = np.argsort(-lengths, kind="stable")
+    lengths = lengths[ranked]
+    lengths[0] = longest
+    # Candidates begin with a sentence, in order of length, and hold as many as fit.
+    rows = np.minimum(budget // lengths, np.arange(len(ranked), 0, -1))
+    sizes = rows * lengths
     first = int((sizes >= 0.97 * sizes.max()).argmax())  # attention makes long sentences cost more than short ones
-    chosen = int(rows[first])
-    last = first + int(np.searchsorted(np.cumsum(counts[length[first:]]), chosen))
-    return _rows_of_lengths(corpora, int(length[last]), int(length[first]))[:chosen]
-
-
-def _rows_of_lengths(corpora: Corpora, low: int, high: int) -> Indices:
-    """Return the rows whose longer side has ``low`` to ``high`` tokens, the longest first."""
-    rows: list[Indices] = []
-    lengths: list[Lengths] = []
-    for row, source, target in corpora.all_lengths():
-        longest = np.maximum(source, target)
-        chosen = np.flatnonzero((longest >= low) & (longest <= high))
-        rows.append(chosen + row)
-        lengths.append(longest[chosen])
-    order: Indices = np.concatenate(rows)[np.argsort(-np.concatenate(lengths).astype(np.int64), kind="stable")]
-    return order
+    return updates.rows[ranked[first : first + int(rows[first])]], int(lengths[first])
 
 
 T = TypeVar("T")
@@ -127,8 +100,11 @@ def collate(
     vocabulary: Vocabulary,
     update: UpdateInfo | None = None,
     source_indices: Indices | None = None,
+    least: tuple[int, int] = (0, 0),
 ) -> Batch:
     """Pad sentence pairs, of indices (B,), into a batch. Sources may come from other pairs, ``source_indices``.
+
+    Rows of source and target have at ``least`` these positions.
 
     No pairs give the smallest batch that a model can run: its source is one end-of-sentence token and its target only
     padding, so it weighs nothing.
@@ -150,8 +126,8 @@ def collate(
         )
     sources = corpus.sources(indices if source_indices is None else source_indices)
     targets = corpus.targets(indices)
-    source_BS, _ = _padded(sources, source_eos, pad)
-    output_BT, within = _padded(targets, eos, pad)
+    source_BS, _ = _padded(sources, source_eos, pad, least[0])
+    output_BT, within = _padded(targets, eos, pad, least[1])
     input_BT = np.full_like(output_BT, pad)
     input_BT[:, 0] = bos
     input_BT[:, 1:][within[:, :-1]] = targets.numbers
@@ -168,9 +144,9 @@ def collate(
     )
 
 
-def _padded(sentences: Tokens, eos: int, pad: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _padded(sentences: Tokens, eos: int, pad: int, least: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return sentences with EOS as rows, and the places of their tokens without EOS. Shape: -> (B, T), (B, T)."""
-    rows, width = len(sentences.lengths), int(sentences.lengths.max()) + 1
+    rows, width = len(sentences.lengths), max(least, int(sentences.lengths.max()) + 1)
     within = np.arange(width) < sentences.lengths[:, None]
     padded = np.full((rows, width), pad, dtype=np.int64)
     padded[within] = sentences.numbers
@@ -268,17 +244,34 @@ class TrainLoader:
         return other
 
     def updates(self, start: Cursor, number: int) -> Iterator[Update]:
-        """Yield updates from ``start`` on, the first of which is the run's update ``number``."""
-        cursor = start
-        place = self.order.place(cursor, number)
-        window = self.order.window(place.window)
+        """Yield updates from ``start`` on, the first of which is the run's update ``number``.
+
+        The next window is made while the updates of one are taken.
+        """
+        cursor, key = start, None
+        windows = Prefetcher(self._windows(start, number), depth=1)
         while True:
-            before, place = place, self.order.place(cursor, number)
-            if place.window != before.window:
-                window = self.order.window(place.window)
+            place = self.order.place(cursor, number)
+            if place.window != key:
+                key, window = place.window, windows.next()
             cursor = self.order.after(cursor)
             yield self._assemble(window, place, number, cursor)
             number += 1
+
+    def update(self, cursor: Cursor, number: int) -> Update:
+        """Make the update at a position, which is the run's update ``number``."""
+        place = self.order.place(cursor, number)
+        return self._assemble(self.order.window(place.window), place, number, self.order.after(cursor))
+
+    def _windows(self, cursor: Cursor, number: int) -> Iterator[Window]:
+        """Yield the windows of the updates from a position on."""
+        key = None
+        while True:
+            place = self.order.place(cursor, number)
+            if place.window != key:
+                key = place.window
+                yield self.order.window(key)
+            cursor, number = self.order.after(cursor), number + 1
 
     def largest(self) -> Batch:
         """Collate the largest micro-batch that can be expected, the same on every rank.
@@ -292,8 +285,9 @@ class TrainLoader:
             part = largest_packed(updates[0], source, target, self.ranks, self.config, self.row_sizes)
             part = replace(part, sentences=updates.rows[part.sentences])
             return collate_packed(self.corpora, part, self.vocabulary, self._info(part.sentences, 0))
-        rows = largest_micro_batch(updates, self.corpora, self.ranks, self.config)
-        return collate(self.corpora, rows, self.vocabulary, self._info(rows, 0))
+        rows, longest = largest_micro_batch(updates, self.longest, self.ranks, self.config)
+        source, target = (min(longest, side) for side in self.corpora.longest)
+        return collate(self.corpora, rows, self.vocabulary, self._info(rows, 0), least=(source, target))
 
     @cached_property
     def row_sizes(self) -> Ladder:
@@ -331,9 +325,11 @@ class TrainLoader:
         if self.config.layout == "packed":
             parts = pack_update(positions, source, target, self.ranks, self.config, self.row_sizes)[self.rank]
             parts = [replace(part, sentences=rows[part.sentences]) for part in parts]
+            self.corpora.read_ahead(np.concatenate([part.sentences for part in parts]))
             return [partial(collate_packed, self.corpora, part, self.vocabulary) for part in parts]
-        divided = divide_update(positions, source, target, self.ranks, self.config)
-        return [partial(collate, self.corpora, rows[group], self.vocabulary) for group in divided[self.rank]]
+        groups = divide_update(positions, source, target, self.ranks, self.config)[self.rank]
+        self.corpora.read_ahead(rows[np.concatenate(groups)])
+        return [partial(collate, self.corpora, rows[group], self.vocabulary) for group in groups]
 
 
 class Prefetcher(Generic[T]):

@@ -171,14 +171,13 @@ def _check_lengths(
     texts = {"train": data.corpora(config.mixture)}
     texts |= {f"valid of {title(name)}": Corpora.of(of.corpus(SPLIT)) for name, of in sets.items()}
     for split, corpora in texts.items():
-        for first, *of_sides in corpora.all_lengths():
-            for (side, bound), lengths in zip(bounds.items(), of_sides, strict=True):
-                if bound is not None and int(lengths.max()) > bound:
-                    remedy = f"prepare the data with --max-length {bound - 1}" if split == "train" else "shorten it"
-                    raise DataError(
-                        f"pair {first + int(lengths.argmax()) + 1} of {split} has {int(lengths.max())} {side} "
-                        f"tokens, and the model reads {bound} at most; {remedy}"
-                    )
+        for (side, bound), longest in zip(bounds.items(), corpora.longest, strict=True):
+            if bound is not None and longest > bound:
+                remedy = f"prepare the data with --max-length {bound - 1}" if split == "train" else "shorten it"
+                raise DataError(
+                    f"the longest {side} of {split} has {longest} tokens, and the model reads {bound} at most; "
+                    f"{remedy}"
+                )
 
 
 def check_size(model: TranslationModel, engine: EngineSettings, world: World) -> None:

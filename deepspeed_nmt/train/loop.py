@@ -209,7 +209,7 @@ class TrainingLoop:
         self.watchdog.at(f"computing update {update.number} again, which {why}", slow=True)
 
         def micro_batches_of(rank: int) -> list[Batch]:
-            return next(self.loader.of_rank(rank).updates(_cursor(before), update.number)).micro_batches
+            return self.loader.of_rank(rank).update(_cursor(before), update.number).micro_batches
 
         with explained(f"update {update.number}", update.micro_batches, self.world.device):
             return attribute(self.engine.module, micro_batches_of, result, self.world)
