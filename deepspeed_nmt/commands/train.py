@@ -138,15 +138,14 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
                     load_ds_config(engine.ds_config)
             if engine.compile == "layers":
                 check_compiler(world.device)
-        environment = None
+        environment = verified = None
         with fail_together(world):
             if world.is_main:
                 stack.enter_context(run_lock(arguments.run, _LOST_LOCK_S if requeued() else 0.0))
             if world.local_rank == 0:  # a host may have a copy of its own
-                data.verify_hashes()
                 for directory in sets.values():
-                    if directory is not data.main:
-                        directory.verify_hashes(SPLIT)
+                    directory.verify_hashes(SPLIT)
+                verified = data.verify_hashes()
             if world.is_main:
                 check_room(arguments.run, config, data)
                 environment = begin(arguments.run, config, data, restart=restart)
@@ -172,6 +171,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
                     watchdog=watchdog,
                     ledger=ledger,
                     events=events,
+                    verified=verified,
                 ).train()
 
 

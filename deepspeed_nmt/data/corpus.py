@@ -1,6 +1,7 @@
 """Token numbers of sentence pairs in memory-mapped files.
 
-Opening them is instant, whatever their size, and processes share the pages. What is read is checked then. A split (``train``, ``valid``) has raw little-endian files:
+Opening them is instant, whatever their size, and processes share the pages. Offsets are checked as they are read. A
+split (``train``, ``valid``) has raw little-endian files:
 
 - ``<split>.<side>.<uint16|int32>.bin``: tokens of all sentences, one after another, without BOS and EOS;
 - ``<split>.<side>.offsets.bin``: int64, the first token of each sentence, and finally the end of the last sentence;
@@ -226,7 +227,7 @@ class _Side:
         starts, ends = self._offsets[indices], self._offsets[indices + 1]
         lengths: Indices = ends - starts
         longest = len(self.tokens) if self._recorded is None else self._recorded
-        if not ((0 <= starts) & (0 <= lengths) & (lengths <= longest) & (ends <= len(self.tokens))).all():
+        if not ((starts >= 0) & (lengths >= 0) & (lengths <= longest) & (ends <= len(self.tokens))).all():
             raise DataError(
                 f"{self.path} has offsets that are not those of sentences of at most {longest} tokens; it was "
                 "damaged: run `prepare` again"

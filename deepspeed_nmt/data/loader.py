@@ -286,8 +286,9 @@ class TrainLoader:
             part = replace(part, sentences=updates.rows[part.sentences])
             return collate_packed(self.corpora, part, self.vocabulary, self._info(part.sentences, 0))
         rows, longest = largest_micro_batch(updates, self.longest, self.ranks, self.config)
-        source, target = (min(longest, side) for side in self.corpora.longest)
-        return collate(self.corpora, rows, self.vocabulary, self._info(rows, 0), least=(source, target))
+        source, target = self.corpora.longest
+        least = min(longest, source), min(longest, target)
+        return collate(self.corpora, rows, self.vocabulary, self._info(rows, 0), least=least)
 
     @cached_property
     def row_sizes(self) -> Ladder:

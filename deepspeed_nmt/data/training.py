@@ -6,8 +6,10 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import NamedTuple
 
 from deepspeed_nmt.console import logger
@@ -15,7 +17,7 @@ from deepspeed_nmt.data.corpus import Corpora, CorpusPart
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.mixture import MixtureConfig, Phase, Stream, Weight
 from deepspeed_nmt.data.tokenizer import Tokenizer
-from deepspeed_nmt.errors import ConfigError, DataError, shown
+from deepspeed_nmt.errors import ConfigError, DataError, UserError, shown
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.text import NO_TAGS, Tags
 
@@ -168,10 +170,23 @@ class TrainingData:
     def __str__(self) -> str:
         return ", ".join(map(str, self.options))
 
-    def verify_hashes(self) -> None:
-        """Compare the files of all directories with their hashes, which takes seconds per gigabyte."""
-        for directory in {part.directory.path: part.directory for part in self.parts}.values():
-            directory.verify_hashes()
+    def verify_hashes(self) -> Future[None]:
+        """Compare the files of all directories with their hashes in a thread, which takes seconds per gigabyte.
+
+        A difference is a DataError of the result. The program does not wait for it to end.
+        """
+        result: Future[None] = Future()
+
+        def verify() -> None:
+            try:
+                for directory in {part.directory.path: part.directory for part in self.parts}.values():
+                    directory.verify_hashes()
+                result.set_result(None)
+            except (UserError, OSError) as error:
+                result.set_exception(error)
+
+        Thread(target=verify, name="hashes", daemon=True).start()
+        return result
 
     def check_same(self) -> None:
         """Check that the directories are still those that were opened."""

@@ -7,6 +7,7 @@ import math
 import os
 import socket
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,6 +60,7 @@ class Trainer:
         path: run directory, which has been prepared by :func:`deepspeed_nmt.run.start.begin`.
         sets: data directories of all validation sets by name, first that of ``data``.
         origin: run of a warm start; None for random or pretrained weights.
+        verified: result of comparing the training data with its hashes, on the first rank of each host.
     """
 
     path: Path
@@ -71,6 +73,7 @@ class Trainer:
     watchdog: Watchdog
     ledger: Ledger
     events: Events = NO_EVENTS
+    verified: Future[None] | None = None
 
     def __post_init__(self) -> None:
         training, late = self.config.training, LateScores(self.path, self.config.validation)
@@ -196,7 +199,7 @@ class Trainer:
                 update=progress.update,
                 interrupted=lambda: bool(self.stop),
             )
-            self.data.check_same()  # files that are open now stay those whose hashes were verified
+            self.data.check_same()  # files that are open now are those whose hashes are verified
             for data in self.sets.values():
                 data.check_same()
         monitor = CollapseMonitor(
@@ -244,6 +247,7 @@ class Trainer:
             layer=config.layer,
             workload=workload_of(config, resolved, objective, world),
             log=() if checkpoint is None else checkpoint.log,
+            verified=self.verified,
         )
 
     def _fits(self, engine: Engine, loader: TrainLoader) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -47,6 +48,8 @@ class TrainingLoop:
         layer: settings of the decoder layers, which may adapt to what the monitor measures.
         workload: cost of training, for perf/mfu; None if it is unknown.
         log: state of the log in the checkpoint that the run continues from, of each rank that wrote it.
+        verified: result of comparing the training data with its hashes, while training has begun; None if another
+            rank of the host does that. No checkpoint is written before it.
     """
 
     config: TrainingConfig
@@ -68,6 +71,7 @@ class TrainingLoop:
     layer: LayerConfig
     workload: Workload | None = None
     log: tuple[LogState, ...] = ()
+    verified: Future[None] | None = None
     _start: tuple[float, int] = field(default=(0.0, 0), init=False)
     _skip_cause: str = field(default="", init=False)
     _validation_due: bool = field(default=False, init=False)
@@ -92,6 +96,7 @@ class TrainingLoop:
             checkpoint.
 
         Raises:
+            DataError: if the training data differs from its hashes.
             TrainingError: if rollbacks do not help, if memory runs out, or if the decoder ignores its source and
                 ``collapse.action`` is "stop".
             OSError: if the last checkpoint cannot be written.
@@ -278,6 +283,10 @@ class TrainingLoop:
     def _save(self, progress: Progress, *, must: bool) -> None:
         """Save a checkpoint with the state of the log."""
         self.ledger.begin("saving")
+        self.watchdog.at("comparing the training data with its hashes", slow=True)
+        with fail_together(self.world):
+            if self.verified is not None:
+                self.verified.result()
         own = self._window.state().model_copy(update=self._spikes.state())
         states = gather_lists([own.model_dump(mode="json")], self.world)
         self.saver.save(progress, tuple(map(LogState.model_validate, states)), must=must)
@@ -286,8 +295,13 @@ class TrainingLoop:
 
     def _stop_requested(self) -> bool:
         """Return True on all ranks if a stop is requested on any rank."""
-        requested = any_rank(bool(self.stop), self.world)
-        if requested:  # a later request may have reached some ranks only
+        failure = self.verified.exception() if self.verified is not None and self.verified.done() else None
+        requested = any_rank(bool(self.stop) or failure is not None, self.world)
+        if requested:
+            with fail_together(self.world):
+                if failure is not None:
+                    raise failure
+            # A later request may have reached some ranks only.
             self.stop.agree(next(filter(None, gather_lists([self.stop.signal_name], self.world)), ""))
         return requested
 
