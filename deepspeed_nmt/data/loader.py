@@ -286,8 +286,8 @@ class TrainLoader:
             part = replace(part, sentences=updates.rows[part.sentences])
             return collate_packed(self.corpora, part, self.vocabulary, self._info(part.sentences, 0))
         rows, longest = largest_micro_batch(updates, self.longest, self.ranks, self.config)
-        source, target = self.corpora.longest
-        least = min(longest, source), min(longest, target)
+        of_side = self.corpora.longest
+        least = min(longest, of_side[0]), min(longest, of_side[1])
         return collate(self.corpora, rows, self.vocabulary, self._info(rows, 0), least=least)
 
     @cached_property
