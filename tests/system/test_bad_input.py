@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,11 +14,12 @@ import pytest
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.console import setup_logging
+from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.run.start import recorded_data, run_lock
 from deepspeed_nmt.train import checkpoint
 from deepspeed_nmt.train.checkpoint import Checkpoint
-from tests.commands import log_of, newest, pair_words, refused, train_words
+from tests.commands import log_of, logged, newest, pair_words, refused, train_words
 from tests.support import run_ranks
 from tests.system.conftest import SMALL
 
@@ -73,6 +75,34 @@ def test_data_and_settings_changed_since_the_run_began(
     (tmp_path / "data.json").write_text('{"path": "/nowhere/data", "fingerprint": "0"}')
     with pytest.raises(DataError, match=r"/nowhere/data.* --data"):
         recorded_data(tmp_path)
+
+
+@pytest.mark.parametrize("updates", [1, 1000])
+def test_damage_that_is_found_while_training_ends_the_run_before_a_checkpoint(
+    data: Path,
+    tmp_path: Path,
+    small: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    updates: int,
+) -> None:
+    """Hashes of large data take minutes: the first checkpoint waits for them, and training ends at a difference."""
+    run = tmp_path / "run"
+
+    def verify(directory: DataDirectory, split: str = "") -> None:
+        if not split:
+            for _ in range(600):
+                if (run / "metrics.jsonl").is_file() and '"train/loss"' in (run / "metrics.jsonl").read_text():
+                    break
+                time.sleep(0.05)
+            time.sleep(0.2)
+            raise DataError(f"{directory.path} is damaged")
+
+    monkeypatch.setattr(DataDirectory, "verify_hashes", verify)
+    words = [f"training.max_updates={updates}", "training.validate_every=1000", "training.log_every=1"]
+    refused(train_words(data, run, *small, *words), capsys, f"{data} is damaged")
+    assert 1 <= len(logged(run, "train/loss")) <= min(updates, 200)
+    assert not any((run / "checkpoints").glob("update-*"))
 
 
 def test_only_one_rank_reports_an_error_common_to_all(

@@ -1,17 +1,26 @@
 """The memory-mapped corpus, batches and their order, and batches of the validation set."""
 
+import hashlib
 import itertools
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import closing
+from mmap import PAGESIZE
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 
+from deepspeed_nmt import randomness
 from deepspeed_nmt.core.batch import UpdateInfo
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data import corpus as corpus_module
+from deepspeed_nmt.data import update_order
 from deepspeed_nmt.data.batching import BatchConfig
-from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
+from deepspeed_nmt.data.corpus import Corpus, CorpusWriter, Indices, Lengths
 from deepspeed_nmt.data.loader import Prefetcher, TrainLoader, ValidationSet, collate
 from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.errors import DataError
@@ -74,6 +83,111 @@ def test_prefetching_keeps_order_raises_errors_and_closes() -> None:
     endless.close()
     with pytest.raises(RuntimeError, match="after shutdown"):
         endless.next()
+
+
+class CountedFile:
+    """A mapped file that counts the values that are read of it; all, if numpy is given the whole."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values, self.dtype, self.itemsize, self.read = values, values.dtype, values.itemsize, 0
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, places: np.ndarray | int) -> np.ndarray:
+        self.read += np.size(self.values[places])
+        return self.values[places]
+
+    def __array__(self, *arguments: object, **options: object) -> np.ndarray:
+        self.read += len(self.values)
+        return self.values
+
+
+def even_corpus(directory: Path, pairs: int) -> None:
+    """Write a corpus of sentences of 8 to 24 tokens, all of which are 0."""
+    directory.mkdir()
+    for number, side in enumerate(("source", "target")):
+        lengths = 8 + (randomness.keys(pairs, number) % np.uint64(17)).astype(np.int64)
+        ends = np.concatenate([[0], np.cumsum(lengths)])
+        ends.astype("<i8").tofile(directory / f"train.{side}.offsets.bin")
+        with (directory / f"train.{side}.uint16.bin").open("wb") as tokens:
+            tokens.truncate(2 * int(ends[-1]))
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_a_start_reads_as_much_of_any_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Literal["padded", "packed"]
+) -> None:
+    """Offsets and tokens up to a run's largest micro-batch and the first update after a resume."""
+    files: list[CountedFile] = []
+    open_file = corpus_module._map
+    monkeypatch.setattr(
+        corpus_module, "_map", lambda *arguments: files.append(CountedFile(open_file(*arguments))) or files[-1]
+    )
+    config, counts = BatchConfig(update_tokens=256, micro_tokens=128, layout=layout), []
+    for pairs in (400_000, 1_600_000):
+        even_corpus(tmp_path / str(pairs), pairs)
+        files.clear()
+        corpus = Corpus(tmp_path / str(pairs), "train", (24, 24))
+        start = TrainLoader.of_corpus(corpus, config, 3, 0, 1, VOCABULARY)
+        assert start.largest().longest >= 25
+        start.update(Cursor(1, start.order.updates_in(1) // 2), 500)
+        counts.append(sum(file.read for file in files))
+    assert counts[1] < 1.3 * counts[0] and counts[1] < 400_000
+
+
+def test_the_order_of_updates_is_pinned(tmp_path: Path) -> None:
+    """A change of this value changes every resumed run. It must be deliberate."""
+    even_corpus(tmp_path / "data", 6000)
+    config = BatchConfig(update_tokens=256, micro_tokens=128)
+    order = TrainLoader.of_corpus(Corpus(tmp_path / "data", "train"), config, 3, 1, 2, VOCABULARY)
+    digest = hashlib.sha256()
+    for start in (0, 195, 390):  # of two windows with 199 updates each
+        for update in itertools.islice(order.updates(Cursor(0, start), start + 1), 12):
+            for batch in update.micro_batches:
+                digest.update(batch.sentence_ids_B.numpy().tobytes())
+    assert digest.hexdigest()[:16] == PINNED_ORDER
+
+
+PINNED_ORDER = "affd47732f91be2d"
+
+
+class SlowCorpus(Corpus):
+    """A corpus on a file system that keeps a rank waiting 0.4 s for a window, and 10 ms for an update."""
+
+    def lengths(self, indices: Indices) -> tuple[Lengths, Lengths]:
+        time.sleep(0.4)
+        return super().lengths(indices)
+
+    def read_ahead(self, indices: Indices) -> None:
+        time.sleep(0.01)
+        super().read_ahead(indices)
+
+
+def test_reading_ahead_hides_delays_shorter_than_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update_order, "_WINDOW_UPDATES", 16)
+    even_corpus(tmp_path / "data", 3000)
+    slow = loader(SlowCorpus(tmp_path / "data", "train"))
+    waited = []
+    with closing(Prefetcher(slow.updates(Cursor(), 1))) as updates:
+        for _ in range(40):  # of three windows
+            started = time.monotonic()
+            updates.next()
+            waited.append(time.monotonic() - started)
+            time.sleep(0.04)
+    assert waited[0] > 0.4 and sum(waited[1:]) < 0.3
+
+
+def test_pages_are_read_many_at_a_time() -> None:
+    class SlowFile(CountedFile):
+        def __getitem__(self, places: np.ndarray | int) -> np.ndarray:
+            together.wait()
+            return super().__getitem__(places)
+
+    together = threading.Barrier(16, timeout=10.0)
+    slow = SlowFile(np.zeros(1 << 16, dtype=np.int64))
+    corpus_module._fetch(slow, np.arange(0, 1 << 16, 64), np.arange(1, 1 << 16, 64))  # type: ignore[arg-type]
+    assert slow.read == (1 << 16) * 8 // PAGESIZE, "each page once"
 
 
 @pytest.mark.parametrize("layout", ["plain", "plain+packed"])
@@ -153,6 +267,17 @@ def test_damage_is_named(tmp_path: Path) -> None:
     tokens.unlink()
     with pytest.raises(DataError, match=r"train\.source\.uint16\.bin is missing"):
         Corpus(tmp_path, "train")
+
+
+@pytest.mark.parametrize("offsets", [[0, 3, 1, 4], [0, -1, 2, 4], [0, 1, 9, 4], [0, 0, 4, 4]])
+def test_damaged_offsets_are_named_when_they_are_read(tmp_path: Path, offsets: list[int]) -> None:
+    """They rise, are within the tokens, and give no sentence longer than was recorded."""
+    _write(tmp_path, [([4], [5]), ([6, 7], [8]), ([9], [5])], 10)
+    np.array(offsets, dtype="<i8").tofile(tmp_path / "train.source.offsets.bin")
+    corpus = Corpus(tmp_path, "train", (3, 1))
+    for read in (corpus.lengths, corpus.sources, corpus.read_ahead):
+        with pytest.raises(DataError, match=r"train.source.offsets.bin has offsets that are not those of sentences"):
+            read(np.arange(3))
 
 
 @pytest.fixture
