@@ -45,7 +45,8 @@ _LARGE_BYTES = 1 << 30
 """Size of a file from which on only pages that are needed are read. A window needs most pages of smaller offsets."""
 _THREADS = 32
 """Threads that wait for pages which are not in memory."""
-_READERS = ThreadPoolExecutor(_THREADS, "read")
+_LENGTHS, _PAIRS = (ThreadPoolExecutor(_THREADS, f"read {what}") for what in ("lengths", "pairs"))
+"""Threads for a window's lengths, which are many, and for the pairs of updates, which do not wait for these."""
 
 
 class SideStats(Config):
@@ -163,7 +164,7 @@ class Corpus:
         for side in filter(None, (self._source, self._target, self._links)):
             side.read_ahead(indices)
         if self.weights is not None:
-            _fetch(self.weights, indices)
+            _fetch(_PAIRS, self.weights, indices)
 
     @property
     def target_tokens(self) -> int:
@@ -214,13 +215,13 @@ class _Side:
         return Tokens(self.tokens[places(starts, lengths)], lengths)
 
     def lengths_of(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        _fetch(self._offsets, indices, indices + 1)
+        _fetch(_LENGTHS, self._offsets, indices, indices + 1)
         return (self.places_of(indices)[1] + 1).astype(np.int32)
 
     def read_ahead(self, indices: Indices) -> None:
-        _fetch(self._offsets, indices, indices + 1)
+        _fetch(_PAIRS, self._offsets, indices, indices + 1)
         starts, lengths = self.places_of(indices)
-        _fetch(self.tokens, starts[lengths > 0], (starts + lengths - 1)[lengths > 0])
+        _fetch(_PAIRS, self.tokens, starts[lengths > 0], (starts + lengths - 1)[lengths > 0])
 
     def places_of(self, indices: Indices) -> tuple[Indices, Indices]:
         """Return the first token, and the number of tokens, of some sentences. Shape: (B,) -> (B,), (B,)."""
@@ -271,7 +272,7 @@ def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     return np.frombuffer(pages, dtype)
 
 
-def _fetch(values: npt.NDArray[Any], *indices: Indices) -> None:
+def _fetch(threads: ThreadPoolExecutor, values: npt.NDArray[Any], *indices: Indices) -> None:
     """Read the pages of a mapped file with some of its values into memory, many at a time.
 
     A thread that reads a page waits as long as the file system needs, and reads no other meanwhile. Shape: (B,) each.
@@ -279,7 +280,7 @@ def _fetch(values: npt.NDArray[Any], *indices: Indices) -> None:
     step = PAGESIZE // values.itemsize
     pages = np.unique(np.concatenate(indices) // step)
     if len(pages):
-        list(_READERS.map(values.__getitem__, np.array_split(pages * step, min(len(pages), _THREADS))))
+        list(threads.map(values.__getitem__, np.array_split(pages * step, min(len(pages), _THREADS))))
 
 
 class Tokens(NamedTuple):

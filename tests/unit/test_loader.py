@@ -178,6 +178,17 @@ def test_reading_ahead_hides_delays_shorter_than_the_steps(tmp_path: Path, monke
     assert waited[0] > 0.4 and sum(waited[1:]) < 0.3
 
 
+def test_pairs_of_an_update_do_not_wait_for_the_lengths_of_a_window(corpus: Corpus) -> None:
+    ready = threading.Event()
+    for _ in range(corpus_module._THREADS):
+        corpus_module._LENGTHS.submit(ready.wait, 30.0)
+    reading = threading.Thread(target=corpus.read_ahead, args=(np.arange(200),))
+    reading.start()
+    reading.join(10.0)
+    ready.set()
+    assert not reading.is_alive()
+
+
 def test_pages_are_read_many_at_a_time() -> None:
     class SlowFile(CountedFile):
         def __getitem__(self, places: np.ndarray | int) -> np.ndarray:
@@ -186,7 +197,7 @@ def test_pages_are_read_many_at_a_time() -> None:
 
     together = threading.Barrier(16, timeout=10.0)
     slow = SlowFile(np.zeros(1 << 16, dtype=np.int64))
-    corpus_module._fetch(slow, np.arange(0, 1 << 16, 64), np.arange(1, 1 << 16, 64))  # type: ignore[arg-type]
+    corpus_module._fetch(corpus_module._PAIRS, slow, np.arange(0, 1 << 16, 64), np.arange(1, 1 << 16, 64))  # type: ignore[arg-type]
     assert slow.read == (1 << 16) * 8 // PAGESIZE, "each page once"
 
 
