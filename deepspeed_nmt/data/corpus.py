@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -159,12 +159,16 @@ class Corpus:
         """Tokens of the longest source and of the longest target, EOS included."""
         return self._source.longest + 1, self._target.longest + 1
 
-    def read_ahead(self, indices: Indices) -> None:
-        """Read what some pairs have in the files into memory, many pages at a time. Shape: (B,)."""
-        for side in filter(None, (self._source, self._target, self._links)):
-            side.read_ahead(indices)
-        if self.weights is not None:
-            _fetch(_PAIRS, self.weights, indices)
+    def read_offsets(self, indices: Indices) -> list[Future[Any]]:
+        """Begin to read the offsets of some pairs into memory. Shape: (B,)."""
+        sides = filter(None, (self._source, self._target, self._links))
+        return [read for side in sides for read in side.read_offsets(_PAIRS, indices)]
+
+    def read_tokens(self, indices: Indices) -> list[Future[Any]]:
+        """Begin to read what some pairs have besides offsets, which have been read. Shape: (B,)."""
+        sides = filter(None, (self._source, self._target, self._links))
+        reads = [read for side in sides for read in side.read_tokens(indices)]
+        return reads if self.weights is None else reads + _reads(_PAIRS, self.weights, indices)
 
     @property
     def target_tokens(self) -> int:
@@ -215,13 +219,15 @@ class _Side:
         return Tokens(self.tokens[places(starts, lengths)], lengths)
 
     def lengths_of(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        _fetch(_LENGTHS, self._offsets, indices, indices + 1)
+        wait(self.read_offsets(_LENGTHS, indices))
         return (self.places_of(indices)[1] + 1).astype(np.int32)
 
-    def read_ahead(self, indices: Indices) -> None:
-        _fetch(_PAIRS, self._offsets, indices, indices + 1)
+    def read_offsets(self, threads: ThreadPoolExecutor, indices: Indices) -> list[Future[Any]]:
+        return _reads(threads, self._offsets, indices, indices + 1)
+
+    def read_tokens(self, indices: Indices) -> list[Future[Any]]:
         starts, lengths = self.places_of(indices)
-        _fetch(_PAIRS, self.tokens, starts[lengths > 0], (starts + lengths - 1)[lengths > 0])
+        return _reads(_PAIRS, self.tokens, starts[lengths > 0], (starts + lengths - 1)[lengths > 0])
 
     def places_of(self, indices: Indices) -> tuple[Indices, Indices]:
         """Return the first token, and the number of tokens, of some sentences. Shape: (B,) -> (B,), (B,)."""
@@ -272,15 +278,15 @@ def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     return np.frombuffer(pages, dtype)
 
 
-def _fetch(threads: ThreadPoolExecutor, values: npt.NDArray[Any], *indices: Indices) -> None:
-    """Read the pages of a mapped file with some of its values into memory, many at a time.
+def _reads(threads: ThreadPoolExecutor, values: npt.NDArray[Any], *indices: Indices) -> list[Future[Any]]:
+    """Begin to read the pages of a mapped file with some of its values into memory, many at a time.
 
     A thread that reads a page waits as long as the file system needs, and reads no other meanwhile. Shape: (B,) each.
     """
     step = PAGESIZE // values.itemsize
-    pages = np.unique(np.concatenate(indices) // step)
-    if len(pages):
-        list(threads.map(values.__getitem__, np.array_split(pages * step, min(len(pages), _THREADS))))
+    pages = np.unique(np.concatenate(indices) // step) * step
+    parts = np.array_split(pages, min(len(pages), _THREADS)) if len(pages) else []
+    return [threads.submit(values.__getitem__, part) for part in parts]
 
 
 class Tokens(NamedTuple):
@@ -513,8 +519,9 @@ class Corpora:
 
     def read_ahead(self, rows: Indices) -> None:
         """Read what some rows have in the files into memory, many pages at a time. Shape: (B,)."""
-        for _, corpus, _, indices in self._by_corpus(rows):
-            corpus.read_ahead(indices)
+        corpora = [(corpus, indices) for _, corpus, _, indices in self._by_corpus(rows)]
+        wait([read for corpus, indices in corpora for read in corpus.read_offsets(indices)])
+        wait([read for corpus, indices in corpora for read in corpus.read_tokens(indices)])
 
     def _copy_of(
         self, rows: Indices, tokens_of: Callable[[Corpus, Indices], Tokens], tags: Sequence[int | None]

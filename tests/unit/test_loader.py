@@ -5,6 +5,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import closing
 from mmap import PAGESIZE
 from pathlib import Path
@@ -20,7 +21,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data import corpus as corpus_module
 from deepspeed_nmt.data import update_order
 from deepspeed_nmt.data.batching import BatchConfig
-from deepspeed_nmt.data.corpus import Corpus, CorpusWriter, Indices, Lengths
+from deepspeed_nmt.data.corpus import Corpora, Corpus, CorpusWriter, Indices, Lengths
 from deepspeed_nmt.data.loader import Prefetcher, TrainLoader, ValidationSet, collate
 from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.errors import DataError
@@ -161,9 +162,9 @@ class SlowCorpus(Corpus):
         time.sleep(0.4)
         return super().lengths(indices)
 
-    def read_ahead(self, indices: Indices) -> None:
+    def read_tokens(self, indices: Indices) -> list[Future[object]]:
         time.sleep(0.01)
-        super().read_ahead(indices)
+        return super().read_tokens(indices)
 
 
 def test_reading_ahead_hides_delays_shorter_than_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +185,7 @@ def test_pairs_of_an_update_do_not_wait_for_the_lengths_of_a_window(corpus: Corp
     ready = threading.Event()
     for _ in range(corpus_module._THREADS):
         corpus_module._LENGTHS.submit(ready.wait, 30.0)
-    reading = threading.Thread(target=corpus.read_ahead, args=(np.arange(200),))
+    reading = threading.Thread(target=Corpora.of(corpus).read_ahead, args=(np.arange(200),))
     reading.start()
     reading.join(10.0)
     ready.set()
@@ -199,7 +200,7 @@ def test_pages_are_read_many_at_a_time() -> None:
 
     together = threading.Barrier(16, timeout=10.0)
     slow = SlowFile(np.zeros(1 << 16, dtype=np.int64))
-    corpus_module._fetch(corpus_module._PAIRS, slow, np.arange(0, 1 << 16, 64), np.arange(1, 1 << 16, 64))  # type: ignore[arg-type]
+    wait(corpus_module._reads(corpus_module._PAIRS, slow, np.arange(0, 1 << 16, 64), np.arange(1, 1 << 16, 64)))  # type: ignore[arg-type]
     assert slow.read == (1 << 16) * 8 // PAGESIZE, "each page once"
 
 
@@ -288,7 +289,7 @@ def test_damaged_offsets_are_named_when_they_are_read(tmp_path: Path, offsets: l
     _write(tmp_path, [([4], [5]), ([6, 7], [8]), ([9], [5])], 10)
     np.array(offsets, dtype="<i8").tofile(tmp_path / "train.source.offsets.bin")
     corpus = Corpus(tmp_path, "train", (3, 1))
-    for read in (corpus.lengths, corpus.sources, corpus.read_ahead):
+    for read in (corpus.lengths, corpus.sources, corpus.read_tokens):
         with pytest.raises(DataError, match=r"train.source.offsets.bin has offsets that are not those of sentences"):
             read(np.arange(3))
 
