@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import closing
@@ -155,30 +154,38 @@ def test_the_order_of_updates_is_pinned(tmp_path: Path) -> None:
 PINNED_ORDER = "affd47732f91be2d"
 
 
-class SlowCorpus(Corpus):
-    """A corpus on a file system that keeps a rank waiting 0.4 s for a window, and 10 ms for an update."""
+def test_the_next_window_and_four_updates_are_read_while_one_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a step hides a file system's delays that are shorter than it is. A window has 16 updates here."""
+    begun, allowed, four = threading.Event(), threading.Event(), threading.Event()
+    windows: list[int] = []
+    updates_read: list[int] = []
 
-    def lengths(self, indices: Indices) -> tuple[Lengths, Lengths]:
-        time.sleep(0.4)
-        return super().lengths(indices)
+    class SlowCorpus(Corpus):
+        def lengths(self, indices: Indices) -> tuple[Lengths, Lengths]:
+            windows.append(len(indices))
+            if len(windows) == 2:
+                begun.set()
+                assert allowed.wait(60.0)
+            return super().lengths(indices)
 
-    def read_tokens(self, indices: Indices) -> list[Future[object]]:
-        time.sleep(0.01)
-        return super().read_tokens(indices)
+        def read_tokens(self, indices: Indices) -> list[Future[object]]:
+            updates_read.append(len(indices))
+            if len(updates_read) == 5:
+                four.set()
+            return super().read_tokens(indices)
 
-
-def test_reading_ahead_hides_delays_shorter_than_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_order, "_WINDOW_UPDATES", 16)
     even_corpus(tmp_path / "data", 3000)
-    slow = loader(SlowCorpus(tmp_path / "data", "train"))
-    waited = []
-    with closing(Prefetcher(slow.updates(Cursor(), 1))) as updates:
-        for _ in range(40):  # of three windows
-            started = time.monotonic()
+    with closing(Prefetcher(loader(SlowCorpus(tmp_path / "data", "train")).updates(Cursor(), 1))) as updates:
+        updates.next()
+        assert begun.wait(60.0), "while the first window is used"
+        assert four.wait(60.0), "beside the one that was taken"
+        for _ in range(15):
             updates.next()
-            waited.append(time.monotonic() - started)
-            time.sleep(0.04)
-    assert waited[0] > 0.4 and sum(waited[1:]) < 0.3
+        allowed.set()
+        assert updates.next().number == 17
 
 
 def test_pairs_of_an_update_do_not_wait_for_the_lengths_of_a_window(corpus: Corpus) -> None:
