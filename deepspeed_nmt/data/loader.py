@@ -23,7 +23,7 @@ from deepspeed_nmt.data.batching import BatchConfig, divide_update
 from deepspeed_nmt.data.corpus import Corpora, Corpus, Indices, Tokens, places
 from deepspeed_nmt.data.packing import Ladder, PackedPart, largest_packed, pack_update, row_sizes
 from deepspeed_nmt.data.update_order import Cursor, EpochOrder, UpdateOrder, UpdatePlace, Window
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.errors import ConfigError, DataError
 
 _SAMPLED_UPDATES, _SAMPLE_MARGIN = 32, 1.1
 """Updates that are divided to estimate the size of micro-batches, and a factor for larger ones among the others."""
@@ -124,8 +124,8 @@ def collate(
             update=update,
             **_per_pair(corpus, indices),
         )
-    sources = corpus.sources(indices if source_indices is None else source_indices)
-    targets = corpus.targets(indices)
+    sources = _known(corpus.sources(indices if source_indices is None else source_indices), vocabulary.source)
+    targets = _known(corpus.targets(indices), vocabulary)
     source_BS, _ = _padded(sources, source_eos, pad, least[0])
     output_BT, within = _padded(targets, eos, pad, least[1])
     input_BT = np.full_like(output_BT, pad)
@@ -142,6 +142,16 @@ def collate(
         update=update,
         **_per_pair(corpus, indices),
     )
+
+
+def _known(sentences: Tokens, vocabulary: Vocabulary) -> Tokens:
+    """Return sentences; a token that the vocabulary lacks is a DataError. Hashes may still be being compared."""
+    if len(numbers := sentences.numbers) and not 0 <= numbers.min() <= numbers.max() < vocabulary.size:
+        raise DataError(
+            f"the data has a token beyond the {vocabulary.size} of its vocabulary; it was damaged: run `prepare` "
+            "again"
+        )
+    return sentences
 
 
 def _padded(sentences: Tokens, eos: int, pad: int, least: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -164,7 +174,8 @@ def collate_packed(
     indices = part.sentences
     pad, bos, eos, source_eos = vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.source.eos
     if len(indices):
-        sources, targets = corpus.sources(indices), corpus.targets(indices)
+        sources = _known(corpus.sources(indices), vocabulary.source)
+        targets = _known(corpus.targets(indices), vocabulary)
         source_tokens, target_tokens = (len(side.numbers) + len(indices) for side in (sources, targets))
     else:
         sources = targets = Tokens(np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64))

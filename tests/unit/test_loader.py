@@ -278,6 +278,11 @@ def test_damage_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"train\.source\.offsets\.bin is missing"):
         Corpus(tmp_path, "train")
     _write(tmp_path, [([4, 5], [5]), ([6, 7], [8])], 10)
+    for target, source, lacking in ((9, 7, 7), (8, 8, 8)):
+        vocabulary = Vocabulary(target, own_source=Vocabulary(source))
+        with pytest.raises(DataError, match=f"a token beyond the {lacking} of its vocabulary"):
+            collate(Corpus(tmp_path, "train"), np.arange(2), vocabulary)
+    collate(Corpus(tmp_path, "train"), np.arange(2), Vocabulary(9))
     tokens = tmp_path / "train.source.uint16.bin"
     tokens.write_bytes(tokens.read_bytes()[:-2])
     with pytest.raises(DataError, match=r"holds 3 tokens instead of the 4"):

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_nmt import parity
 from deepspeed_nmt.config import validate
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig, divide_update
@@ -130,14 +131,14 @@ def test_packed_batches_of_tagged_and_segmented_corpora_have_the_tokens_of_their
     corpora = Corpora([first, second])
     rows = np.array([601, 2, 600, 310, 602, 599, 0])
     source, target = (int(lengths.sum()) for lengths in corpora.lengths(rows))
-    batch = collate_packed(corpora, PackedPart(rows, source + 3, target), VOCABULARY)
+    batch = collate_packed(corpora, PackedPart(rows, source + 3, target), parity.VOCABULARY)
     assert batch.source_tokens == source and batch.target_tokens == target
     sources = [token for row in rows.tolist() for token in (*corpora.sources(np.array([row])).numbers, EOS)]
     assert batch.source_BS.tolist() == [[*sources, PAD, PAD, PAD]] and batch.source_BS[0, :2].tolist() == [6, EOS]
     targets = [corpora.targets(np.array([row])).numbers.tolist() for row in rows.tolist()]
     assert batch.target_input_BT.tolist() == [[token for each in targets for token in (BOS, *each)]]
     assert batch.target_output_BT.tolist() == [[token for each in targets for token in (*each, EOS)]]
-    padded = collate(corpora, rows, VOCABULARY)
+    padded = collate(corpora, rows, parity.VOCABULARY)
     assert torch.equal(batch.source_rows(), padded.source_BS)
     longest = [int(side.max()) for side in Corpora([second]).lengths(np.arange(3))]
     assert [*second.longest] == longest, "with the tag of each side"
