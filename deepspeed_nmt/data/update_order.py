@@ -1,8 +1,8 @@
 """The order of the training text: which sentences make which update.
 
 It is a pure function of (lengths, seed, epoch, update_tokens), and does not depend on GPUs, so a run resumed on
-other hardware makes the same updates. Updates are made window by window, so that a run over tens of millions of pairs
-starts, and resumes anywhere, in seconds:
+other hardware makes the same updates. Updates are made window by window, so that a run over a billion pairs starts,
+and resumes anywhere, in seconds:
 
 1. The sentences are shuffled by a permutation that needs no table, and divided into windows of equally many. All
    windows have equally many updates, so the window of an update is known without making those before it.
