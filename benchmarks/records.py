@@ -91,7 +91,7 @@ class Table(_Strict):
             KeyError: if no row, or more than one, begins with the cells ``row``, or no column has the title.
         """
         number = list(self.columns).index(column) if column in self.columns else -1
-        lines = [line for line in self.texts() if row in {", ".join(line[:end]) for end in range(1, 4)}]
+        lines = [line for line in self.texts() if row in {", ".join(line[:end]) for end in range(1, 5)}]
         if number < 0 or len(lines) != 1:
             raise KeyError(f"{len(lines)} rows begin with {row!r}; columns: {', '.join(self.columns)}")
         return lines[0][number]
