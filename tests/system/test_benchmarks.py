@@ -46,6 +46,7 @@ ELSEWHERE = {"kills": "tests/system/test_kills.py"}
 LONG = {
     "planted": "runs the unit tests again and again",
     "poisson": "runs a job of `kills` for minutes",
+    "hosts": "needs root and SLURM",
     "peers": "trains by command for minutes, other programs too",
     "restart": "needs an older commit",
 }
