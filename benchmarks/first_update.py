@@ -281,13 +281,13 @@ def _in_process(*words: str) -> Any:
     return json.loads(subprocess.check_output([sys.executable, __file__, *words]))
 
 
+def _report(what: str, directory: str, corpora: str, *more: str) -> object:
+    if what == "start":
+        return _start(Path(directory), int(corpora), more[0], float(more[1]))
+    if what == "read":
+        return _bytes_read(Path(directory), int(corpora))
+    return _waiting(Path(directory), int(corpora), float(more[0]))
+
+
 if __name__ == "__main__":
-    _what, _directory, _corpora = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    match _what:
-        case "start":
-            _found: object = _start(_directory, _corpora, sys.argv[4], float(sys.argv[5]))
-        case "read":
-            _found = _bytes_read(_directory, _corpora)
-        case _:
-            _found = _waiting(_directory, _corpora, float(sys.argv[4]))
-    sys.stdout.write(json.dumps(_found))
+    sys.stdout.write(json.dumps(_report(*sys.argv[1:])))

@@ -17,11 +17,11 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from mmap import ACCESS_READ, MADV_RANDOM, PAGESIZE, mmap
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,8 @@ from deepspeed_nmt.data.tokenizer import Count
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.registry import Config
 
+Reading = Literal["lengths", "pairs"]
+"""A window's lengths, which are many, or the pairs of updates, which do not wait for these."""
 Lengths = NDArray[np.int32]
 Indices = NDArray[np.int64]
 
@@ -45,8 +47,14 @@ _LARGE_BYTES = 1 << 30
 """Size of a file from which on only pages that are needed are read. A window needs most pages of smaller offsets."""
 _THREADS = 32
 """Threads that wait for pages which are not in memory."""
-_LENGTHS, _PAIRS = (ThreadPoolExecutor(_THREADS, f"read {what}") for what in ("lengths", "pairs"))
-"""Threads for a window's lengths, which are many, and for the pairs of updates, which do not wait for these."""
+
+
+@cache
+def _threads(what: Reading) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_THREADS, f"read {what}")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # a forked process has none of the threads
 
 
 class SideStats(Config):
@@ -162,13 +170,13 @@ class Corpus:
     def read_offsets(self, indices: Indices) -> list[Future[Any]]:
         """Begin to read the offsets of some pairs into memory. Shape: (B,)."""
         sides = filter(None, (self._source, self._target, self._links))
-        return [read for side in sides for read in side.read_offsets(_PAIRS, indices)]
+        return [read for side in sides for read in side.read_offsets("pairs", indices)]
 
     def read_tokens(self, indices: Indices) -> list[Future[Any]]:
         """Begin to read what some pairs have besides offsets, which have been read. Shape: (B,)."""
         sides = filter(None, (self._source, self._target, self._links))
         reads = [read for side in sides for read in side.read_tokens(indices)]
-        return reads if self.weights is None else reads + _reads(_PAIRS, self.weights, indices)
+        return reads if self.weights is None else reads + _reads("pairs", self.weights, indices)
 
     @property
     def target_tokens(self) -> int:
@@ -219,15 +227,15 @@ class _Side:
         return Tokens(self.tokens[places(starts, lengths)], lengths)
 
     def lengths_of(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        wait(self.read_offsets(_LENGTHS, indices))
+        wait(self.read_offsets("lengths", indices))
         return (self.places_of(indices)[1] + 1).astype(np.int32)
 
-    def read_offsets(self, threads: ThreadPoolExecutor, indices: Indices) -> list[Future[Any]]:
-        return _reads(threads, self._offsets, indices, indices + 1)
+    def read_offsets(self, what: Reading, indices: Indices) -> list[Future[Any]]:
+        return _reads(what, self._offsets, indices, indices + 1)
 
     def read_tokens(self, indices: Indices) -> list[Future[Any]]:
         starts, lengths = self.places_of(indices)
-        return _reads(_PAIRS, self.tokens, starts[lengths > 0], (starts + lengths - 1)[lengths > 0])
+        return _reads("pairs", self.tokens, starts[lengths > 0], (starts + lengths - 1)[lengths > 0])
 
     def places_of(self, indices: Indices) -> tuple[Indices, Indices]:
         """Return the first token, and the number of tokens, of some sentences. Shape: (B,) -> (B,), (B,)."""
@@ -278,7 +286,7 @@ def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     return np.frombuffer(pages, dtype)
 
 
-def _reads(threads: ThreadPoolExecutor, values: npt.NDArray[Any], *indices: Indices) -> list[Future[Any]]:
+def _reads(what: Reading, values: npt.NDArray[Any], *indices: Indices) -> list[Future[Any]]:
     """Begin to read the pages of a mapped file with some of its values into memory, many at a time.
 
     A thread that reads a page waits as long as the file system needs, and reads no other meanwhile. Shape: (B,) each.
@@ -286,7 +294,7 @@ def _reads(threads: ThreadPoolExecutor, values: npt.NDArray[Any], *indices: Indi
     step = PAGESIZE // values.itemsize
     pages = np.unique(np.concatenate(indices) // step) * step
     parts = np.array_split(pages, min(len(pages), _THREADS)) if len(pages) else []
-    return [threads.submit(values.__getitem__, part) for part in parts]
+    return [_threads(what).submit(values.__getitem__, part) for part in parts]
 
 
 class Tokens(NamedTuple):

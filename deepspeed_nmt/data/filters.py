@@ -24,7 +24,6 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 import regex
-import yaml
 from pydantic import Field, ValidationError, model_validator
 from typing_extensions import override
 
@@ -463,6 +462,8 @@ class OpusFilter(Filter):
     @classmethod
     @override
     def fields_of(cls, value: str) -> dict[str, Any]:
+        import yaml
+
         try:
             content = yaml.safe_load(Path(value).read_bytes())
         except (OSError, yaml.YAMLError) as error:

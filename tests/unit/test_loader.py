@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import multiprocessing
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
@@ -191,12 +192,22 @@ def test_the_next_window_and_four_updates_are_read_while_one_is_taken(
 def test_pairs_of_an_update_do_not_wait_for_the_lengths_of_a_window(corpus: Corpus) -> None:
     ready = threading.Event()
     for _ in range(corpus_module._THREADS):
-        corpus_module._LENGTHS.submit(ready.wait, 30.0)
+        corpus_module._threads("lengths").submit(ready.wait, 30.0)
     reading = threading.Thread(target=Corpora.of(corpus).read_ahead, args=(np.arange(200),))
     reading.start()
     reading.join(10.0)
     ready.set()
     assert not reading.is_alive()
+
+
+def test_a_forked_process_reads_by_threads_of_its_own(corpus: Corpus) -> None:
+    Corpora.of(corpus).read_ahead(np.arange(200))
+    child = multiprocessing.get_context("fork").Process(target=Corpora.of(corpus).read_ahead, args=(np.arange(200),))
+    child.start()
+    child.join(60.0)
+    ended = child.exitcode
+    child.kill()
+    assert ended == 0
 
 
 def test_pages_are_read_many_at_a_time() -> None:
@@ -207,7 +218,7 @@ def test_pages_are_read_many_at_a_time() -> None:
 
     together = threading.Barrier(16, timeout=10.0)
     slow = SlowFile(np.zeros(1 << 16, dtype=np.int64))
-    wait(corpus_module._reads(corpus_module._PAIRS, slow, np.arange(0, 1 << 16, 64), np.arange(1, 1 << 16, 64)))  # type: ignore[arg-type]
+    wait(corpus_module._reads("pairs", slow, np.arange(0, 1 << 16, 64), np.arange(1, 1 << 16, 64)))  # type: ignore[arg-type]
     assert slow.read == (1 << 16) * 8 // PAGESIZE, "each page once"
 
 
