@@ -79,7 +79,7 @@ def test_a_status_is_handed_over_if_training_ended_as_it_should(
 
 def _requested(stop: StopRequest) -> bool:
     """Ask as the loop of a single rank does."""
-    alone = SimpleNamespace(stop=stop, world=World(0, 1, 0, torch.device("cpu")))
+    alone = SimpleNamespace(stop=stop, world=World(0, 1, 0, torch.device("cpu")), verified=None)
     return loop.TrainingLoop._stop_requested(alone)  # type: ignore[arg-type]
 
 
