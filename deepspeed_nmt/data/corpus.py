@@ -44,7 +44,7 @@ _COPIED_BYTES = 1 << 20
 _CHUNK = 1 << 20
 """Pairs that are counted at once."""
 _LARGE_BYTES = 1 << 30
-"""Size of a file from which on only pages that are needed are read. A window needs most pages of smaller offsets."""
+"""Size of a file from which on only pages that are needed are read, by threads. The kernel soon has all of others."""
 _THREADS = 32
 """Threads that wait for pages which are not in memory."""
 
@@ -287,10 +287,12 @@ def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def _reads(what: Reading, values: npt.NDArray[Any], *indices: Indices) -> list[Future[Any]]:
-    """Begin to read the pages of a mapped file with some of its values into memory, many at a time.
+    """Begin to read the pages of a large file with some of its values into memory, many at a time.
 
     A thread that reads a page waits as long as the file system needs, and reads no other meanwhile. Shape: (B,) each.
     """
+    if len(values) * values.itemsize < _LARGE_BYTES:
+        return []
     step = PAGESIZE // values.itemsize
     pages = np.unique(np.concatenate(indices) // step) * step
     parts = np.array_split(pages, min(len(pages), _THREADS)) if len(pages) else []

@@ -17,7 +17,7 @@ from deepspeed_nmt.data.corpus import Corpora, CorpusPart
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.mixture import MixtureConfig, Phase, Stream, Weight
 from deepspeed_nmt.data.tokenizer import Tokenizer
-from deepspeed_nmt.errors import ConfigError, DataError, UserError, shown
+from deepspeed_nmt.errors import ConfigError, DataError, shown
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.text import NO_TAGS, Tags
 
@@ -182,7 +182,7 @@ class TrainingData:
                 for directory in {part.directory.path: part.directory for part in self.parts}.values():
                     directory.verify_hashes()
                 result.set_result(None)
-            except (UserError, OSError) as error:
+            except Exception as error:  # whatever it is: training waits for the result
                 result.set_exception(error)
 
         Thread(target=verify, name="hashes", daemon=True).start()

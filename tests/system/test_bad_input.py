@@ -17,6 +17,7 @@ import pytest
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.console import setup_logging
 from deepspeed_nmt.data.data_directory import DataDirectory
+from deepspeed_nmt.data.training import TrainingData
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.run.start import recorded_data, run_lock
 from deepspeed_nmt.train import checkpoint
@@ -78,6 +79,17 @@ def test_data_and_settings_changed_since_the_run_began(
     (tmp_path / "data.json").write_text('{"path": "/nowhere/data", "fingerprint": "0"}')
     with pytest.raises(DataError, match=r"/nowhere/data.* --data"):
         recorded_data(tmp_path)
+
+
+def test_whatever_ends_the_comparison_with_hashes_is_its_result(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the first checkpoint would wait for ever."""
+
+    def verify(directory: DataDirectory, split: str = "") -> None:
+        raise ValueError("a fault of the program")
+
+    monkeypatch.setattr(DataDirectory, "verify_hashes", verify)
+    with pytest.raises(ValueError, match="a fault of the program"):
+        TrainingData.of(data).verify_hashes().result(60.0)
 
 
 @pytest.mark.parametrize("updates", [1, 1000])

@@ -189,7 +189,10 @@ def test_the_next_window_and_four_updates_are_read_while_one_is_taken(
         assert updates.next().number == 17
 
 
-def test_pairs_of_an_update_do_not_wait_for_the_lengths_of_a_window(corpus: Corpus) -> None:
+def test_pairs_of_an_update_do_not_wait_for_the_lengths_of_a_window(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_module, "_LARGE_BYTES", 0)
     ready = threading.Event()
     for _ in range(corpus_module._THREADS):
         corpus_module._threads("lengths").submit(ready.wait, 30.0)
@@ -200,7 +203,8 @@ def test_pairs_of_an_update_do_not_wait_for_the_lengths_of_a_window(corpus: Corp
     assert not reading.is_alive()
 
 
-def test_a_forked_process_reads_by_threads_of_its_own(corpus: Corpus) -> None:
+def test_a_forked_process_reads_by_threads_of_its_own(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_module, "_LARGE_BYTES", 0)
     Corpora.of(corpus).read_ahead(np.arange(200))
     child = multiprocessing.get_context("fork").Process(target=Corpora.of(corpus).read_ahead, args=(np.arange(200),))
     child.start()
@@ -210,7 +214,9 @@ def test_a_forked_process_reads_by_threads_of_its_own(corpus: Corpus) -> None:
     assert ended == 0
 
 
-def test_pages_are_read_many_at_a_time() -> None:
+def test_pages_are_read_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_module, "_LARGE_BYTES", 0)
+
     class SlowFile(CountedFile):
         def __getitem__(self, places: np.ndarray | int) -> np.ndarray:
             together.wait()
