@@ -261,7 +261,7 @@ def _plan(out: Path, device: str, metric: str, spent: str, minutes: str = "") ->
     size = sized_for(recipe, 0.0, speed).update_tokens  # of the trial
     seconds = 60.0 * length if trained else seconds_left(length, float(spent), sum(size / value for value in speeds))
     recipe, enough = fitted(pairs, device, tokens, seconds, speed)
-    warning = enough and f"{length} min have room for too few updates to learn anything; {enough} min would suit"
+    warning = enough and f"{length} min have room for too few updates to learn much; {enough} min would suit"
     words, why = recipe.arguments("" if enough else metric), recipe.reason
     if trained:
         why = "trains on with the model that it has"
