@@ -177,7 +177,8 @@ class Trainer:
             return None
         if checkpoint is not None and saved is not None:
             self.ledger.begin("restore")
-            engine.restore(saved, checkpoint.scalars)
+            with checkpoint.held_open():
+                engine.restore(saved, checkpoint.scalars)
             self.ledger.begin("model")
             logger.info("resuming after update %d (%s)", progress.update, checkpoint.path)
             if saved is not checkpoint and not config.training.ends_at(progress):

@@ -20,7 +20,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -126,6 +126,7 @@ class Checkpoint:
 
     def __init__(self, path: Path, verify: bool = True) -> None:
         self.path = path
+        self._open: dict[str, tuple[Path, Any]] | None = None
         try:
             self._manifest = CheckpointManifest.model_validate_json(read_record(path / MANIFEST_FILE))
             for name, record in self._manifest.files.items():
@@ -139,11 +140,23 @@ class Checkpoint:
 
     def _locate(self, files: Mapping[str, list[str]]) -> dict[str, Path]:
         """Return the file of each tensor, after comparing the names in the manifest with those in the files."""
+        where: dict[str, Path] = {}
         for name, tensors in files.items():
-            with safe_open(self.path / name, framework="pt") as file:
+            path = self.path / name
+            with safe_open(path, framework="pt") as file:
                 if set(file.keys()) != set(tensors):
                     raise DamagedRecordError(f"{MANIFEST_FILE} names other tensors than {name} contains")
-        return {tensor: self.path / name for name, tensors in files.items() for tensor in tensors}
+            where |= dict.fromkeys(tensors, path)
+        return where
+
+    @contextmanager
+    def held_open(self) -> Iterator[None]:
+        """Keep the file that was read last of each kind open: opening one reads the places of all its tensors."""
+        self._open = {}
+        try:
+            yield
+        finally:
+            self._open = None
 
     @property
     def run(self) -> RunRecord | None:
@@ -183,7 +196,8 @@ class Checkpoint:
 
     def weights(self) -> dict[str, Tensor]:
         """Return all weights by parameter name."""
-        return {name: self.weight(name) for name in self._where["weights"]}
+        with self.held_open():
+            return {name: self.weight(name) for name in self._where["weights"]}
 
     def weight(self, name: str) -> Tensor:
         """Return the weight of a parameter, fp32 on the CPU."""
@@ -197,6 +211,10 @@ class Checkpoint:
 
     def load_into(self, model: nn.Module) -> None:
         """Copy the weights into a model; raise a CheckpointError if names or shapes differ."""
+        with self.held_open():
+            self._load_into(model)
+
+    def _load_into(self, model: nn.Module) -> None:
         shapes = {name: self._shape(name) for name in self._where["weights"]}
         own = dict(model.named_parameters())
         expected = {name: tuple(parameter.shape) for name, parameter in own.items()}
@@ -222,11 +240,15 @@ class Checkpoint:
 
     def _read(self, kind: str, name: str, of: Callable[[Any], Any]) -> Any:
         """Return what ``of`` reads of a tensor from its open file."""
-        if name not in self._where[kind]:
+        if (path := self._where[kind].get(name)) is None:
             raise CheckpointError(f"{self.path} has no {name}: it belongs to another model")
         try:
-            with safe_open(self._where[kind][name], framework="pt") as file:
-                return of(file)
+            opened, file = (self._open or {}).get(kind, (None, None))
+            if opened != path:
+                file = safe_open(path, framework="pt")
+            if self._open is not None:
+                self._open[kind] = path, file
+            return of(file)
         except _UNREADABLE as error:
             if not self.path.exists():
                 raise CheckpointError(
