@@ -229,6 +229,10 @@ class TranslationModel(DecodableModel):
             for stack in stacks:
                 stack.recompute_every = every
 
+    def recomputes_all_layers(self) -> bool:
+        """Return True if every layer application is run again in the backward pass."""
+        return {stack.recompute_every for stacks in self.stacks for stack in stacks} == {1}
+
     def compile_layers(self) -> None:
         """Have each layer compiled for training; see :func:`~deepspeed_nmt.nn.compiled.compile_layers`."""
         compile_layers(self.all_layers())

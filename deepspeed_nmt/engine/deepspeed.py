@@ -17,7 +17,7 @@ import deepspeed
 import torch
 import torch.nn.functional as F
 from deepspeed.runtime import bf16_optimizer
-from deepspeed.runtime.zero import stage3
+from deepspeed.runtime.zero import partition_parameters, stage3
 from deepspeed.utils import (
     groups,
     safe_get_local_fp32_param,
@@ -96,6 +96,11 @@ class DeepSpeedEngine(Engine):
         }
         bf16_optimizer.see_memory_usage = lambda *arguments, **options: None  # prints, whatever the level of the log
         if self._stage == 3:
+            for runtime in (partition_parameters, stage3):  # which ask for the rank before they decide to print
+                runtime.print_rank_0 = lambda *arguments, **options: None
+            if module.model.recomputes_all_layers():  # no product's weight is then kept until its backward pass
+                section = {"memory_efficient_linear": False, **ds_config["zero_optimization"]}
+                ds_config = {**ds_config, "zero_optimization": section}
             _fetch_by_layer(module.model)
             _partition(module, ds_config, world)
         self._engine, self._zero, _, _ = deepspeed.initialize(
