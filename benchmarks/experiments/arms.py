@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,12 +68,16 @@ def sh(*words: str) -> str:
 class Experiment:
     """Arms to train, a few at a time. Runs that were stopped are resumed.
 
+    ``columns`` are titles of the table, and the values that they show.
+
     Args:
         arms: arms by name.
         arguments: of the command line.
         common: settings of all arms.
         reference: reference of the test set; None for the text in the data directory.
     """
+
+    columns: Mapping[str, str] = COLUMNS
 
     def __init__(
         self,
@@ -92,11 +96,16 @@ class Experiment:
         """Return the run directory of an arm."""
         return Path(self.arguments.out, f"{name}-seed{seed}")
 
+    def settings_of(self, name: str, seed: str) -> list[str]:
+        """Return the settings of an arm, on top of its recipe."""
+        arm = self.arms[name]
+        settings = [*self.common, *arm.settings, *self.arguments.settings, f"training.seed={seed}"]
+        return [*settings, f"training.max_updates={self.arguments.updates * arm.times}"]
+
     def one(self, name: str, seed: str) -> Rows:
         """Train, average and translate an arm, and return a result for each translation."""
         arm, data, run = self.arms[name], self.arguments.data, self.run_of(name, seed)
-        settings = [*self.common, *arm.settings, *self.arguments.settings, f"training.seed={seed}"]
-        settings.append(f"training.max_updates={self.arguments.updates * arm.times}")
+        settings = self.settings_of(name, seed)
         train = ["train", "--recipe", arm.recipe, "--data", str(data), "--run", str(run)]
         if arm.grow_from:
             self.futures[arm.grow_from, seed].result()
@@ -141,12 +150,16 @@ class Experiment:
         scores = [json.loads(line) for line in lines]
         sys.stdout.write(sh("score", "--hypothesis", *hypotheses, *reference))
         rounds = [{**row, "score": score} for row, score in zip(rows, scores, strict=True)]
-        shown = [
-            {title: row.get(key) for title, key in COLUMNS.items()} | {"test BLEU": score["bleu"]["score"]}
-            for row, score in zip(rows, scores, strict=True)
-        ]
+        shown = []
+        for row, score in zip(rows, scores, strict=True):
+            bleu: dict[str, object] = {"test BLEU": score["bleu"]["score"]}
+            if (compared := score.get("comparison")) is not None:
+                low, high = compared["interval"]
+                bleu["against the first"] = f"{compared['difference']:+.1f} [{low:+.1f}, {high:+.1f}]"
+            shown.append({title: row.get(key) for title, key in self.columns.items()} | bleu)
         formats = {"parameters": "{:,}", "trained": "{:,}", "source reliance": "{:.2f}", "test BLEU": "{:.2f}"}
         formats |= dict.fromkeys(("train ppl", "valid ppl", "valid BLEU"), "{:.1f}")
+        formats |= {"CPU s an update": "{:.2f}", "peak MiB": "{:,.0f}"}
         return Results(tables={"arms": Table.of(shown, formats)}, rounds=rounds)
 
 

@@ -4,25 +4,31 @@
 
 DATA is a directory made by `deepspeed-nmt prepare`, with a test set: raw Multi30k, English to German, and a
 vocabulary of 4,000. All arms have D=128, and the same data, seed, updates and schedule; their parameters differ, and
-are a column. Families that this program lacks are left out. A run that was stopped is resumed. Then the last
-checkpoints are averaged, and the test set is translated and scored; the others are compared with the first arm.
+are a column. SDT grows from 6 to 12 and 18 layers of the encoder after 200 and 400 updates. A run that was stopped is
+resumed. Then the last checkpoints are averaged, and the test set is translated and scored; the others are compared
+with the first arm, with 95% intervals. The CPU time of an update is that of 20 after the first, in runs of their own.
 `deepspeed-nmt report collapse OUT/*-seed1` draws the curves.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from types import MappingProxyType
 
-from arms import Arm, Experiment, add_options
+from arms import COLUMNS, PROGRAM, Arm, Experiment, Rows, add_options
 from records import Results
-
-from deepspeed_nmt.methods import LAYERS, MODELS
+from typing_extensions import override
 
 COMMON = [
     *("model.dim=128", "engine.name=plain", "engine.device=cpu", "training.keep_last=4", "training.log_every=50"),
     *("optimizer.lr=2e-3", "optimizer.clip_norm=1", "schedule.name=cosine", "schedule.warmup_updates=400"),
-    *("batch.update_tokens=2048", "batch.micro_tokens=2048", "model.dropout=0.2", "training.validate_every=500"),
-    *("validation.max_sentences=200", "search.beam=4", "collapse.every=250"),
+    *("batch.update_tokens=2048", "batch.micro_tokens=2048", "model.dropout=0.2", "training.validate_every=200"),
+    *("validation.max_sentences=200", "search.beam=4", "collapse.every=200", "training.save_every=20"),
 ]
 TRANSFORMER = ["model.ffn_dim=512", "model.heads=4"]
 
@@ -39,6 +45,10 @@ ARMS = {
     "post6-18": transformer(6, 18, "model.norm=post"),
     "mixed6-18": transformer(6, 18, "model.decoder_norm=post"),
     "dlcl18-6": transformer(18, 6, "model.name=dlcl"),
+    "sdt18-6": transformer(
+        *(18, 6, "model.name=sdt", "model.stack_layers=6", "growth.at=[200,400]"),
+        *("growth.encoder_layers=[6,12]", "growth.decoder_layers=[6,6]"),
+    ),
     "coordination6": transformer(6, 6, "model.name=coordination"),
     "merged_attention18": transformer(
         18, 18, "model.norm=post", "model.init=depth_scaled", "layer.name=merged_attention"
@@ -54,21 +64,51 @@ ARMS = {
 }
 
 
-def existing() -> dict[str, Arm]:
-    """Return the arms whose methods this program has."""
+TIMED = 20
 
-    def exists(arm: Arm) -> bool:
-        named = dict(setting.split("=", 1) for setting in arm.settings)
-        model, layer = named.get("model.name", MODELS.default), named.get("layer.name", LAYERS.default)
-        return model in MODELS and layer in LAYERS
 
-    return {name: arm for name, arm in ARMS.items() if exists(arm)}
+class Race(Experiment):
+    """An experiment that measures the cost of its arms as well."""
+
+    columns = MappingProxyType({**COLUMNS, "CPU s an update": "cpu_seconds", "peak MiB": "peak_mib"})
+
+    @override
+    def one(self, name: str, seed: str) -> Rows:
+        rows, kept = super().one(name, seed), self.run_of(name, seed).with_suffix(".cost.json")
+        if not kept.exists():
+            kept.write_text(json.dumps(self.cost_of(name, seed)))
+        return [{**row, **json.loads(kept.read_text())} for row in rows]
+
+    def cost_of(self, name: str, seed: str) -> dict[str, float]:
+        """Return CPU seconds of an update of the whole model, and the peak of the process's memory."""
+        settings = [setting for setting in self.settings_of(name, seed) if not setting.startswith("growth.")]
+        settings += [
+            "schedule.warmup_updates=1",
+            "collapse.every=0",
+            "validation.max_sentences=1",
+            "validation.metrics=[]",
+        ]
+        seconds = []
+        for updates in (1, 1 + TIMED):
+            with tempfile.TemporaryDirectory(dir=self.arguments.out) as directory:
+                run = ["--data", str(self.arguments.data), "--run", str(Path(directory, "run"))]
+                words = ["--recipe", self.arms[name].recipe, *run, *settings, f"training.max_updates={updates}"]
+                process = subprocess.Popen(
+                    [*PROGRAM, "train", *words],
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    stderr=subprocess.DEVNULL,
+                )
+                _, status, usage = os.wait4(process.pid, 0)
+            assert status == 0, f"{name} ended with status {status}"
+            seconds.append(usage.ru_utime + usage.ru_stime)
+        return {"cpu_seconds": (seconds[1] - seconds[0]) / TIMED, "peak_mib": usage.ru_maxrss / 1024}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, existing(), [f"{name}:1" for name in existing()])
+    add_options(parser, ARMS, [f"{name}:1" for name in ARMS])
+    parser.set_defaults(updates=600)
 
 
 def run(arguments: argparse.Namespace) -> Results:
     """Run the arms."""
-    return Experiment(existing(), arguments, COMMON).run(arguments.jobs)
+    return Race(ARMS, arguments, COMMON).run(arguments.jobs)
