@@ -34,7 +34,7 @@ from deepspeed_nmt.search.reliance import Reliance
 Values = Mapping[str, NDArray[np.float64]]
 MEASURES: Mapping[str, Callable[[Reliance], float]] = {
     "log-probability": lambda one: one.mean_log_prob,
-    "share of surprisal": lambda one: (one.reliance or 0.0) / max(1e-6, (one.reliance or 0.0) - one.mean_log_prob),
+    "share of the source": lambda one: one.source_share or 0.0,
     "reliance": lambda one: one.reliance or 0.0,
 }
 """The second one is reliance by the surprisal without the source, -log p(translation | empty source)."""

@@ -19,8 +19,8 @@ COVERED = 0.2
 
 The bound of Berard et al., "Naver Labs Europe's Systems for the WMT19 Machine Translation Robustness Task", 2019.
 """
-DETACHED = 0.0
-"""Reliance (nats) below which a translation is flagged as detached."""
+DETACHED = 0.5
+"""Share of the surprisal that the source removes, below which a translation is flagged as detached."""
 REPEATING = 0.5
 """Repetition from which a translation is flagged as repeating."""
 TRUNCATED = math.log(0.01)
@@ -68,6 +68,14 @@ class ScoredTranslation:
         """Mean of :attr:`token_reliance`; None if it was not requested."""
         return None if self.token_reliance is None else _mean(self.token_reliance)
 
+    @property
+    def source_share(self) -> float | None:
+        """Share of the surprisal without the source, -sum log p(token | empty source), that the source removes."""
+        if self.blind_log_probs is None:
+            return None
+        blind = -math.fsum(self.blind_log_probs)
+        return (blind + self.log_prob) / blind if blind > 0.0 else 0.0
+
 
 @dataclass(frozen=True)
 class Reliance(ScoredTranslation):
@@ -104,7 +112,7 @@ class Reliance(ScoredTranslation):
         if not self.log_probs:
             return ()
         signs = {
-            "detached": self.reliance is not None and self.reliance < DETACHED,
+            "detached": self.source_share is not None and self.source_share < DETACHED,
             "repeating": self.repetition >= REPEATING,
             "truncated": self.log_probs[-1] < TRUNCATED,
         }

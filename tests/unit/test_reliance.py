@@ -71,9 +71,9 @@ def test_details_can_be_had_together() -> None:
 
 
 def relying(end: float = -0.1, seen: float = -1.0, tokens: int = 9, period: int = 99, source: int = 99) -> Reliance:
-    """Return the signs of tokens, repeated with a period, with a log-probability each, that are -1 without source."""
+    """Return the signs of tokens, repeated with a period, with a log-probability each, that are -4 without source."""
     scored = ScoredTranslation(
-        [4 + place % period for place in range(tokens)], [*[seen] * tokens, end], [-1.0] * (tokens + 1)
+        [4 + place % period for place in range(tokens)], [*[seen] * tokens, end], [-4.0] * (tokens + 1)
     )
     source_tokens = [4 + place % source for place in range(tokens)]
     return Reliance.of(scored, "ein Hund und 3 Katzen", ("Ein Hund , 3 cats", source_tokens), 0.5)
@@ -81,10 +81,12 @@ def relying(end: float = -0.1, seen: float = -1.0, tokens: int = 9, period: int 
 
 def test_flags_and_their_measures() -> None:
     assert relying().flags == () and relying().copy == pytest.approx(2 / 5)
-    assert relying(seen=-1.3).flags == ("detached",)
-    assert relying(seen=-1.3).reliance == pytest.approx((9 * -0.3 + 0.9) / 10)
-    assert relying(end=math.log(0.009)).flags == ("detached", "truncated")
-    assert relying(end=math.log(0.009), seen=-0.4).flags == ("truncated",)
+    assert relying(seen=-2.2).flags == () and relying(seen=-2.2).source_share == pytest.approx(1 - 19.9 / 40)
+    assert relying(seen=-2.3).flags == ("detached",) and relying(seen=-5.0).flags == ("detached",)
+    assert relying(seen=-2.3).reliance == pytest.approx((9 * 1.7 + 3.9) / 10)
+    assert relying(end=math.log(0.009), seen=-2.0).flags == ("detached", "truncated")
+    assert relying(end=math.log(0.009)).flags == ("truncated",)
+    assert ScoredTranslation([], [0.0], [0.0]).source_share == 0.0 and ScoredTranslation([], [0.0]).source_share is None
     assert relying(period=2).flags == ("repeating",) and relying(period=2).repetition == pytest.approx(6 / 8)
     assert relying(period=2, source=2).repetition == 0.0, "the source repeats itself, too"
     assert [repetition(tokens) for tokens in ([], [4], [4, 5, 4, 5])] == [0.0, 0.0, pytest.approx(1 / 3)]
@@ -92,8 +94,8 @@ def test_flags_and_their_measures() -> None:
 
 
 def test_a_line_of_the_file() -> None:
-    fields = relying(end=-9.0).fields(["▁a", "b"]).split("\t")
+    fields = relying(end=-13.0, seen=-2.0).fields(["▁a", "b"]).split("\t")
     numbers = [float(field) for field in fields[:5]]
-    assert numbers == pytest.approx([-0.8, -1.8, 0.5, 0.0, 0.4]) and fields[5:7] == ["detached,truncated", "▁a b"]
-    assert [len(field.split()) for field in fields[7:]] == [10, 10] and fields[8].split()[-1] == "-8"
+    assert numbers == pytest.approx([0.9, -3.1, 0.5, 0.0, 0.4]) and fields[5:7] == ["detached,truncated", "▁a b"]
+    assert [len(field.split()) for field in fields[7:]] == [10, 10] and fields[8].split()[-1] == "-9"
     assert Reliance([], [], []).fields([]) == "\t".join(["0", "0", "", "0", "0", "", "", "", ""])
