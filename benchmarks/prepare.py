@@ -5,6 +5,11 @@
 Pairs of the sample corpus are cleaned and encoded, with a vocabulary that was trained before. SentencePiece's
 encoding of lists of lines in as many threads is the limit. All variants run in each round. The table has medians of
 pairs a second of wall time, and of pairs a second of CPU time, which other work on the machine changes less.
+
+The second table has the CPU time of each stage with the first number of workers, and what a billion such pairs would
+take on 64 hosts of 16 cores by it: CPU time by the number of its tasks that run at once, and 3 seconds for their
+start. That is arithmetic, not a measurement: disks and the queue are as fast as here. The text is in 64 sets of
+files. Training the vocabulary is not part of it.
 """
 
 from __future__ import annotations
@@ -30,10 +35,21 @@ from deepspeed_nmt.core.vocabulary import SIDES
 from deepspeed_nmt.data import preparation as prepare_module
 from deepspeed_nmt.data.data_directory import open_tokenizer
 from deepspeed_nmt.data.options import PrepareOptions
+from deepspeed_nmt.data.stages import MAX_RANGES
 from deepspeed_nmt.sample import LANGUAGES, write_sample
 
 VOCABULARY_PAIRS = 30_000
 BATCH = 10_000
+HOSTS, CORES, START_S = 64, 16, 3.0
+AT_ONCE = {
+    "index": HOSTS,
+    "clean": HOSTS * CORES,
+    "duplicate": MAX_RANGES,
+    "vocabulary": 1,
+    "encode": HOSTS * CORES,
+    "join": 1,
+}
+"""Tasks of each stage that run at once on so many hosts."""
 
 Times = dict[tuple[str, int], list[tuple[float, float]]]
 """Wall and CPU seconds of each round by (work, number of workers)."""
@@ -63,11 +79,22 @@ def run(arguments: argparse.Namespace) -> Results:
     for work in ("clean", "encode", "SentencePiece", "prepare"):
         for workers in arguments.workers:
             wall, cpu = (median(each) for each in zip(*times[work, workers], strict=True))
-            row = {"work": work, "workers": workers, "pairs/s": pairs / wall, "pairs/CPU s": pairs / cpu}
+            row: dict[str, object] = {"work": work, "workers": workers, "pairs/s": pairs / wall}
+            if workers == 1 or work not in AT_ONCE:  # workers go on to the next stage: their time is known at the end
+                row["pairs/CPU s"] = pairs / cpu
             rows.append({**row, "ratio": median(wall for wall, _ in times[work, first]) / wall})
     formats = {"pairs/s": "{:,.0f}", "pairs/CPU s": "{:,.0f}", "ratio": "{:.2f}"}
+    scaled: list[dict[str, object]] = []
+    for stage, at_once in AT_ONCE.items():
+        cpu = median(cpu for _, cpu in times[stage, first]) * 1e6 / pairs
+        row = {"stage": stage, "CPU s a million pairs": cpu, "tasks at once": at_once}
+        scaled.append({**row, "a billion pairs, s": 1000 * cpu / at_once + START_S})
+    total = {name: sum(row[name] for row in scaled) for name in ("CPU s a million pairs", "a billion pairs, s")}  # type: ignore[misc]
+    scaled.append({"stage": "all", **total})
+    of_stages = {"CPU s a million pairs": "{:.2f}", "tasks at once": "{:,}", "a billion pairs, s": "{:,.0f}"}
     rounds = {f"{work}, {workers}": seconds for (work, workers), seconds in times.items()}
-    return Results(tables={"speed": Table.of(rows, formats)}, rounds=rounds)
+    tables = {"speed": Table.of(rows, formats), "stages": Table.of(scaled, of_stages)}
+    return Results(tables=tables, rounds=rounds)
 
 
 def _prepared(text: Path, pairs: int, out: Path, **options: Any) -> Path:
@@ -92,14 +119,19 @@ def _encode_in_threads(text: Path, vocabulary: Path, threads: int) -> None:
 
 @contextmanager
 def _stages_timed(times: Times, workers: int) -> Iterator[None]:
-    """Measure cleaning and encoding of training text by themselves."""
+    """Measure each stage by itself."""
     stage = prepare_module.run_stage
 
     def run(work: Any, name: str, *arguments: Any) -> Any:
         with _timed(times[name, workers]):
             return stage(work, name, *arguments)
 
-    with mock.patch.object(prepare_module, "run_stage", run):
+    def joined(*arguments: Any) -> Any:
+        with _timed(times["join", workers]):
+            return join(*arguments)
+
+    join = prepare_module.join
+    with mock.patch.object(prepare_module, "run_stage", run), mock.patch.object(prepare_module, "join", joined):
         yield
 
 
