@@ -86,7 +86,8 @@ def test_flags_and_their_measures() -> None:
     assert relying(seen=-2.3).reliance == pytest.approx((9 * 1.7 + 3.9) / 10)
     assert relying(end=math.log(0.009), seen=-2.0).flags == ("detached", "truncated")
     assert relying(end=math.log(0.009)).flags == ("truncated",)
-    assert ScoredTranslation([], [0.0], [0.0]).source_share == 0.0 and ScoredTranslation([], [0.0]).source_share is None
+    shares = [ScoredTranslation([], [0.0], blind).source_share for blind in ([0.0], None)]
+    assert shares == [0.0, None]
     assert relying(period=2).flags == ("repeating",) and relying(period=2).repetition == pytest.approx(6 / 8)
     assert relying(period=2, source=2).repetition == 0.0, "the source repeats itself, too"
     assert [repetition(tokens) for tokens in ([], [4], [4, 5, 4, 5])] == [0.0, 0.0, pytest.approx(1 / 3)]
