@@ -33,6 +33,7 @@ from timing import add_rounds
 
 from deepspeed_nmt.core.vocabulary import SIDES
 from deepspeed_nmt.data import preparation as prepare_module
+from deepspeed_nmt.data import tasks
 from deepspeed_nmt.data.data_directory import open_tokenizer
 from deepspeed_nmt.data.options import PrepareOptions
 from deepspeed_nmt.data.stages import MAX_RANGES
@@ -120,7 +121,7 @@ def _encode_in_threads(text: Path, vocabulary: Path, threads: int) -> None:
 @contextmanager
 def _stages_timed(times: Times, workers: int) -> Iterator[None]:
     """Measure each stage by itself."""
-    stage = prepare_module.run_stage
+    stage = tasks.run_stage
 
     def run(work: Any, name: str, *arguments: Any) -> Any:
         with _timed(times[name, workers]):
@@ -131,7 +132,7 @@ def _stages_timed(times: Times, workers: int) -> Iterator[None]:
             return join(*arguments)
 
     join = prepare_module.join
-    with mock.patch.object(prepare_module, "run_stage", run), mock.patch.object(prepare_module, "join", joined):
+    with mock.patch.object(tasks, "run_stage", run), mock.patch.object(prepare_module, "join", joined):
         yield
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from deepspeed_nmt.console import output, table
-from deepspeed_nmt.errors import ConfigError
 
 if TYPE_CHECKING:
     from deepspeed_nmt.data.data_directory import Meta
@@ -56,22 +55,16 @@ class _Status(argparse.Action):
 
 def run(arguments: argparse.Namespace) -> int:
     """Prepare the data, and print what was removed and what is left."""
-    if arguments.status is not None or vars(arguments).get("executor") == "slurm":
-        try:
-            from deepspeed_nmt.data import cluster
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"--executor slurm needs datatrove, but {error.name} is not installed; run "
-                "`pip install 'datatrove<0.11'`"
-            ) from error
-        if arguments.status is not None:
-            output(cluster.status(arguments.status))
-            return 0
-        prepare: Callable[[PrepareOptions], Meta | str] = cluster.submit
-    else:
-        from deepspeed_nmt.data.preparation import prepare
+    if arguments.status is not None:
+        from deepspeed_nmt.data.cluster import status
+        from deepspeed_nmt.data.stages import Preparation
+
+        output(status(Preparation, arguments.status))
+        return 0
+    from deepspeed_nmt.data.preparation import prepare, submit
+
     options = read_options(vars(arguments))
-    made = prepare(options)
+    made = submit(options) if options.executor == "slurm" else prepare(options)
     output(made if isinstance(made, str) else report(made, options.out))
     return 0
 

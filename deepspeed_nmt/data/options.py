@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
+from typing_extensions import override
 
 from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY, SIDES
 from deepspeed_nmt.data.bert_tokenizer import PREFIX
@@ -54,7 +55,43 @@ _VOCABULARY, _TAGS, _CLUSTER = "vocabulary", "tags and segmentations", "SLURM"
 _LANGUAGE = "language code of the {}, for example de; Moses' rules need it"
 
 
-class PrepareOptions(Config):
+FREE = ("workers", "array", "partition", "executor")
+"""Options of the executor that change nothing of what tasks write."""
+
+
+class ExecutorOptions(Config):
+    """Options of a work in tasks: who runs them."""
+
+    out: Path
+    workers: int = _option(
+        "number of processes of this host; the result is the same for any (default: all cores)", 1,
+        aliases=("--threads",), ge=1, le=1024,
+    )  # fmt: skip
+    executor: Literal["local", "slurm"] = _option(
+        "processes of this host, or jobs of SLURM, which --status shows; the result is the same",
+        "local",
+        group=_CLUSTER,
+    )
+    tasks: int | None = _option("number of tasks of a stage", None, "T", group=_CLUSTER, ge=1, le=100_000)
+    array: int | None = _option("tasks that run at once (default: all)", None, "A", group=_CLUSTER, ge=1, le=100_000)
+    partition: str | None = _option("partition of SLURM (default: its own)", metavar="P", group=_CLUSTER)
+
+    @property
+    def inputs(self) -> dict[str, Inputs]:
+        """All input files by name."""
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _check_executor(self) -> ExecutorOptions:
+        for name in ("tasks", "array", "partition"):
+            if self.executor == "local" and getattr(self, name) is not None:
+                raise ValueError(f"--{_flag(name)} is for --executor slurm; add it, or leave --{_flag(name)} out")
+        if self.executor == "slurm" and self.tasks is None:
+            raise ValueError("--executor slurm needs a number of tasks; give --tasks, for example 64")
+        return self
+
+
+class PrepareOptions(ExecutorOptions):
     """Options of `prepare`.
 
     Several files of one kind are read one after another, each aligned with its other side.
@@ -148,18 +185,6 @@ class PrepareOptions(Config):
     unicode: tuple[str, ...] = _option(
         f"repair characters of the training text before it is cleaned: {', '.join(UNICODE_RULES)}", (), "RULE,..."
     )
-    workers: int = _option(
-        "number of processes that clean and encode; the result is the same for any (default: all cores)", 1,
-        aliases=("--threads",), ge=1, le=1024,
-    )  # fmt: skip
-    executor: Literal["local", "slurm"] = _option(
-        "processes of this host, or jobs of SLURM, which --status shows; the result is the same",
-        "local",
-        group=_CLUSTER,
-    )
-    tasks: int | None = _option("number of tasks of a stage", None, "T", group=_CLUSTER, ge=1, le=100_000)
-    array: int | None = _option("tasks that run at once (default: all)", None, "A", group=_CLUSTER, ge=1, le=100_000)
-    partition: str | None = _option("partition of SLURM (default: its own)", metavar="P", group=_CLUSTER)
     seed: int = _option(
         "seed of the sample that the vocabulary is learnt from, and of segmentations", 1, ge=0, lt=1 << 63
     )
@@ -267,11 +292,6 @@ class PrepareOptions(Config):
             paths = getattr(self, name) if name == "sentencepiece" else (getattr(self, name),)
             if any(_URL.match(str(path)) for path in paths):
                 yield f"--{_flag(name)} is a URL, by which only text is read; give a path"
-        for name in ("tasks", "array", "partition"):
-            if self.executor == "local" and getattr(self, name) is not None:
-                yield f"--{name} is for --executor slurm; add it, or leave --{name} out"
-        if self.executor == "slurm" and self.tasks is None:
-            yield "--executor slurm needs a number of tasks; give --tasks, for example 64"
         for split in ("train", "valid", "test"):
             source, target = map(len, self.paths(split))
             if source != target:
@@ -304,6 +324,7 @@ class PrepareOptions(Config):
         return getattr(self, f"{split}_source"), getattr(self, f"{split}_target")
 
     @property
+    @override
     def inputs(self) -> dict[str, Inputs]:
         """All input files by ``<split>.<side>``, ``train.tsv``, and those of each pair, such as ``train.weights``."""
         named = {f"{split}.{side}": paths for split in ("train", "valid", "test")

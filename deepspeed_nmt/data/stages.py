@@ -1,9 +1,7 @@
-"""Stages of preparation: each consists of tasks, which any processes of any hosts may run.
+"""Stages of preparation, in :mod:`deepspeed_nmt.data.tasks`, and the data directory that is joined of their files.
 
-A task is a function of the options and of the files that earlier stages have written. It writes a directory under a
-hidden name, records the hashes of its files, and renames the directory. So a task that is killed, or runs twice,
-changes nothing. Training text is divided between tasks by pieces of whole lines, and what is decided about all pairs
-depends on their places only: the result is the same for any number of tasks.
+Training text is divided between tasks by pieces of whole lines, and what is decided about all pairs depends on their
+places only: the result is the same for any number of tasks.
 
 | stage | tasks | files of a task |
 |---|---|---|
@@ -16,25 +14,36 @@ depends on their places only: the result is the same for any number of tasks.
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial, reduce
 from itertools import chain, compress
 from pathlib import Path
-from secrets import token_hex
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, ValidationError
+from pydantic import Field
+from typing_extensions import override
 
+from deepspeed_nmt import __version__
 from deepspeed_nmt.console import logger, progress
 from deepspeed_nmt.core.vocabulary import SIDES, Side
 from deepspeed_nmt.data.clean import CleaningConfig, PairChecker, fits
-from deepspeed_nmt.data.corpus import CorpusWriter
-from deepspeed_nmt.data.data_directory import EXAMPLES, RoundTrip, open_tokenizer
+from deepspeed_nmt.data.corpus import Corpus, CorpusWriter, join_files
+from deepspeed_nmt.data.data_directory import (
+    EXAMPLES,
+    FORMAT,
+    META_FILE,
+    DataDirectory,
+    Meta,
+    RoundTrip,
+    open_tokenizer,
+)
 from deepspeed_nmt.data.filters import Hashes, Removals
 from deepspeed_nmt.data.inputs import (
     PIECE_BYTES,
@@ -47,16 +56,16 @@ from deepspeed_nmt.data.inputs import (
     read_pairs,
     read_pieces,
 )
-from deepspeed_nmt.data.options import DEFAULT_VOCAB_SIZE, PrepareOptions
+from deepspeed_nmt.data.options import DEFAULT_VOCAB_SIZE, FREE, PrepareOptions
 from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
+from deepspeed_nmt.data.tasks import TaskRecord, Work
 from deepspeed_nmt.data.tokenizer import Count, SampledSegmentations, Tokenizer, TokenLists, split_name
 from deepspeed_nmt.data.vocabulary_training import DEFAULT_NORMALIZATION, train_subwords, train_words
 from deepspeed_nmt.data.word_alignments import token_links, tokens_of_words
 from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.files import hidden, remove
-from deepspeed_nmt.manifest import DamagedRecordError, FileRecord, PlainName, read_record, write_record
-from deepspeed_nmt.registry import Config
-from deepspeed_nmt.text import NO_TAGS, Tags, normalise_whitespace
+from deepspeed_nmt.files import open_text, replacing, resolved, staged, text_lines
+from deepspeed_nmt.manifest import FileRecord, check_own, write_record
+from deepspeed_nmt.text import NO_TAGS, Tags, looks_tokenised, normalise_whitespace, warn_of_missing_rules
 
 SAMPLE_PAIRS = 1_000_000
 """Pairs that a BPE vocabulary is trained on if there are more: two million lines."""
@@ -64,7 +73,10 @@ SAMPLE_LINES = 10_000
 """Lines of each side of a split that are encoded and decoded to see if they change."""
 MAX_RANGES = 64
 """Ranges of hashes at most: every task reads a part of the hashes of every other one."""
-_RECORD = "task.json"
+TASK_PIECES = 8
+"""Pieces of text of a task: some seconds of encoding. Text of fewer is prepared without workers."""
+MAX_TASKS = 256
+"""Tasks of a host, each of which reads a part of the hashes of every other one."""
 _HASHES = "hashes.npy"
 _PLACES = "places.npy"
 _WEIGHTS = "weights.npy"
@@ -77,12 +89,11 @@ EncodedPairs = dict[Side, TokenLists]
 """Tokens of several pairs by side, without EOS."""
 
 
-class TaskRecord(Config):
-    """The record of a task that is done. Each stage has its own fields besides ``files``.
+class PairsRecord(TaskRecord):
+    """The record of a task of pairs. Each stage has its own fields.
 
     Attributes:
         texts: the files of a set of training text, by name in :attr:`PrepareOptions.inputs`.
-        read: pairs that the task has worked on.
         pairs: pairs that are left.
         removals: pairs that are not, by reason.
         repaired: lines that a Unicode rule changed, by ``<rule>.<side>``.
@@ -91,9 +102,7 @@ class TaskRecord(Config):
         unlinked: pairs that lost their word alignments.
     """
 
-    files: dict[PlainName, FileRecord] = Field(default_factory=dict)
     texts: dict[str, IndexedText] = Field(default_factory=dict)
-    read: Count = 0
     pairs: Count = 0
     removals: Removals = Field(default_factory=Removals)
     repaired: Counter[str] = Field(default_factory=Counter)
@@ -102,20 +111,22 @@ class TaskRecord(Config):
     unlinked: Count = 0
 
 
-class Work(Config):
-    """The preparation of a data directory: ``tasks`` is N, ``directory`` receives the directories of the tasks.
+class Preparation(Work[PairsRecord]):
+    """The preparation of a data directory: ``tasks`` is N.
 
-    ``inputs`` are records of the text that is held out, ``recorded`` the options that decide the result, and
-    ``versions`` those of packages that all hosts must have.
+    ``inputs`` are records of the text that is held out, ``recorded`` the options that decide the result.
     """
 
-    directory: Path
+    command: ClassVar[str] = "prepare"
+    record_type: ClassVar[type[TaskRecord]] = PairsRecord
+    packages: ClassVar[tuple[str, ...]] = ("deepspeed_nmt", "sentencepiece", "numpy")
+    shown: ClassVar[dict[str, tuple[str, str]]] = {"clean": ("cleaning", "pairs"), "encode": ("encoding", "pairs")}
+    memory_gib: ClassVar[dict[str, int]] = {"vocabulary": 4}  # SentencePiece holds the sample
+
     options: PrepareOptions
     inputs: dict[str, tuple[InputRecord, ...]]
     sampling: SampledSegmentations | None
     recorded: dict[str, Any]
-    versions: dict[str, str] = Field(default_factory=dict)
-    tasks: int = 1
 
     @property
     def repetitions(self) -> tuple[str, ...]:
@@ -133,6 +144,7 @@ class Work(Config):
         return bool(self.options.train_weights) or len(self.options.tsv_columns or ()) == 3
 
     @property
+    @override
     def stages(self) -> dict[str, int]:
         """Names of the stages, in order, with their numbers of tasks."""
         return {
@@ -143,29 +155,37 @@ class Work(Config):
             "encode": self.tasks,
         }
 
-    def place(self, stage: str, task: int) -> Path:
-        """Return the directory of a task."""
-        return self.directory / stage / f"{task:05d}"
+    @override
+    def run(self, stage: str, task: int, new: Path) -> PairsRecord:
+        """Run the function of a stage."""
+        return (
+            find_repetitions(self, task, new, stage) if stage in self.repetitions else _TASKS[stage](self, task, new)
+        )
 
-    def record(self, stage: str, task: int, verify: Iterable[str] = ()) -> TaskRecord:
-        """Return the record of a task that is done; the files named ``verify`` are compared with their hashes."""
-        place = self.place(stage, task)
-        try:
-            record = TaskRecord.model_validate_json(read_record(place / _RECORD))
-            problems = (
-                f"{name} {problem}"
-                for name, file in record.files.items()
-                if (problem := file.problem(place / name, name in verify))
+    @override
+    def join(self) -> None:
+        """Write the data directory."""
+        with replacing_data(out := resolved(self.options.out)), staged_data(out) as staging:
+            join(self, staging)
+
+    @override
+    def division(self) -> int:
+        """Return as many tasks as the pieces need."""
+        pieces = sum(count_pieces(self.place("index", number)) for number in range(self.stages["index"]))
+        return max(1, min(-(-pieces // TASK_PIECES), MAX_TASKS))
+
+    @override
+    def check_same(self, options: PrepareOptions) -> None:
+        """Compare options, and the sizes and times of the files that are indexed."""
+        own = {"overwrite", *FREE}
+        old, new = (each.model_dump(exclude=own) for each in (self.options, options))
+        if differing := [f"--{name.replace('_', '-')}" for name in old if old[name] != new[name]]:
+            raise DataError(
+                f"{self.directory} holds tasks of another {', '.join(differing)}; remove it, or choose another --out"
             )
-            if problem := next(problems, None):
-                raise DamagedRecordError(problem)
-        except (DamagedRecordError, ValidationError) as error:
-            raise DataError(f"{place} is damaged ({error}); remove it, and run `prepare` again") from error
-        return record
-
-    def records(self, stage: str) -> list[TaskRecord]:
-        """Return the records of all tasks of a stage."""
-        return [self.record(stage, task) for task in range(self.stages[stage])]
+        for number in range(self.stages["index"]):
+            if self.place("index", number).is_dir():
+                check_unchanged(self.record("index", number).texts.values(), self.directory)
 
     def pieces(self, task: int) -> Iterator[Piece]:
         """Yield the pieces of the training text of a task."""
@@ -200,34 +220,13 @@ def _places(ranges: list[Places], task: int) -> Places:
     return np.sort(np.concatenate([np.empty(0, np.int64), *own]))
 
 
-def run_task(work: Work, stage: str, task: int) -> int:
-    """Run a task, unless it is done, and return the number of pairs that it has worked on."""
-    place = work.place(stage, task)
-    if not place.is_dir():
-        new = hidden(place, f"partial-{token_hex(4)}")
-        new.mkdir(parents=True)
-        try:
-            remembering = stage in work.repetitions
-            record = find_repetitions(work, task, new, stage) if remembering else _TASKS[stage](work, task, new)
-            files = {path.name: FileRecord.of(path) for path in sorted(new.iterdir())}
-            write_record(new / _RECORD, record.model_copy(update={"files": files}).model_dump_json().encode())
-            try:
-                new.replace(place)
-            except OSError:
-                if not place.is_dir():  # another process has done the same
-                    raise
-        finally:
-            remove(new)
-    return work.record(stage, task).read
-
-
-def index(work: Work, task: int, new: Path) -> TaskRecord:
+def index(work: Preparation, task: int, new: Path) -> PairsRecord:
     """Hash a set of aligned files, and find their pieces."""
     texts = index_text(work.options.training_sets[task], new)
-    return TaskRecord(texts=texts, read=next(iter(texts.values())).record.lines)
+    return PairsRecord(texts=texts, read=next(iter(texts.values())).record.lines)
 
 
-def clean(work: Work, task: int, new: Path) -> TaskRecord:
+def clean(work: Preparation, task: int, new: Path) -> PairsRecord:
     """Write the pairs of a part of the text that can be kept by themselves, and the hashes of their keys, sorted."""
     options, kept = work.options, 0
     checker = PairChecker(options.cleaning, options.segmented, options.pair_filters(), options.unicode)
@@ -259,14 +258,14 @@ def clean(work: Work, task: int, new: Path) -> TaskRecord:
         np.save(new / f"{reason}.{_PLACES}", order)
     if work.is_weighted:
         np.save(new / _WEIGHTS, np.concatenate([np.empty(0, np.float32), *all_weights]))
-    return TaskRecord(read=checker.read, pairs=kept, removals=checker.removals, repaired=checker.repaired)
+    return PairsRecord(read=checker.read, pairs=kept, removals=checker.removals, repaired=checker.repaired)
 
 
 def _have_same_words(pair: tuple[bytes, bytes], text: tuple[str, str]) -> bool:
     return all(len(old.decode().split()) == len(new.split()) for old, new in zip(pair, text, strict=True))
 
 
-def find_repetitions(work: Work, task: int, new: Path, reason: str) -> TaskRecord:
+def find_repetitions(work: Preparation, task: int, new: Path, reason: str) -> PairsRecord:
     """Write the places (task, pair) of pairs whose key an earlier pair has, for a range of the keys' hashes.
 
     A pair that was removed for an earlier reason is not remembered.
@@ -291,10 +290,10 @@ def find_repetitions(work: Work, task: int, new: Path, reason: str) -> TaskRecor
     order = np.argsort(all_hashes, kind="stable")  # of equal hashes, the first pair comes first
     repeated = all_rows[order[1:][all_hashes[order[1:]] == all_hashes[order[:-1]]]]
     np.save(new / _REPEATED, repeated[np.lexsort((repeated[:, 1], repeated[:, 0]))].T.copy())
-    return TaskRecord()
+    return PairsRecord()
 
 
-def make_vocabulary(work: Work, task: int, new: Path) -> TaskRecord:
+def make_vocabulary(work: Preparation, task: int, new: Path) -> PairsRecord:
     """Write the vocabulary, trained on all clean text or a sample of it unless it is given, and number the pairs."""
     records = work.records("clean")
     repeated = work.repeated(work.repetitions)
@@ -308,10 +307,10 @@ def make_vocabulary(work: Work, task: int, new: Path) -> TaskRecord:
         shutil.copytree(given, new, dirs_exist_ok=True)
     else:
         _train_vocabulary(work, starts).save(new)
-    return TaskRecord(starts=starts, read=starts[-1])
+    return PairsRecord(starts=starts, read=starts[-1])
 
 
-def check_some_left(work: Work, removals: Removals, read: int, kept: int) -> None:
+def check_some_left(work: Preparation, removals: Removals, read: int, kept: int) -> None:
     """Raise a DataError, which has the reasons, if no pair is kept."""
     if kept == 0:
         counts, described = removals.counts, work.options.cleaning.reasons(work.options.filters)
@@ -322,14 +321,14 @@ def check_some_left(work: Work, removals: Removals, read: int, kept: int) -> Non
         )
 
 
-def _train_vocabulary(work: Work, starts: Sequence[int]) -> Tokenizer:
+def _train_vocabulary(work: Preparation, starts: Sequence[int]) -> Tokenizer:
     if work.options.separate_vocabularies:
         source, target = (_trained(work, (side,), starts) for side in SIDES)
         return SentencePieceTokenizer(target.model, target.segmented, source.model, work.options.symbols)
     return _trained(work, SIDES, starts)
 
 
-def _trained(work: Work, sides: Sequence[Side], starts: Sequence[int]) -> SentencePieceTokenizer:
+def _trained(work: Preparation, sides: Sequence[Side], starts: Sequence[int]) -> SentencePieceTokenizer:
     """Train one vocabulary on the clean text of some sides, or on a sample of it."""
     options, pairs = work.options, starts[-1]
     if options.segmented:
@@ -355,7 +354,9 @@ def _trained(work: Work, sides: Sequence[Side], starts: Sequence[int]) -> Senten
     )
 
 
-def _clean_lines(work: Work, side: Side, starts: Sequence[int] = (), chosen: Places | None = None) -> Iterator[str]:
+def _clean_lines(
+    work: Preparation, side: Side, starts: Sequence[int] = (), chosen: Places | None = None
+) -> Iterator[str]:
     """Yield lines of the clean text of one side: all, or those with the ``chosen`` numbers, which are sorted."""
     repeated = work.repeated(work.repetitions)
     for number in range(work.tasks):
@@ -433,7 +434,7 @@ class PairEncoder:
         return RoundTrip(lines=len(encoded), changed=len(changed), examples=tuple(changed[:EXAMPLES]))
 
 
-def encode(work: Work, task: int, new: Path) -> TaskRecord:
+def encode(work: Preparation, task: int, new: Path) -> PairsRecord:
     """Write a part of the corpus: the clean text of a task without repetitions, and without pairs that do not fit."""
     work.record("clean", task, verify=(*work.names, _WEIGHTS))
     starts, clean_text = work.record("vocabulary", 0).starts, work.place("clean", task)
@@ -461,7 +462,7 @@ def encode_split(
     repeated: Mapping[str, Places] | None = None,
     weights: Weights | None = None,
     first: int = 0,
-) -> TaskRecord:
+) -> PairsRecord:
     """Write the tokens of a split, or of a part of it, in all its segmentations.
 
     ``files`` are those of the source, the target, and links of words if there are any, ``weights`` those of their
@@ -506,7 +507,7 @@ def encode_split(
                 factors = None if of_piece is None or name != split else of_piece[keep]
                 writer.append(tokens["source"], tokens["target"], factors, links)
             first += len(columns[0])
-    return TaskRecord(removals=removals, round_trips=round_trips, unlinked=unlinked)
+    return PairsRecord(removals=removals, round_trips=round_trips, unlinked=unlinked)
 
 
 def _new_pairs(
@@ -530,7 +531,116 @@ def _new_pairs(
             read += len(lines)
 
 
-_TASKS: Mapping[str, Callable[[Work, int, Path], TaskRecord]] = {
+def check_unchanged(texts: Iterable[IndexedText], directory: Path) -> None:
+    """Raise a DataError if files have changed since tasks of a directory read them."""
+    for text in texts:
+        if text.is_changed():
+            raise DataError(
+                f"{text.record.path} has changed since its pieces were found; remove {directory}, and start again"
+            )
+
+
+@contextmanager
+def replacing_data(out: Path) -> Iterator[None]:
+    """Hold the right to replace a data directory; an error of the disk is a DataError."""
+    try:
+        with replacing(out, _is_whole):
+            yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise DataError(
+            f"--out {out} could not be written ({error.strerror or error}), and is as it was before; "
+            f"{'free disk space, or ' if full else ''}choose another --out"
+        ) from error
+
+
+def staged_data(out: Path) -> AbstractContextManager[Path]:
+    """Make a data directory that replaces ``out`` when the block ends."""
+    return staged(out, partial(check_own, out, META_FILE, "--out", verify=False))
+
+
+def _is_whole(out: Path) -> bool:
+    try:
+        DataDirectory.open(out)
+    except DataError:
+        return False
+    return True
+
+
+def join(work: Preparation, staging: Path) -> Meta:
+    """Write a data directory, of the parts that the tasks have made, and return its record."""
+    options, vocabulary, held_out = work.options, work.place("vocabulary", 0), work.directory / "held_out"
+    for path in (*held_out.iterdir(), *vocabulary.glob("vocabulary.*")):
+        shutil.copyfile(path, staging / path.name)
+    indexed, cleaned, encoded = (work.records(stage) for stage in ("index", "clean", "encode"))
+    removals, repaired = Removals(), Counter[str]()
+    for record in (*cleaned, *encoded):
+        removals.merge(record.removals)
+        repaired.update(record.repaired)
+    read = sum(record.read for record in cleaned)
+    check_some_left(work, removals, read, read - removals.counts.total())
+    for name in sorted(encoded[0].files):
+        join_files([work.place("encode", task) / name for task in range(work.tasks)], staging / name)
+    if unlinked := sum(record.unlinked for record in encoded):
+        logger.warning(
+            f"{unlinked:,} of {read - removals.counts.total():,} pairs lose their word alignments, because "
+            "the vocabulary divides their text into other words"
+        )
+    # Every line of valid is encoded, broken ones as well as possible: line numbers must stay those of the text.
+    tokenizer, valid = open_tokenizer(vocabulary), (staging / "valid.source", staging / "valid.target")
+    lines = sum(record.lines for record in work.inputs["valid.source"])
+    encoder = PairEncoder(tokenizer, options.tags)
+    of_valid = encode_split(valid, encoder, staging, "valid", lines)
+    if options.text == "moses" and options.target_lang is not None:
+        warn_of_missing_rules(options.target_lang, "--target-lang")
+    if options.text_form.form == "raw":
+        _warn_of_tokens(valid[1])
+
+    unknown = (tokenizer.vocabulary.source.unk, tokenizer.vocabulary.unk)
+    splits = [*map(split_name, range(options.segmentations)), "valid"]
+    round_trips = {
+        f"{split}.{side}": reduce(RoundTrip.followed_by, (record.round_trips[side] for record in records))
+        for split, records in (("train", encoded), ("valid", [of_valid]))
+        for side in SIDES
+    }
+    inputs = dict(work.inputs)
+    for texts in (record.texts for record in indexed):
+        inputs |= {name: (*inputs.get(name, ()), text.record) for name, text in texts.items()}
+    reasons = options.cleaning.reasons(options.filters)
+    meta = Meta(
+        format=FORMAT,
+        version=__version__,
+        options=work.recorded,
+        inputs={name: inputs[name] for name in options.inputs},
+        segmented=tokenizer.segmented,
+        text=options.text_form,
+        tags=options.tags,
+        vocabulary_size=tokenizer.size,
+        source_vocabulary_size=tokenizer.vocabulary.source.size,
+        pairs_read=read,
+        removed={reason: removals.counts[reason] for reason in reasons},
+        removed_examples={reason: tuple(removals.examples.get(reason, ())) for reason in reasons},
+        repaired={rule: {side: repaired[f"{rule}.{side}"] for side in SIDES} for rule in options.unicode},
+        splits={split: Corpus(staging, split).stats(unknown) for split in splits},
+        round_trips=round_trips,
+        files={path.name: FileRecord.of(path) for path in sorted(staging.iterdir()) if path.is_file()},
+    )
+    write_record(staging / META_FILE, f"{meta.model_dump_json(indent=2)}\n".encode())
+    return meta
+
+
+def _warn_of_tokens(path: Path) -> None:
+    """Warn of raw text that looks tokenised."""
+    with open_text(path) as text:
+        lines = [line.rstrip() for line in text_lines(text)]
+    if count := looks_tokenised(lines):
+        logger.warning(
+            f"{path.name}: {count:,} of {len(lines):,} lines end in ' .' and look tokenised, so BLEU would not be "
+            "comparable; give --text moses and the languages, or --text tokenised"
+        )
+
+
+_TASKS: Mapping[str, Callable[[Preparation, int, Path], PairsRecord]] = {
     "index": index,
     "clean": clean,
     "vocabulary": make_vocabulary,

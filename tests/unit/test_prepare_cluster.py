@@ -11,6 +11,8 @@ import pytest
 
 from deepspeed_nmt.data.data_directory import Meta
 from deepspeed_nmt.data.options import PrepareOptions
+from deepspeed_nmt.data.preparation import submit
+from deepspeed_nmt.data.stages import Preparation
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.manifest import write_record
 from tests.commands import prepare_with, refused
@@ -52,9 +54,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _submit(options: dict[str, Any], **changes: Any) -> Meta | str:
-    from deepspeed_nmt.data import cluster
-
-    return cluster.submit(PrepareOptions.model_validate({**options, **changes}))
+    return submit(PrepareOptions.model_validate({**options, **changes}))
 
 
 def test_the_same_command_submits_what_is_not_done_and_reports_at_the_end(
@@ -75,37 +75,40 @@ def test_the_same_command_submits_what_is_not_done_and_reports_at_the_end(
     assert scripts.count("#SBATCH --array=0-2%2\n") == 3 and scripts.count("#SBATCH --partition=cpu\n") == 6
 
     for task in (0, 2):
-        cluster.run(directory, "index", None, 0, 1)
-        cluster.run(directory, "clean", None, task, 3)
+        cluster.run(Preparation, directory, "index", None, 0, 1)
+        cluster.run(Preparation, directory, "clean", None, task, 3)
         fsspec.filesystem("memory").pipe("/bucket/train", b"what its copy is not")
-    (log := cluster._log(cluster._open(directory), "clean", 1)).parent.mkdir(parents=True)
+    (log := cluster._log(Preparation.open(directory), "clean", 1)).parent.mkdir(parents=True)
     log.write_text("... | ERROR | ...\nDataError: the first line\n")
     (slurm / "queue").write_text("PENDING\nRUNNING\nPENDING\n")
-    shown = cluster.status(out)
+    shown = cluster.status(Preparation, out)
     assert f"clean, task 1: DataError: the first line ({log})" in shown and "queue: 2 pending, 1 running" in shown
     assert ["clean", "3", "2", "1"] in [line.split() for line in shown.splitlines()]
     for number, path in enumerate((directory / "job.json", directory / "index/00000", directory / "clean/00000")):
         os.utime(path, (0.0, 60.0 * number))
     os.utime(directory / "clean/00002", (0.0, 160.0))
-    pairs = sum(cluster._open(directory).record("clean", task).read for task in (0, 2))
-    assert f"clean: {pairs} pairs in 0:01:40; about 0:00:50 left at this pace" in cluster.status(out)
+    pairs = sum(Preparation.open(directory).record("clean", task).read for task in (0, 2))
+    assert f"clean: {pairs} pairs in 0:01:40; about 0:00:50 left at this pace" in cluster.status(Preparation, out)
     with pytest.raises(DataError, match=r"\.data\.tasks are in SLURM's queue"):
         _submit(texts)
     (slurm / "queue").unlink()
-    assert "queue: 1 unknown" in cluster.status(out)
+    assert "queue: 1 unknown" in cluster.status(Preparation, out)
     (slurm / "queue").write_text("")
     log.write_text("started\n")
-    assert "clean, task 1: was killed (" in cluster.status(out)
+    assert "clean, task 1: was killed (" in cluster.status(Preparation, out)
 
     made = _submit(texts, workers=3)
     assert isinstance(made, str) and made.startswith("jobs 7 8 9 10 11; "), "the index is done"
     assert json.loads((directory / "logs/clean/ranks_to_run.json").read_text()) == [1] and not log.exists()
-    for stage, count in {**cluster._open(directory).stages, "join": 1}.items():
+    for stage, count in {**Preparation.open(directory).stages, "join": 1}.items():
         for task in range(count):
-            cluster.run(directory, stage, None, task, count)
-    cluster.run(directory, "join", None, 0, 1)  # twice
+            cluster.run(Preparation, directory, stage, None, task, count)
+    cluster.run(Preparation, directory, "join", None, 0, 1)  # twice
     fsspec.filesystem("memory").pipe("/bucket/train", content)
-    assert _submit(texts) == expected and cluster.status(out) == f"all tasks are done: data directory  {out}"
+    assert (
+        _submit(texts) == expected
+        and cluster.status(Preparation, out) == f"all tasks are done: data directory  {out}"
+    )
     for path in (tmp_path / "local").iterdir():
         assert (out / path.name).read_bytes() == path.read_bytes(), path.name
     assert {path.name for path in directory.iterdir()} == {"ids", "job.json", "job.json.sha256", "logs"}
@@ -121,23 +124,23 @@ def test_tasks_refuse_other_options_other_text_and_other_packages(
     _submit(texts)
     with pytest.raises(DataError, match=r"holds tasks of another --filters"):
         _submit(texts, filters="near_duplicates,repetition=5")
-    with pytest.raises(DataError, match=r"holds tasks of another --vocab-size, --tasks; remove it"):
+    with pytest.raises(DataError, match=r"holds tasks of another --tasks, --vocab-size; remove it"):
         _submit(texts, vocab_size=130, tasks=4)
-    cluster.run(directory, "index", None, 0, 1)
-    work = cluster._open(directory)
+    cluster.run(Preparation, directory, "index", None, 0, 1)
+    work = Preparation.open(directory)
     assert work.options == PrepareOptions.model_validate(texts), "with the bounds of its filters"
     other = work.model_copy(update={"versions": {**work.versions, "sentencepiece": "0.1"}})
     job = (directory / "job.json").read_bytes()
     write_record(directory / "job.json", other.model_dump_json(exclude={"directory"}).encode())
     with pytest.raises(DataError, match=r"other packages .*'sentencepiece': '0\.1'.*; install the same"):
-        cluster.run(directory, "clean", None, 0, 3)
+        cluster.run(Preparation, directory, "clean", None, 0, 3)
     write_record(directory / "job.json", job)
     for task in range(3):
-        cluster.run(directory, "clean", None, task, 3)
+        cluster.run(Preparation, directory, "clean", None, task, 3)
     part = directory / "clean/00001/duplicate.hashes.npy"
     part.write_bytes(part.read_bytes()[:-8])
     with pytest.raises(DataError, match=r"clean/00001 is damaged \(duplicate\.hashes\.npy has .* bytes instead of"):
-        cluster.run(directory, "duplicate", None, 0, 3)
+        cluster.run(Preparation, directory, "duplicate", None, 0, 3)
     with texts["train_source"][0].open("a") as file:
         file.write("more\n")
     with pytest.raises(DataError, match=r"train_source has changed since .*; remove .*\.data\.tasks, and start"):
@@ -151,7 +154,7 @@ def test_what_cannot_be_submitted(texts: dict[str, Any], slurm: Path, monkeypatc
     with pytest.raises(DataError, match=r"pipe is a pipe; write it to a file"):
         _submit(texts, train_source=(pipe,))
     with pytest.raises(DataError, match=r"no tasks of .*data; submit them"):
-        cluster.status(texts["out"])
+        cluster.status(Preparation, texts["out"])
     (slurm / "sbatch").write_text("#!/bin/sh\nexit 1\n")
     with pytest.raises(DataError, match=r"sbatch ended with status 1"):
         _submit(texts)
@@ -171,10 +174,8 @@ def test_options_of_slurm(texts: dict[str, Any], capsys: pytest.CaptureFixture[s
 
 
 def test_without_datatrove_a_message_says_how_to_install_it(
-    texts: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    texts: dict[str, Any], slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "deepspeed_nmt.data.cluster", raising=False)
-    monkeypatch.delattr("deepspeed_nmt.data.cluster", raising=False)
-    for name in ("datatrove", "datatrove.executor", "datatrove.executor.slurm"):
-        monkeypatch.setitem(sys.modules, name, None)
-    refused(["prepare", "--status", str(texts["out"])], capsys, "needs datatrove", "pip install 'datatrove<0.11'")
+    monkeypatch.setitem(sys.modules, "datatrove", None)
+    with pytest.raises(ConfigError, match=r"needs the package datatrove, .* \(`pip install 'datatrove<0\.11'`\)"):
+        _submit(texts)

@@ -26,7 +26,8 @@ from deepspeed_nmt.data import inputs, preparation, stages
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.data_directory import DataDirectory, Meta
 from deepspeed_nmt.data.options import PrepareOptions
-from deepspeed_nmt.data.stages import Work, run_task
+from deepspeed_nmt.data.stages import Preparation
+from deepspeed_nmt.data.tasks import run_task
 from deepspeed_nmt.errors import EXIT_USER_ERROR, DataError, UserError
 from tests.commands import prepare_with as _prepare
 from tests.commands import refused
@@ -194,19 +195,19 @@ def test_any_number_of_workers_makes_the_same_directory(
     assert expected.round_trips["train.target"].changed and expected.splits["train"].pairs < 300
     for module in (inputs, stages):
         monkeypatch.setattr(module, "PIECE_BYTES", 700)
-    monkeypatch.setattr(preparation, "TASK_PIECES", 2)
+    monkeypatch.setattr(stages, "TASK_PIECES", 2)
     for workers in (1, 2, 3):
         out = tmp_path / f"of{workers}"
         assert _prepare(texts, out=out, workers=workers) == expected
         _same_files(out, texts["out"])
 
 
-def _tasks(texts: dict[str, Any], directory: Path, tasks: int) -> Work:
+def _tasks(texts: dict[str, Any], directory: Path, tasks: int) -> Preparation:
     """Return the work of some tasks, as another process opens it."""
     options = PrepareOptions.model_validate(texts)
     _, vocabulary, sampling = preparation.check_options(options)
     work = preparation.set_up(directory, options, vocabulary, sampling, tasks)
-    return Work.model_validate_json(work.model_dump_json())
+    return Preparation.model_validate_json(work.model_dump_json())
 
 
 def _same_files(made: Path, expected: Path) -> None:
@@ -233,7 +234,7 @@ def test_any_number_of_tasks_makes_the_same_directory(
             for task in reversed(range(count)):
                 assert run_task(work, stage, task) == run_task(work, stage, task), "the second time changes nothing"
         (out := tmp_path / f"of{tasks}").mkdir()
-        assert preparation.join(work, out) == meta
+        assert stages.join(work, out) == meta
         _same_files(out, texts["out"])
 
 
@@ -244,7 +245,7 @@ def test_a_task_leaves_all_or_nothing_and_trusts_no_changed_file(
     work = _tasks(texts, tmp_path / "work", 2)
     run_task(work, "index", 0)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(stages.FileRecord, "of", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr("deepspeed_nmt.data.tasks.FileRecord.of", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
         run_task(work, "clean", 1)
     assert not list((tmp_path / "work/clean").iterdir())
     source = texts["train_source"][0]
@@ -266,7 +267,7 @@ def test_a_task_leaves_all_or_nothing_and_trusts_no_changed_file(
     for task in (0, 1):
         run_task(work, "encode", task)
     (out := tmp_path / "joined").mkdir()
-    preparation.join(work, out)
+    stages.join(work, out)
     _same_files(out, texts["out"])
 
 
@@ -324,7 +325,7 @@ def test_text_by_url_makes_the_same_directory(
             run_task(work, stage, task)
         fsspec.filesystem("memory").pipe("/bucket/a/train.de", b"other text, after the first stage")
     (out := tmp_path / "joined").mkdir()
-    assert preparation.join(work, out) == meta
+    assert stages.join(work, out) == meta
     _same_files(out, words["out"])
     with pytest.raises(DataError, match=r"differs in train\.target text"):
         _prepare(urls)
@@ -483,7 +484,7 @@ def test_weights_stay_with_their_pairs(texts: dict[str, Any], tmp_path: Path) ->
 def test_scores_stay_with_their_pairs(texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (inputs, stages):
         monkeypatch.setattr(module, "PIECE_BYTES", 700)
-    monkeypatch.setattr(preparation, "TASK_PIECES", 2)
+    monkeypatch.setattr(stages, "TASK_PIECES", 2)
     texts |= _noisy(tmp_path)
     scores = [(-7 * place) % 10 - 7.5 for place in range(3 * len(SOURCE))]
     noisy = _prepare(texts)

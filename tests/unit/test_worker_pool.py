@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_nmt.data.preparation import worker_pool
+from deepspeed_nmt.data.tasks import worker_pool
 from deepspeed_nmt.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[2]  # workers import this file, and no other of the tests
@@ -68,7 +68,7 @@ def test_a_worker_that_is_killed_is_reported() -> None:
 
 
 _PROGRAM = """
-from deepspeed_nmt.data.preparation import worker_pool
+from deepspeed_nmt.data.tasks import worker_pool
 from deepspeed_nmt.interruption import interruptible
 from tests.unit import test_worker_pool
 
