@@ -33,14 +33,25 @@ from deepspeed_nmt.interruption import Interrupted, interruptible
 from deepspeed_nmt.parallel.launched import place, use_expandable_segments
 
 COMMANDS = (
-    *("sample-data", "prepare", "train", "translate", "score", "score-pairs", "average", "choose-best", "export"),
-    *("import", "import-fairseq", "recipes", "settings", "plan", "report", "selftest", "doctor"),
+    *(
+        "sample-data",
+        "prepare",
+        "train",
+        "translate",
+        "backtranslate",
+        "score",
+        "score-pairs",
+        "average",
+        "choose-best",
+    ),
+    *("export", "import", "import-fairseq", "recipes", "settings", "plan", "report", "selftest", "doctor"),
 )
 """Names of the commands.
 
 Each is a module of deepspeed_nmt.commands (with _ for -, and after a keyword of Python) that defines HELP,
 add_arguments(parser) and run(arguments), which returns the exit status. Only the requested one is imported, and its
-functions import what they need: `--help` need not wait for torch.
+functions import what they need: `--help` need not wait for torch. With BEYOND, words after `--` are the attribute of
+this name of the arguments.
 """
 _SETTING = re.compile(r"[\w.]+=")
 _SENTENCES = {
@@ -59,7 +70,7 @@ def module_of(command: str) -> ModuleType:
     return importlib.import_module(f"deepspeed_nmt.commands.{name}")
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Parser that reports a mistake in a sentence, as the commands do; ``--help`` shows the options."""
 
     def __init__(self, **keywords: Any) -> None:
@@ -79,7 +90,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
     first_line = (__doc__ or "").partition("\n")[0]  # `python -OO` removes docstrings
-    parser = _Parser(prog="deepspeed-nmt", description=first_line)
+    parser = Parser(prog="deepspeed-nmt", description=first_line)
     parser.add_argument("--version", action="version", version=f"deepspeed-nmt {__version__}")
     # The deepspeed launcher passes this option; the local rank is read from the environment instead.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
@@ -114,6 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = next((word for word in words if word in COMMANDS), None)
     parser = _parser(command)
     _check_words(words, parser)
+    beyond: list[str] | None = None
+    if command is not None and hasattr(module_of(command), "BEYOND") and "--" in words:
+        words, beyond = words[: words.index("--")], words[words.index("--") + 1 :]
     arguments, rest = parser.parse_known_args(words)
     if rest and not (hasattr(arguments, "settings") and all(_SETTING.match(word) for word in rest)):
         parser.prog = " ".join([parser.prog, arguments.command, *filter(None, [getattr(arguments, "kind", None)])])
@@ -121,6 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}{settings}")
     if rest:
         arguments.settings += rest  # argparse accepts settings on one side of the options only
+    if beyond is not None:
+        setattr(arguments, module_of(arguments.command).BEYOND, beyond)
     return execute(arguments)
 
 

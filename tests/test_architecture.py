@@ -42,9 +42,10 @@ COMPOSITION = {
     "run": PARTS | {"plugins", "config", "build"},
     "parity": PARTS | {"config", "build"},
     "api": PARTS | {"config", "build", "run"},
+    "backtranslation": PARTS | {"config", "build", "run", "api"},
     "reports": PARTS | {"config", "build", "run", "api"},
     "cli": {"parallel"},
-    "commands": PARTS | {"config", "build", "run", "parity", "api", "reports", "cli"},
+    "commands": PARTS | {"config", "build", "run", "parity", "api", "backtranslation", "reports", "cli"},
     "__main__": {"cli"},
     "__init__": {"api"},
 }

@@ -39,7 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add_flags(parser, PrepareOptions)
     add_flags(parser, CleaningConfig)
-    text = "show the progress of the tasks of a data directory (--executor slurm), and nothing else"
+    add_status(parser)
+
+
+def add_status(parser: argparse.ArgumentParser) -> None:
+    """Declare the option that shows the progress of tasks."""
+    text = "show the progress of the tasks of an --out, and nothing else"
     parser.add_argument("--status", type=Path, metavar="OUT", action=_Status, help=text)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from deepspeed_nmt.console import table
 from deepspeed_nmt.data.inputs import STANDARD_INPUT
 from deepspeed_nmt.data.options import ExecutorOptions
-from deepspeed_nmt.data.tasks import GIVEN, IDS, JOB, Work, is_done, queue, resumed, run_task
+from deepspeed_nmt.data.tasks import GIVEN, IDS, JOB, W, Work, queue, resumed, run_task
 from deepspeed_nmt.errors import ConfigError, DataError, check_installed
 from deepspeed_nmt.files import hidden, remove, resolved
 
@@ -55,8 +55,8 @@ class _Array(SlurmPipelineExecutor):  # type: ignore[misc]
         return {name: value for name, value in arguments.items() if value is not None}
 
 
-def submit(kind: type[Work[Any]], options: ExecutorOptions, make: Callable[[Path], Work[Any]]) -> str:
-    """Submit the tasks that are not done, and return a message; ``make`` sets a new work up in a directory.
+def submit(kind: type[W], options: ExecutorOptions, make: Callable[[Path], W], adopt: Callable[[W], W]) -> str:
+    """Submit the tasks that are not done, and return a message; see :func:`resumed`.
 
     Raises:
         ConfigError: if SLURM or datatrove is missing.
@@ -69,7 +69,7 @@ def submit(kind: type[Work[Any]], options: ExecutorOptions, make: Callable[[Path
     for path in (path for paths in options.inputs.values() for path in paths):
         if isinstance(path, Path) and (path == STANDARD_INPUT or path.is_fifo()):
             raise DataError(f"--executor slurm reads files on other hosts, and {path} is a pipe; write it to a file")
-    with resumed(kind, options, make) as (work, is_new):
+    with resumed(kind, options, make, adopt) as (work, is_new):
         try:
             ids = _launch(work, options)
         except DataError:
@@ -125,7 +125,7 @@ def run(kind: type[Work[Any]], directory: Path, stage: str, data: Any, rank: int
     if stage != _JOIN:
         run_task(work, stage, rank)
         return
-    if not is_done(directory):
+    if not kind.is_done(directory):
         work.join()
     for name in (*GIVEN, *work.stages):
         remove(directory / name)
@@ -137,7 +137,7 @@ def status(kind: type[Work[Any]], out: Path) -> str:
     if not (directory / JOB).is_file():
         raise DataError(f"no tasks of {out}; submit them by `{kind.command} --executor slurm --out {out}`")
     work = kind.open(directory)
-    if is_done(directory):
+    if kind.is_done(directory):
         return f"all tasks are done: data directory  {work.result}"
     waiting = queue(directory)
     rows, notes, failures = [["stage", "tasks", "done", "failed"]], [], []

@@ -262,7 +262,7 @@ class InputText(io.RawIOBase):
         elif path != STANDARD_INPUT:
             try:
                 self._file = path.open("rb", buffering=0)
-                self.state = _state(self._file)
+                self.state = state_of(self._file)
             except OSError as error:
                 raise self._unreadable(error) from error
         self._waiting = b""  # bytes of the file that are not decompressed yet
@@ -297,7 +297,7 @@ class InputText(io.RawIOBase):
     def record(self) -> InputRecord:
         """Return the record of the file, whose text must have been read to its end; it must not have changed."""
         if self.state is not None and (
-            _state(self._file) != self.state or self.state[0] not in (None, self._file_bytes)
+            state_of(self._file) != self.state or self.state[0] not in (None, self._file_bytes)
         ):
             raise _changed(self._path)
         digest = self._digest.hexdigest()
@@ -369,7 +369,7 @@ def _changed(path: Path | str) -> DataError:
     return DataError(f"{path} changed while `prepare` read it; wait until it is complete, and run `prepare` again")
 
 
-def _state(file: BinaryIO | Path | _RemoteFile) -> State | None:
+def state_of(file: BinaryIO | Path | _RemoteFile) -> State | None:
     """Return size and time of the last change of a file; None for a pipe or a device."""
     if isinstance(file, _RemoteFile):
         return file.state()
@@ -412,7 +412,7 @@ class IndexedText(Config):
     def is_changed(self) -> bool:
         """True if the file is not as it was."""
         try:
-            return self.state is not None and _state(Path(self.record.path)) != self.state
+            return self.state is not None and state_of(Path(self.record.path)) != self.state
         except OSError:
             return True
 
@@ -473,7 +473,7 @@ def read_pieces(texts: Mapping[str, IndexedText], directory: Path, first: int, l
         for lines, *sizes in rows[first:last].tolist():
             columns = [file.read(size) for file, size in zip(files, sizes, strict=True)]
             for text, file in zip(texts.values(), files, strict=True):
-                if text.state is not None and _state(file) != text.state:
+                if text.state is not None and state_of(file) != text.state:
                     raise _changed(text.record.path)
             yield Piece(dict(zip(texts, columns, strict=True)), names, line + 1)
             line += lines

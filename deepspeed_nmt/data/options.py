@@ -45,13 +45,13 @@ Symbol = Annotated[str, AfterValidator(check_symbol)]
 Language = Annotated[str, AfterValidator(check_language)]
 
 
-def _option(text: str, default: Any = None, metavar: str = "", group: str = "", **more: Any) -> Any:
+def command_option(text: str, default: Any = None, metavar: str = "", group: str = "", **more: Any) -> Any:
     """Declare a field as an option of the command."""
     names = {"aliases": more.pop("aliases", ()), "action": more.pop("action", "store")}
     return Field(default, description=text, json_schema_extra={"metavar": metavar, "group": group, **names}, **more)
 
 
-_VOCABULARY, _TAGS, _CLUSTER = "vocabulary", "tags and segmentations", "SLURM"
+_VOCABULARY, _TAGS, CLUSTER = "vocabulary", "tags and segmentations", "SLURM"
 _LANGUAGE = "language code of the {}, for example de; Moses' rules need it"
 
 
@@ -63,18 +63,20 @@ class ExecutorOptions(Config):
     """Options of a work in tasks: who runs them."""
 
     out: Path
-    workers: int = _option(
+    workers: int = command_option(
         "number of processes of this host; the result is the same for any (default: all cores)", 1,
         aliases=("--threads",), ge=1, le=1024,
     )  # fmt: skip
-    executor: Literal["local", "slurm"] = _option(
+    executor: Literal["local", "slurm"] = command_option(
         "processes of this host, or jobs of SLURM, which --status shows; the result is the same",
         "local",
-        group=_CLUSTER,
+        group=CLUSTER,
     )
-    tasks: int | None = _option("number of tasks of a stage", None, "T", group=_CLUSTER, ge=1, le=100_000)
-    array: int | None = _option("tasks that run at once (default: all)", None, "A", group=_CLUSTER, ge=1, le=100_000)
-    partition: str | None = _option("partition of SLURM (default: its own)", metavar="P", group=_CLUSTER)
+    tasks: int | None = command_option("number of tasks of a stage", None, "T", group=CLUSTER, ge=1, le=100_000)
+    array: int | None = command_option(
+        "tasks that run at once (default: all)", None, "A", group=CLUSTER, ge=1, le=100_000
+    )
+    partition: str | None = command_option("partition of SLURM (default: its own)", metavar="P", group=CLUSTER)
 
     @property
     def inputs(self) -> dict[str, Inputs]:
@@ -97,98 +99,102 @@ class PrepareOptions(ExecutorOptions):
     Several files of one kind are read one after another, each aligned with its other side.
     """
 
-    train_source: Inputs = _option("source text of the training set, one sentence a line", ())
-    train_target: Inputs = _option("target text of the training set, one sentence a line", ())
-    valid_source: Inputs = _option("source text of the validation set, one sentence a line", ..., min_length=1)
-    valid_target: Inputs = _option("target text of the validation set, one sentence a line", ..., min_length=1)
-    test_source: Inputs = _option("source text of the test set, one sentence a line", ())
-    test_target: Inputs = _option("target text of the test set, one sentence a line", ())
-    tsv: Inputs = _option(
+    train_source: Inputs = command_option("source text of the training set, one sentence a line", ())
+    train_target: Inputs = command_option("target text of the training set, one sentence a line", ())
+    valid_source: Inputs = command_option("source text of the validation set, one sentence a line", ..., min_length=1)
+    valid_target: Inputs = command_option("target text of the validation set, one sentence a line", ..., min_length=1)
+    test_source: Inputs = command_option("source text of the test set, one sentence a line", ())
+    test_target: Inputs = command_option("target text of the test set, one sentence a line", ())
+    tsv: Inputs = command_option(
         "training text with both sides on a line, separated by a tab; -: standard input", (), action="extend"
     )
-    tsv_columns: tuple[Annotated[int, Field(ge=1, le=1000)], ...] | None = _option(
+    tsv_columns: tuple[Annotated[int, Field(ge=1, le=1000)], ...] | None = command_option(
         "columns of --tsv with source, target, and weights; others are ignored (default: 1,2, and no others)",
         metavar="S,T[,W]",
     )
-    train_weights: Inputs = _option(
+    train_weights: Inputs = command_option(
         "weights of the training pairs, one positive number a line: factors of their loss", ()
     )
-    train_scores: Inputs = _option("scores of the training pairs, one number a line, for the filter score", ())
-    train_alignments: Inputs = _option(
+    train_scores: Inputs = command_option("scores of the training pairs, one number a line, for the filter score", ())
+    train_alignments: Inputs = command_option(
         "word alignments of the training pairs, links such as 0-0 1-2 on a line, for objective.guided_alignment", ()
     )
-    out: Path = _option("data directory to make", ..., "DIR")
-    segmented: bool = _option("the text is already segmented with '@@ ' marks", False)
-    text: Literal["raw", "moses", "tokenised"] | None = _option(
+    out: Path = command_option("data directory to make", ..., "DIR")
+    segmented: bool = command_option("the text is already segmented with '@@ ' marks", False)
+    text: Literal["raw", "moses", "tokenised"] | None = command_option(
         "form of the text: raw, tokenised by Moses' rules, or by others; decides how translations are scored "
         "(default: raw; with --segmented: tokenised)"
     )
-    source_lang: Language | None = _option(_LANGUAGE.format("source"), metavar="L")
-    target_lang: Language | None = _option(_LANGUAGE.format("target"), metavar="L")
-    vocab_size: int | None = _option(
+    source_lang: Language | None = command_option(_LANGUAGE.format("source"), metavar="L")
+    target_lang: Language | None = command_option(_LANGUAGE.format("target"), metavar="L")
+    vocab_size: int | None = command_option(
         "size of the vocabulary (default: 8000; with --segmented: all)", group=_VOCABULARY, gt=4, le=MAX_VOCABULARY
     )
-    vocabulary_type: VocabularyType | None = _option(
+    vocabulary_type: VocabularyType | None = command_option(
         "type of a new vocabulary of raw text: merges, or a language model of pieces (default: bpe)",
         group=_VOCABULARY,
     )
-    separate_vocabularies: bool = _option(
+    separate_vocabularies: bool = command_option(
         "make a vocabulary for each side, each of --vocab-size tokens, instead of one for both", False,
         group=_VOCABULARY,
     )  # fmt: skip
-    symbols: tuple[Symbol, ...] = _option(
+    symbols: tuple[Symbol, ...] = command_option(
         "texts that are single tokens of the vocabulary, such as tags of languages; normalization keeps them", (),
         group=_VOCABULARY,
     )  # fmt: skip
-    character_coverage: float = _option(
+    character_coverage: float = command_option(
         "share of the text's characters that the vocabulary covers; 0.9995 for Chinese or Japanese", 1.0,
         group=_VOCABULARY, gt=0.9, le=1.0,
     )  # fmt: skip
-    byte_fallback: bool = _option(
+    byte_fallback: bool = command_option(
         "write a character that is not in the vocabulary as its bytes, for which it has 256 tokens", False,
         group=_VOCABULARY,
     )  # fmt: skip
-    normalization: Normalization | None = _option(
+    normalization: Normalization | None = command_option(
         "Unicode normalization of raw text: nfkc rewrites compatibility variants (½ km² as 1⁄2 km2, full-width "
         "letters), nfc only unifies spellings of the same characters, none keeps them (default: nfc)",
         group=_VOCABULARY,
     )
-    vocab_from: Path | None = _option(
+    vocab_from: Path | None = command_option(
         "use the vocabulary of this data or run directory", metavar="DIR", group=_VOCABULARY
     )
-    sentencepiece: tuple[Path, ...] = _option(
+    sentencepiece: tuple[Path, ...] = command_option(
         "use a SentencePiece model for both sides, or two for source and target", (), group=_VOCABULARY
     )
-    tokenizer: str | None = _option(
+    tokenizer: str | None = command_option(
         "use the tokenizer of a BERT for both sides, or of two for source and target; B is a folder, or a name on "
         "the Hugging Face hub",
         metavar="hf:B[,B]",
         group=_VOCABULARY,
     )
-    tag_source: str | None = _option("put this symbol in front of every source, those of validation too", group=_TAGS)
-    tag_target: str | None = _option("put this symbol in front of every target, those of validation too", group=_TAGS)
-    segmentations: int = _option(
+    tag_source: str | None = command_option(
+        "put this symbol in front of every source, those of validation too", group=_TAGS
+    )
+    tag_target: str | None = command_option(
+        "put this symbol in front of every target, those of validation too", group=_TAGS
+    )
+    segmentations: int = command_option(
         "sampled segmentations of each training sentence, one for an epoch; 1: one that is not sampled", 1, "K",
         group=_TAGS, ge=1, le=1000,
     )  # fmt: skip
-    segmentation_alpha: float | None = _option(
+    segmentation_alpha: float | None = command_option(
         "sampling: probability that a merge of BPE is skipped (default: 0.1), or exponent of a unigram model's "
         "probabilities (default: 0.2)", metavar="A", group=_TAGS, gt=0.0, le=1.0,
     )  # fmt: skip
     cleaning: CleaningConfig = CleaningConfig()
-    filters: dict[str, SerializeAsAny[Filter]] = _option(
+    filters: dict[str, SerializeAsAny[Filter]] = command_option(
         "remove more training pairs: web, which stands for many filters, or names of filters "
         f"({', '.join(FILTERS)}), with a value to set their bound; -NAME leaves out a filter of web",
         {},
         "NAME[=VALUE],...",
     )
-    unicode: tuple[str, ...] = _option(
+    unicode: tuple[str, ...] = command_option(
         f"repair characters of the training text before it is cleaned: {', '.join(UNICODE_RULES)}", (), "RULE,..."
     )
-    seed: int = _option(
+    seed: int = command_option(
         "seed of the sample that the vocabulary is learnt from, and of segmentations", 1, ge=0, lt=1 << 63
     )
-    overwrite: bool = _option("replace a data directory made from other text or options", False)
+    overwrite: bool = command_option("replace a data directory made from other text or options", False)
 
     @model_validator(mode="before")
     @classmethod

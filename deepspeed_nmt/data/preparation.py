@@ -8,6 +8,7 @@ directory beside the result, renamed at the end.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from deepspeed_nmt.console import logger
@@ -68,16 +69,25 @@ def submit(options: PrepareOptions) -> Meta | str:
         if (out / META_FILE).exists() and not options.overwrite:
             return same_or_refuse(out, options, vocabulary, sampling)
         return cluster.submit(
-            Preparation, options, lambda new: set_up(new, options, vocabulary, sampling, options.tasks or 1)
+            Preparation,
+            options,
+            lambda new: set_up(new, options, vocabulary, sampling, options.tasks or 1),
+            lambda work: work.check_same(options),
         )
 
 
-def check_options(options: PrepareOptions) -> tuple[Path, Tokenizer | None, SampledSegmentations | None]:
-    """Check options and files; return the data directory, a vocabulary that is given, and segmentations to sample."""
+def check_options(
+    options: PrepareOptions, to_come: Collection[Path] = ()
+) -> tuple[Path, Tokenizer | None, SampledSegmentations | None]:
+    """Check options and files; return the data directory, a vocabulary that is given, and segmentations to sample.
+
+    The files ``to_come`` need not exist.
+    """
     out = resolved(options.out)  # renaming onto a link would replace the link
     if options.overwrite or not (out / META_FILE).is_file():
         check_own(out, META_FILE, "--out")
-    check_inputs({input_option(name): paths for name, paths in options.inputs.items()})
+    inputs = options.inputs.items()
+    check_inputs({input_option(name): paths for name, paths in inputs if not {*paths} <= {*to_come}})
     paths = (path for paths in options.inputs.values() for path in paths if isinstance(path, Path))
     if inside := [path for path in paths if path != STANDARD_INPUT and resolved(path).is_relative_to(out)]:
         raise DataError(f"--out {out} holds the text {inside[0]}, which would be replaced; choose another --out")
@@ -170,19 +180,26 @@ def same_or_refuse(
     out: Path, options: PrepareOptions, vocabulary: Tokenizer | None, sampling: SampledSegmentations | None
 ) -> Meta:
     """Open an existing data directory if it was made from the same text with the same options; refuse others."""
-    recorded, inputs = options.recorded(vocabulary, sampling), inspect_inputs(options.inputs)
-    directory = DataDirectory.open(out)
-    meta = directory.meta
-    differing = [name for name in sorted({*recorded, *meta.options}) if recorded.get(name) != meta.options.get(name)]
-    for name in sorted({*inputs, *meta.inputs}):
-        new, old = (tuple(record.sha256 for record in records.get(name, ())) for records in (inputs, meta.inputs))
-        if new != old:
-            differing.append(f"{name} text")
+    meta, differing = differences(out, options, vocabulary, sampling)
     if differing:
         raise DataError(
             f"--out {out} holds data that differs in {', '.join(differing)}; give --overwrite to replace it, or "
             "choose another --out"
         )
-    directory.verify_hashes()
+    DataDirectory.open(out).verify_hashes()
     logger.info("%s is already prepared from the same text with the same options: nothing to do", out)
     return meta
+
+
+def differences(
+    out: Path, options: PrepareOptions, vocabulary: Tokenizer | None, sampling: SampledSegmentations | None
+) -> tuple[Meta, list[str]]:
+    """Return the record of a data directory, and the options and texts in which it differs."""
+    recorded, inputs = options.recorded(vocabulary, sampling), inspect_inputs(options.inputs)
+    meta = DataDirectory.open(out).meta
+    differing = [name for name in sorted({*recorded, *meta.options}) if recorded.get(name) != meta.options.get(name)]
+    for name in sorted({*inputs, *meta.inputs}):
+        new, old = (tuple(record.sha256 for record in records.get(name, ())) for records in (inputs, meta.inputs))
+        if new != old:
+            differing.append(f"{name} text")
+    return meta, differing

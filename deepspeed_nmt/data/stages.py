@@ -163,10 +163,10 @@ class Preparation(Work[PairsRecord]):
         )
 
     @override
-    def join(self) -> None:
-        """Write the data directory."""
+    def join(self) -> Meta:
+        """Write the data directory, and return its record."""
         with replacing_data(out := resolved(self.options.out)), staged_data(out) as staging:
-            join(self, staging)
+            return join(self, staging)
 
     @override
     def division(self) -> int:
@@ -174,9 +174,8 @@ class Preparation(Work[PairsRecord]):
         pieces = sum(count_pieces(self.place("index", number)) for number in range(self.stages["index"]))
         return max(1, min(-(-pieces // TASK_PIECES), MAX_TASKS))
 
-    @override
-    def check_same(self, options: PrepareOptions) -> None:
-        """Compare options, and the sizes and times of the files that are indexed."""
+    def check_same(self, options: PrepareOptions) -> Preparation:
+        """Return this work, or raise a DataError if its tasks are of other options, or the text has changed."""
         own = {"overwrite", *FREE}
         old, new = (each.model_dump(exclude=own) for each in (self.options, options))
         if differing := [f"--{name.replace('_', '-')}" for name in old if old[name] != new[name]]:
@@ -184,8 +183,13 @@ class Preparation(Work[PairsRecord]):
                 f"{self.directory} holds tasks of another {', '.join(differing)}; remove it, or choose another --out"
             )
         for number in range(self.stages["index"]):
-            if self.place("index", number).is_dir():
-                check_unchanged(self.record("index", number).texts.values(), self.directory)
+            for text in self.record("index", number).texts.values() if self.place("index", number).is_dir() else ():
+                if text.is_changed():
+                    raise DataError(
+                        f"{text.record.path} has changed since its pieces were found; remove {self.directory}, and "
+                        "start again"
+                    )
+        return self
 
     def pieces(self, task: int) -> Iterator[Piece]:
         """Yield the pieces of the training text of a task."""
@@ -529,15 +533,6 @@ def _new_pairs(
             of_piece = None if weights is None else weights[read : read + len(lines)][new]
             yield [list(compress(column, new)) for column in columns], of_piece
             read += len(lines)
-
-
-def check_unchanged(texts: Iterable[IndexedText], directory: Path) -> None:
-    """Raise a DataError if files have changed since tasks of a directory read them."""
-    for text in texts:
-        if text.is_changed():
-            raise DataError(
-                f"{text.record.path} has changed since its pieces were found; remove {directory}, and start again"
-            )
 
 
 @contextmanager

@@ -7,6 +7,7 @@ changes nothing, and a stage is resumed by its tasks that are not done.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -93,10 +94,6 @@ class Work(Config, Generic[R]):
         """Return the number of tasks that the text needs on one host, once the first stage is done."""
         raise NotImplementedError
 
-    def check_same(self, options: Any) -> None:
-        """Raise a DataError unless the tasks that are done are of these options, and of the text as it is now."""
-        raise NotImplementedError
-
     def gpus(self, stage: str) -> int:
         """Return the number of GPUs that a task of a stage asks SLURM for."""
         return 0
@@ -138,10 +135,15 @@ class Work(Config, Generic[R]):
     def open(cls, directory: Path) -> Self:
         """Open the directory of a work that was recorded."""
         try:
-            content = parse_json(read_record(directory / JOB))
-            return cls.model_validate({**content, "directory": directory})
+            content = {**parse_json(read_record(directory / JOB)), "directory": str(directory)}
+            return cls.model_validate_json(json.dumps(content))
         except (DamagedRecordError, ValidationError, ValueError) as error:
             raise DataError(f"{directory} is damaged ({error}); remove it, and run `{cls.command}` again") from error
+
+    @classmethod
+    def is_done(cls, directory: Path) -> bool:
+        """True if the result of the tasks is joined, and their files are removed, or will be."""
+        return (directory / JOB).is_file() and not (directory / GIVEN[0]).exists()
 
     @classmethod
     def own_versions(cls) -> dict[str, str]:
@@ -172,21 +174,21 @@ def run_task(work: Work[R], stage: str, task: int) -> int:
     return work.record(stage, task).read
 
 
-def is_done(directory: Path) -> bool:
-    """True if the result of the tasks is joined, and their files are removed, or will be."""
-    return (directory / JOB).is_file() and not (directory / GIVEN[0]).exists()
-
-
 @contextmanager
-def resumed(kind: type[W], options: ExecutorOptions, make: Callable[[Path], W]) -> Iterator[tuple[W, bool]]:
-    """Hold the directory of a work, which is made unless tasks of the same options are there; True if it is new."""
+def resumed(
+    kind: type[W], options: ExecutorOptions, make: Callable[[Path], W], adopt: Callable[[W], W]
+) -> Iterator[tuple[W, bool]]:
+    """Hold the directory of a work, and yield the work; True if it is new.
+
+    ``make`` sets a new one up in a directory. ``adopt`` refuses one that is there by a DataError, or returns it with
+    options that may differ.
+    """
     directory = hidden(resolved(options.out), "tasks")
     with replacing(directory, lambda _: False):
-        if is_new := not directory.exists() or is_done(directory):
+        if is_new := not directory.exists() or kind.is_done(directory):
             with staged(directory) as new:
                 make(new).save()
-        work = kind.open(directory)
-        work.check_same(options)
+        work = kind.open(directory) if is_new else adopt(kind.open(directory))
         if queue(directory):
             raise DataError(
                 f"jobs of {directory} are in SLURM's queue, or it does not say; wait until `deepspeed-nmt "

@@ -105,6 +105,12 @@ class LineTranslator(Protocol):
         """Function that yields the best translations of each sentence; see ``Translator.stream``."""
 
 
+def piece_lines(lines: int, max_tokens: int) -> int:
+    """Return the lines of a piece of a text, for batches of ``max_tokens``."""
+    least = min(MAX_LINES_OF_LARGE_BATCHES, max_tokens // _TOKENS_PER_LINE)
+    return max(1, least, min(MAX_LINES, -(-lines // _PIECES)))
+
+
 @dataclass(frozen=True)
 class Texts:
     """The source, and texts that have a line for each line of it, each at its beginning."""
@@ -143,10 +149,7 @@ class Texts:
     @property
     def piece_lines(self) -> int:
         """Number of lines of a piece."""
-        if self.lines is None:
-            return MAX_LINES
-        least = min(MAX_LINES_OF_LARGE_BATCHES, self.options.max_tokens // _TOKENS_PER_LINE)
-        return max(1, least, min(MAX_LINES, -(-self.lines // _PIECES)))
+        return MAX_LINES if self.lines is None else piece_lines(self.lines, self.options.max_tokens)
 
     def in_pieces(self) -> bool:
         """Return True if the text is translated in pieces, which can be resumed; False if as a stream."""

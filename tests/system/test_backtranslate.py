@@ -1,45 +1,41 @@
-"""launch/backtranslate.sh: its steps end to end, killed and resumed, what it skips, and distillation."""
+"""`backtranslate`: the same files by any tasks and workers, stopped and resumed; what it does again; distillation."""
 
 from __future__ import annotations
 
-import contextlib
 import gzip
+import os
 import signal
 import statistics
 import subprocess
-from collections.abc import Callable
+import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from deepspeed_nmt import backtranslation
+from deepspeed_nmt.api import Translator
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.errors import EXIT_STOPPED
-from tests.commands import await_until, pair_words, shell_environment
-from tests.support import ROOT
+from tests.commands import await_until, pair_words, refused, shell_environment, translate
 
 LINES = 60
+SAMPLING = ["--search", "sampling", "--max-tokens", "64"]
+"""Options of `translate`; pieces have 8 lines."""
 
 
-def script(*words: object) -> list[str]:
-    return [str(ROOT / "launch/backtranslate.sh"), *map(str, words)]
-
-
-def run(*words: object, status: int = 0) -> str:
-    """Run the script and return what it prints, errors included."""
-    pipe, both = subprocess.PIPE, subprocess.STDOUT
-    done = subprocess.run(script(*words), env=shell_environment(PART_LINES="16"), stdout=pipe, stderr=both, text=True)
-    assert done.returncode == status, done.stdout
-    return done.stdout
+def words(*more: object) -> list[str]:
+    return ["backtranslate", "--workers", "1", *map(str, more)]
 
 
 @pytest.fixture(scope="module")
 def tagged(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data directory whose vocabulary has a tag; it is another than that of the run that translates."""
     out, text = tmp_path_factory.mktemp("tagged") / "data", data.parent / "text"
-    words = ["prepare", "--out", str(out), "--vocab-size", "300", "--symbols", "<bt>"]
-    assert main([*words, *pair_words(text, train="train", valid="valid")]) == 0
+    options = ["prepare", "--out", str(out), "--vocab-size", "300", "--symbols", "<bt>"]
+    assert main([*options, *pair_words(text, train="train", valid="valid")]) == 0
     return out
 
 
@@ -53,71 +49,107 @@ def texts(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [place / "a", place / "b"]
 
 
-def interrupted(words: list[str], log: Path, ready: Callable[[], bool], signal_number: signal.Signals) -> int:
-    """Start the script, send a signal to it and all its descendants once it is ready, and return its status."""
+@pytest.fixture(scope="module")
+def whole(trained: Path, tagged: Path, texts: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """OUT, made of three tasks in this process. The run that scores has another vocabulary than DATA, too."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(backtranslation, "MAX_TASKS", 3)
+        given = ["--run", trained, "--text", *texts, "--data", tagged, "--out", out]
+        assert main(words(*given, "--score-run", trained, "--min-score", -99, "--", *SAMPLING)) == 0
+    return out
+
+
+def test_tasks_stopped_killed_and_resumed_make_the_same_files(
+    trained: Path, tagged: Path, texts: list[Path], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """They are killed in two workers, stopped in this process, and done by it."""
+    out, log, tasks = tmp_path / "out", tmp_path / "log", tmp_path / ".out.tasks"
+    given = ["--run", trained, "--text", *texts, "--data", tagged, "--out", out, "--score-run", trained]
+    command = words(*given, "--min-score", -99, "--workers", 2, "--", *SAMPLING)
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            words, env=shell_environment(PART_LINES="16"), stdout=stream, stderr=stream, start_new_session=True
+            [sys.executable, "-m", "deepspeed_nmt", *command], env=shell_environment(), stdout=stream, stderr=stream
         )
-    await_until(ready, process, log)
-    descendants = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal_number)
-    if signal_number == signal.SIGKILL:
-        for descendant in descendants:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                descendant.kill()
-    return process.wait(timeout=200)
+    await_until(lambda: len(list(tasks.glob("translate/0*"))) >= 2, process, log)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait()
+    psutil.wait_procs(workers, timeout=60)  # they follow
+    done = {path: path.stat().st_ino for path in tasks.glob("translate/0*")}
+    assert not out.exists() and len(done) < 8
+
+    assert main(["backtranslate", "--status", str(out)]) == 0
+    assert f"translate  8  {len(done)}  0".split() in [line.split() for line in capfd.readouterr().out.splitlines()]
+    command = words(*given, "--min-score", -99, "--", *SAMPLING)
+    assert main([*command, "--beam", "3"]) == 2
+    assert "holds tasks of another --beam" in capfd.readouterr().err
+
+    score = backtranslation._TASKS["score"]
+
+    def stop(work: Any, task: int, new: Path) -> Any:
+        if task == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return score(work, task, new)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(backtranslation, "_TASKS", {**backtranslation._TASKS, "score": stop})
+        assert main(command) == EXIT_STOPPED
+    assert "start the same command again to resume" in capfd.readouterr().err
+    assert {path.name for path in tasks.glob("score/*")} == {"00000", "00001"} and not out.exists()
+    assert done.items() <= {path: path.stat().st_ino for path in tasks.glob("translate/0*")}.items(), "kept"
+    assert main(command) == 0 and not tasks.exists()
+    assert capfd.readouterr().out.endswith(f"--run RUN --data '{tagged}' --data '{out}/data=1@<bt>'\n")
+    names = [*("text", "translations", "scores"), *(f"data/{path.name}" for path in (whole / "data").glob("train*"))]
+    assert len(names) > 6 and all((out / name).read_bytes() == (whole / name).read_bytes() for name in names)
+    assert (out / "text").read_bytes() == gzip.decompress(texts[0].read_bytes()) + texts[1].read_bytes() + b"\n"
+    translations = (out / "translations").read_text(encoding="utf-8").splitlines()
+    assert translate(trained, out / "text", tmp_path / "hyp", *SAMPLING) == translations
 
 
-def test_it_resumes_in_each_step_and_skips_what_is_finished(
-    trained: Path, tagged: Path, texts: list[Path], tmp_path: Path
-) -> None:
-    out, whole, log = tmp_path / "out", tmp_path / "as a whole", tmp_path / "log"
-    # The run that scores has another vocabulary than DATA, too.
-    words = ["--run", trained, "--score-run", trained, "--text", *texts, "--data", tagged, "--cpu"]
-    sampling = ["--", "--search", "sampling", "--max-tokens", "64"]
-    said = run(*words, "--workers", "1", "--out", whole, "--min-score", "-99", *sampling)
-    assert said.endswith(f"--data '{tagged}' --data '{whole}/data=1@<bt>'\n"), said
+def test_other_options_repeat_only_what_depends_on_them(
+    trained: Path, tagged: Path, texts: list[Path], whole: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    given = ["--run", trained, "--text", *texts, "--data", tagged, "--out", whole, "--score-run", trained]
     scores = [float(line) for line in (whole / "scores").read_text().splitlines()]
-    assert len(scores) == LINES and len((whole / "translations").read_bytes().splitlines()) == LINES
-    before = (whole / "translations").stat().st_mtime_ns
-
-    # Another bound: only the last step is done again. It counts what it removes.
+    before = {name: (whole / name).stat().st_mtime_ns for name in ("text", "translations", "scores")}
     bound = statistics.median(scores)
-    words += ["--min-score", f"{bound:.9g}"]
-    said = run(*words, "--workers", "1", "--out", whole, *sampling)
-    assert [step for step in ("text", "translate", "score", "prepare") if f"{step}: finished before" in said] == [
-        "text", "translate", "score",
-    ]  # fmt: skip
+    assert len(scores) == LINES and main(words(*given, f"--min-score={bound:.9g}", "--", *SAMPLING)) == 0
     meta = DataDirectory.open(whole / "data").meta
-    empty = meta.removed["empty"]
-    assert empty < 5 and meta.removed["score"] == pytest.approx(sum(score < bound for score in scores), abs=empty)
-    assert meta.pairs_read == LINES
-    assert before == (whole / "translations").stat().st_mtime_ns
+    assert meta.removed["score"] == pytest.approx(sum(score < bound for score in scores), abs=meta.removed["empty"])
+    assert meta.removed["empty"] < 5 and meta.pairs_read == LINES
+    made = (whole / "data/meta.json").stat().st_mtime_ns
+    assert main(words(*given, f"--min-score={bound:.9g}", "--", *SAMPLING)) == 0
+    assert made == (whole / "data/meta.json").stat().st_mtime_ns, "nothing to do"
+    assert {name: (whole / name).stat().st_mtime_ns for name in before} == before
+
     (whole / "data/notes").write_text("mine\n")
-    said = run(*words, "--workers", "1", "--out", whole, "--filters", "html", *sampling, status=2)
-    assert "notes" in said and (whole / "data/notes").read_text() == "mine\n", said
+    refused(words(*given, "--min-score", -99, "--filters", "html", "--", *SAMPLING), capsys, "notes")
+    assert (whole / "data/notes").read_text() == "mine\n"
     (whole / "data/notes").unlink()
-
-    # Stopped, then killed, by two processes, and completed by one: the same files.
-    command = script(*words, "--workers", "2", "--out", out, *sampling)
-    pieces = lambda: len(list(out.glob("translations.pieces/piece-*"))) >= 2  # noqa: E731
-    assert interrupted(command, log, pieces, signal.SIGINT) == EXIT_STOPPED, log.read_text()
-    assert "start the same command again to resume" in log.read_text() and not (out / "translations").exists()
-    assert interrupted(command, log, lambda: any(out.glob("scores.parts/0*")), signal.SIGKILL) == -signal.SIGKILL
-    assert "resumes: " in log.read_text() and not (out / "scores").exists()
-    assert "translate: finished before" in run(*words, "--workers", "1", "--out", out, *sampling)
-    names = ["text", "translations", "scores", *(f"data/{name}" for name in meta.files)]
-    assert all((out / name).read_bytes() == (whole / name).read_bytes() for name in names)
+    refused(words(*given, "--min-score", -99, "--", *SAMPLING, "--top-k", 5), capsys, "another --top-k")
+    old = (whole / "scores").read_bytes()
+    (whole / "scores").write_text("mine\n")
+    refused(words(*given, "--min-score", -99, "--", *SAMPLING), capsys, "scores has", "move it away")
+    (whole / "scores").unlink()  # they are made again, of translations that are kept
+    with monkeypatch.context() as patched:
+        patched.setattr(Translator, "stream", None)
+        assert main(words(*given, f"--min-score={bound:.9g}", "--", *SAMPLING)) == 0
+    assert (whole / "scores").read_bytes() == old and not (whole.parent / ".out.tasks").exists()
 
 
-def test_distillation_translates_sources(trained: Path, data: Path, tmp_path: Path) -> None:
+def test_distillation_translates_sources(
+    trained: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text, out = tmp_path / "text", tmp_path / "out"
     lines = (data.parent / "text/train.en").read_text(encoding="utf-8").splitlines()[:12]
     text.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    words = ["--distill", "--run", trained, "--text", text, "--data", data, "--out", out, "--cpu", "--workers", "1"]
-    said = run(*words, "--", "--max-length", "8")
-    assert said.endswith(f"--run RUN --data '{out}/data'\n"), "without a tag and without the parallel text"
+    given = ["--distill", "--run", trained, "--text", text, "--data", data, "--out", out]
+    assert main(words(*given, "--", "--max-length", 8)) == 0
+    end = f"--run RUN --data '{out}/data'\n"
+    assert capsys.readouterr().out.endswith(end), "without a tag and without the parallel text"
     directory = DataDirectory.open(out / "data")
     corpus, tokenizer = directory.corpus("train"), directory.tokenizer()
     sources = [tokenizer.decode(corpus.source(number)) for number in range(len(corpus))]
@@ -127,21 +159,25 @@ def test_distillation_translates_sources(trained: Path, data: Path, tmp_path: Pa
 
 
 def test_mistakes_are_named_before_anything_is_translated(
-    trained: Path, data: Path, tagged: Path, texts: list[Path], tmp_path: Path
+    trained: Path, data: Path, tagged: Path, texts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--run", trained, "--text", *texts, "--out", tmp_path / "out", "--cpu", "--workers", "1"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/text").write_text("mine\n")
     (tmp_path / "empty").write_text(" \n")
-    for more, name in (
-        (["--data", data, "--score-run", trained], "--score-run"),
-        (["--data", data, "--", "--nbest", "2"], "--nbest"),
-        (["--data", data, "--tag", "<bt>"], "'<bt>'"),
-        (["--data", tagged, "--out", tmp_path / "mine"], "--out"),
+    first = ["--run", trained, "--out", tmp_path / "out", "--data", tagged, "--text", *texts]
+    for more, *names in (
+        (["--score-run", trained], "--score-run", "--min-score"),
+        (["--min-score", -3], "--min-score", "--score-run"),
+        (["--", "--nbest", 2], "--nbest", "after --"),
+        (["--", "--no-option"], "--no-option"),
+        (["--data", data], "'<bt>'"),
+        (["--tag", "<no>"], "'<no>'"),
+        (["--weight", "much"], "much"),
+        (["--gpus-per-task", 1], "--gpus-per-task"),
+        (["--out", tmp_path / "mine"], "--out", "mine"),
+        (["--text", tmp_path / "empty"], "--text", "no sentence"),
+        (["--text", tmp_path / "none"], "does not exist"),
     ):
-        said = run(*words, *more, status=2)
-        assert name in said, said
-    words = ["--text", tmp_path / "empty", "--data", tagged, "--out", tmp_path / "other", "--run", trained]
-    assert "--text" in run(*words, status=2)
-    assert not (tmp_path / "out").exists() and (tmp_path / "mine/text").read_text() == "mine\n"
-    assert not list(tmp_path.glob("*/translations*"))
+        refused(words(*first, *more), capsys, *names)
+    assert (tmp_path / "mine/text").read_text() == "mine\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "mine"]

@@ -245,7 +245,9 @@ def test_a_task_leaves_all_or_nothing_and_trusts_no_changed_file(
     work = _tasks(texts, tmp_path / "work", 2)
     run_task(work, "index", 0)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("deepspeed_nmt.data.tasks.FileRecord.of", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(
+            "deepspeed_nmt.data.tasks.FileRecord.of", lambda path: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         run_task(work, "clean", 1)
     assert not list((tmp_path / "work/clean").iterdir())
     source = texts["train_source"][0]

@@ -1,0 +1,574 @@
+"""Back-translation and distillation: monolingual text becomes a corpus, by tasks of :mod:`deepspeed_nmt.data.tasks`.
+
+| stage | tasks | files of a task |
+|---|---|---|
+| ``text`` | 1 | the text as one plain file, and where its pieces begin |
+| ``translate`` | N | translations of successive pieces |
+| ``score`` | N | log-probabilities of the same pieces |
+| ``collect`` | 1 | none: the files of the stages before become those of OUT |
+| those of :mod:`deepspeed_nmt.data.stages` | | the data directory OUT/data |
+
+Pieces have equally many lines, as those of `translate`. Each is translated and scored by itself, and samples of a
+sentence depend on its number: the result is the same for any number of tasks, and that of `translate`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from pydantic import Field, ValidationError, model_validator
+from typing_extensions import override
+
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.core.vocabulary import SIDES
+from deepspeed_nmt.data.corpus import join_files
+from deepspeed_nmt.data.data_directory import META_FILE, DataDirectory, Meta
+from deepspeed_nmt.data.inputs import IndexedText, Inputs, check_inputs, copy_text, inspect_inputs, state_of
+from deepspeed_nmt.data.options import CLUSTER, ExecutorOptions, PrepareOptions, command_option
+from deepspeed_nmt.data.preparation import check_options, differences, set_up
+from deepspeed_nmt.data.stages import Preparation
+from deepspeed_nmt.data.tasks import TaskRecord, Work, resumed, run_stages
+from deepspeed_nmt.data.training import DataOption
+from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.files import remove
+from deepspeed_nmt.manifest import DamagedRecordError, FileRecord, read_record, write_record
+from deepspeed_nmt.parallel.hardware import uses_cuda
+from deepspeed_nmt.registry import Config, problems_of
+from deepspeed_nmt.run.translation import piece_lines, stream_keywords
+from deepspeed_nmt.search.decode_options import DecodeOptions, typed
+from deepspeed_nmt.search.lines import LINES_OF_A_FORM, SourceCounts, warn_of_form
+from deepspeed_nmt.text import TextForm, text_of
+
+if TYPE_CHECKING:
+    from deepspeed_nmt.api import Translator
+    from deepspeed_nmt.run.directory import Run
+
+TEXT, TRANSLATIONS, SCORES = "text", "translations", "scores"
+"""Files of OUT."""
+MAX_TASKS = 4096
+"""Tasks of a host at most: a task that is stopped begins anew."""
+MAX_TOKENS = 4096
+"""Batch size of scores: pairs x longest side."""
+_RECORD = "corpus.json"
+_BEGINS = "begins.npy"
+_BLOCK_LINES = 1 << 16
+
+
+class BacktranslateOptions(ExecutorOptions):
+    """Options of `backtranslate`; ``translation`` are those of `translate`, with the runs."""
+
+    text: Inputs = command_option("monolingual text, one sentence a line", ..., min_length=1)
+    data: Path = command_option(
+        "data directory of the parallel text, whose vocabulary and validation set are used", ..., "DIR"
+    )
+    out: Path = command_option("directory of the results", ..., "DIR")
+    score_run: Path | None = command_option(
+        "run that translates as the data does, and scores the pairs: mean log-probability of a target token",
+        metavar="DIR",
+    )
+    min_score: float | None = command_option("remove pairs with a lower score", metavar="S")
+    filters: str = command_option("filters of `prepare`, for example web,language", "", "NAME[=VALUE],...")
+    tag: str | None = command_option(
+        "symbol of the data's vocabulary that marks the corpus in a mixture, or none (default: <bt>; with --distill: "
+        "none)"
+    )
+    weight: str = command_option("weight of the corpus in the mixture", "1", "W")
+    distill: bool = command_option(
+        "sequence-level distillation: the text is of the source language, --run is a teacher that translates as the "
+        "data does, and its translations are the targets",
+        False,
+    )
+    workers: int | None = command_option(
+        "processes of this host that translate and score; the result is the same for any (default: one for each "
+        "GPU; without GPUs, for each core)",
+        ge=1,
+        le=1024,
+    )  # type: ignore[assignment]
+    gpus_per_task: int = command_option(
+        "GPUs of a task that translates or scores", 0, "{0,1}", group=CLUSTER, ge=0, le=1
+    )
+    translation: DecodeOptions
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> BacktranslateOptions:
+        if self.score_run is not None and self.min_score is None:
+            raise ValueError("no smallest score for --score-run; give --min-score, for example -3")
+        if self.min_score is not None and self.score_run is None:
+            raise ValueError("no run that scores the pairs for --min-score; give --score-run")
+        if self.gpus_per_task and self.executor == "local":
+            raise ValueError("--gpus-per-task is for --executor slurm; leave it out, since all GPUs here translate")
+        return self
+
+    @property
+    @override
+    def inputs(self) -> dict[str, Inputs]:
+        return {"text": self.text}
+
+    @property
+    def symbol(self) -> str | None:
+        """Return the tag of the corpus, or None."""
+        tag = self.tag or ("none" if self.distill else "<bt>")
+        return None if tag == "none" else tag
+
+    @property
+    def mixture(self) -> list[str]:
+        """Values of ``train --data``: the parallel text and the new corpus, or that alone if it is distilled."""
+        corpus = self.out / "data"
+        if self.distill and self.symbol is None:
+            return [str(corpus)]
+        return [str(self.data), f"{corpus}={self.weight}{f'@{self.symbol}' if self.symbol else ''}"]
+
+    def side(self, side: str) -> Path:
+        """Return the file of OUT that is a side of the corpus."""
+        return self.out / (TRANSLATIONS if (side == "source") != self.distill else TEXT)
+
+
+class LinesRecord(TaskRecord):
+    """The record of a task; ``read`` are its lines.
+
+    Attributes:
+        texts: files of the monolingual text.
+        counts: what there is to warn of.
+        identity: all that translations depend on, as the translator says.
+    """
+
+    texts: tuple[IndexedText, ...] = ()
+    counts: SourceCounts = Field(default_factory=SourceCounts)
+    identity: dict[str, Any] = Field(default_factory=dict)
+
+
+class CorpusRecord(Config):
+    """The record of OUT: the monolingual text, the files, and what translations and scores were made with."""
+
+    texts: tuple[IndexedText, ...]
+    files: dict[str, FileRecord]
+    made: dict[str, dict[str, Any]]
+
+    @classmethod
+    def read(cls, out: Path) -> CorpusRecord | None:
+        """Read the record of a directory; None if there is nothing in it. Others are a DataError."""
+        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+            return None
+        try:
+            return cls.model_validate_json(read_record(out / _RECORD))
+        except (DamagedRecordError, ValidationError, NotADirectoryError) as error:
+            raise DataError(
+                f"--out {out} is not as `backtranslate` makes it ({error}); choose another --out"
+            ) from error
+
+    def has(self, out: Path, name: str) -> bool:
+        """Return True if a file is as it was written, False if it is missing; a changed one is a DataError."""
+        if not (out / name).exists():
+            return False
+        problem = self.files[name].problem(out / name) if name in self.files else "is not of `backtranslate`"
+        if problem:
+            raise DataError(f"{out / name} {problem}; move it away, or choose another --out")
+        return True
+
+
+class Backtranslation(Work[Any]):
+    """A corpus to make of monolingual text.
+
+    Attributes:
+        made: what decides the translations, and the scores if there are any.
+        kept: files of OUT that are made already.
+        data: the preparation of OUT/data.
+    """
+
+    command: ClassVar[str] = "backtranslate"
+    record_type: ClassVar[type[TaskRecord]] = LinesRecord
+    packages: ClassVar[tuple[str, ...]] = (*Preparation.packages, "torch")
+    shown: ClassVar[dict[str, tuple[str, str]]] = {
+        "translate": ("translate", "sentences"),
+        "score": ("score", "sentences"),
+        **Preparation.shown,
+    }
+    memory_gib: ClassVar[dict[str, int]] = {**Preparation.memory_gib, "translate": 6, "score": 6}
+
+    options: BacktranslateOptions
+    made: dict[str, dict[str, Any]]
+    kept: tuple[str, ...]
+    data: Preparation
+
+    @property
+    @override
+    def stages(self) -> dict[str, int]:
+        """Names of the stages, in order, with their numbers of tasks."""
+        tasks = self.options.tasks or (self.division() if self.place("text", 0).is_dir() else 1)
+        scoring = {"score": tasks} if SCORES in self.made else {}
+        own = {} if {TEXT, *self.made} <= {*self.kept} else {"text": 1, "translate": tasks, **scoring, "collect": 1}
+        return {**own, **(self.preparation.stages if self.options.executor == "slurm" else {})}
+
+    @property
+    def preparation(self) -> Preparation:
+        """The preparation of OUT/data, whose tasks are in the same directory."""
+        return self.data.model_copy(update={"directory": self.directory, "tasks": self.options.tasks or 1})
+
+    @property
+    @override
+    def result(self) -> Path:
+        return self.options.out / "data"
+
+    @override
+    def gpus(self, stage: str) -> int:
+        return self.options.gpus_per_task if stage in ("translate", "score") else 0
+
+    @override
+    def division(self) -> int:
+        return self.options.tasks or max(1, min(len(self.begins(TEXT)) - 1, MAX_TASKS))
+
+    @override
+    def run(self, stage: str, task: int, new: Path) -> Any:
+        """Run the function of a stage."""
+        return _TASKS[stage](self, task, new) if stage in _TASKS else self.preparation.run(stage, task, new)
+
+    @override
+    def record(self, stage: str, task: int, verify: Any = ()) -> Any:
+        """Return the record of a task that is done."""
+        own = super().record if stage in _TASKS else self.preparation.record
+        return own(stage, task, verify)
+
+    @override
+    def join(self) -> Meta:
+        """Write OUT/data, and return its record."""
+        return self.preparation.join()
+
+    def begins(self, name: str) -> Any:
+        """Return the first byte of each piece of a file, and the bytes of all. Shape: (pieces + 1,)."""
+        return np.load(self.place("text", 0) / f"{name}.{_BEGINS}", mmap_mode="r")
+
+    def pieces(self, task: int) -> range:
+        """Return the numbers of the pieces of a task."""
+        count, tasks = len(self.begins(TEXT)) - 1, self.stages["translate"]
+        return range(count * task // tasks, count * (task + 1) // tasks)
+
+    @property
+    def piece_lines(self) -> int:
+        """Lines of a piece."""
+        return piece_lines(self.record("text", 0).read, self.options.translation.max_tokens)
+
+
+def _lines(path: Path, first: int, last: int) -> list[str]:
+    """Return the lines of a range of bytes of a file."""
+    with path.open("rb") as file:
+        file.seek(first)
+        return [text_of(line) for line in BytesIO(file.read(last - first))]
+
+
+def _find_pieces(path: Path, lines: int, file: Path) -> None:
+    """Write where the pieces of a text begin, and its end."""
+    begins, end = [0], 0
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            end += len(line)
+            if number % lines == 0:
+                begins.append(end)
+    np.save(file, np.array([*begins, *([end] if end > begins[-1] else [])], np.int64))
+
+
+def read_text(work: Backtranslation, task: int, new: Path) -> LinesRecord:
+    """Write the monolingual text as one file."""
+    options = work.options
+    states = [state_of(path) if isinstance(path, Path) else None for path in options.text]
+    records = copy_text(options.text, new / TEXT)
+    with (new / TEXT).open("rb+") as file:
+        if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n":
+            file.write(b"\n")
+    with (new / TEXT).open("rb") as file:
+        if not any(map(bytes.strip, file)):
+            raise DataError(f"{', '.join(map(str, options.text))} has no sentence; check --text")
+    read = sum(record.lines for record in records)
+    lines = piece_lines(read, options.translation.max_tokens)
+    _find_pieces(new / TEXT, lines, new / f"{TEXT}.{_BEGINS}")
+    if TRANSLATIONS in work.kept:
+        _find_pieces(options.out / TRANSLATIONS, lines, new / f"{TRANSLATIONS}.{_BEGINS}")
+    texts = (IndexedText(record=record, start=0, state=state) for record, state in zip(records, states, strict=True))
+    return LinesRecord(texts=tuple(texts), read=read)
+
+
+@lru_cache(maxsize=1)
+def _translator(options: str) -> Translator:
+    """Open runs, once for all tasks of a process."""
+    from deepspeed_nmt.api import Translator  # imports torch
+
+    opened = DecodeOptions.model_validate_json(options)
+    return Translator.opened(opened, opened.settings)
+
+
+def _opened(options: DecodeOptions, made: Mapping[str, Any], name: str) -> Translator:
+    """Open runs, whose weights must be those that the work began with."""
+    translator = _translator(options.model_dump_json())
+    if list(translator.digests) != made[name]:
+        raise DataError(
+            f"the checkpoint of {name} is another one than when the work began; give that by --checkpoint"
+        )
+    return translator
+
+
+def translate(work: Backtranslation, task: int, new: Path) -> LinesRecord:
+    """Write the translations of the pieces of a task."""
+    options, pieces, number = work.options.translation, work.pieces(task), work.piece_lines
+    begins = work.begins(TEXT)
+    if TRANSLATIONS in work.kept:
+        begins = work.begins(TRANSLATIONS)
+        with (work.options.out / TRANSLATIONS).open("rb") as file:
+            file.seek(begins[pieces.start])
+            (new / TRANSLATIONS).write_bytes(file.read(begins[pieces.stop] - begins[pieces.start]))
+        return LinesRecord()
+    translator, counts = _opened(options, work.made[TRANSLATIONS], "--run"), SourceCounts()
+    keywords = stream_keywords(options, strict=False, buffer_lines=number)
+    with (new / TRANSLATIONS).open("w", encoding="utf-8", newline="\n") as file:
+        for piece in pieces:
+            lines = _lines(work.place("text", 0) / TEXT, *begins[piece : piece + 2])
+            if piece == 0:
+                deque(warn_of_form(lines[:LINES_OF_A_FORM], translator.text), maxlen=0)
+            for best in translator.stream(lines, first_line=piece * number, counts=counts, **keywords):
+                file.write(f"{best[0].text}\n")
+    if task == 0:  # a text of another language is not noticed at the end only
+        SourceCounts().warn_of(counts)
+    return LinesRecord(read=counts.lines, counts=counts, identity=_plain(translator.identity()))
+
+
+def score(work: Backtranslation, task: int, new: Path) -> LinesRecord:
+    """Write the mean log-probability of a target's token of each pair of a task."""
+    work.record("translate", task, verify=(TRANSLATIONS,))
+    translations, read = work.place("translate", task) / TRANSLATIONS, 0
+    run = work.options.score_run
+    scorer = DecodeOptions(run=None if run is None else [run], device=work.options.translation.device)
+    translator, begins = _opened(scorer, work.made[SCORES], "--score-run"), work.begins(TEXT)
+    with translations.open("rb") as lines, (new / SCORES).open("w", encoding="utf-8") as file:
+        for piece in work.pieces(task):
+            sides = [_lines(work.place("text", 0) / TEXT, *begins[piece : piece + 2])]
+            sides.insert(0, [text_of(lines.readline()) for _ in sides[0]])
+            sources, targets = reversed(sides) if work.options.distill else sides
+            pairs = translator.score(sources, targets, max_tokens=MAX_TOKENS, warn=piece == 0)
+            file.writelines(f"{pair.mean_log_prob:.9g}\n" for pair in pairs)
+            read += len(sides[0])
+    return LinesRecord(read=read)
+
+
+def collect(work: Backtranslation, task: int, new: Path) -> LinesRecord:
+    """Join the files of the tasks as those of OUT, whose record is written first."""
+    options, stages = work.options, {TRANSLATIONS: "translate", SCORES: "score"}
+    records = work.records("translate")
+    counts, text = SourceCounts(), work.record("text", 0, verify=(TEXT,))
+    for record in records:
+        counts.warn_of(record.counts)
+    counts.warn_at_end()
+    if differing := {name for record in records for name in _differing(record.identity, records[0].identity)}:
+        logger.warning("tasks differed in %s; other hosts could give other bytes", ", ".join(sorted(differing)))
+    parts = {TEXT: [work.place("text", 0) / TEXT]}
+    for name in work.made:
+        all_tasks = range(work.stages[stages[name]])
+        for number in all_tasks:
+            work.record(stages[name], number, verify=(name,))
+        parts[name] = [work.place(stages[name], number) / name for number in all_tasks]
+    for name, files in parts.items():
+        join_files(files, new / name)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if SCORES in parts:  # those of another run may be there
+        (options.out / SCORES).unlink(missing_ok=True)
+    whole = {name: FileRecord.of(new / name) for name in parts}
+    record = CorpusRecord(texts=text.texts, files=whole, made=work.made)
+    write_record(options.out / _RECORD, record.model_dump_json().encode())
+    for name in parts:
+        (new / name).replace(options.out / name)
+    return LinesRecord(read=text.read)
+
+
+_TASKS: Mapping[str, Callable[[Backtranslation, int, Path], LinesRecord]] = {
+    "text": read_text,
+    "translate": translate,
+    "score": score,
+    "collect": collect,
+}
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values as JSON has them."""
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return plain
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    return [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
+
+
+def backtranslate(options: BacktranslateOptions) -> Meta | str:
+    """Make OUT and OUT/data, as far as they are not made of the same text by the same options.
+
+    For SLURM, submit the tasks that are not done, and return a message. What is stopped is resumed by the same call.
+
+    Raises:
+        ConfigError: if runs cannot be opened, or SLURM or datatrove is missing.
+        DataError: if the options, the runs and the data do not fit each other, text is missing or changed, or other
+            files or tasks are in the way.
+    """
+    check_inputs({"--text": options.text})
+    data = DataDirectory.open(options.data)
+    options, made = _checked(options, data)
+    kept = _kept(options, made)
+    prepared = _preparation(options, data)
+    to_come = [options.out / name for name in (TEXT, TRANSLATIONS, SCORES)]
+    place, vocabulary, sampling = check_options(prepared, to_come)
+    if {TEXT, *made} <= {*kept} and (place / META_FILE).exists():
+        meta, differing = differences(place, prepared, vocabulary, sampling)
+        if not differing:
+            logger.info("%s is made of the same text by the same options: nothing to do", options.out)
+            return meta
+
+    def make(directory: Path) -> Backtranslation:
+        preparation = set_up(directory, prepared, vocabulary, sampling)
+        return Backtranslation(directory=directory, options=options, made=made, kept=kept, data=preparation)
+
+    def adopt(work: Backtranslation) -> Backtranslation:
+        """Go on with translations and scores, and begin the preparation again if its options differ."""
+        differing = _differing(work.made[TRANSLATIONS], made[TRANSLATIONS])
+        if any((work.directory / "score").glob("[0-9]*")):
+            differing += _differing(work.made.get(SCORES, {}), made.get(SCORES, {}))
+        if work.place("text", 0).is_dir() and not _is_same(options, work.record("text", 0).texts):
+            differing.append("--text")
+        differing += ["--tasks"] if work.options.tasks != options.tasks else []
+        if differing:
+            raise DataError(
+                f"{work.directory} holds tasks of another {', '.join(differing)}; remove it, or choose another --out"
+            )
+        recorded = prepared.recorded(vocabulary, sampling)
+        is_other = (work.data.options, work.data.recorded) != (prepared, recorded)
+        stale = [*(work.preparation.stages if is_other else ()), *(["text"] if work.kept != kept else ())]
+        for stage in (*stale, "collect"):
+            remove(work.directory / stage)
+        preparation = work.data.model_copy(update={"options": prepared, "recorded": recorded})
+        work = work.model_copy(update={"options": options, "made": made, "kept": kept, "data": preparation})
+        work.save()
+        return work
+
+    if options.executor == "slurm":
+        from deepspeed_nmt.data import cluster
+
+        return cluster.submit(Backtranslation, options, make, adopt)
+    with resumed(Backtranslation, options, make, adopt) as (work, _):
+        try:
+            if work.stages:
+                run_stages(work, *_workers(options))
+            meta = run_stages(work.preparation, prepared.workers).join()
+            remove(work.directory)
+        except BaseException:
+            if not any((work.directory / "translate").glob("[0-9]*")):  # other options may follow
+                remove(work.directory)
+            raise
+    return meta
+
+
+def _checked(
+    options: BacktranslateOptions, data: DataDirectory
+) -> tuple[BacktranslateOptions, dict[str, dict[str, Any]]]:
+    """Check that runs, data and options fit each other; return the options, and what decides each file of OUT."""
+    form, tag = data.text_form, options.symbol
+    if data.meta.segmented:
+        raise DataError(
+            f"--data {data.path} is of segmented text, and translations are not segmented; prepare it from raw text"
+        )
+    DataOption.parse(options.mixture[-1])
+    if tag is not None:
+        data.tokenizer().symbol("source", tag)
+    needed = form if options.distill else TextForm(form.form, form.target_lang, form.source_lang)
+    runs = [_run(path, needed, "--run", data) for path in options.translation.run or ()]
+    translation = options.translation
+    if tag is not None and all(tag in run.tokenizer.symbols for run in runs):  # a text has it in front only
+        translation = translation.model_copy(update={"suppress": [*(translation.suppress or ()), tag]})
+    made = {TRANSLATIONS: {**_made("--run", runs, str(translation.checkpoint)), "--distill": options.distill}}
+    own = {"run", "checkpoint", "device", "native"}
+    made[TRANSLATIONS] |= {
+        typed(name): value for name, value in translation.model_dump(mode="json", exclude=own).items()
+    }
+    if options.score_run is not None:
+        made[SCORES] = _made("--score-run", [_run(options.score_run, form, "--score-run", data)], "best")
+
+    return options.model_copy(update={"translation": translation}), made
+
+
+def _run(path: Path, form: TextForm, option: str, data: DataDirectory) -> Run:
+    """Open a run, which must be for text of a form."""
+    from deepspeed_nmt.run.directory import Run  # imports torch
+
+    run = Run.open(path, option)
+    if run.text_form.contradicts(form):
+        raise ConfigError(
+            f"{option} {path} was trained on {run.text_form}, but --data {data.path} needs {form}; give another run, "
+            "or prepare the data from such text"
+        )
+    return run
+
+
+def _made(name: str, runs: list[Run], checkpoint: str) -> dict[str, Any]:
+    """Return what of runs decides their output."""
+    weights = [run.checkpoint(checkpoint).weights_digest for run in runs]
+    return {name: weights, f"vocabulary of {name}": [run.tokenizer.digest for run in runs]}
+
+
+def _kept(options: BacktranslateOptions, made: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the files of OUT that need not be made again; translations by other options are a DataError."""
+    record = CorpusRecord.read(options.out)
+    if record is None:
+        return ()
+    differing = _differing(record.made[TRANSLATIONS], made[TRANSLATIONS])
+    if not _is_same(options, record.texts):
+        differing.append("--text")
+    if differing:
+        raise DataError(
+            f"--out {options.out} holds translations by another {', '.join(differing)}; choose another --out"
+        )
+    whole = [name for name in (TEXT, *made) if record.has(options.out, name)]
+    return tuple(name for name in whole if name != SCORES or record.made.get(SCORES) == made[SCORES])
+
+
+def _is_same(options: BacktranslateOptions, texts: tuple[IndexedText, ...]) -> bool:
+    """Return True if the text is the one that was read, by sizes and times, or by its hashes."""
+    paths = [text.record.path for text in texts]
+    if paths == list(map(str, options.text)) and not any(text.is_changed() for text in texts):
+        return True
+    now = inspect_inputs(options.inputs)["text"]
+    return [record.sha256 for record in now] == [text.record.sha256 for text in texts]
+
+
+def _preparation(options: BacktranslateOptions, data: DataDirectory) -> PrepareOptions:
+    """Return the options by which `prepare` makes a directory like DATA."""
+    filters = [
+        *filter(None, [options.filters]),
+        *([] if options.score_run is None else [f"score={options.min_score}"]),
+    ]
+    values: dict[str, Any] = {"out": options.out / "data", "overwrite": True, "vocab_from": data.path}
+    values |= {"filters": ",".join(filters), "workers": options.workers or len(os.sched_getaffinity(0))}
+    form = data.text_form
+    values |= {"text": form.form if form.form in ("raw", "moses", "tokenised") else None}
+    for side in SIDES:
+        values |= {f"train_{side}": (options.side(side),), f"valid_{side}": (data.path / f"valid.{side}",)}
+        values |= {f"{side}_lang": getattr(form, f"{side}_lang"), f"tag_{side}": data.meta.tags.of(side)}
+    if options.score_run is not None:
+        values["train_scores"] = (options.out / SCORES,)
+    try:
+        return PrepareOptions.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(problems_of(error, lambda place: typed(place.split(".")[0]))) from error
+
+
+def _workers(options: BacktranslateOptions) -> tuple[int, list[dict[str, str]]]:
+    """Return the number of processes that translate, and variables that each sets: its GPU, or its threads."""
+    cores = len(os.sched_getaffinity(0))
+    if uses_cuda(options.translation.device, "--device"):
+        import torch
+
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        gpus = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
+        return options.workers or len(gpus), [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus]
+    workers = options.workers or cores
+    return workers, [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // workers)))}]
