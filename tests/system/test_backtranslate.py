@@ -16,10 +16,12 @@ import pytest
 
 from deepspeed_nmt import backtranslation
 from deepspeed_nmt.api import Translator
+from deepspeed_nmt.backtranslation import Backtranslation
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.data.data_directory import DataDirectory
-from deepspeed_nmt.errors import EXIT_STOPPED
+from deepspeed_nmt.errors import EXIT_STOPPED, DataError
 from tests.commands import await_until, pair_words, refused, shell_environment, translate
+from tests.unit.test_prepare_cluster import slurm  # noqa: F401  # a fixture
 
 LINES = 60
 SAMPLING = ["--search", "sampling", "--max-tokens", "64"]
@@ -101,11 +103,49 @@ def test_tasks_stopped_killed_and_resumed_make_the_same_files(
     assert done.items() <= {path: path.stat().st_ino for path in tasks.glob("translate/0*")}.items(), "kept"
     assert main(command) == 0 and not tasks.exists()
     assert capfd.readouterr().out.endswith(f"--run RUN --data '{tagged}' --data '{out}/data=1@<bt>'\n")
-    names = [*("text", "translations", "scores"), *(f"data/{path.name}" for path in (whole / "data").glob("train*"))]
-    assert len(names) > 6 and all((out / name).read_bytes() == (whole / name).read_bytes() for name in names)
+    _same_files(out, whole)
     assert (out / "text").read_bytes() == gzip.decompress(texts[0].read_bytes()) + texts[1].read_bytes() + b"\n"
     translations = (out / "translations").read_text(encoding="utf-8").splitlines()
     assert translate(trained, out / "text", tmp_path / "hyp", *SAMPLING) == translations
+
+
+def test_jobs_of_slurm_ask_for_gpus_and_make_the_same_files(
+    trained: Path, tagged: Path, texts: list[Path], whole: Path, tmp_path: Path, slurm: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A task that fails is named with its log. SLURM is a stand-in; tests/slurm/ has a real one."""
+    from deepspeed_nmt.data import cluster
+
+    out, tasks = tmp_path / "out", tmp_path / ".out.tasks"
+    given = ["--run", trained, "--text", *texts, "--data", tagged, "--out", out, "--score-run", trained]
+    given += ["--min-score", -99, "--executor", "slurm", "--tasks", 2, "--gpus-per-task", 1, "--", *SAMPLING]
+    assert main(words(*given)) == 0 and f"backtranslate --status {out}" in capsys.readouterr().out
+    stages = {**Backtranslation.open(tasks).stages, "join": 1}
+    assert list(stages) == [
+        "text", "translate", "score", "collect", "index", "clean", "duplicate", "vocabulary", "encode", "join",
+    ]  # fmt: skip
+    scripts = (slurm / "scripts").read_text()
+    assert scripts.count("#SBATCH --gpus=1\n") == 2 and scripts.count("#SBATCH --array=0-1\n") == 5
+    cluster.run(Backtranslation, tasks, "text", None, 0, 1)
+    with monkeypatch.context() as patched, pytest.raises(DataError, match=r"checkpoint of --run is another one"):
+        patched.setattr(Translator, "digests", ("other",))
+        cluster.run(Backtranslation, tasks, "translate", None, 1, 2)
+    (log := tasks / "logs/translate/logs/task_00001.log").parent.mkdir()
+    log.write_text("... | ERROR | ...\nDataError: the checkpoint\n")
+    assert main(["backtranslate", "--status", str(out)]) == 0
+    assert f"translate, task 1: DataError: the checkpoint ({log})" in capsys.readouterr().out
+    refused([*words(*given), "--beam", "3"], capsys, "another --beam")
+    for stage, count in stages.items():
+        for task in reversed(range(count)):
+            cluster.run(Backtranslation, tasks, stage, None, task, count)
+    assert main(words(*given)) == 0 and "to train:\n" in capsys.readouterr().out
+    _same_files(out, whole)
+
+
+def _same_files(out: Path, expected: Path) -> None:
+    """Compare the files of OUT, but for records, which have paths."""
+    names = ["text", "translations", "scores", *(f"data/{path.name}" for path in (expected / "data").glob("train*"))]
+    assert len(names) > 6 and all((out / name).read_bytes() == (expected / name).read_bytes() for name in names)
 
 
 def test_other_options_repeat_only_what_depends_on_them(
