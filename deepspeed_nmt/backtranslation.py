@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -34,8 +34,8 @@ from deepspeed_nmt.data.data_directory import META_FILE, DataDirectory, Meta
 from deepspeed_nmt.data.inputs import IndexedText, Inputs, check_inputs, copy_text, inspect_inputs, state_of
 from deepspeed_nmt.data.options import CLUSTER, ExecutorOptions, PrepareOptions, command_option
 from deepspeed_nmt.data.preparation import check_options, differences, set_up
-from deepspeed_nmt.data.stages import Preparation
-from deepspeed_nmt.data.tasks import TaskRecord, Work, resumed, run_stages
+from deepspeed_nmt.data.stages import PairsRecord, Preparation
+from deepspeed_nmt.data.tasks import resumed, run_stages
 from deepspeed_nmt.data.training import DataOption
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.files import remove
@@ -59,7 +59,6 @@ MAX_TOKENS = 4096
 """Batch size of scores: pairs x longest side."""
 _RECORD = "corpus.json"
 _BEGINS = "begins.npy"
-_BLOCK_LINES = 1 << 16
 
 
 class BacktranslateOptions(ExecutorOptions):
@@ -131,16 +130,14 @@ class BacktranslateOptions(ExecutorOptions):
         return self.out / (TRANSLATIONS if (side == "source") != self.distill else TEXT)
 
 
-class LinesRecord(TaskRecord):
+class LinesRecord(PairsRecord):
     """The record of a task; ``read`` are its lines.
 
     Attributes:
-        texts: files of the monolingual text.
         counts: what there is to warn of.
         identity: all that translations depend on, as the translator says.
     """
 
-    texts: tuple[IndexedText, ...] = ()
     counts: SourceCounts = Field(default_factory=SourceCounts)
     identity: dict[str, Any] = Field(default_factory=dict)
 
@@ -174,86 +171,73 @@ class CorpusRecord(Config):
         return True
 
 
-class Backtranslation(Work[Any]):
-    """A corpus to make of monolingual text.
+class Backtranslation(Preparation):
+    """The preparation of OUT/data, after stages that make its text of monolingual text.
 
     Attributes:
+        own: options of `backtranslate`.
         made: what decides the translations, and the scores if there are any.
-        kept: files of OUT that are made already.
-        data: the preparation of OUT/data.
+        present: files of OUT that are made already.
+        fingerprint: of the parallel data.
     """
 
-    command: ClassVar[str] = "backtranslate"
-    record_type: ClassVar[type[TaskRecord]] = LinesRecord
-    packages: ClassVar[tuple[str, ...]] = (*Preparation.packages, "torch")
-    shown: ClassVar[dict[str, tuple[str, str]]] = {
-        "translate": ("translate", "sentences"),
-        "score": ("score", "sentences"),
-        **Preparation.shown,
-    }
-    memory_gib: ClassVar[dict[str, int]] = {**Preparation.memory_gib, "translate": 6, "score": 6}
+    command = "backtranslate"
+    record_type = LinesRecord
+    packages: ClassVar = (*Preparation.packages, "torch")
+    shown: ClassVar = {"translate": ("translate", "pairs"), "score": ("score", "pairs"), **Preparation.shown}
+    memory_gib: ClassVar = {**Preparation.memory_gib, "translate": 6, "score": 6}
 
-    options: BacktranslateOptions
+    own: BacktranslateOptions
     made: dict[str, dict[str, Any]]
-    kept: tuple[str, ...]
-    data: Preparation
+    present: tuple[str, ...]
+    fingerprint: str
 
     @property
     @override
     def stages(self) -> dict[str, int]:
-        """Names of the stages, in order, with their numbers of tasks."""
-        tasks = self.options.tasks or (self.division() if self.place("text", 0).is_dir() else 1)
+        """Names of the stages, in order, with their numbers of tasks; on one host without those of preparation."""
+        tasks = self.own.tasks or (self.division() if self.place("text", 0).is_dir() else 1)
         scoring = {"score": tasks} if SCORES in self.made else {}
-        own = {} if {TEXT, *self.made} <= {*self.kept} else {"text": 1, "translate": tasks, **scoring, "collect": 1}
-        return {**own, **(self.preparation.stages if self.options.executor == "slurm" else {})}
+        new = (
+            {} if {TEXT, *self.made} <= {*self.present} else {"text": 1, "translate": tasks, **scoring, "collect": 1}
+        )
+        return {**new, **(super().stages if self.own.executor == "slurm" else {})}
 
     @property
     def preparation(self) -> Preparation:
-        """The preparation of OUT/data, whose tasks are in the same directory."""
-        return self.data.model_copy(update={"directory": self.directory, "tasks": self.options.tasks or 1})
-
-    @property
-    @override
-    def result(self) -> Path:
-        return self.options.out / "data"
+        """The preparation alone."""
+        return Preparation(**{name: getattr(self, name) for name in Preparation.model_fields})
 
     @override
     def gpus(self, stage: str) -> int:
-        return self.options.gpus_per_task if stage in ("translate", "score") else 0
+        return self.own.gpus_per_task if stage in ("translate", "score") else 0
 
     @override
     def division(self) -> int:
-        return self.options.tasks or max(1, min(len(self.begins(TEXT)) - 1, MAX_TASKS))
+        return self.own.tasks or max(1, min(len(self.begins(TEXT)) - 1, MAX_TASKS))
 
     @override
-    def run(self, stage: str, task: int, new: Path) -> Any:
+    def run(self, stage: str, task: int, new: Path) -> PairsRecord:
         """Run the function of a stage."""
-        return _TASKS[stage](self, task, new) if stage in _TASKS else self.preparation.run(stage, task, new)
-
-    @override
-    def record(self, stage: str, task: int, verify: Any = ()) -> Any:
-        """Return the record of a task that is done."""
-        own = super().record if stage in _TASKS else self.preparation.record
-        return own(stage, task, verify)
-
-    @override
-    def join(self) -> Meta:
-        """Write OUT/data, and return its record."""
-        return self.preparation.join()
+        return _TASKS[stage](self, task, new) if stage in _TASKS else super().run(stage, task, new)
 
     def begins(self, name: str) -> Any:
         """Return the first byte of each piece of a file, and the bytes of all. Shape: (pieces + 1,)."""
         return np.load(self.place("text", 0) / f"{name}.{_BEGINS}", mmap_mode="r")
 
-    def pieces(self, task: int) -> range:
+    def of_task(self, task: int) -> range:
         """Return the numbers of the pieces of a task."""
         count, tasks = len(self.begins(TEXT)) - 1, self.stages["translate"]
         return range(count * task // tasks, count * (task + 1) // tasks)
 
+    def opened(self, options: DecodeOptions, name: str, file: str) -> Translator:
+        """Open the runs that make a file of OUT."""
+        return _opened(options.model_dump_json(), name, tuple(self.made[file][name]))
+
     @property
     def piece_lines(self) -> int:
         """Lines of a piece."""
-        return piece_lines(self.record("text", 0).read, self.options.translation.max_tokens)
+        return piece_lines(self.record("text", 0).read, self.own.translation.max_tokens)
 
 
 def _lines(path: Path, first: int, last: int) -> list[str]:
@@ -276,7 +260,7 @@ def _find_pieces(path: Path, lines: int, file: Path) -> None:
 
 def read_text(work: Backtranslation, task: int, new: Path) -> LinesRecord:
     """Write the monolingual text as one file."""
-    options = work.options
+    options = work.own
     states = [state_of(path) if isinstance(path, Path) else None for path in options.text]
     records = copy_text(options.text, new / TEXT)
     with (new / TEXT).open("rb+") as file:
@@ -288,42 +272,35 @@ def read_text(work: Backtranslation, task: int, new: Path) -> LinesRecord:
     read = sum(record.lines for record in records)
     lines = piece_lines(read, options.translation.max_tokens)
     _find_pieces(new / TEXT, lines, new / f"{TEXT}.{_BEGINS}")
-    if TRANSLATIONS in work.kept:
+    if TRANSLATIONS in work.present:
         _find_pieces(options.out / TRANSLATIONS, lines, new / f"{TRANSLATIONS}.{_BEGINS}")
-    texts = (IndexedText(record=record, start=0, state=state) for record, state in zip(records, states, strict=True))
-    return LinesRecord(texts=tuple(texts), read=read)
+    texts = [IndexedText(record=record, start=0, state=state) for record, state in zip(records, states, strict=True)]
+    return LinesRecord(texts={str(number): text for number, text in enumerate(texts)}, read=read)
 
 
 @lru_cache(maxsize=1)
-def _translator(options: str) -> Translator:
-    """Open runs, once for all tasks of a process."""
+def _opened(options: str, name: str, weights: tuple[str, ...]) -> Translator:
+    """Open runs, once for all tasks of a process; their weights must be those that the work began with."""
     from deepspeed_nmt.api import Translator  # imports torch
 
     opened = DecodeOptions.model_validate_json(options)
-    return Translator.opened(opened, opened.settings)
-
-
-def _opened(options: DecodeOptions, made: Mapping[str, Any], name: str) -> Translator:
-    """Open runs, whose weights must be those that the work began with."""
-    translator = _translator(options.model_dump_json())
-    if list(translator.digests) != made[name]:
-        raise DataError(
-            f"the checkpoint of {name} is another one than when the work began; give that by --checkpoint"
-        )
+    translator = Translator.opened(opened, opened.settings)
+    if translator.digests != weights:
+        raise DataError(f"{name} has another checkpoint than when the work began; give that by --checkpoint")
     return translator
 
 
 def translate(work: Backtranslation, task: int, new: Path) -> LinesRecord:
     """Write the translations of the pieces of a task."""
-    options, pieces, number = work.options.translation, work.pieces(task), work.piece_lines
+    options, pieces, number = work.own.translation, work.of_task(task), work.piece_lines
     begins = work.begins(TEXT)
-    if TRANSLATIONS in work.kept:
+    if TRANSLATIONS in work.present:
         begins = work.begins(TRANSLATIONS)
-        with (work.options.out / TRANSLATIONS).open("rb") as file:
+        with (work.own.out / TRANSLATIONS).open("rb") as file:
             file.seek(begins[pieces.start])
             (new / TRANSLATIONS).write_bytes(file.read(begins[pieces.stop] - begins[pieces.start]))
         return LinesRecord()
-    translator, counts = _opened(options, work.made[TRANSLATIONS], "--run"), SourceCounts()
+    translator, counts = work.opened(options, "--run", TRANSLATIONS), SourceCounts()
     keywords = stream_keywords(options, strict=False, buffer_lines=number)
     with (new / TRANSLATIONS).open("w", encoding="utf-8", newline="\n") as file:
         for piece in pieces:
@@ -332,23 +309,24 @@ def translate(work: Backtranslation, task: int, new: Path) -> LinesRecord:
                 deque(warn_of_form(lines[:LINES_OF_A_FORM], translator.text), maxlen=0)
             for best in translator.stream(lines, first_line=piece * number, counts=counts, **keywords):
                 file.write(f"{best[0].text}\n")
+    identity = json.loads(json.dumps(translator.identity(), default=str))
     if task == 0:  # a text of another language is not noticed at the end only
         SourceCounts().warn_of(counts)
-    return LinesRecord(read=counts.lines, counts=counts, identity=_plain(translator.identity()))
+    return LinesRecord(read=counts.lines, counts=counts, identity=identity)
 
 
 def score(work: Backtranslation, task: int, new: Path) -> LinesRecord:
     """Write the mean log-probability of a target's token of each pair of a task."""
     work.record("translate", task, verify=(TRANSLATIONS,))
     translations, read = work.place("translate", task) / TRANSLATIONS, 0
-    run = work.options.score_run
-    scorer = DecodeOptions(run=None if run is None else [run], device=work.options.translation.device)
-    translator, begins = _opened(scorer, work.made[SCORES], "--score-run"), work.begins(TEXT)
+    run = work.own.score_run
+    scorer = DecodeOptions(run=None if run is None else [run], device=work.own.translation.device)
+    translator, begins = work.opened(scorer, "--score-run", SCORES), work.begins(TEXT)
     with translations.open("rb") as lines, (new / SCORES).open("w", encoding="utf-8") as file:
-        for piece in work.pieces(task):
+        for piece in work.of_task(task):
             sides = [_lines(work.place("text", 0) / TEXT, *begins[piece : piece + 2])]
             sides.insert(0, [text_of(lines.readline()) for _ in sides[0]])
-            sources, targets = reversed(sides) if work.options.distill else sides
+            sources, targets = reversed(sides) if work.own.distill else sides
             pairs = translator.score(sources, targets, max_tokens=MAX_TOKENS, warn=piece == 0)
             file.writelines(f"{pair.mean_log_prob:.9g}\n" for pair in pairs)
             read += len(sides[0])
@@ -357,8 +335,8 @@ def score(work: Backtranslation, task: int, new: Path) -> LinesRecord:
 
 def collect(work: Backtranslation, task: int, new: Path) -> LinesRecord:
     """Join the files of the tasks as those of OUT, whose record is written first."""
-    options, stages = work.options, {TRANSLATIONS: "translate", SCORES: "score"}
-    records = work.records("translate")
+    options, stages = work.own, {TRANSLATIONS: "translate", SCORES: "score"}
+    records: list[Any] = work.records("translate")
     counts, text = SourceCounts(), work.record("text", 0, verify=(TEXT,))
     for record in records:
         counts.warn_of(record.counts)
@@ -377,7 +355,7 @@ def collect(work: Backtranslation, task: int, new: Path) -> LinesRecord:
     if SCORES in parts:  # those of another run may be there
         (options.out / SCORES).unlink(missing_ok=True)
     whole = {name: FileRecord.of(new / name) for name in parts}
-    record = CorpusRecord(texts=text.texts, files=whole, made=work.made)
+    record = CorpusRecord(texts=tuple(text.texts.values()), files=whole, made=work.made)
     write_record(options.out / _RECORD, record.model_dump_json().encode())
     for name in parts:
         (new / name).replace(options.out / name)
@@ -390,12 +368,6 @@ _TASKS: Mapping[str, Callable[[Backtranslation, int, Path], LinesRecord]] = {
     "score": score,
     "collect": collect,
 }
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values as JSON has them."""
-    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
-    return plain
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -413,41 +385,45 @@ def backtranslate(options: BacktranslateOptions) -> Meta | str:
             files or tasks are in the way.
     """
     check_inputs({"--text": options.text})
+    if pipes := [path for path in options.text if isinstance(path, Path) and not path.is_file()]:
+        raise DataError(f"--text {pipes[0]} is a pipe, which could not be read again to resume; write it to a file")
     data = DataDirectory.open(options.data)
     options, made = _checked(options, data)
-    kept = _kept(options, made)
+    present = _present(options, made)
     prepared = _preparation(options, data)
     to_come = [options.out / name for name in (TEXT, TRANSLATIONS, SCORES)]
     place, vocabulary, sampling = check_options(prepared, to_come)
-    if {TEXT, *made} <= {*kept} and (place / META_FILE).exists():
+    if {TEXT, *made} <= {*present} and (place / META_FILE).exists():
         meta, differing = differences(place, prepared, vocabulary, sampling)
         if not differing:
             logger.info("%s is made of the same text by the same options: nothing to do", options.out)
             return meta
 
+    new = {"own": options, "made": made, "present": present, "fingerprint": data.fingerprint, "options": prepared}
+    new["recorded"] = recorded = prepared.recorded(vocabulary, sampling)
+
     def make(directory: Path) -> Backtranslation:
-        preparation = set_up(directory, prepared, vocabulary, sampling)
-        return Backtranslation(directory=directory, options=options, made=made, kept=kept, data=preparation)
+        preparation = set_up(directory, prepared, vocabulary, sampling, options.tasks or 1)
+        return Backtranslation(**{**dict(preparation), **new})
 
     def adopt(work: Backtranslation) -> Backtranslation:
         """Go on with translations and scores, and begin the preparation again if its options differ."""
         differing = _differing(work.made[TRANSLATIONS], made[TRANSLATIONS])
         if any((work.directory / "score").glob("[0-9]*")):
             differing += _differing(work.made.get(SCORES, {}), made.get(SCORES, {}))
-        if work.place("text", 0).is_dir() and not _is_same(options, work.record("text", 0).texts):
+        if work.place("text", 0).is_dir() and not _is_same(options, work.record("text", 0).texts.values()):
             differing.append("--text")
-        differing += ["--tasks"] if work.options.tasks != options.tasks else []
+        differing += ["--tasks"] if work.own.tasks != options.tasks else []
+        differing += ["--data"] if work.fingerprint != data.fingerprint else []
         if differing:
             raise DataError(
                 f"{work.directory} holds tasks of another {', '.join(differing)}; remove it, or choose another --out"
             )
-        recorded = prepared.recorded(vocabulary, sampling)
-        is_other = (work.data.options, work.data.recorded) != (prepared, recorded)
-        stale = [*(work.preparation.stages if is_other else ()), *(["text"] if work.kept != kept else ())]
+        is_other = (work.options, work.recorded) != (prepared, recorded)
+        stale = [*(work.preparation.stages if is_other else ()), *(["text"] if work.present != present else ())]
         for stage in (*stale, "collect"):
             remove(work.directory / stage)
-        preparation = work.data.model_copy(update={"options": prepared, "recorded": recorded})
-        work = work.model_copy(update={"options": options, "made": made, "kept": kept, "data": preparation})
+        work = work.model_copy(update=new)
         work.save()
         return work
 
@@ -459,13 +435,13 @@ def backtranslate(options: BacktranslateOptions) -> Meta | str:
         try:
             if work.stages:
                 run_stages(work, *_workers(options))
-            meta = run_stages(work.preparation, prepared.workers).join()
+            made_data = run_stages(work.preparation, prepared.workers).join()
             remove(work.directory)
         except BaseException:
             if not any((work.directory / "translate").glob("[0-9]*")):  # other options may follow
                 remove(work.directory)
             raise
-    return meta
+    return made_data
 
 
 def _checked(
@@ -515,7 +491,7 @@ def _made(name: str, runs: list[Run], checkpoint: str) -> dict[str, Any]:
     return {name: weights, f"vocabulary of {name}": [run.tokenizer.digest for run in runs]}
 
 
-def _kept(options: BacktranslateOptions, made: Mapping[str, Any]) -> tuple[str, ...]:
+def _present(options: BacktranslateOptions, made: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the files of OUT that need not be made again; translations by other options are a DataError."""
     record = CorpusRecord.read(options.out)
     if record is None:
@@ -531,7 +507,7 @@ def _kept(options: BacktranslateOptions, made: Mapping[str, Any]) -> tuple[str, 
     return tuple(name for name in whole if name != SCORES or record.made.get(SCORES) == made[SCORES])
 
 
-def _is_same(options: BacktranslateOptions, texts: tuple[IndexedText, ...]) -> bool:
+def _is_same(options: BacktranslateOptions, texts: Collection[IndexedText]) -> bool:
     """Return True if the text is the one that was read, by sizes and times, or by its hashes."""
     paths = [text.record.path for text in texts]
     if paths == list(map(str, options.text)) and not any(text.is_changed() for text in texts):

@@ -16,7 +16,7 @@ checkpoints translates the test set.
     multilingual               one model of English to German and French, all pairs
     single_en_de, ..._en_fr    a model of each of them, with the same vocabulary, all pairs
 
-Synthetic corpora are made by launch/backtranslate.sh. What an arm needs is made first, and what is finished or
+Synthetic corpora are made by `backtranslate`. What an arm needs is made first, and what is finished or
 stopped in OUT is used or resumed.
 """
 
@@ -91,22 +91,22 @@ class Experiment:
             if kind == "distilled":
                 self.make("base_en_de")
                 texts = [self.out / f"text/{half}.en" for half in ("parallel", "mono")]
-                corpus = self._synthetic(arm, "base_en_de", texts, data, "--distill")
+                corpus = self._synthetic(arm, "base_en_de", texts, data, "--distill", "--")
                 return self._trained(arm, [way], [corpus], STUDENT)
             if kind in ("backtranslated", "beam"):
                 source, target = way.split("_")
                 self.make(f"base_{target}_{source}")
-                search = ["--", "--search", "sampling"] if kind == "backtranslated" else []
+                search = ["--", *(["--search", "sampling"] if kind == "backtranslated" else [])]
                 texts = [self.out / f"text/mono.{target}"]
                 corpus = self._synthetic(arm, f"base_{target}_{source}", texts, data, *search)
                 return self._trained(arm, [way], [data, f"{corpus}=1@<bt>"])
             return self._of_three_languages(arm)
 
     def _synthetic(self, arm: str, run: str, texts: list[Path], data: Path, *options: str) -> Path:
-        """Make a corpus by launch/backtranslate.sh, and return its directory."""
+        """Make a corpus by `backtranslate`, and return its directory."""
         out = self.out / "synthetic" / arm
         words: list[object] = ["--run", self.out / "runs" / run, "--text", *texts, "--data", data, "--out", out]
-        command = [LAUNCH / "backtranslate.sh", *words, "--cpu", "--workers", "1", *options]
+        command = [*PROGRAM, "backtranslate", *words, "--workers", "1", *options, "--device", "cpu"]
         self._logged(arm, [str(word) for word in command])
         return out / "data"
 

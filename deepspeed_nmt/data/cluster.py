@@ -138,7 +138,7 @@ def status(kind: type[Work[Any]], out: Path) -> str:
         raise DataError(f"no tasks of {out}; submit them by `{kind.command} --executor slurm --out {out}`")
     work = kind.open(directory)
     if kind.is_done(directory):
-        return f"all tasks are done: data directory  {work.result}"
+        return f"all tasks are done: data directory  {work.options.out}"
     waiting = queue(directory)
     rows, notes, failures = [["stage", "tasks", "done", "failed"]], [], []
     began = (directory / JOB).stat().st_mtime  # a stage begins when the one before has ended

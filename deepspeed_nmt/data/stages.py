@@ -117,8 +117,8 @@ class Preparation(Work[PairsRecord]):
     ``inputs`` are records of the text that is held out, ``recorded`` the options that decide the result.
     """
 
-    command: ClassVar[str] = "prepare"
-    record_type: ClassVar[type[TaskRecord]] = PairsRecord
+    command = "prepare"
+    record_type: ClassVar[type[PairsRecord]] = PairsRecord
     packages: ClassVar[tuple[str, ...]] = ("deepspeed_nmt", "sentencepiece", "numpy")
     shown: ClassVar[dict[str, tuple[str, str]]] = {"clean": ("cleaning", "pairs"), "encode": ("encoding", "pairs")}
     memory_gib: ClassVar[dict[str, int]] = {"vocabulary": 4}  # SentencePiece holds the sample

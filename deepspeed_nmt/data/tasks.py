@@ -85,11 +85,6 @@ class Work(Config, Generic[R]):
         """Make the result of what the tasks have written. A second time changes nothing."""
         raise NotImplementedError
 
-    @property
-    def result(self) -> Path:
-        """Return the data directory."""
-        return self.options.out
-
     def division(self) -> int:
         """Return the number of tasks that the text needs on one host, once the first stage is done."""
         raise NotImplementedError

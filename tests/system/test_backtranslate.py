@@ -127,7 +127,7 @@ def test_jobs_of_slurm_ask_for_gpus_and_make_the_same_files(
     scripts = (slurm / "scripts").read_text()
     assert scripts.count("#SBATCH --gpus=1\n") == 2 and scripts.count("#SBATCH --array=0-1\n") == 5
     cluster.run(Backtranslation, tasks, "text", None, 0, 1)
-    with monkeypatch.context() as patched, pytest.raises(DataError, match=r"checkpoint of --run is another one"):
+    with monkeypatch.context() as patched, pytest.raises(DataError, match=r"--run has another checkpoint"):
         patched.setattr(Translator, "digests", ("other",))
         cluster.run(Backtranslation, tasks, "translate", None, 1, 2)
     (log := tasks / "logs/translate/logs/task_00001.log").parent.mkdir()
