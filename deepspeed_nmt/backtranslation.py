@@ -107,11 +107,6 @@ class BacktranslateOptions(ExecutorOptions):
         return self
 
     @property
-    @override
-    def inputs(self) -> dict[str, Inputs]:
-        return {"text": self.text}
-
-    @property
     def symbol(self) -> str | None:
         """Return the tag of the corpus, or None."""
         tag = self.tag or ("none" if self.distill else "<bt>")
@@ -393,7 +388,8 @@ def backtranslate(options: BacktranslateOptions) -> Meta | str:
     prepared = _preparation(options, data)
     to_come = [options.out / name for name in (TEXT, TRANSLATIONS, SCORES)]
     place, vocabulary, sampling = check_options(prepared, to_come)
-    if {TEXT, *made} <= {*present} and (place / META_FILE).exists():
+    is_made = {TEXT, *made} <= {*present}
+    if is_made and (place / META_FILE).exists():
         meta, differing = differences(place, prepared, vocabulary, sampling)
         if not differing:
             logger.info("%s is made of the same text by the same options: nothing to do", options.out)
@@ -421,6 +417,7 @@ def backtranslate(options: BacktranslateOptions) -> Meta | str:
             )
         is_other = (work.options, work.recorded) != (prepared, recorded)
         stale = [*(work.preparation.stages if is_other else ()), *(["text"] if work.present != present else ())]
+        stale += _TASKS if is_made else ()
         for stage in (*stale, "collect"):
             remove(work.directory / stage)
         work = work.model_copy(update=new)
@@ -512,7 +509,7 @@ def _is_same(options: BacktranslateOptions, texts: Collection[IndexedText]) -> b
     paths = [text.record.path for text in texts]
     if paths == list(map(str, options.text)) and not any(text.is_changed() for text in texts):
         return True
-    now = inspect_inputs(options.inputs)["text"]
+    now = inspect_inputs({"text": options.text})["text"]
     return [record.sha256 for record in now] == [text.record.sha256 for text in texts]
 
 

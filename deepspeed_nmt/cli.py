@@ -33,25 +33,16 @@ from deepspeed_nmt.interruption import Interrupted, interruptible
 from deepspeed_nmt.parallel.launched import place, use_expandable_segments
 
 COMMANDS = (
-    *(
-        "sample-data",
-        "prepare",
-        "train",
-        "translate",
-        "backtranslate",
-        "score",
-        "score-pairs",
-        "average",
-        "choose-best",
-    ),
-    *("export", "import", "import-fairseq", "recipes", "settings", "plan", "report", "selftest", "doctor"),
+    *("sample-data", "prepare", "train", "translate", "backtranslate", "score", "score-pairs", "average"),
+    *("choose-best", "export", "import", "import-fairseq", "recipes", "settings", "plan", "report", "selftest"),
+    "doctor",
 )
 """Names of the commands.
 
 Each is a module of deepspeed_nmt.commands (with _ for -, and after a keyword of Python) that defines HELP,
 add_arguments(parser) and run(arguments), which returns the exit status. Only the requested one is imported, and its
-functions import what they need: `--help` need not wait for torch. With BEYOND, words after `--` are the attribute of
-this name of the arguments.
+functions import what they need: `--help` need not wait for torch. If it defines BEYOND, `arguments.beyond` are the
+words after `--`.
 """
 _SETTING = re.compile(r"[\w.]+=")
 _SENTENCES = {
@@ -125,9 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = next((word for word in words if word in COMMANDS), None)
     parser = _parser(command)
     _check_words(words, parser)
-    beyond: list[str] | None = None
-    if command is not None and hasattr(module_of(command), "BEYOND") and "--" in words:
-        words, beyond = words[: words.index("--")], words[words.index("--") + 1 :]
+    end = words.index("--") if command and "--" in words and hasattr(module_of(command), "BEYOND") else len(words)
+    words, beyond = words[:end], words[end + 1 :]
     arguments, rest = parser.parse_known_args(words)
     if rest and not (hasattr(arguments, "settings") and all(_SETTING.match(word) for word in rest)):
         parser.prog = " ".join([parser.prog, arguments.command, *filter(None, [getattr(arguments, "kind", None)])])
@@ -135,8 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}{settings}")
     if rest:
         arguments.settings += rest  # argparse accepts settings on one side of the options only
-    if beyond is not None:
-        setattr(arguments, module_of(arguments.command).BEYOND, beyond)
+    arguments.beyond = beyond
     return execute(arguments)
 
 

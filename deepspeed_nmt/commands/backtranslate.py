@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from deepspeed_nmt.search.decode_options import DecodeOptions
 
 HELP = "make a corpus of monolingual text by a run that translates it"
-BEYOND = "translation"
-"""Name of the arguments after --."""
+BEYOND = "options of `translate`"
 _OWN = (
     *("run", "export", "checkpoint", "input", "output", "nbest", "token_scores", "alignment", "alignment_layer"),
     *("reliance", "strict", "buffer_lines", "runtime", "workers", "prefix", "constraints"),
@@ -79,10 +78,9 @@ def _translation(arguments: argparse.Namespace) -> DecodeOptions:
     from deepspeed_nmt.commands.flags import add_flags, flag
     from deepspeed_nmt.search.decode_options import DecodeOptions
 
-    words: list[str] = getattr(arguments, BEYOND, [])
     parser = Parser(prog="deepspeed-nmt backtranslate", add_help=False, allow_abbrev=False)
     add_flags(parser, DecodeOptions, [name for name in DecodeOptions.model_fields if name not in _OWN])
-    parsed, others = parser.parse_known_args(words)
+    parsed, others = parser.parse_known_args(arguments.beyond)
     if own := sorted({word for word in others if word.partition("=")[0] in map(flag, _OWN)}):
         raise ConfigError(
             f"{own[0]} cannot come after --, because each sentence gets one translation by --run; leave it out"

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_nmt.console import table
-from deepspeed_nmt.data.inputs import STANDARD_INPUT
 from deepspeed_nmt.data.options import ExecutorOptions
 from deepspeed_nmt.data.tasks import GIVEN, IDS, JOB, W, Work, queue, resumed, run_task
 from deepspeed_nmt.errors import ConfigError, DataError, check_installed
@@ -60,15 +59,11 @@ def submit(kind: type[W], options: ExecutorOptions, make: Callable[[Path], W], a
 
     Raises:
         ConfigError: if SLURM or datatrove is missing.
-        DataError: if text can be read only once, or has changed since other tasks read it, or tasks of other options,
-            or jobs in the queue, are in the way.
+        DataError: as of :func:`resumed`; if jobs in the queue are in the way, or ``sbatch`` fails.
     """
     if shutil.which("sbatch") is None:
         raise ConfigError("--executor slurm needs sbatch, which is not installed here; run it on a login node")
     check_installed("datatrove", "--executor slurm", "`pip install 'datatrove<0.11'`")
-    for path in (path for paths in options.inputs.values() for path in paths):
-        if isinstance(path, Path) and (path == STANDARD_INPUT or path.is_fifo()):
-            raise DataError(f"--executor slurm reads files on other hosts, and {path} is a pipe; write it to a file")
     with resumed(kind, options, make, adopt) as (work, is_new):
         try:
             ids = _launch(work, options)

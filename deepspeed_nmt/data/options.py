@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
-from typing_extensions import override
 
 from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY, SIDES
 from deepspeed_nmt.data.bert_tokenizer import PREFIX
@@ -77,11 +76,6 @@ class ExecutorOptions(Config):
         "tasks that run at once (default: all)", None, "A", group=CLUSTER, ge=1, le=100_000
     )
     partition: str | None = command_option("partition of SLURM (default: its own)", metavar="P", group=CLUSTER)
-
-    @property
-    def inputs(self) -> dict[str, Inputs]:
-        """All input files by name."""
-        raise NotImplementedError
 
     @model_validator(mode="after")
     def _check_executor(self) -> ExecutorOptions:
@@ -330,7 +324,6 @@ class PrepareOptions(ExecutorOptions):
         return getattr(self, f"{split}_source"), getattr(self, f"{split}_target")
 
     @property
-    @override
     def inputs(self) -> dict[str, Inputs]:
         """All input files by ``<split>.<side>``, ``train.tsv``, and those of each pair, such as ``train.weights``."""
         named = {f"{split}.{side}": paths for split in ("train", "valid", "test")

@@ -60,10 +60,13 @@ def submit(options: PrepareOptions) -> Meta | str:
 
     Raises:
         ConfigError: if SLURM or datatrove is missing.
-        DataError: as of :func:`prepare`, and of :func:`cluster.submit`.
+        DataError: as of :func:`prepare` and :func:`cluster.submit`, and if text can be read only once.
     """
     from deepspeed_nmt.data import cluster
 
+    for path in (path for paths in options.inputs.values() for path in paths):
+        if isinstance(path, Path) and (path == STANDARD_INPUT or path.is_fifo()):
+            raise DataError(f"--executor slurm reads files on other hosts, and {path} is a pipe; write it to a file")
     out, vocabulary, sampling = check_options(options)
     with replacing_data(out):
         if (out / META_FILE).exists() and not options.overwrite:
@@ -144,7 +147,8 @@ def _check_room(directory: Path, options: PrepareOptions) -> None:
     Pipes do not count.
     """
     paths = [path for name, paths in options.inputs.items() if name.startswith("train.") for path in paths]
-    needed = sum(map(size_of, paths))
+    if not (needed := sum(map(size_of, paths))):
+        return
     if needed > (free := shutil.disk_usage(directory).free):
         raise DataError(
             f"the disk of --out has {shown_bytes(free)} free, but the training text has {shown_bytes(needed)}; free "

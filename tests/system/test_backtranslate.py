@@ -20,6 +20,7 @@ from deepspeed_nmt.backtranslation import Backtranslation
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.errors import EXIT_STOPPED, DataError
+from deepspeed_nmt.search.decode_options import DecodeOptions
 from tests.commands import await_until, pair_words, refused, shell_environment, translate
 from tests.unit.test_prepare_cluster import slurm  # noqa: F401  # a fixture
 
@@ -178,6 +179,17 @@ def test_other_options_repeat_only_what_depends_on_them(
         patched.setattr(Translator, "stream", None)
         assert main(words(*given, f"--min-score={bound:.9g}", "--", *SAMPLING)) == 0
     assert (whole / "scores").read_bytes() == old and not (whole.parent / ".out.tasks").exists()
+
+
+def test_each_gpu_has_a_worker(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = backtranslation.BacktranslateOptions(
+        text=(tmp_path / "text",), data=tmp_path, out=tmp_path, translation=DecodeOptions(run=[trained])
+    )
+    monkeypatch.setattr(backtranslation, "uses_cuda", lambda *_: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    gpus = [{"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "7"}]
+    assert backtranslation._workers(options) == (2, gpus)
+    assert backtranslation._workers(options.model_copy(update={"workers": 3})) == (3, gpus)
 
 
 def test_distillation_translates_sources(

@@ -103,3 +103,13 @@ def test_no_worker_outlives_its_parent(number: signal.Signals, tmp_path: Path) -
     while any(Path(f"/proc/{worker}").exists() for worker in workers):
         assert time.monotonic() < deadline, "a worker lives on"
         time.sleep(0.05)
+
+
+def _environment(item: int) -> str:
+    time.sleep(0.3)  # so that each worker gets one
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def test_each_worker_has_its_own_environment() -> None:
+    with worker_pool(2, [{"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "7"}]) as run:
+        assert {*run(_environment, ITEMS)} == {"4", "7"}
