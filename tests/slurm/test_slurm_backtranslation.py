@@ -1,4 +1,4 @@
-"""`backtranslate --executor slurm` on two nodes: the files of one process, also of tasks that are killed."""
+"""`backtranslate --executor slurm` on two nodes. The stages of preparation, and killed tasks, are in test_slurm_prepare."""
 
 from __future__ import annotations
 
@@ -8,51 +8,36 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_nmt.cli import main
+from tests.commands import translate
 from tests.slurm.cluster import Cluster
 from tests.support import ROOT
 
 pytest.importorskip("datatrove", reason="needs datatrove (requirements/test.txt)")
 
 
-def _backtranslate(cluster: Cluster, cwd: Path, *words: str) -> str:
-    environment = {**cluster.environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "deepspeed_nmt", "backtranslate", *words]
-    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_tasks_on_two_nodes_make_the_files_of_one_process(
+def test_tasks_on_two_nodes_write_the_translations_of_one_process(
     cluster: Cluster, trained: Path, data: Path, tmp_path: Path
 ) -> None:
-    """Tasks are killed, and the same command goes on."""
     out, directory, text = tmp_path / "out", tmp_path / ".out.tasks", data.parent / "text/train.de"
-    words = ["--run", str(trained), "--text", str(text), "--data", str(data), "--tag", "none"]
-    search = ["--", "--search", "sampling", "--max-tokens", "256"]  # pieces of 32 lines
-    slurm = [*words, "--out", str(out), "--executor", "slurm", "--tasks", "2", "--partition", "low", *search]
-    assert "jobs " in _backtranslate(cluster, tmp_path, *slurm)
-    script = (directory / "logs/translate/launch_script.slurm").read_text()
-    assert "#SBATCH --array=0-1\n" in script and "#SBATCH --mem-per-cpu=6G\n" in script and "gpus" not in script
-    jobs = lambda *options: cluster.run("squeue", "-h", "--array", "-o", "%i", *options).split()  # noqa: E731
-    cluster.until(
-        lambda: (directory / "text/00000").is_dir() and bool(jobs("-t", "R")), 200, "a task that translates"
-    )
-    for job in jobs("-t", "R"):
-        cluster.run("scancel", "--signal", "KILL", "--full", job)
-    cluster.until(lambda: not jobs(), 200, "the end of all jobs")
-    if not (out / "data/meta.json").exists():  # the machine may be slow
-        status = _backtranslate(cluster, tmp_path, "--status", str(out))
-        assert "queue: empty" in status and ("was killed" in status or "translate  " in status), status
-        assert "jobs " in _backtranslate(cluster, tmp_path, *slurm)
-    cluster.until(lambda: (out / "data/meta.json").exists() and not jobs(), 300, "the data")
-    assert "all tasks are done: data directory  " in _backtranslate(cluster, tmp_path, "--status", str(out))
-    assert "to train:\n" in _backtranslate(cluster, tmp_path, *slurm)
+    sampling = ["--search", "sampling", "--max-tokens", "256"]  # pieces of 32 lines
+    words = ["--run", trained, "--text", text, "--data", data, "--tag", "none", "--out", out, "--executor", "slurm"]
+    words = [*map(str, words), "--tasks", "2", "--partition", "low", "--", *sampling]
+    environment = {**cluster.environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
-    local = tmp_path / "local"
-    assert main(["backtranslate", *words, "--out", str(local), "--workers", "1", *search]) == 0
-    files = [path.relative_to(local) for path in local.rglob("*") if path.is_file() and path.suffix != ".sha256"]
-    other = {"data/meta.json", "corpus.json"}  # they record paths
-    assert len(files) > 11
-    for name in files:
-        assert str(name) in other or (out / name).read_bytes() == (local / name).read_bytes(), name
+    def backtranslate(*words: str, status: int = 0) -> str:
+        command = [sys.executable, "-m", "deepspeed_nmt", "backtranslate", *words]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+        return done.stdout + done.stderr
+
+    jobs = backtranslate(*words).partition(";")[0].split()[1:]
+    assert len(jobs) == 9
+    assert "are in SLURM's queue" in backtranslate(*words, status=2)
+    cluster.until((out / "translations").exists, 200, f"translations; {directory}")
+    cluster.until((directory / "collect/00000").exists, 20, "the end of the task")
+    cluster.run("scancel", *jobs)
+    assert {path.name for path in directory.glob("translate/*")} == {"00000", "00001"}
+    assert (out / "text").read_bytes() == text.read_bytes()
+    translations = (out / "translations").read_text(encoding="utf-8").splitlines()
+    assert translations == translate(trained, text, tmp_path / "hyp", *sampling)
+    assert ["collect", "1", "1", "0"] in [line.split() for line in backtranslate("--status", str(out)).splitlines()]
