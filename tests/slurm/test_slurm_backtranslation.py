@@ -1,4 +1,4 @@
-"""`backtranslate --executor slurm` on two nodes. The stages of preparation, and killed tasks, are in test_slurm_prepare."""
+"""`backtranslate --executor slurm` on two nodes; test_slurm_prepare has the stages of preparation, and killed tasks."""
 
 from __future__ import annotations
 

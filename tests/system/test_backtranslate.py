@@ -108,6 +108,7 @@ def test_tasks_stopped_killed_and_resumed_make_the_same_files(
     assert (out / "text").read_bytes() == gzip.decompress(texts[0].read_bytes()) + texts[1].read_bytes() + b"\n"
     translations = (out / "translations").read_text(encoding="utf-8").splitlines()
     assert translate(trained, out / "text", tmp_path / "hyp", *SAMPLING) == translations
+    _check_scores(trained, out, "translations", "text")
 
 
 def test_jobs_of_slurm_ask_for_gpus_and_make_the_same_files(
@@ -141,6 +142,14 @@ def test_jobs_of_slurm_ask_for_gpus_and_make_the_same_files(
             cluster.run(Backtranslation, tasks, stage, None, task, count)
     assert main(words(*given)) == 0 and "to train:\n" in capsys.readouterr().out
     _same_files(out, whole)
+
+
+def _check_scores(run: Path, out: Path, source: str, target: str) -> None:
+    """Compare scores with those of `score-pairs`."""
+    files = ["--source", str(out / source), "--target", str(out / target), "--output", str(out / "expected")]
+    assert main(["score-pairs", "--run", str(run), *files]) == 0
+    expected = [float(line.split("\t")[3]) for line in (out / "expected").read_text().splitlines()]
+    assert [float(line) for line in (out / "scores").read_text().splitlines()] == pytest.approx(expected, abs=1e-4)
 
 
 def _same_files(out: Path, expected: Path) -> None:
@@ -199,6 +208,7 @@ def test_distillation_translates_sources(
     lines = (data.parent / "text/train.en").read_text(encoding="utf-8").splitlines()[:12]
     text.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     given = ["--distill", "--run", trained, "--text", text, "--data", data, "--out", out]
+    given += ["--score-run", trained, "--min-score", -99]
     assert main(words(*given, "--", "--max-length", 8)) == 0
     end = f"--run RUN --data '{out}/data'\n"
     assert capsys.readouterr().out.endswith(end), "without a tag and without the parallel text"
@@ -206,6 +216,7 @@ def test_distillation_translates_sources(
     corpus, tokenizer = directory.corpus("train"), directory.tokenizer()
     sources = [tokenizer.decode(corpus.source(number)) for number in range(len(corpus))]
     assert len(sources) > 6 and set(sources) <= set(lines)
+    _check_scores(trained, out, "text", "translations")
     translations = (out / "translations").read_text(encoding="utf-8").splitlines()
     assert tokenizer.decode(corpus.target(0)) == translations[lines.index(sources[0])]
 
