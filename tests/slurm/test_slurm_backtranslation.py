@@ -1,4 +1,4 @@
-"""`backtranslate --executor slurm` on two nodes; test_slurm_prepare has the stages of preparation, and killed tasks."""
+"""`backtranslate --executor slurm` on two nodes; test_slurm_prepare has stages of preparation, and killed tasks."""
 
 from __future__ import annotations
 
