@@ -183,13 +183,12 @@ def resumed(
         if is_new := not directory.exists() or kind.is_done(directory):
             with staged(directory) as new:
                 make(new).save()
-        work = kind.open(directory) if is_new else adopt(kind.open(directory))
         if queue(directory):
             raise DataError(
                 f"jobs of {directory} are in SLURM's queue, or it does not say; wait until `deepspeed-nmt "
                 f"{kind.command} --status {options.out}` shows none, or end them by `scancel`"
             )
-        yield work, is_new
+        yield (kind.open(directory) if is_new else adopt(kind.open(directory))), is_new
 
 
 def queue(directory: Path) -> list[str]:

@@ -136,6 +136,9 @@ def test_jobs_of_slurm_ask_for_gpus_and_make_the_same_files(
     log.write_text("... | ERROR | ...\nDataError: the checkpoint\n")
     assert main(["backtranslate", "--status", str(out)]) == 0
     assert f"translate, task 1: DataError: the checkpoint ({log})" in capsys.readouterr().out
+    (slurm / "queue").write_text("RUNNING\n")
+    refused([*words("--filters", "html", *given)], capsys, "are in SLURM's queue")
+    (slurm / "queue").write_text("")
     refused([*words(*given), "--beam", "3"], capsys, "another --beam")
     for stage, count in stages.items():
         for task in reversed(range(count)):
