@@ -21,7 +21,7 @@ from deepspeed_nmt.train.checkpoint import Checkpoint
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def train_words(data: Path, run: Path, *more: str) -> list[str]:
+def train_words(data: Path | str, run: Path, *more: str) -> list[str]:
     """Return the command line of a training."""
     return ["train", "--data", str(data), "--run", str(run), *more]
 

@@ -6,7 +6,7 @@ updates together. What a window takes is a function of its first update alone, s
 function of (corpora, weights, seed, update).
 
 Weights may change at given updates. They may also change when a run is resumed; then a new *phase* begins, in which
-each corpus continues where it was.
+each corpus continues where it was. After a rollback one begins with the sentences after the window that failed.
 """
 
 from __future__ import annotations
@@ -154,6 +154,19 @@ class Shares:
         ]
         return max(1, min(window_updates(self.update_tokens), int(min(whole, default=1.0))))
 
+    def window(self, update: int) -> tuple[int, int]:
+        """Return the key of the window of an update: the number of its segment, and its own number there."""
+        segment = self.segments[which := self.segment(update)]
+        return which, (update - segment.first) // self.window_updates(segment)
+
+    def updates_of(self, window: tuple[int, int]) -> tuple[int, int]:
+        """Return the first update of a window, and the one after its last."""
+        which, number = window
+        segment = self.segments[which]
+        size = self.window_updates(segment)
+        first = segment.first + number * size
+        return first, first + size if segment.end is None else min(first + size, segment.end)
+
     def positions(self, update: int, segment: Segment | None = None) -> list[int]:
         """Return the sentences of each stream before an update, of a segment or just after it."""
         segment = segment or self.segments[self.segment(update)]
@@ -204,18 +217,13 @@ class MixtureOrder(UpdateOrder):
 
     def place(self, cursor: Cursor, number: int) -> UpdatePlace:
         """Return the place of an update, which its number in the run decides."""
-        which = self.shares.segment(number)
-        first = self.shares.segments[which].first
-        window, index = divmod(number - first, self.shares.window_updates(self.shares.segments[which]))
-        return UpdatePlace((which, window), index)
+        window = self.shares.window(number)
+        return UpdatePlace(window, number - self.shares.updates_of(window)[0])
 
     def window(self, key: tuple[int, int]) -> Window:
-        """Make a window; its key is the number of its segment, and its own number there."""
-        which, number = key
-        segment = self.shares.segments[which]
-        size = self.shares.window_updates(segment)
-        first = segment.first + number * size
-        stop = first + size if segment.end is None else min(first + size, segment.end)
+        """Make a window; see :meth:`Shares.window` for its key."""
+        segment = self.shares.segments[key[0]]
+        first, stop = self.shares.updates_of(key)
         bounds = zip(*(self.shares.positions(update, segment) for update in (first, stop)), strict=True)
         rows = np.concatenate([self._rows(part, *ends) for part, ends in enumerate(bounds)])
         # Sentences of equal lengths stay in this order, in which no corpus may come first.
@@ -252,6 +260,23 @@ def next_phase(phases: Sequence[Phase], mixture: Phase, before: Mapping[str, int
     """
     if phases and phases[-1].same_mixture(mixture):
         return tuple(phases)
+    return _begun(phases, mixture, before)
+
+
+def rolled_back(phases: Sequence[Phase], failed: int, first: int, update_tokens: int) -> tuple[Phase, ...]:
+    """Return the phases of a run that failed at an update, and makes those from ``first`` on with later sentences.
+
+    A window's sentences are divided among its updates at random, so the rest of the window that failed is left out.
+    """
+    if not phases:
+        return ()
+    shares = Shares(phases[-1], update_tokens)
+    _, after = shares.updates_of(shares.window(failed))
+    again = phases[-1].model_copy(update={"first": first})
+    return _begun(phases, again, taken(phases[-1], after, update_tokens))
+
+
+def _begun(phases: Sequence[Phase], mixture: Phase, before: Mapping[str, int]) -> tuple[Phase, ...]:
     known = [*phases[-1].streams, *phases[-1].absent] if phases else []
     streams = [stream.model_copy(update={"start": before.get(stream.corpus, 0)}) for stream in mixture.streams]
     now = {stream.corpus for stream in streams}

@@ -113,7 +113,8 @@ class TrainingLoop:
                 progress = self._update(progress, updates)
                 if progress.skipped >= config.max_skipped:
                     saver.finish()
-                    roll_back(self.store, progress, self._skip_cause, config.max_rollbacks, self.world, self.events)
+                    tokens, cause = self.loader.order.update_tokens, self._skip_cause
+                    roll_back(self.store, progress, cause, config.max_rollbacks, tokens, self.world, self.events)
                     return None
                 progress, fatal = self._measure_collapse(progress)
                 self._validation_due |= _due(config.validate_every, progress)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.data.loader import Update
+from deepspeed_nmt.data.mixture import rolled_back
 from deepspeed_nmt.engine.contract import UpdateResult
 from deepspeed_nmt.errors import CheckpointError, TrainingError
 from deepspeed_nmt.parallel.collectives import fail_together, from_main, gather_lists, sum_over_data_ranks
@@ -104,6 +105,7 @@ def roll_back(
     progress: Progress,
     cause: str,
     max_rollbacks: int,
+    update_tokens: int,
     world: World,
     events: Events = NO_EVENTS,
 ) -> None:
@@ -112,7 +114,7 @@ def roll_back(
     All ranks call it together. ``progress`` is that after the last skipped update. If there is no such checkpoint, or
     ``max_rollbacks`` is reached, the training has failed.
     """
-    result = _roll_back(store, progress, max_rollbacks, events) if world.is_main else None
+    result = _roll_back(store, progress, max_rollbacks, update_tokens, events) if world.is_main else None
     problem, remedies = from_main(result, world)
     if problem:
         with fail_together(world):
@@ -122,7 +124,9 @@ def roll_back(
             )
 
 
-def _roll_back(store: CheckpointStore, progress: Progress, max_rollbacks: int, events: Events) -> tuple[str, str]:
+def _roll_back(
+    store: CheckpointStore, progress: Progress, max_rollbacks: int, update_tokens: int, events: Events
+) -> tuple[str, str]:
     """Roll back on rank 0, and return the problem and its remedies; both are empty on success."""
     if progress.retries >= max_rollbacks:
         limit = f"training.max_rollbacks is {max_rollbacks}. The last checkpoint is intact"
@@ -131,6 +135,7 @@ def _roll_back(store: CheckpointStore, progress: Progress, max_rollbacks: int, e
         checkpoint = store.newest(until=progress.update - progress.skipped)
         if checkpoint is None or not checkpoint.resumable:  # resumable: saved after Adam's first step
             return f"there is no checkpoint from before them in {store.directory} to go back to", _ON_A_NEW_RUN
+        first = checkpoint.progress.update + 1
         store.rewind(
             checkpoint,
             replace(
@@ -142,6 +147,7 @@ def _roll_back(store: CheckpointStore, progress: Progress, max_rollbacks: int, e
                 rollbacks=progress.rollbacks + 1,
                 retries=progress.retries + 1,
                 failed_at=max(progress.update, progress.failed_at),
+                phases=rolled_back(progress.phases, progress.update, first, update_tokens),
             ),
         )
     except (CheckpointError, OSError) as error:

@@ -12,24 +12,29 @@ from pathlib import Path
 import torch
 
 from deepspeed_nmt.cli import main
+from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import LikelihoodOutput
 from deepspeed_nmt.data.mixture import MixtureConfig
-from deepspeed_nmt.data.training import TrainingData
-from deepspeed_nmt.data.update_order import Cursor, EpochOrder
+from deepspeed_nmt.data.training import DataOption, TrainingData
+from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
+from deepspeed_nmt.run.batches import update_order_of
 
 UPDATE_TOKENS = 600
 _original = LabelSmoothed.__call__
 
 
-def bad_loss(data: Path, updates: set[int]) -> object:
+def bad_loss(data: Path | str, updates: set[int]) -> object:
     """Return a replacement of ``LabelSmoothed.__call__`` whose loss of micro-batches of these updates is NaN.
 
-    The updates are numbered by the first epoch. A micro-batch is bad if one of them has all its sentences.
+    The updates are numbered by the first epoch, from 0. A micro-batch is bad if one of them has all its sentences.
+    ``data`` is the value of ``--data``.
     """
-    order = EpochOrder(TrainingData.of(data).corpora(MixtureConfig()), 1, UPDATE_TOKENS)
+    training = TrainingData([DataOption.parse(str(data))])
+    config = RunConfig.model_validate({"batch": {"update_tokens": UPDATE_TOKENS}})
+    order = update_order_of(training.corpora(MixtureConfig()), config, training)
     assert order.updates_in(0) > max(updates) + 1
     bad = []
     for update in updates:

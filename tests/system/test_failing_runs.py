@@ -100,6 +100,17 @@ def test_a_run_killed_between_rollback_and_next_checkpoint(
     assert_same(tmp_path / "run", rolled_back, newest(rolled_back).progress.update)
 
 
+def test_a_mixture_goes_on_with_the_data_after_the_bad(
+    data: Path, tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its updates follow from their numbers, which are those of the checkpoint again."""
+    mixture = f"{data}=1:1-9,2:10-"
+    monkeypatch.setattr(LabelSmoothed, "__call__", bad_loss(mixture, BAD))
+    assert main(train_words(mixture, tmp_path / "run", *small, *PATIENT)) == 0
+    progress = newest(tmp_path / "run").progress
+    assert (progress.update, progress.rollbacks, progress.retries, progress.failed_at) == (12, 1, 0, 8)
+
+
 def test_a_run_without_progress_stops_with_a_reason(
     data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -188,11 +188,11 @@ def test_without_a_checkpoint_or_rollbacks_left_a_run_stops(tmp_path: Path) -> N
     store = CheckpointStore(tmp_path)
     words = r"^20 updates in a row, up to update 30.* \(why\), .* no checkpoint"
     with pytest.raises(TrainingError, match=words) as error:
-        roll_back(store, Progress(update=30, skipped=20), "why", 2, WORLD)
+        roll_back(store, Progress(update=30, skipped=20), "why", 2, 600, WORLD)
     assert "Start in a new --run directory" in str(error.value)
     for retries in (0, 2):
         with pytest.raises(TrainingError, match=rf"training.max_rollbacks is {retries}\..* on the same run"):
-            roll_back(store, Progress(update=30, skipped=20, retries=retries), "why", retries, WORLD)
+            roll_back(store, Progress(update=30, skipped=20, retries=retries), "why", retries, 600, WORLD)
 
 
 def test_spikes_are_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:

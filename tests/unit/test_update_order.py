@@ -7,7 +7,7 @@ import pytest
 
 from deepspeed_nmt import randomness
 from deepspeed_nmt.data.corpus import Corpora, CorpusPart, Indices
-from deepspeed_nmt.data.mixture import MixtureOrder, Phase, Stream, Weight, next_phase, taken
+from deepspeed_nmt.data.mixture import MixtureOrder, Phase, Stream, Weight, next_phase, rolled_back, taken
 from deepspeed_nmt.data.training import DataOption
 from deepspeed_nmt.data.update_order import Cursor, EpochOrder, UpdateOrder
 from deepspeed_nmt.errors import ConfigError
@@ -183,6 +183,22 @@ def test_a_changed_mixture_goes_on_where_its_corpora_were() -> None:
     back = next_phase(phases, phase.model_copy(update={"first": 600}), taken(phases[1], 600, 2000))
     assert back[2].streams[0].start == order.shares.positions(500)[0], "a corpus that was left out goes on, too"
     assert back[2].streams[1].start > phases[1].streams[0].start
+
+
+def test_after_a_rollback_updates_have_the_sentences_after_those_that_failed() -> None:
+    order = mixture([ALWAYS, (Weight(value=1.0, first=25),)], tokens=400)
+    for failed in (19, 30):  # in the first window of either segment
+        phases = rolled_back([order.shares.phase], failed, 16, 400)
+        again = MixtureOrder(order.corpora, 1, 400, phases[-1], 10_000)
+        made, fresh = (
+            np.concatenate([rows_of(of, number) for number in range(first, first + 12)])
+            for of, first in ((order, failed - 11), (again, 16))
+        )
+        large = order.corpora.part_of(fresh) == 0  # windows have an epoch of the small one
+        assert len(phases) == 2 and large.any() and not np.isin(fresh[large], made).any(), failed
+        assert shares_of(again, range(16, 25)).tolist() == [1.0, 0.0], "the schedule is that of the numbers"
+        assert 0.3 < shares_of(again, range(25, 35))[1] < 0.7
+    assert rolled_back([], 30, 16, 400) == ()
 
 
 def test_an_update_without_a_corpus_is_refused() -> None:
