@@ -102,9 +102,11 @@ class LayerStack(nn.Module):
         return len(self.order.stages)
 
     def until(self, stage: int) -> LayerStack:
-        """Return a stack with the same weights that ends at exit ``stage``, counted from 1."""
+        """Return a stack with the same weights, and the exits below, that ends at exit ``stage``, counted from 1."""
         order = self.order.until(stage)
-        return LayerStack(list(self.layers)[: max(order.indices) + 1], order, self.norm_at(stage), self.links)
+        cut = LayerStack(list(self.layers)[: max(order.indices) + 1], order, self.norm_at(stage), self.links)
+        cut.exits.update({number: norm for number, norm in self.exits.items() if int(number) < stage})
+        return cut
 
     def norm_at(self, stage: int) -> nn.Module | None:
         """Return the module that is applied to the state at exit ``stage``, counted from 1; None for none."""
