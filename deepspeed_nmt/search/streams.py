@@ -186,14 +186,14 @@ def translate_lines(
     details = DetailsReader(model, tokenizer, options, alignment_layers, tags)
 
     def best_of(hypotheses: list[Hypothesis]) -> _Best:
-        kept = hypotheses if isinstance(search, RanksTexts) else hypotheses[: options.nbest]
-        texts = [tokenizer.decode(hypothesis.tokens) for hypothesis in kept]
-        ranked = list(zip(kept, texts, strict=True))
         if isinstance(search, RanksTexts):
-            ranked = search.rank(kept, texts, target_lang)
+            texts = [tags.untagged(tokenizer.decode(one.tokens)) for one in hypotheses]  # all have the tag in common
+            hypotheses = [one for one, _ in search.rank(hypotheses, texts, target_lang)]
         return [
-            Translation(text, one.score, one.tokens, one.log_prob, one.features, one.token_log_probs)
-            for one, text in ranked[: options.nbest]
+            Translation(
+                tokenizer.decode(one.tokens), one.score, one.tokens, one.log_prob, one.features, one.token_log_probs
+            )
+            for one in hypotheses[: options.nbest]
         ]
 
     def untagged(one: Translation) -> Translation:

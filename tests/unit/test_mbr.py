@@ -1,5 +1,6 @@
 """Minimum Bayes risk decoding: utilities are sacreBLEU's, and the sample of the highest expected utility wins."""
 
+from collections.abc import Sequence
 from typing import get_args
 
 import numpy as np
@@ -10,7 +11,14 @@ from sacrebleu.metrics.chrf import CHRF
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.search import Hypothesis
+from deepspeed_nmt.search.base import Translation
+from deepspeed_nmt.search.decode_options import DecodeOptions
+from deepspeed_nmt.search.lines import LineInputs
 from deepspeed_nmt.search.mbr import MinimumBayesRisk, MinimumBayesRiskConfig, UtilityName, pairwise
+from deepspeed_nmt.search.sampling import SamplingConfig, SamplingSettings
+from deepspeed_nmt.search.streams import translate_lines
+from deepspeed_nmt.text import Tags
+from tests.models import Letters, sharp_transformer
 
 TEXTS = [
     "Der Hund schläft im Garten, nicht im Haus.",
@@ -64,3 +72,23 @@ def test_texts_are_ranked_by_expected_utility(name: UtilityName) -> None:
     }  # fmt: skip
     best = {text: each.log_prob for each, text in ranked}
     assert best[TEXTS[0]] == 0.0 and best[TEXTS[1]] == -1.0, "the most probable sample of a text stands for it"
+
+
+@pytest.mark.parametrize("name", get_args(UtilityName))
+def test_a_tag_that_is_not_written_is_not_compared(name: UtilityName) -> None:
+    class Tagging(Letters):
+        def decode(self, tokens: Sequence[int]) -> str:
+            return super().decode(tokens).replace("z", "z ", 1)
+
+    model, drawn = sharp_transformer(1, Letters.vocabulary.size, 1.5), {"samples": 12, "max_length": 6}
+
+    def translated(config: SamplingSettings) -> list[Translation]:
+        options, inputs = DecodeOptions(nbest=12), LineInputs(tags=Tags(target="z"))
+        (best,) = translate_lines(model, Tagging(), ["abc"], config, options, inputs=inputs)
+        return best
+
+    samples = [one.text for one in translated(SamplingConfig(**drawn))]
+    expected = {text: mean for text, mean in zip(samples, pairwise(name, samples).mean(axis=1), strict=True)}
+    assert len(expected) > 3 and not any(text.startswith("z ") for text in samples)
+    ranked = translated(MinimumBayesRiskConfig(utility=name, **drawn))
+    assert {one.text: one.score for one in ranked} == pytest.approx(expected)
