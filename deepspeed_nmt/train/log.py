@@ -303,17 +303,23 @@ class LogWindow:
         )
 
     def restore(self, states: Sequence[LogState], world: World, device: torch.device) -> None:
-        """Continue from the sums of the ranks that wrote a checkpoint; of another number of ranks, rank 0 has all."""
+        """Continue from the sums of the ranks that wrote a checkpoint; of another number of ranks, rank 0 has all.
+
+        Of another mixture, whose corpora have other numbers, the sums by corpus begin anew.
+        """
         if not states:
             return
         own = states[world.rank] if len(states) == world.ranks else states[0]
         for name in _COUNTS:
             setattr(self, name, copy(getattr(own, name)))
-        self.corpus_tokens = {name: own.corpus_tokens.get(name, 0) for name in self._corpora}
+        same_mixture = [*own.corpus_tokens] == [*self._corpora]
+        if not same_mixture:
+            self.corpus_tokens = dict.fromkeys(self._corpora, 0)
         shares = [own] if len(states) == world.ranks else states if world.is_main else []
         for share in shares:
             self.padded, self.real = self.padded + share.padded, self.real + share.real
-            add_sums(self.sums, {name: torch.tensor(value, device=device) for name, value in share.sums.items()})
+            kept = (name for name in share.sums if same_mixture or not name.startswith(CORPUS_SUM))
+            add_sums(self.sums, {name: torch.tensor(share.sums[name], device=device) for name in kept})
 
     def flush(self, lr: float, world: World) -> dict[str, float]:
         """Return the window's values over all ranks by tag, and empty it. All ranks call it together."""
@@ -332,7 +338,7 @@ class LogWindow:
         values = {f"train/{name}": value / max(1, self.tokens_of[name]) for name, value in total.items()}
         if len(self._corpora) > 1:
             for (name, tokens), nll in zip(self.corpus_tokens.items(), by_corpus, strict=True):
-                values[f"data/{name}/share"] = tokens / max(1, self.tokens)
+                values[f"data/{name}/share"] = tokens / max(1, sum(self.corpus_tokens.values()))
                 if tokens:
                     values[f"train/{name}/nll"] = nll / tokens
         if "train/nll" in values:

@@ -15,7 +15,7 @@ from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.configuration import TrainingConfig
 from deepspeed_nmt.train.log import LogWindow, Workload
 from deepspeed_nmt.train.loop import TrainingLoop
-from deepspeed_nmt.train.progress import Progress
+from deepspeed_nmt.train.progress import LogState, Progress
 from deepspeed_nmt.train.validation import Choice, Validation, update_best
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
@@ -45,6 +45,35 @@ def test_mfu_counts_real_source_and_target_tokens() -> None:
     assert values["perf/padding"] == pytest.approx(0.2)
     assert values["perf/data_wait"] == pytest.approx(0.25)
     assert values["perf/target_tokens_per_s"] == pytest.approx(150.0)
+
+
+def test_values_of_a_corpus_are_its_own_after_a_change_of_the_mixture() -> None:
+    """A run that was stopped within a window continues with corpora of other numbers."""
+
+    def add(to: LogWindow, tokens: tuple[int, ...], nlls: tuple[float, ...]) -> None:
+        sums = {"nll": sum(nlls), **{f"corpus/{number}": nll for number, nll in enumerate(nlls)}}
+        update = Update(
+            number=1, micro_batches=[], target_tokens=sum(tokens), padded_positions=1000, real_positions=800,
+            after=Cursor(), corpus_tokens=tokens,
+        )  # fmt: skip
+        result = UpdateResult({name: torch.tensor(value) for name, value in sums.items()}, 1.0, False, 1.0)
+        to.add(update, result, waited=0.5, elapsed=2.0)
+
+    def flushed(names: list[str], tokens: tuple[int, ...], nlls: tuple[float, ...]) -> dict[str, float]:
+        before, after = LogWindow(None, ["data", "small"]), LogWindow(None, names)
+        add(before, (200, 100), (400.0, 500.0))
+        after.restore([LogState.model_validate_json(before.state().model_dump_json())], ALONE, ALONE.device)
+        add(after, tokens, nlls)
+        return after.flush(1e-3, ALONE)
+
+    same = flushed(["data", "small"], (100, 300), (500.0, 700.0))
+    assert (same["train/data/nll"], same["train/small/nll"]) == pytest.approx((900 / 300, 1200 / 400))
+    assert same["data/small/share"] == pytest.approx(4 / 7)
+    other = flushed(["data", "extra", "small"], (100, 100, 200), (500.0, 200.0, 600.0))
+    assert [other[f"train/{name}/nll"] for name in ("data", "extra", "small")] == pytest.approx([5.0, 2.0, 3.0])
+    assert [other[f"data/{name}/share"] for name in ("data", "extra", "small")] == pytest.approx([0.25, 0.25, 0.5])
+    alone = flushed(["data"], (100,), (500.0,))
+    assert alone["train/nll"] == pytest.approx(1400 / 400) and not any("corpus/1" in tag for tag in alone)
 
 
 def validated(
