@@ -338,7 +338,7 @@ class Translator:
             self.model,
             self.tokenizer,
             self.tags.tagged(checked_texts("sources", sources)),
-            texts if tag is None else (f"{tag} {text}" for text in texts),
+            texts if tag is None else (type(text)(f"{tag} {text}") for text in texts),  # a damaged one stays so
             chosen,
             device=self.device,
             advance=advance,

@@ -21,6 +21,7 @@ from deepspeed_nmt.run.opening import search_settings
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.search.models import Ensemble
+from deepspeed_nmt.text import Tags, text_of
 
 V = Vocabulary(30)
 LINES = ["hello", "a", "translation", "", "deep", "zz", "longer", "b", "model"] * 3
@@ -230,3 +231,13 @@ def test_an_option_of_another_search_is_refused_by_name() -> None:
     assert refusal("transformer_base", {"alpha": 0.5}).endswith(f"search.name=beam, {end}deep_shallow; leave it out")
     assert "search.name=mask_predict, which decodes here" in refusal("abnet_serial", {"beam": 4})
     assert refusal("depth_growing_big_8", {"alpha": 0.5}, "exit").endswith(f"{end}deep_shallow; leave it out")
+
+
+def test_a_damaged_target_is_named_and_refused_behind_a_tag(caplog: pytest.LogCaptureFixture) -> None:
+    targets = [text_of(b"ab"), text_of(b"c\xff")]
+    for tags in (Tags(), Tags(target="z")):
+        caplog.clear()
+        assert len(list(opened(tags=tags).score(["a", "b"], targets))) == 2
+        assert "line 2 of the translations has bytes that are not UTF-8" in caplog.text
+        with pytest.raises(DataError, match="line 2 of the translations is not UTF-8"):
+            list(opened(tags=tags).score(["a", "b"], targets, strict=True))
