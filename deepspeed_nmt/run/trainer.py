@@ -124,6 +124,8 @@ class Trainer:
             corpora = self.data.corpora(self.config.mixture)
             progress = with_mixture(progress, corpora, self.config, self.data)
             order = update_order_of(corpora, self.config, self.data, progress)
+            if self.world.is_main and not again:
+                warn_of_early_end(self.config, progress, order.updates_in(progress.epoch))
         with ExitStack() as stack:
             loop = self._loop(checkpoint, progress, order, stack)
             if loop is None:
@@ -320,3 +322,20 @@ class Trainer:
             limit = self.config.training.max_updates
             logger.warning("training.max_updates is %d, so that nothing was trained", limit)
         return 0
+
+
+def warn_of_early_end(config: RunConfig, progress: Progress, epoch_updates: int) -> None:
+    """Warn if training ends by its epochs, of ``epoch_updates`` each, before its schedule or its growth does."""
+    training, remedies = config.training, []
+    end = progress.update + training.updates_left(progress, epoch_updates)
+    if end >= training.max_updates:
+        return
+    if config.schedule.needs_end:
+        remedies.append(f"training.max_updates={end}, up to which schedule.name={config.schedule.name} decays")
+    if late := [update for update in config.growth.at if update >= end]:
+        remedies.append(f"growth.at below that, instead of {late[0]}")
+    if remedies:
+        logger.warning(
+            "training.max_epochs=%d ends training after %d updates or so, before training.max_updates=%d; set %s",
+            training.max_epochs, end, training.max_updates, " and ".join(remedies),
+        )  # fmt: skip

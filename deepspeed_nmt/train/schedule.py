@@ -28,6 +28,11 @@ class ScheduleConfig(Config):
         default=0, ge=0, description="last updates, in which wsd (warm-up, stable, decay) lowers the learning rate"
     )
 
+    @property
+    def needs_end(self) -> bool:
+        """True if the learning rate falls up to ``training.max_updates``."""
+        return self.name in ("cosine", "linear", "wsd")
+
     @model_validator(mode="after")
     def _check_decay(self) -> ScheduleConfig:
         if self.name == "wsd" and self.decay_updates == 0:

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from deepspeed_nmt.config import load_config
 from deepspeed_nmt.data.loader import Update
 from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine.contract import UpdateResult
 from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.run.trainer import warn_of_early_end
 from deepspeed_nmt.train.configuration import TrainingConfig
 from deepspeed_nmt.train.log import LogWindow, Workload
 from deepspeed_nmt.train.loop import TrainingLoop
@@ -112,6 +114,26 @@ def test_scores_by_another_measure_are_not_compared() -> None:
 def test_nan_is_never_better() -> None:
     assert validated((-math.nan, math.nan), (-5.0, 5.0), (-math.nan, math.nan))[0] == [1, 2]
     assert validated((0.0, math.nan), (0.0, 5.0), (0.0, math.nan))[0] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["schedule.name=wsd", "schedule.decay_updates=9"], "set training.max_updates=45, up to which schedule.name=wsd"),
+        (["schedule.name=cosine", "training.max_updates=45"], ""),
+        (["schedule.name=inverse_sqrt"], ""),
+        (["growth.at=[20,60]", "growth.encoder_layers=[2,4]"], "set growth.at below that, instead of 60"),
+        (["growth.at=[20]", "growth.encoder_layers=[2]"], ""),
+        (["schedule.name=linear", "training.max_epochs=0"], ""),
+    ],
+)
+def test_an_end_by_epochs_that_leaves_out_decay_or_growth_is_warned_of(
+    settings: list[str], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config(settings=["training.max_epochs=5", *settings])
+    warn_of_early_end(config, Progress(update=5, epoch=0, epoch_update=10), 10)  # after a rollback
+    warnings = [record.message for record in caplog.records]
+    assert warnings == [] if not words else len(warnings) == 1 and words in warnings[0]
 
 
 @pytest.mark.parametrize(
