@@ -119,7 +119,7 @@ def test_nan_is_never_better() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["schedule.name=wsd", "schedule.decay_updates=9"], "set training.max_updates=45, up to which schedule.name=wsd"),
+        (["schedule.name=wsd", "schedule.decay_updates=9"], "training.max_updates=45, up to which schedule.name=wsd"),
         (["schedule.name=cosine", "training.max_updates=45"], ""),
         (["schedule.name=inverse_sqrt"], ""),
         (["growth.at=[20,60]", "growth.encoder_layers=[2,4]"], "set growth.at below that, instead of 60"),

@@ -88,7 +88,7 @@ def test_a_tag_that_is_not_written_is_not_compared(name: UtilityName) -> None:
         return best
 
     samples = [one.text for one in translated(SamplingConfig(**drawn))]
-    expected = {text: mean for text, mean in zip(samples, pairwise(name, samples).mean(axis=1), strict=True)}
+    expected = dict(zip(samples, pairwise(name, samples).mean(axis=1), strict=True))
     assert len(expected) > 3 and not any(text.startswith("z ") for text in samples)
     ranked = translated(MinimumBayesRiskConfig(utility=name, **drawn))
     assert {one.text: one.score for one in ranked} == pytest.approx(expected)

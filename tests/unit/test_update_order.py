@@ -195,7 +195,8 @@ def test_after_a_rollback_updates_have_the_sentences_after_those_that_failed() -
             for of, first in ((order, failed - 11), (again, 16))
         )
         large = order.corpora.part_of(fresh) == 0  # windows have an epoch of the small one
-        assert len(phases) == 2 and large.any() and not np.isin(fresh[large], made).any(), failed
+        assert (len(phases), phases[-1].first) == (2, 16)
+        assert large.any() and not np.isin(fresh[large], made).any(), failed
         assert shares_of(again, range(16, 25)).tolist() == [1.0, 0.0], "the schedule is that of the numbers"
         assert 0.3 < shares_of(again, range(25, 35))[1] < 0.7
     assert rolled_back([], 30, 16, 400) == ()
