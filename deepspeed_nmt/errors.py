@@ -7,13 +7,15 @@ traceback and exits with :data:`EXIT_USER_ERROR`.
 from __future__ import annotations
 
 import difflib
+import importlib
 import importlib.util
 import math
 import re
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 EXIT_USER_ERROR = 2
 """The input is wrong; no checkpoint was changed."""
@@ -135,12 +137,35 @@ def finite_number(text: str) -> float:
 def check_installed(package: str, needed_by: str, install: str) -> None:
     """Check, without importing it, that a package is installed that an option needs; ``install`` is a command."""
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"{needed_by} needs the package {package}, which is not installed; install it ({install})")
+        raise _not_installed(package, needed_by, install)
+
+
+def import_optional(module: str, needed_by: str, install: str) -> Any:
+    """Import a module of an optional package, or raise a ConfigError; ``install`` is a command."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise _not_installed(module.partition(".")[0], needed_by, install) from error
+
+
+def _not_installed(package: str, needed_by: str, install: str) -> ConfigError:
+    return ConfigError(f"{needed_by} needs the package {package}, which is not installed; install it ({install})")
 
 
 def counted(count: int, units: str) -> str:
     """Return a number with its unit, a plural in -s, for a message: "1 run", "2,000 runs"."""
     return f"{count:,} {units.removesuffix('s') if count == 1 else units}"
+
+
+def listed(items: Sequence[object], most: int) -> str:
+    """Return the first of some items, and the number of further ones, for a message: "1, 2 and 5 more"."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(map(str, items[:most])) + more
+
+
+def first_line(error: BaseException) -> str:
+    """Return the class and the first line of an error that is not the user's."""
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].removesuffix(": ")
 
 
 def shown_bytes(size: int) -> str:
@@ -158,5 +183,4 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, alike, n=1, cutoff=0.6)  # "ter" is a part of "meteor", no misspelling
     if close:
         return f"; did you mean '{close[0]}'?"
-    more = f" and {len(choices) - _MAX_KNOWN} more" if len(choices) > _MAX_KNOWN else ""
-    return f"; known: {', '.join(choices[:_MAX_KNOWN])}{more}" if choices else ""
+    return f"; known: {listed(choices, _MAX_KNOWN)}" if choices else ""

@@ -71,6 +71,14 @@ def read_regular(path: Path) -> bytes:
         return file.read()
 
 
+def system_lines(file: Path | str) -> list[str]:
+    """Return the lines of a file of the operating system, such as /proc/cpuinfo; none if it has no such file."""
+    try:
+        return Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a regular file in hexadecimal."""
     digest = hashlib.sha256()

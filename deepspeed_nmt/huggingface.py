@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.errors import ConfigError, import_optional
 from deepspeed_nmt.registry import problems_of
 
 if TYPE_CHECKING:
@@ -243,12 +243,7 @@ def _load_weights(
 
 def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:
     """Load an object through ``from_pretrained`` of a class of `transformers`, without its log and progress bars."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            f"the package transformers, which {option} needs, is not installed; install it ({EXTRA})"
-        ) from error
+    transformers = import_optional("transformers", option, EXTRA)
     local = Path(name).expanduser()
     # "berts/de" is a name on the hub, unless there is a folder "berts".
     looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1 or ("/" in name and local.parent.is_dir())

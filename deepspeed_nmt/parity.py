@@ -37,7 +37,7 @@ from deepspeed_nmt.engine.contract import Engine, EngineScalars, ParameterState
 from deepspeed_nmt.engine.norms import Squares
 from deepspeed_nmt.engine.optimizer import OptimizerConfig
 from deepspeed_nmt.engine.settings import EngineConfig, load_ds_config, resolve_engine
-from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
+from deepspeed_nmt.errors import ConfigError, did_you_mean, first_line, shown
 from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
 from deepspeed_nmt.kernels.precision import capability_of, has_bf16
 from deepspeed_nmt.methods import self_tests
@@ -312,7 +312,7 @@ def _compare(
         rest = train(second, loader, world, UPDATES // 2 + 1, UPDATES, half.cursor)
         second.close()
     except (RuntimeError, ValueError) as error:  # errors of torch and DeepSpeed are reported in the table
-        return replace(row, problem=f"{type(error).__name__}: {error}".splitlines()[0])
+        return replace(row, problem=first_line(error))
     return replace(
         row,
         loss=_difference(report["loss"], reference["loss"]),

@@ -28,7 +28,7 @@ from pydantic import Field
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.parts import LayerConfig, LikelihoodConfig, ModelConfig, RegularizerConfig, SearchConfig
 from deepspeed_nmt.engine.optimizer import OptimizerConfig
-from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
+from deepspeed_nmt.errors import ConfigError, did_you_mean, first_line, shown
 from deepspeed_nmt.files import sha256_of
 from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, REGULARIZERS, self_tests
 from deepspeed_nmt.parallel.launched import place
@@ -139,9 +139,8 @@ def _imported(name: str) -> ModuleType:
                 f"{PLUGINS_VARIABLE} names {shown(name)}, but there is no such module; install it, or add its "
                 f"directory to PYTHONPATH{hint}"
             ) from error
-        reason = (str(error).strip() or "no reason").splitlines()[0]
         raise ConfigError(
-            f"the plug-in {module} cannot be imported ({type(error).__name__}: {reason}); "
+            f"the plug-in {module} cannot be imported ({first_line(error)}); "
             f"`python -c 'import {module}'` shows where"
         ) from error
 

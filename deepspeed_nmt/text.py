@@ -12,13 +12,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from deepspeed_nmt.console import logger
-from deepspeed_nmt.errors import ConfigError, option, shown
-
-if TYPE_CHECKING:
-    from types import ModuleType
+from deepspeed_nmt.errors import ConfigError, import_optional, option, shown
 
 Kind = Literal["plain", "tokenised"]
 """Kinds of text that metrics score: plain text, or tokens separated by spaces."""
@@ -204,14 +201,14 @@ def plain_form(text: TextForm, language: str, owner: Path) -> TextForm:
 
 def tokenise(lines: Iterable[str], language: str, dashes: bool = False) -> Iterable[str]:
     """Yield raw lines tokenised and escaped by the rules of Moses' tokenizer.perl; ``dashes`` is its option -a."""
-    tokenizer: Any = sacremoses().MosesTokenizer(language)
+    tokenizer = sacremoses().MosesTokenizer(language)
     for line in lines:
         yield tokenizer.tokenize(line, aggressive_dash_splits=dashes, return_str=True, escape=True)
 
 
 def detokenise(lines: Iterable[str], language: str) -> list[str]:
     """Undo :func:`tokenise`, by the rules of Moses' detokenizer.perl, escapes and split dashes included."""
-    detokenizer: Any = sacremoses().MosesDetokenizer(language)
+    detokenizer = sacremoses().MosesDetokenizer(language)
     return [detokenizer.detokenize(line.split()) for line in lines]
 
 
@@ -247,11 +244,6 @@ def warn_of_missing_rules(language: str, option: str) -> None:
         )
 
 
-def sacremoses() -> ModuleType:
+def sacremoses() -> Any:
     """Import sacremoses, or raise a ConfigError if it is not installed."""
-    try:
-        return importlib.import_module("sacremoses")
-    except ImportError as error:
-        raise ConfigError(
-            "sacremoses is not installed, which tokenises and detokenises as Moses does; run `pip install sacremoses`"
-        ) from error
+    return import_optional("sacremoses", "Moses' tokenizer", "pip install sacremoses")

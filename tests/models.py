@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from tests.support import batch_of
 
@@ -78,3 +81,24 @@ def add_noise(model: nn.Module) -> None:
     for parameter in model.parameters():
         scale = 0.3 if parameter.ndim < 2 else 1.5 * parameter.shape[-1] ** -0.5
         parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+def assert_as_transcribed(
+    model: TranslationModel, batch: Batch, states: Sequence[Tensor], *, all_matter: bool = True
+) -> None:
+    """Assert that states and gradients in float64 are those of a plain transcription.
+
+    Args:
+        states: of each sentence, transcribed. Shape: (T,D) each
+        all_matter: True if no parameter has a gradient of zero.
+    """
+    parameters, real, states_ND = dict(model.named_parameters()), batch.target_output_BT.ne(PAD), torch.cat(states)
+    torch.testing.assert_close(model(batch)[real], states_ND, rtol=1e-11, atol=1e-11)
+    logits, targets = states_ND @ model.projection.weight.T, batch.target_output_BT[real]
+    loss = F.cross_entropy(logits, targets, label_smoothing=0.1, reduction="sum")
+    output = Objective(LabelSmoothed(0.1, PAD))(model, batch)
+    torch.testing.assert_close(output.loss.double(), loss, rtol=1e-6, atol=0)
+    ours, plain = (torch.autograd.grad(each, list(parameters.values())) for each in (output.loss, loss))
+    for name, one, other in zip(parameters, ours, plain, strict=True):
+        assert not all_matter or other.abs().max() > 0.0, name
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}")

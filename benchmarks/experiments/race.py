@@ -7,7 +7,7 @@ vocabulary of 4,000. All arms have D=128, and the same data, seed, updates and s
 are a column. SDT grows from 6 to 12 and 18 layers of the encoder after 200 and 400 updates. A run that was stopped is
 resumed. Then the last checkpoints are averaged, and the test set is translated and scored; the others are compared
 with the first arm, with 95% intervals. The CPU time of an update is that of 20 after the first, in runs of their own.
-`deepspeed-nmt report collapse OUT/*-seed1` draws the curves.
+`deepspeed-nmt report runs OUT/*-seed1` draws the curves.
 """
 
 from __future__ import annotations

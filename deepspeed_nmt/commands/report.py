@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_nmt.console import cell, json_line, logger, output, table
-from deepspeed_nmt.errors import ConfigError, DataError, check_installed
+from deepspeed_nmt.console import json_line, logger, output, table
+from deepspeed_nmt.errors import ConfigError, check_installed
 from deepspeed_nmt.files import atomic_write_bytes
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _TRANSLATING = "depths runs sweep"
 """Kinds that translate a test set."""
 _OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("run", "run", {"type": Path, "metavar": "RUN", "help": "run directory"}),
-    ("runs", "collapse runs", {"nargs": "+", "type": Path, "metavar": "RUN", "help": "run directories"}),
+    ("runs", "runs", {"nargs": "+", "type": Path, "metavar": "RUN", "help": "run directories"}),
     ("sweep", "sweep", {"metavar": "SWEEP", "help": "name of the sweep"}),
     ("--run", "depths", {"dest": "runs", "type": Path, "action": "extend", "nargs": "+", "required": True,
      "metavar": "DIR", "help": "run directories, made by `train`"}),
@@ -110,42 +110,6 @@ def _print(arguments: argparse.Namespace, rows: Iterable[Mapping[str, Any]], tex
     return 0
 
 
-def _collapse(arguments: argparse.Namespace) -> int:
-    """Compare the training curves of runs, in a picture and a table.
-
-        deepspeed-nmt report collapse runs/plain runs/with_cad --out collapse.png
-
-    The picture shows if decoders use their source: source reliance, training perplexity, validation loss and
-    score over target tokens, and for each run the share of cross-attention in the update of each decoder layer
-    over updates. Source reliance is the rise of the loss, in nats per target token, when the sources are
-    shuffled among the sentences.
-    """
-    from deepspeed_nmt.evaluate.metrics import validation_tag
-    from deepspeed_nmt.reports import run_log
-    from deepspeed_nmt.reports.outcome import collapse_row
-    from deepspeed_nmt.reports.pictures import check_out, draw_curves
-    from deepspeed_nmt.train.log import METRICS_FILE
-
-    check_out(arguments.out, arguments.runs)
-    paths = list(dict.fromkeys(arguments.runs))
-    logs = dict(zip(run_log.run_names(paths), map(run_log.RunLog.read, paths), strict=True))
-    if empty := [path for path, log in zip(paths, logs.values(), strict=True) if log.tokens is None]:
-        file = empty[0] / METRICS_FILE
-        raise DataError(f"no entry with {run_log.TOKENS} in {file}; train first, or wait for the log")
-    metric = run_log.validation_metric(logs.values()).name
-    panels = {
-        run_log.SOURCE_RELIANCE: "source reliance (nats per token)",
-        run_log.TRAIN_PERPLEXITY: "training perplexity",
-        run_log.VALID_LOSS: "validation loss",
-        validation_tag(metric): f"validation {metric}",
-    }
-    draw_curves(logs, panels, arguments.out, shares=True)
-    rows = [collapse_row(name, log) for name, log in logs.items()]
-    titles = {key: key.replace("_", " ") for key in rows[0] if key != "cross_share"} | {"best_valid_score": "best"}
-    cells = [list(titles.values()), *([cell(row[key]) for key in titles] for row in rows)]
-    return _print(arguments, rows, lambda: table(cells))
-
-
 def _depths(arguments: argparse.Namespace) -> int:
     """Compare BLEU and time at every pair of encoder and decoder stages.
 
@@ -215,12 +179,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     page = RunPage(arguments.run, arguments.recipe)
     content = page.render()
-    try:
-        atomic_write_bytes(arguments.out, content)
-    except OSError as error:
-        raise ConfigError(
-            f"--out {arguments.out} could not be written ({error.strerror or error}); choose another place"
-        ) from error
+    atomic_write_bytes(arguments.out, content)
     state, sentence = page.status()
     output(f"{page.name}: {state}, {sentence}")
     logger.info("page: %s (%.1f MB)", arguments.out, len(content) / 1e6)
@@ -236,7 +195,10 @@ def _runs(arguments: argparse.Namespace) -> int:
     The table has a column for each run, with the settings that differ, then length, cost and results. What a run
     does not record is shown as `-`. With --data, or --input and --reference, each run translates the test set by
     its own search, and its scores are recorded in the run, so that it is translated once; scores recorded before
-    are shown, too. The picture shows perplexity and BLEU over target tokens.
+    are shown, too. The picture shows if decoders use their source: source reliance, perplexity and BLEU over
+    target tokens, and for each run the share of cross-attention in the update of each decoder layer over updates.
+    Source reliance is the rise of the loss, in nats per target token, when the sources are shuffled among the
+    sentences.
     """
     from deepspeed_nmt.evaluate.metrics import validation_tag
     from deepspeed_nmt.reports import run_log
@@ -256,6 +218,7 @@ def _runs(arguments: argparse.Namespace) -> int:
     rows = {name: outcome.row(settings, measures, plans, scores[outcome.path]) for name, outcome in runs.items()}
     metric = run_log.validation_metric(logs.values()).name
     panels = {
+        run_log.SOURCE_RELIANCE: "source reliance (nats per token)",
         run_log.TRAIN_PERPLEXITY: "training perplexity",
         run_log.VALID_PERPLEXITY: "validation perplexity",
         validation_tag(metric): f"validation {metric}",
@@ -304,7 +267,6 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 _KINDS: dict[str, tuple[str, Callable[[argparse.Namespace], int]]] = {
-    "collapse": ("curves of runs: source reliance, loss, BLEU, cross-attention by layer", _collapse),
     "depths": ("BLEU and time at every depth of one or more runs", _depths),
     "run": ("page of one run: curves, layers, translations, events, settings", _run),
     "runs": ("settings in which runs differ, and what came of it", _runs),

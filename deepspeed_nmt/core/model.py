@@ -306,7 +306,23 @@ class TranslationModel(DecodableModel):
         return self.decode(batch.target_input_BT, memory, draw, segments=batch.target_segments)[0]
 
 
-class MaskedModel(TranslationModel):
+class StackedModel(TranslationModel):
+    """A model with one stack of layers on each side."""
+
+    encoder: LayerStack
+    decoder: LayerStack
+
+    @property
+    @override
+    def stacks(self) -> tuple[list[LayerStack], list[LayerStack]]:
+        return [self.encoder], [self.decoder]
+
+    @override
+    def begin(self) -> DecoderCache:
+        return DecoderCache(self.decoder.order.indices)
+
+
+class MaskedModel(StackedModel):
     """A model that guesses masked tokens of a target, given the others."""
 
     mask: int

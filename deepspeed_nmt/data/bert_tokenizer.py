@@ -7,7 +7,6 @@ references are normalised too before they are compared with translations.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from typing_extensions import override
 from deepspeed_nmt import huggingface
 from deepspeed_nmt.core.vocabulary import SIDES, Side, Vocabulary
 from deepspeed_nmt.data.tokenizer import INFO_FILE, UNKNOWN_TEXT, Tokenizer, VocabularyInfo
-from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.errors import ConfigError, DataError, import_optional
 from deepspeed_nmt.files import read_regular
 
 PREFIX = "hf:"
@@ -35,13 +34,7 @@ class BertTokenizer(Tokenizer):
     """
 
     def __init__(self, contents: Contents, special: Special) -> None:
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise ConfigError(
-                "the package transformers is not installed, which vocabularies of BERTs need; install it "
-                f"({huggingface.EXTRA})"
-            ) from error
+        tokenizers = import_optional("tokenizers", "a vocabulary of BERTs", huggingface.EXTRA)
         self._contents, self._special = contents, special
         try:
             self._sides = {side: tokenizers.Tokenizer.from_str(contents[side]) for side in SIDES}
@@ -90,11 +83,6 @@ class BertTokenizer(Tokenizer):
         texts = {side_file(side): content for side, content in self._contents.items()}
         texts[INFO_FILE] = json.dumps(info, indent=2) + "\n"
         return {name: text.encode() for name, text in texts.items()}
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of all files."""
-        return hashlib.sha256(b"".join(content for _, content in sorted(self.files().items()))).hexdigest()
 
     @override
     def encode_batch(self, texts: Sequence[str], side: Side, threads: int = 1) -> list[list[int]]:

@@ -15,10 +15,11 @@ from typing_extensions import override
 
 from deepspeed_nmt.core.vocabulary import SIDES, Side, Vocabulary
 from deepspeed_nmt.data.marian_tokenizer import MODEL_FILES
-from deepspeed_nmt.data.sentencepiece import joined, open_model
+from deepspeed_nmt.data.sentencepiece import open_model
 from deepspeed_nmt.data.tokenizer import INFO_FILE, SPACE, UNKNOWN_TEXT, Tokenizer
 from deepspeed_nmt.errors import DataError, shown
 from deepspeed_nmt.files import open_regular, read_regular
+from deepspeed_nmt.text import join_segments
 
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 """Symbols that precede those of the file, in this order."""
@@ -163,7 +164,7 @@ class FairseqTokenizer(Tokenizer):
         """Join the pieces of segmented text to words."""
         if self._is_sentencepiece:
             return "".join(pieces).replace(SPACE, " ").strip()
-        return joined(" ".join(pieces))
+        return join_segments(" ".join(pieces))
 
     @override
     def reference(self, text: str) -> str:

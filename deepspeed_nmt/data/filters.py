@@ -7,7 +7,6 @@ share the pairs; only for ``near_duplicates`` earlier pairs matter.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
 import re
@@ -27,7 +26,7 @@ import regex
 from pydantic import Field, ValidationError, model_validator
 from typing_extensions import override
 
-from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
+from deepspeed_nmt.errors import ConfigError, did_you_mean, import_optional, shown
 from deepspeed_nmt.files import sha256_of
 from deepspeed_nmt.registry import Config, problem_of
 from deepspeed_nmt.text import TextForm, shared_words
@@ -415,13 +414,7 @@ class LanguageFilter(Filter):
 @cache
 def _identifier() -> Any:
     """Load py3langid's model, which takes a second."""
-    try:
-        langid = importlib.import_module("py3langid.langid")
-    except ImportError as error:
-        raise ConfigError(
-            "py3langid is not installed, which the filter language needs; run `pip install py3langid`, or leave out "
-            "the filter"
-        ) from error
+    langid = import_optional("py3langid.langid", "the filter language", "pip install py3langid")
     return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
 
 
@@ -523,13 +516,7 @@ def _name(entry: Mapping[str, Any]) -> str:
 @cache
 def _opus_filters(filters: str) -> tuple[Any, ...]:
     """Build OpusFilter's filters from their list as JSON. Some load models."""
-    try:
-        pipeline = importlib.import_module("opusfilter.pipeline")
-    except ImportError as error:
-        raise ConfigError(
-            "opusfilter is not installed, which the filter opusfilter needs; run `pip install opusfilter`, or leave "
-            "out the filter"
-        ) from error
+    pipeline = import_optional("opusfilter.pipeline", "the filter opusfilter", "pip install opusfilter")
     try:
         built = tuple(pipeline.FilterPipeline.from_config(json.loads(filters)).filters)
         for entry in built:

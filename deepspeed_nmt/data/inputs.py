@@ -27,7 +27,7 @@ from typing_extensions import override
 from deepspeed_nmt.console import progress
 from deepspeed_nmt.data.tokenizer import Count
 from deepspeed_nmt.data.word_alignments import check_links
-from deepspeed_nmt.errors import ConfigError, DataError, counted, did_you_mean, shown
+from deepspeed_nmt.errors import ConfigError, DataError, counted, did_you_mean, import_optional, shown
 from deepspeed_nmt.files import MAX_LINE_BYTES, check_plain, check_utf8_name, shown_name, skip_byte_order_mark
 from deepspeed_nmt.registry import Config
 
@@ -56,13 +56,7 @@ def _library(kind: str, name: str) -> tuple[Callable[[], Any], type[Exception]]:
         return lambda: zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), zlib.error
     if kind == "xz":
         return lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), lzma.LZMAError
-    try:
-        import zstandard
-    except ImportError as error:
-        raise ConfigError(
-            f"the package zstandard is not installed, which reads {name}; install it (`pip install zstandard`), or "
-            "run `unzstd` on the file first"
-        ) from error
+    zstandard = import_optional("zstandard", name, "pip install zstandard")
     return zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).decompressobj, zstandard.ZstdError
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,7 +39,7 @@ from deepspeed_nmt.data.tokenizer import (
 )
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import read_regular
-from deepspeed_nmt.text import segmented_words
+from deepspeed_nmt.text import join_segments, segmented_words
 
 _CACHED_WORDS = 1 << 18
 """Words that are remembered, so that memory is bounded."""
@@ -192,9 +191,6 @@ def open_model(model: bytes, name: str) -> Any:
         raise DataError(f"{name} could not be read: {error}") from error
 
 
-_CONTINUATION = re.compile(r"@@( |$)")
-
-
 class SentencePieceModel:
     """The vocabulary of one side; arguments and errors as of :class:`SentencePieceTokenizer`.
 
@@ -264,7 +260,7 @@ class SentencePieceModel:
         """Decode tokens without special ones. Segmented text is joined to words."""
         numbers = [int(token) for token in tokens if token > EOS]
         if self._segmented:
-            return joined(" ".join(self.pieces(numbers)))
+            return join_segments(" ".join(self.pieces(numbers)))
         front = next(
             (place for place, number in enumerate(numbers) if number not in self._symbol_numbers), len(numbers)
         )
@@ -279,11 +275,6 @@ class SentencePieceModel:
         """Return tokens as the vocabulary spells them, unknown words of segmented text as UNKNOWN_TEXT."""
         unknown = UNKNOWN_TEXT if self._segmented else self.all_pieces[UNK]
         return [unknown if int(token) == UNK else self.all_pieces[int(token)] for token in tokens]
-
-
-def joined(text: str) -> str:
-    """Remove the ``@@ `` marks of segmented text."""
-    return _CONTINUATION.sub("", text)
 
 
 MODEL_FILE = "vocabulary.model"
@@ -361,4 +352,4 @@ class SentencePieceTokenizer(Tokenizer):
 
     @override
     def reference(self, text: str) -> str:
-        return joined(text) if self.segmented else text
+        return join_segments(text) if self.segmented else text

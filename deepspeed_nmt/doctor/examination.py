@@ -19,7 +19,7 @@ from deepspeed_nmt import __version__
 from deepspeed_nmt.console import logger, table
 from deepspeed_nmt.doctor.findings import Finding, JobContext, fault, run_program, warning
 from deepspeed_nmt.doctor.host_checks import OF_A_HOST, OF_A_RANK, query_gpus, version_of
-from deepspeed_nmt.errors import ConfigError, TrainingError, counted
+from deepspeed_nmt.errors import ConfigError, TrainingError, counted, first_line, listed
 from deepspeed_nmt.parallel.launched import RankPlace, local_ranks
 
 if TYPE_CHECKING:
@@ -69,8 +69,7 @@ class Result:
         rows = [[level, check, text] for lines in groups.values() for check, level, text in lines]
         printed = iter(table(rows, left=3).split("\n") if rows else ())
         for hosts, lines in groups.items():
-            more = f" and {len(hosts) - _SHOWN_HOSTS} more" if len(hosts) > _SHOWN_HOSTS else ""
-            yield ", ".join(hosts[:_SHOWN_HOSTS]) + more
+            yield listed(hosts, _SHOWN_HOSTS)
             yield from (f"  {next(printed)}" for _ in lines)
         faults, warnings = self.count("fault"), self.count("warning")
         verdict = f"{counted(faults, 'faults')}, {counted(warnings, 'warnings')}" if faults + warnings else "no fault"
@@ -124,7 +123,7 @@ def examine(context: JobContext) -> Result | None:
         problem = f"{host} has waited {limit_s:.0f} s {error}; check MASTER_ADDR, MASTER_PORT and firewalls"
         problem += ", and that rank 0 has started"
     except Exception as error:  # torch, which other checks report, or the store
-        problem = f"{host} cannot connect ({_reason(error)})"
+        problem = f"{host} cannot connect ({first_line(error)})"
     lines = examine_alone(context)
     if exchange is not None:
         try:
@@ -138,7 +137,7 @@ def examine(context: JobContext) -> Result | None:
                 return None
             problem = f"{host} connected later than {limit_s:.0f} s; start again with a longer --timeout"
         except Exception as error:  # rank 0 or its host is lost
-            problem = f"the connection of {host} to rank 0 was lost ({_reason(error)})"
+            problem = f"the connection of {host} to rank 0 was lost ({first_line(error)})"
             problem += "; look at what rank 0 has printed"
     if not context.is_first_of_host:
         return None
@@ -156,12 +155,7 @@ def _lines(host: str, name: str, check: Callable[[], Iterable[Finding]]) -> Iter
     try:
         yield from (Line(host, name, *finding) for finding in check())
     except Exception as error:  # of a library, a driver or a file system that is in the state to be examined
-        yield Line(host, name, *warning(f"this check could not be made ({_reason(error)})"))
-
-
-def _reason(error: Exception) -> str:
-    first_line = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {first_line}"
+        yield Line(host, name, *warning(f"this check could not be made ({first_line(error)})"))
 
 
 def facts_of(context: JobContext) -> dict[str, Any]:

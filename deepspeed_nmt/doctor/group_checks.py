@@ -19,7 +19,7 @@ from typing import Any
 from deepspeed_nmt.doctor.findings import Finding, JobContext, fault, ok, run_program, warning
 from deepspeed_nmt.doctor.host_checks import judge, lock_problem, scratch
 from deepspeed_nmt.doctor.trial import Outcome, run_trial
-from deepspeed_nmt.errors import TrainingError
+from deepspeed_nmt.errors import TrainingError, listed
 from deepspeed_nmt.parallel.launched import RankPlace, expanded
 from deepspeed_nmt.parallel.world import check_launcher, connect, listed_ranks, restart
 
@@ -257,8 +257,7 @@ def _missing_hosts(context: JobContext, group_hosts: Mapping[int, str], missing:
 
 
 def _some(names: Sequence[str]) -> str:
-    names = list(dict.fromkeys(names))
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return listed(list(dict.fromkeys(names)), 4)
 
 
 OF_A_GROUP: dict[str, Callable[[Group], Iterable[Finding]]] = {

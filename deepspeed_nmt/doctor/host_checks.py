@@ -30,6 +30,7 @@ from deepspeed_nmt import __version__
 from deepspeed_nmt.doctor.findings import NO_END, Finding, HostGpu, JobContext, fault, ok, run_program, warning
 from deepspeed_nmt.doctor.trial import Outcome, trial_on_this_host
 from deepspeed_nmt.errors import ConfigError, counted, shown, shown_bytes
+from deepspeed_nmt.files import system_lines
 from deepspeed_nmt.parallel.hardware import UNKNOWN, driver_problem, host_memory, kernel_problem, lock_for
 
 PREFIX = ".doctor-"
@@ -347,8 +348,8 @@ def directory(context: JobContext) -> Iterator[Finding]:
 
 
 def _file_system(place: Path) -> str:
-    lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
-    kinds = {mount.replace("\\040", " "): kind for _, mount, kind, *_ in map(str.split, lines)}
+    mounts = map(str.split, system_lines("/proc/self/mounts"))
+    kinds = {mount.replace("\\040", " "): kind for _, mount, kind, *_ in mounts}
     place = place.resolve()
     return next((kinds[str(path)] for path in (place, *place.parents) if str(path) in kinds), "")
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_nmt.doctor.findings import last_line, run_program
+from deepspeed_nmt.files import system_lines
 
 _MIB = {"gloo": 4, "nccl": 256}
 """MiB of the tensor whose sum is timed."""
@@ -59,7 +60,7 @@ def run_trial(
         answer = next((line for line in done.text.splitlines() if line.startswith("{")), None)
         if answer is None:
             return Outcome(problem=done.problem or "no answer")
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+        lines = system_lines(log)
     transports = {_transport(match[1]) for line in lines if (match := _CHANNEL.search(line))}
     return replace(Outcome(**json.loads(answer)), transports=tuple(sorted(transports)))
 

@@ -13,7 +13,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,14 +131,11 @@ class CommandMetric(Metric):
                     with suppress(subprocess.TimeoutExpired):
                         process.wait(_INTERVAL_S)
             finally:
-                if process.poll() is None:
-                    with suppress(ProcessLookupError):  # it may have ended by now
-                        os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                kill(process)
             if process.returncode != 0:
-                words = f": {shown(said)}" if (said := _last_line(err)) else ""
+                words = f": {shown(said)}" if (said := last_line(err)) else ""
                 raise MetricError(f"{self.path}, the metric {self.name}, {ending(process.returncode)}{words}")
-            return self._number(_last_line(out), f"the last line of {self.path}")
+            return self._number(last_line(out), f"the last line of {self.path}")
 
     def start(self, files: ScoredFiles, result: Path, log: Path) -> subprocess.Popen[bytes]:
         """Call a late program, which prints into ``log``, and return the process without waiting for it."""
@@ -148,7 +145,7 @@ class CommandMetric(Metric):
     def read(self, result: Path) -> float | None:
         """Read the number from the file of a late program; None while there is none."""
         with suppress(FileNotFoundError), result.open("rb") as stream:
-            if text := _last_line(stream):
+            if text := last_line(stream):
                 return self._number(text, f"the last line of {result}")
         return None
 
@@ -160,16 +157,10 @@ class CommandMetric(Metric):
     def _call(
         self, files: ScoredFiles, further: Sequence[Path], out: IO[Any], err: IO[Any]
     ) -> subprocess.Popen[bytes]:
-        """Start the program in a session of its own, so that signals for this one do not reach it."""
-        environment = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.fullmatch(name)}
-        if files.sentences is not None:
-            environment[SENTENCES] = str(files.sentences.absolute())
+        variables = {} if files.sentences is None else {SENTENCES: str(files.sentences.absolute())}
         paths = (self.path, files.hypothesis, files.reference, files.source, *further)
         try:
-            return subprocess.Popen(
-                [str(path.absolute()) for path in paths], stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-                env=environment, start_new_session=True,
-            )  # fmt: skip
+            return start([str(path.absolute()) for path in paths], subprocess.DEVNULL, out, err, variables)
         except OSError as error:
             raise MetricError(
                 f"{self.path}, the metric {self.name}, cannot be started ({error.strerror or error}); does its first "
@@ -202,7 +193,25 @@ def ending(status: int) -> str:
     return f"was killed by signal {-status}"
 
 
-def _last_line(stream: IO[bytes]) -> str:
+def start(
+    words: Sequence[str], given: IO[Any] | int, out: IO[Any] | int, err: IO[Any], variables: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a program of the user in a session of its own, so that signals for this one do not reach it."""
+    environment = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.fullmatch(name)}
+    return subprocess.Popen(
+        words, stdin=given, stdout=out, stderr=err, env={**environment, **variables}, start_new_session=True
+    )
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a program that :func:`start` has started, and the processes that it has started, unless it has ended."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def last_line(stream: IO[bytes]) -> str:
     """Return the last line of a file that is not blank; "" if there is none."""
     size = stream.seek(0, os.SEEK_END)
     stream.seek(max(0, size - _LAST_BYTES))

@@ -24,7 +24,7 @@ from pydantic import Field
 from deepspeed_nmt.core.parts import MAX_HYPOTHESES, SearchConfig
 from deepspeed_nmt.core.vocabulary import SIDES
 from deepspeed_nmt.data.tokenizer import Tokenizer
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.errors import ConfigError, import_optional
 from deepspeed_nmt.search.base import Hypothesis, LengthPenalty, PenaltyName, length_bound
 from deepspeed_nmt.search.lines import length_buckets
 
@@ -51,11 +51,7 @@ other translations.
 
 def import_ctranslate2() -> Any:
     """Import CTranslate2, and return the module, or raise a ConfigError."""
-    try:
-        import ctranslate2
-    except ImportError as error:
-        raise ConfigError(f"the package ctranslate2 cannot be imported ({error}); install it ({EXTRA})") from error
-    return ctranslate2
+    return import_optional("ctranslate2", "an export for CTranslate2", EXTRA)
 
 
 class ExportBeamSettings(SearchConfig):

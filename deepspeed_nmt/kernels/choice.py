@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -24,6 +23,7 @@ from torch._compile import _disable_dynamo
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
+from deepspeed_nmt.files import system_lines
 from deepspeed_nmt.kernels import torch_ops
 from deepspeed_nmt.kernels.attention_ops import (
     AttentionChoice,
@@ -129,10 +129,7 @@ def preferred_on_cpu(operation: str, dtype: torch.dtype) -> str:
 @cache
 def cpu_vendor() -> str:
     """Return the vendor of this CPU as it reports itself, such as "AuthenticAMD"; "" if unknown."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return ""
+    lines = system_lines("/proc/cpuinfo")
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
 
 

@@ -197,11 +197,6 @@ class AbNet(MaskedModel):
         for module in [*frozen, *_berts_layers(self.encoder), *_berts_layers(self.decoder)]:
             module.requires_grad_(False)
 
-    @property
-    @override
-    def stacks(self) -> tuple[list[LayerStack], list[LayerStack]]:
-        return [self.encoder], [self.decoder]
-
     @override
     def attention_layers(self) -> dict[int, nn.Module]:
         return {}  # a pass has the logits of lengths, too

@@ -42,7 +42,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from typing_extensions import override
 
-from deepspeed_nmt.core.model import Exits, Memory, TranslationModel
+from deepspeed_nmt.core.model import Exits, Memory, StackedModel
 from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH, ModelConfig, Parts
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.choice import UsesKernels
@@ -265,7 +265,7 @@ class _ScaledGradient(torch.autograd.Function):
         return gradients[0] * ctx.factor, None
 
 
-class ConvS2S(TranslationModel):
+class ConvS2S(StackedModel):
     """Encoder and decoder of convolutions. Its :class:`Memory` has keys, then values: states of (B,S,2D)."""
 
     not_standard = "its layers are convolutions, and no Transformer's"
@@ -286,11 +286,6 @@ class ConvS2S(TranslationModel):
         self.projection = NormalisedProjection(dim, vocabulary.size, 1.0 - p)
         self.vocab_size, self.pad = vocabulary.size, vocabulary.pad
         self.longest_source = self.longest_target = config.positions
-
-    @property
-    @override
-    def stacks(self) -> tuple[list[LayerStack], list[LayerStack]]:
-        return [self.encoder], [self.decoder]
 
     @override
     def encode(
@@ -313,10 +308,6 @@ class ConvS2S(TranslationModel):
         segments: Segments | None = None,
     ) -> list[Tensor]:
         return [self._decode(self.target_embedding(target_input_BT), memory, None)]
-
-    @override
-    def begin(self) -> DecoderCache:
-        return DecoderCache(self.decoder.order.indices)
 
     @override
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:

@@ -41,7 +41,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from typing_extensions import override
 
-from deepspeed_nmt.core.model import Exits, Memory, TranslationModel
+from deepspeed_nmt.core.model import Exits, Memory, StackedModel
 from deepspeed_nmt.core.parts import MAX_LAYERS, MAX_WIDTH, ModelConfig, Parts
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.segments import Segments
@@ -188,7 +188,7 @@ class UpperLayer(RecurrentLayer):
         return output_BTD if self.is_top else torch.cat([output_BTD, x_BTE[..., output_BTD.shape[2] :]], dim=2)
 
 
-class Gnmt(TranslationModel):
+class Gnmt(StackedModel):
     """Encoder and decoder of LSTMs."""
 
     not_standard = "its layers are LSTMs, and no Transformer's"
@@ -208,11 +208,6 @@ class Gnmt(TranslationModel):
         self.vocab_size, self.pad = vocabulary.size, vocabulary.pad
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -config.init_range, config.init_range)
-
-    @property
-    @override
-    def stacks(self) -> tuple[list[LayerStack], list[LayerStack]]:
-        return [self.encoder], [self.decoder]
 
     @override
     def encode(
@@ -234,10 +229,6 @@ class Gnmt(TranslationModel):
     ) -> list[Tensor]:
         states: list[Tensor] = self.decoder(self.target_embedding(target_input_BT), memory.context(draw))
         return states
-
-    @override
-    def begin(self) -> DecoderCache:
-        return DecoderCache(self.decoder.order.indices)
 
     @override
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from deepspeed_nmt.core.description import NotStandardError, StandardTransformer, describe
-from deepspeed_nmt.core.model import TOP, Exits, Memory, Rates, SplitDecoder, TranslationModel
+from deepspeed_nmt.core.model import TOP, Exits, Memory, Rates, SplitDecoder, StackedModel, TranslationModel
 from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH, LayerConfig, ModelConfig, Parts, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
@@ -219,7 +219,7 @@ SMALL = {"dim": 32, "ffn_dim": 64, "heads": 4, "encoder_layers": 2, "decoder_lay
 """Shape of the Transformers in self-tests."""
 
 
-class Transformer(TranslationModel):
+class Transformer(StackedModel):
     """Encoder-decoder Transformer. Built by :func:`build_transformer`."""
 
     transfer: Transfer | None = None
@@ -248,11 +248,6 @@ class Transformer(TranslationModel):
     @override
     def stages(self) -> tuple[int, int]:
         return self.encoder.stages, self.decoder.stages
-
-    @property
-    @override
-    def stacks(self) -> tuple[list[LayerStack], list[LayerStack]]:
-        return [self.encoder], [self.decoder]
 
     @override
     def rates(self) -> Mapping[nn.Parameter, Rates]:
@@ -327,10 +322,6 @@ class Transformer(TranslationModel):
         if described.relative and target.wavelengths != "none":
             raise NotStandardError("it has both relative and absolute positions")
         return described
-
-    @override
-    def begin(self) -> DecoderCache:
-        return DecoderCache(self.decoder.order.indices)
 
     @override
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.errors import ConfigError, first_line
 from deepspeed_nmt.kernels.segments import CONSTANTS, SegmentPair
 from deepspeed_nmt.nn.layers import Context, DecoderBlock
 
@@ -49,12 +49,12 @@ def check_compiler(device: torch.device) -> None:
         # whose saved tensors are counted, that would be an error.
         compiled(torch.zeros(8, device=device, requires_grad=True)).sum().backward()
     except Exception as problem:  # of torch, a compiler or a driver
-        reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
         remedy = "set engine.compile=off"
         if "compiler" in f"{type(problem).__name__} {problem}".lower():
             remedy = f"install a C++ compiler, or {remedy}"
         raise ConfigError(
-            f"torch.compile, which engine.compile=layers needs, fails on {device.type}: {reason}; {remedy}"
+            f"torch.compile, which engine.compile=layers needs, fails on {device.type} ({first_line(problem)}); "
+            f"{remedy}"
         ) from problem
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from deepspeed_nmt.errors import ConfigError, shown
+from deepspeed_nmt.files import system_lines
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ class HostMemory(NamedTuple):
 def host_memory(root: Path = Path("/")) -> HostMemory:
     """Return the memory of this host, by the files under ``root``."""
     sizes = {"MemTotal": UNKNOWN, "MemAvailable": UNKNOWN}
-    for line in _lines(root / "proc/meminfo"):
+    for line in system_lines(root / "proc/meminfo"):
         name, _, size = line.partition(":")
         if name in sizes:
             sizes[name] = int(size.split()[0]) << 10
@@ -47,7 +48,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
     """Yield the limit in bytes of each control group of this process, and of those around it, and what is in use."""
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in system_lines(root / "proc/self/cgroup"):
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if not controllers:  # version 2
             top, files = root / "sys/fs/cgroup", ("memory.max", "memory.current")
@@ -58,22 +59,15 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
         group = top / path.lstrip("/")
         # Inside a container the path of a group may be that of the host; then only the top is there.
         for directory in (group, *(parent for parent in group.parents if parent.is_relative_to(top))):
-            limit, usage = (_lines(directory / file) for file in files)
+            limit, usage = (system_lines(directory / file) for file in files)
             if limit and limit[0].isdecimal():
                 cached = [
                     int(line.split()[1])
-                    for line in _lines(directory / "memory.stat")
+                    for line in system_lines(directory / "memory.stat")
                     if line.startswith(("inactive_file ", "total_inactive_file "))  # the second also in groups inside
                 ]
                 used = int(usage[0]) if usage and usage[0].isdecimal() else 0
                 yield int(limit[0]), max(0, used - max(cached, default=0))
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
 
 
 def uses_cuda(device: str, option: str) -> bool:

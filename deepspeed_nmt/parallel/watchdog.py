@@ -31,7 +31,7 @@ from typing import Any
 import torch.distributed as dist
 
 from deepspeed_nmt.console import logger
-from deepspeed_nmt.errors import EXIT_RANK_LOST, ReportedError
+from deepspeed_nmt.errors import EXIT_RANK_LOST, ReportedError, first_line
 from deepspeed_nmt.parallel import collectives
 from deepspeed_nmt.parallel.world import World
 
@@ -129,8 +129,9 @@ class Watchdog:
             return
         self._failing = True  # the main thread reports its error and ends the process
         logger.info("failed in %s", self._at[0], exc_info=error)
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
-        self._publish(f"rank {self._world.rank} on {socket.gethostname()} failed in {self._at[0]}: {text}")
+        self._publish(
+            f"rank {self._world.rank} on {socket.gethostname()} failed in {self._at[0]}: {first_line(error)}"
+        )
         if self._world.is_main:  # it hosts the store
             self._ended.wait(_GRACE * self._interval_s)
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_nmt.console import logger
-from deepspeed_nmt.errors import EXIT_STOPPED, ConfigError, ReportedError, TrainingError, counted, shown
+from deepspeed_nmt.errors import EXIT_STOPPED, ConfigError, ReportedError, TrainingError, counted, listed, shown
 from deepspeed_nmt.parallel.hardware import prepare_gpu, uses_cuda
 from deepspeed_nmt.parallel.launched import RankPlace, once_per_host, place, pointing_to_doctor
 
@@ -243,8 +243,7 @@ def _missing(store: Any, key: str, ranks: int) -> str:
 
 def listed_ranks(ranks: list[int]) -> str:
     """Return the first of some ranks, and the number of further ones, as text: "ranks 1, 2"."""
-    text = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks, 8)}"
 
 
 def restart() -> str:

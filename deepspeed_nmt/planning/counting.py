@@ -8,13 +8,13 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.core.model import TranslationModel
@@ -32,6 +32,13 @@ _COUNTED = (1024, 4096, 8192, 16384)
 """Sizes in tokens of the micro-batches that are counted; other sizes are interpolated. Up to 4,096 the loss of a GPU
 holds all logits at once, from there on a chunk of them (:func:`deepspeed_nmt.kernels.cross_entropy.chunk_rows`),
 which may take more with the gradients that are beside it."""
+
+
+def sizes(model: TranslationModel) -> tuple[int, int]:
+    """Return the numbers of trained and of frozen parameters."""
+    parameters = list(model.parameters())
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    return trained, sum(parameter.numel() for parameter in parameters) - trained
 
 
 class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -61,7 +68,7 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _note(self, values: tuple[Any, ...], made_inside: bool) -> None:
-        for tensor in _tensors(values):
+        for tensor in filter(torch.is_tensor, tree_leaves(values)):
             storage = tensor.untyped_storage()
             if (key := storage._cdata) not in self._known:
                 self._known.add(key)
@@ -73,14 +80,6 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _freed(self, key: int, size: int) -> None:
         self.bytes -= size
         self._known.discard(key)
-
-
-def _tensors(values: tuple[Any, ...] | list[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
 
 
 _aten = torch.ops.aten
@@ -234,8 +233,7 @@ def count_model(
     """
     exchange = Exchange()
     parallelize(model, World(0, tensor_ranks, 0, torch.device("meta"), tensor_ranks, exchange))
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = sum(p.numel() for p in model.parameters()) - trained
+    trained, frozen = sizes(model)
     model.to(DTYPES[precision])
 
     def counted(recompute: RecomputedLayers) -> tuple[Work, ...]:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deepspeed_nmt.console import output
+from deepspeed_nmt.console import output, setting
 from deepspeed_nmt.errors import EXIT_STOPPED, DataError, UserError
 from deepspeed_nmt.text import text_of, without_spaces
 
@@ -90,11 +90,7 @@ class OwnRecipe:
             "validation.best_by": "auto",
             "validation.max_sentences": 200,
         }
-        return ["--recipe", self.name, *(f"{key}={_value(value)}" for key, value in settings.items())]
-
-
-def _value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+        return ["--recipe", self.name, *(f"{key}={setting(value)}" for key, value in settings.items())]
 
 
 def vocabulary(pairs: int, characters: Mapping[str, int]) -> tuple[int, float]:

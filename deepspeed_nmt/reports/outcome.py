@@ -30,7 +30,6 @@ from deepspeed_nmt.reports.run_log import (
     RunLog,
     read_file,
     shortened,
-    validation_metric,
 )
 from deepspeed_nmt.reports.text_scores import RecordedScore
 from deepspeed_nmt.run.directory import CHECKPOINTS, CONFIG_FILE, DATA_FILE, DataRecord, recorded_config
@@ -155,6 +154,7 @@ class Outcome:
             "hours": self.hours,
             "parameters": self.parameters(plans),
             **{key: self.log.last(tag) for key, (*_, tag) in _RESULTS.items() if tag},
+            "cross_share": {layer: series.last for layer, series in self.log.cross_shares().items()},
             "validation": validation,
             "test": [score.model_dump(exclude={"key"}) for score in scores],
         }
@@ -204,20 +204,3 @@ def comparison_table(rows: Mapping[str, Mapping[str, Any]], measures: Sequence[s
     for text, metric in dict.fromkeys(key for of_run in scores for key in of_run):
         lines.append([f"{metric} of {text}", *(cell(of_run.get((text, metric)), 2) for of_run in scores)])
     return lines
-
-
-def collapse_row(name: str, log: RunLog) -> dict[str, object]:
-    """Return the signs of a collapse in a log that has begun, for JSON."""
-    metric = validation_metric([log])
-    score = log.series(validation_tag(metric.name))
-    best = score.best(higher_is_better=metric.higher_is_better)
-    return {
-        "run": name,
-        "updates": log.update,
-        "target_tokens": log.tokens,
-        **{key: log.last(_RESULTS[key][2]) for key in ("source_reliance", "train_ppl", "valid_loss", "valid_ppl")},
-        "metric": metric.name,
-        "valid_score": score.last,
-        "best_valid_score": best and best[1],
-        "cross_share": {layer: series.last for layer, series in log.cross_shares().items()},
-    }

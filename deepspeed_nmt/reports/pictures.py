@@ -77,12 +77,12 @@ def use_log_scale(axis: Axes) -> None:
     axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2.0, 0.5)))
 
 
-def draw_curves(logs: Mapping[str, RunLog], panels: Mapping[str, str], out: Path, *, shares: bool = False) -> None:
+def draw_curves(logs: Mapping[str, RunLog], panels: Mapping[str, str], out: Path) -> None:
     """Draw a panel for each tag and its title over target tokens, with a line for each run by its name.
 
-    With ``shares`` runs that log cross-attention's share in each decoder layer get a heat map of it.
+    Runs that log cross-attention's share in each decoder layer get a heat map of it.
     """
-    maps = {name: log.cross_shares() for name, log in logs.items() if shares and log.cross_shares()}
+    maps = {name: log.cross_shares() for name, log in logs.items() if log.cross_shares()}
     columns = len(panels)
     rows = math.ceil(len(maps) / columns)
     with picture(out, 4.5 * columns, 3.8 * (1 + rows)) as figure:

@@ -45,6 +45,7 @@ from deepspeed_nmt.export.formats import Format, OwnProgram, Sentences, Subject
 from deepspeed_nmt.export.huggingface_weights import HuggingFaceFormat
 from deepspeed_nmt.files import check_utf8_name, replacing, staged
 from deepspeed_nmt.manifest import FileRecord
+from deepspeed_nmt.planning.counting import sizes
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.run.opening import cut_at
 from deepspeed_nmt.run.start import recorded_data
@@ -166,7 +167,7 @@ def export_run(
             length_penalty=format.length_penalty or settings.length_penalty,
             logit_difference=difference,
             comparisons=comparisons,
-            weights_bytes=sum(4 * parameter.numel() for parameter in cut.parameters()),
+            weights_bytes=4 * sum(sizes(cut)),
             export_bytes=sum(record.bytes for record in records.values()),
             files=records,
             problems=tuple(problems),

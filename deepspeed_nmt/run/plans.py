@@ -18,7 +18,7 @@ from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine_for
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.kernels.precision import Precision
-from deepspeed_nmt.planning.counting import Counts, count_model
+from deepspeed_nmt.planning.counting import Counts, count_model, sizes
 from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.layouts import LayoutEstimate, estimates, prefers_padded
 from deepspeed_nmt.planning.planner import Planner, layout_of
@@ -50,10 +50,8 @@ class Plans:
         key = repr((config.model, config.layer, config.optimizer.name, vocabulary))
         if key not in self._parameters:
             model = build_meta_model(config, vocabulary)
-            parameters = list(model.parameters())
-            trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-            count = sum(parameter.numel() for parameter in parameters)
-            self._parameters[key] = trained, count, config.optimizer.state_elements(model)
+            trained, frozen = sizes(model)
+            self._parameters[key] = trained, trained + frozen, config.optimizer.state_elements(model)
         return self._parameters[key]
 
     def on(self, gpu: Gpu, ranks: int, config: RunConfig, vocabulary: Vocabulary) -> Planned:

@@ -33,7 +33,7 @@ from deepspeed_nmt.parallel.collectives import fail_together, from_main, max_ove
 from deepspeed_nmt.parallel.hardware import host_memory
 from deepspeed_nmt.parallel.launched import local_ranks
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.planning.counting import RecomputedLayers, count_rates
+from deepspeed_nmt.planning.counting import RecomputedLayers, count_rates, sizes
 from deepspeed_nmt.planning.gpus import kind_of, usable_gib
 from deepspeed_nmt.planning.memory import GIB, cpu_bytes, host_bytes
 from deepspeed_nmt.planning.planner import layout_of
@@ -306,13 +306,6 @@ def check_room(run: Path, config: RunConfig, data: TrainingData) -> None:
         config.model.check_data(tokenizer)
     model = build_meta_model(config, tokenizer.vocabulary)
     check_can_save(store.directory, checkpoint_size(model, config), config.training, len(names))
-
-
-def sizes(model: TranslationModel) -> tuple[int, int]:
-    """Return the numbers of trained and of frozen parameters."""
-    parameters = list(model.parameters())
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    return trained, sum(parameter.numel() for parameter in parameters) - trained
 
 
 def checkpoint_size(model: TranslationModel, config: RunConfig) -> int:

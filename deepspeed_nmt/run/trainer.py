@@ -32,10 +32,11 @@ from deepspeed_nmt.parallel.launched import once_per_host
 from deepspeed_nmt.parallel.tensor import parallelize
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.planning.counting import sizes
 from deepspeed_nmt.run.batches import update_order_of, with_mixture
 from deepspeed_nmt.run.directory import CHECKPOINTS, GRADIENTS, DataRecord, check_record
 from deepspeed_nmt.run.late_scores import LateScores
-from deepspeed_nmt.run.resolve import checkpoint_size, resolve, sizes, workload_of
+from deepspeed_nmt.run.resolve import checkpoint_size, resolve, workload_of
 from deepspeed_nmt.run.start import Origin, load_first_weights
 from deepspeed_nmt.run.validator import ModelValidator
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import signal
 import subprocess
 import tempfile
 import threading
@@ -25,7 +23,16 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deepspeed_nmt.console import logger
-from deepspeed_nmt.errors import ConfigError, NoProgressError, ReportedError, TrainingError, UserError, shown
+from deepspeed_nmt.errors import (
+    ConfigError,
+    NoProgressError,
+    ReportedError,
+    TrainingError,
+    UserError,
+    first_line,
+    shown,
+)
+from deepspeed_nmt.evaluate.command_metrics import ending, kill, last_line, start
 from deepspeed_nmt.files import append_line
 from deepspeed_nmt.train.configuration import Event, words_of
 
@@ -128,7 +135,7 @@ def reason(error: BaseException) -> str:
         return error.reason or "another rank reported an error; see its log"
     if isinstance(error, (UserError, TrainingError)):
         return str(error)
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return first_line(error)
 
 
 MAX_FRUITLESS = 3
@@ -174,11 +181,6 @@ LIMIT_S = 60.0
 """Time limit of the command for one event."""
 CLOSE_S = 10.0
 """Seconds for which the end of training waits for the command."""
-_RANK_VARIABLES = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"),
-    *("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID", "DEEPSPEED_NMT_STOP", "DEEPSPEED_NMT_STATUS"),
-)
-"""Variables by which a program that the command starts would take itself for a rank of this run."""
 
 
 def check_notify(command: str) -> None:
@@ -205,9 +207,8 @@ class Notifier:
         if not self._words or event not in self._events or self._ending:
             return
         variables = {"EVENT": event, "RUN": str(run.absolute()), "UPDATE": str(update), "TEXT": text}
-        environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
-        environment |= {f"DEEPSPEED_NMT_{name}": value.replace("\0", "") for name, value in variables.items()}
-        self._newest = self._thread.submit(self._run, line + "\n", environment)
+        variables = {f"DEEPSPEED_NMT_{name}": value.replace("\0", "") for name, value in variables.items()}
+        self._newest = self._thread.submit(self._run, line + "\n", variables)
 
     def close(self, wait_s: float = CLOSE_S) -> None:
         """Wait for the command until it has run for all events, at most ``wait_s`` seconds; then kill it."""
@@ -218,42 +219,28 @@ class Notifier:
         self._thread.shutdown(wait=False, cancel_futures=True)
         if is_late:
             self._warn(f"was still running {wait_s:g} s after training had ended, and was killed")
-            self._kill()
+            if self._process is not None:
+                kill(self._process)
 
-    def _run(self, line: str, environment: dict[str, str]) -> None:
+    def _run(self, line: str, variables: dict[str, str]) -> None:
         """Run the command once. Files instead of pipes: a process that it leaves behind holds up nothing."""
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as complaints:
             given.write(line.encode("utf-8", "replace"))
             given.seek(0)
             try:
-                self._process = subprocess.Popen(
-                    self._words,
-                    stdin=given,
-                    stdout=subprocess.DEVNULL,
-                    stderr=complaints,
-                    env=environment,
-                    start_new_session=True,  # Ctrl-C in the terminal stops the training, not the command
-                )
+                process = self._process = start(self._words, given, subprocess.DEVNULL, complaints, variables)
                 if self._ending:  # close() had no process to kill
-                    self._kill()
-                status = self._process.wait(self._limit_s)
+                    kill(process)
+                status = process.wait(self._limit_s)
             except (OSError, ValueError) as error:
                 self._warn(f"could not be run ({error})")
             except subprocess.TimeoutExpired:
-                self._kill()
+                kill(process)
                 self._warn(f"took longer than {self._limit_s:g} s, and was killed")
             else:
                 if status and not self._ending:
-                    complaints.seek(max(0, complaints.seek(0, os.SEEK_END) - 400))
-                    said = complaints.read().decode("utf-8", "replace").strip().splitlines()
-                    self._warn(f"ended with status {status}{f' ({said[-1].strip()})' if said else ''}")
-
-    def _kill(self) -> None:
-        """Kill the command and the processes that it started."""
-        if self._process is not None and self._process.poll() is None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+                    said = last_line(complaints)[-400:]
+                    self._warn(f"{ending(status)}{f' ({said})' if said else ''}")
 
     def _warn(self, what: str) -> None:
         """Warn of the first failure."""

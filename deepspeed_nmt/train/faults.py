@@ -19,20 +19,21 @@ from __future__ import annotations
 import platform
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.engine.contract import UpdateResult, add_sums, seed_dropout
 from deepspeed_nmt.engine.hashes import digest_of
 from deepspeed_nmt.engine.transfer import on_device
-from deepspeed_nmt.errors import DeviceError
+from deepspeed_nmt.errors import DeviceError, listed
+from deepspeed_nmt.files import system_lines
 from deepspeed_nmt.parallel.collectives import all_reduce_in_buckets, any_rank, fail_together, gather_lists
 from deepspeed_nmt.parallel.tensor import total_norm
 from deepspeed_nmt.parallel.world import World
@@ -256,7 +257,8 @@ def cause_of(module: TrainModule, micro_batches: Sequence[Batch], world: World) 
     names: list[str] = []
 
     def note(name: str, outputs: object) -> None:
-        if not names and any(not bool(torch.isfinite(tensor).all()) for tensor in _tensors(outputs)):
+        tensors = filter(torch.is_tensor, tree_leaves(outputs))
+        if not names and any(not bool(torch.isfinite(tensor).all()) for tensor in tensors):
             names.append(name)
 
     hooks = [
@@ -277,28 +279,14 @@ def cause_of(module: TrainModule, micro_batches: Sequence[Batch], world: World) 
     return ""
 
 
-def _tensors(value: object) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() else []
-    if isinstance(value, (tuple, list)):
-        return [tensor for part in value for tensor in _tensors(part)]
-    return []
-
-
 def _pairs(batch: Batch) -> str:
-    ids = sorted(batch.sentence_ids_B.tolist())
-    shown = ", ".join(map(str, ids[:_NAMED_SENTENCES]))
-    more = f" and {len(ids) - _NAMED_SENTENCES} more" if len(ids) > _NAMED_SENTENCES else ""
-    return f"the pairs {shown}{more}"
+    return f"the pairs {listed(sorted(batch.sentence_ids_B.tolist()), _NAMED_SENTENCES)}"
 
 
 def _model_of(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor()
+    lines = system_lines("/proc/cpuinfo")
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor())
 

@@ -14,7 +14,7 @@ from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.loader import TrainLoader
 from deepspeed_nmt.engine.contract import Engine
-from deepspeed_nmt.errors import TrainingError, counted
+from deepspeed_nmt.errors import TrainingError, counted, first_line
 from deepspeed_nmt.train.configuration import Probe
 
 _SIGNS = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
@@ -81,7 +81,7 @@ def explained(what: str, micro_batches: Sequence[Batch], device: torch.device, h
             name = f"{torch.cuda.get_device_name(device)}, which has {_capacity_gib(device):.1f} GiB"
         raise OutOfMemoryError(
             f"{what} ran out of the memory of {name} with {largest.rows} rows x {largest.longest} tokens, "
-            f"{largest.padded_tokens} of batch.micro_tokens ({_first_line(error)}). Lower batch.micro_tokens (the "
+            f"{largest.padded_tokens} of batch.micro_tokens ({first_line(error)}). Lower batch.micro_tokens (the "
             "updates stay the same), recompute layers (engine.recompute_decoder=1 engine.recompute_encoder=1), or "
             "with several GPUs divide the model's state (engine.ds_config=zero2 or zero3) or its matrices "
             f"(engine.tensor_parallel=2){hint}"
@@ -101,7 +101,3 @@ def out_of_memory(error: BaseException | None) -> bool:
 
 def _capacity_gib(device: torch.device) -> float:
     return torch.cuda.get_device_properties(device).total_memory / 2**30
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -24,7 +24,7 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.data.loader import Update
 from deepspeed_nmt.data.mixture import rolled_back
 from deepspeed_nmt.engine.contract import UpdateResult
-from deepspeed_nmt.errors import CheckpointError, TrainingError
+from deepspeed_nmt.errors import CheckpointError, TrainingError, listed
 from deepspeed_nmt.parallel.collectives import fail_together, from_main, gather_lists, sum_over_data_ranks
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.checkpoint import CheckpointStore
@@ -74,8 +74,7 @@ def report_skip(
     layers = list(dict.fromkeys(layer_of(name) for name in reversed(parameters) if name in culprits))
     cause = f"{' and '.join(losses)} {'are' if len(losses) > 1 else 'is'} not finite" if losses else ""
     if layers:
-        named, more = ", ".join(layers[:_NAMED_LAYERS]), len(layers) - _NAMED_LAYERS
-        where = f"the gradient of {named}{f' and {more} more' if more > 0 else ''} is not finite"
+        where = f"the gradient of {listed(layers, _NAMED_LAYERS)} is not finite"
         cause = f"{cause}; {where}" if cause else where
     cause = "; ".join(filter(None, (cause or "the gradient is not finite", attributed)))
     text = f"update {update.number} skipped: {cause}"

@@ -79,7 +79,6 @@ SOUND = {
     ("score",): "--hypothesis text/valid.de --reference text/valid.de",
     ("average",): "--run run --last 1",
     ("plan",): "--recipe sample_small",
-    ("report", "collapse"): "run",
     ("report", "runs"): "run run",
     ("report", "depths"): "--run run --input text/valid.en --reference text/valid.de",
 }

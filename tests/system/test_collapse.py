@@ -12,7 +12,7 @@ import torch
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.sample import write_sample
 from tests.commands import log_of, logged, newest, pair_words, refused
-from tests.support import ROOT, run_ranks
+from tests.support import run_ranks
 from tests.system.conftest import SMALL
 
 SETTINGS = [
@@ -133,12 +133,11 @@ def test_report_compares_runs(
 ) -> None:
     paths = [str(run) for run, _ in runs.values()]
     picture = tmp_path / "both.svg"
-    assert main(["report", "collapse", *paths, "--out", str(picture), "--json"]) == 0
+    assert main(["report", "runs", *paths, "--out", str(picture), "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["run"] for row in rows] == ["run-good", "run-shuffled"]
     assert rows[0]["source_reliance"] == reliance(runs["good"][0])[-1] and rows[0]["updates"] == 240
     assert 1.0 < rows[0]["train_ppl"] < rows[1]["train_ppl"] and list(rows[0]["cross_share"]) == ["1", "2"]
     drawn = picture.read_text(encoding="utf-8")
     assert "<!-- training perplexity -->" in drawn and drawn.count("QuadMesh") == 2, "a map for each run"
-    refused(["report", "collapse", *paths, "--out", str(tmp_path / "x.doc")], capsys, "--out", ".svg")
-    refused(["report", "collapse", str(ROOT), "--out", str(picture)], capsys, str(ROOT), "metrics.jsonl")
+    refused(["report", "runs", *paths, "--out", str(tmp_path / "x.doc")], capsys, "--out", ".svg")

@@ -14,6 +14,7 @@ from deepspeed_nmt.methods.depth_growing import DepthGrowing, DepthGrowingConfig
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.nn.layers import Draw
 from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.planning.counting import sizes
 from deepspeed_nmt.train.optimizers.adam import AdamConfig
 from tests import transformer_equations as equations
 from tests.models import two_pairs
@@ -76,6 +77,8 @@ def test_the_bottom_is_frozen_to_the_bit_and_has_no_optimizer_state() -> None:
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
     moving = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     assert {name.split(".")[0] for name in frozen} == {"bottom"}
+    trained = sum(p.numel() for name, p in model.named_parameters() if name not in frozen)
+    assert sizes(model) == (trained, sum(p.numel() for p in frozen.values()))
     assert {name.split(".")[0] for name in moving} == {"top_encoder", "top_decoder", "source_norm", "target_norm"}
     module = TrainModule(model, Objective(LabelSmoothed(0.1, 0)))
     world = World(rank=0, ranks=1, local_rank=0, device=torch.device("cpu"))

@@ -174,7 +174,7 @@ def test_opusfilter_judges_each_pair_alone(monkeypatch: pytest.MonkeyPatch, tmp_
     (path := tmp_path / "opus.yaml").write_text(f"filters: {json.dumps(yaml.safe_load(OPUS))}")
     monkeypatch.setitem(sys.modules, "opusfilter", None)
     monkeypatch.setitem(sys.modules, "opusfilter.pipeline", None)
-    with pytest.raises(ConfigError, match=r"opusfilter is not installed, .*`pip install opusfilter`"):
+    with pytest.raises(ConfigError, match=r"needs the package opusfilter, .*pip install opusfilter"):
         PairStream(f"opusfilter={path}", EN_DE)
     monkeypatch.setitem(sys.modules, "opusfilter", ModuleType("opusfilter"))
     monkeypatch.setitem(sys.modules, "opusfilter.pipeline", SimpleNamespace(FilterPipeline=_Pipeline))

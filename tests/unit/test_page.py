@@ -252,7 +252,7 @@ def test_a_hostile_log_is_drawn(lines: list[str], new: set[str], tmp_path: Path)
         stream.write("\n".join(lines) + "\n")
     assert page_of(run).text
     log = RunLog.read(run)
-    draw_curves({"run": log}, {"train/ppl": "perplexity"}, tmp_path / "out.svg", shares=True)
+    draw_curves({"run": log}, {"train/ppl": "perplexity"}, tmp_path / "out.svg")
     assert set(log.tags) - known == set(new) and list(log.cross_shares()) == list(range(1, 12))
 
 

@@ -28,7 +28,7 @@ ENTRY = "Entry('{0}', RegularizerConfig, print)"
         ("no_such_module", None, "'no_such_module', but there is no such module; install it"),
         ("no_import", "import no_such_package", "no_import cannot be imported (ModuleNotFoundError: No module named"),
         ("no_syntax", "def", "no_syntax cannot be imported (SyntaxError"),
-        ("exits", "raise SystemExit", "exits cannot be imported (SystemExit: no reason)"),
+        ("exits", "raise SystemExit", "exits cannot be imported (SystemExit)"),
         ("no_version", "ENTRIES = []", "no_version has PLUGIN_API None, but this deepspeed_nmt has 1"),
         ("next_version", "PLUGIN_API = 2", "next_version has PLUGIN_API 2, but"),
         ("no_entries", HEAD, "no_entries has no list ENTRIES"),
