@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -54,7 +55,7 @@ class TaskRecord(Config):
 R = TypeVar("R", bound=TaskRecord)
 
 
-class Work(Config, Generic[R]):
+class Work(Config, ABC, Generic[R]):
     """Stages of tasks: ``tasks`` is the number of those that share a text; ``directory`` receives their directories.
 
     ``versions`` are those of ``packages``, which all hosts must have. ``shown`` are the stages whose progress is
@@ -73,21 +74,21 @@ class Work(Config, Generic[R]):
     tasks: int = 1
 
     @property
+    @abstractmethod
     def stages(self) -> dict[str, int]:
         """Names of the stages, in order, with their numbers of tasks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self, stage: str, task: int, new: Path) -> R:
         """Write the files of a task to the directory ``new``, and return its record."""
-        raise NotImplementedError
 
+    @abstractmethod
     def join(self) -> Any:
         """Make the result of what the tasks have written. A second time changes nothing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def division(self) -> int:
         """Return the number of tasks that the text needs on one host, once the first stage is done."""
-        raise NotImplementedError
 
     def gpus(self, stage: str) -> int:
         """Return the number of GPUs that a task of a stage asks SLURM for."""
