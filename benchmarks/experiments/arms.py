@@ -159,7 +159,6 @@ class Experiment:
             shown.append({title: row.get(key) for title, key in self.columns.items()} | bleu)
         formats = {"parameters": "{:,}", "trained": "{:,}", "source reliance": "{:.2f}", "test BLEU": "{:.2f}"}
         formats |= dict.fromkeys(("train ppl", "valid ppl", "valid BLEU"), "{:.1f}")
-        formats |= {"CPU s an update": "{:.2f}", "peak MiB": "{:,.0f}"}
         return Results(tables={"arms": Table.of(shown, formats)}, rounds=rounds)
 
 

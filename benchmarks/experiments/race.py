@@ -6,23 +6,21 @@ DATA is a directory made by `deepspeed-nmt prepare`, with a test set: raw Multi3
 vocabulary of 4,000. All arms have D=128, and the same data, seed, updates and schedule; their parameters differ, and
 are a column. SDT's encoder grows from 6 to 12 and 18 layers after a third and two thirds of the updates. A run that
 was stopped is resumed. Then the last checkpoints are averaged, and the test set is translated and scored; the others
-are compared with the first arm, with 95% intervals. The CPU time of an update is that of 20 after the first, in runs
-of their own; `--set engine.device=cuda` leaves it out.
+are compared with the first arm, with 95% intervals. `--set engine.device=cuda` trains on a GPU. `--cost` trains none,
+but measures the CPU time of 20 updates after the first, and the memory of the process.
 `deepspeed-nmt report runs OUT/*-seed1` draws the curves.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import tempfile
 from pathlib import Path
-from types import MappingProxyType
 
-from arms import COLUMNS, PROGRAM, Arm, Experiment, Rows, add_options
-from records import Results
+from arms import PROGRAM, Arm, Experiment, add_options
+from records import Results, Table
 from typing_extensions import override
 
 COMMON = [
@@ -64,14 +62,12 @@ ARMS = {
     "deep_decoder6-18": transformer(6, 18, *CAD, "objective.ddr.weight=1", "objective.ald.weight=1"),
 }
 
-
 TIMED = 20
+COST = {"arm": "{}", "CPU s an update": "{:.2f}", "peak MiB": "{:,.0f}"}
 
 
 class Race(Experiment):
-    """An experiment that measures the cost of its arms as well."""
-
-    columns = MappingProxyType({**COLUMNS, "CPU s an update": "cpu_seconds", "peak MiB": "peak_mib"})
+    """An experiment with arms that may grow, each after a third and two thirds of its updates."""
 
     @override
     def settings_of(self, name: str, seed: str) -> list[str]:
@@ -79,27 +75,14 @@ class Race(Experiment):
         grows = any(setting.startswith("growth.") for setting in settings)
         return settings + ([f"growth.at=[{updates // 3},{2 * updates // 3}]"] if grows else [])
 
-    @override
-    def one(self, name: str, seed: str) -> Rows:
-        rows, kept = super().one(name, seed), self.run_of(name, seed).with_suffix(".cost.json")
-        if "engine.device=cuda" in self.arguments.settings:
-            return rows
-        if not kept.exists():
-            kept.write_text(json.dumps(self.cost_of(name, seed)))
-        return [{**row, **json.loads(kept.read_text())} for row in rows]
-
-    def cost_of(self, name: str, seed: str) -> dict[str, float]:
-        """Return CPU seconds of an update of the whole model, and the peak of the process's memory."""
+    def cost_of(self, name: str, seed: str) -> tuple[str, float, float]:
+        """Return CPU seconds of an update of the whole model, and the peak of the process's memory in MiB."""
         settings = [setting for setting in self.settings_of(name, seed) if not setting.startswith("growth.")]
-        settings += [
-            "schedule.warmup_updates=1",
-            "collapse.every=0",
-            "validation.max_sentences=1",
-            "validation.metrics=[]",
-        ]
+        settings += ["schedule.warmup_updates=1", "collapse.every=0"]
+        settings += ["validation.max_sentences=1", "validation.metrics=[]"]
         seconds = []
         for updates in (1, 1 + TIMED):
-            with tempfile.TemporaryDirectory(dir=self.arguments.out) as directory:
+            with tempfile.TemporaryDirectory() as directory:
                 run = ["--data", str(self.arguments.data), "--run", str(Path(directory, "run"))]
                 words = ["--recipe", self.arms[name].recipe, *run, *settings, f"training.max_updates={updates}"]
                 process = subprocess.Popen(
@@ -110,14 +93,20 @@ class Race(Experiment):
                 _, status, usage = os.wait4(process.pid, 0)
             assert status == 0, f"{name} ended with status {status}"
             seconds.append(usage.ru_utime + usage.ru_stime)
-        return {"cpu_seconds": (seconds[1] - seconds[0]) / TIMED, "peak_mib": usage.ru_maxrss / 1024}
+        return name, (seconds[1] - seconds[0]) / TIMED, usage.ru_maxrss / 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, ARMS, [f"{name}:1" for name in ARMS])
+    parser.add_argument("--cost", action="store_true", help=f"train none, but measure {TIMED} updates of each")
     parser.set_defaults(updates=600)
 
 
 def run(arguments: argparse.Namespace) -> Results:
-    """Run the arms."""
-    return Race(ARMS, arguments, COMMON).run(arguments.jobs)
+    """Run the arms, or measure what they cost."""
+    race = Race(ARMS, arguments, COMMON)
+    if not arguments.cost:
+        return race.run(arguments.jobs)
+    return Results(
+        tables={"cost": Table(columns=COST, rows=[[*race.cost_of(*job.split(":"))] for job in arguments.jobs])}
+    )
