@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_nmt.console import table
+from deepspeed_nmt.data.data_directory import META_FILE
 from deepspeed_nmt.data.options import ExecutorOptions
 from deepspeed_nmt.data.tasks import GIVEN, IDS, JOB, W, Work, queue, resumed, run_task
 from deepspeed_nmt.errors import ConfigError, DataError, check_installed
@@ -130,6 +131,8 @@ def status(kind: type[Work[Any]], out: Path) -> str:
     """Return a table of the stages, the pace, what SLURM has of them in its queue, and the failed tasks with logs."""
     directory = hidden(resolved(out), "tasks")
     if not (directory / JOB).is_file():
+        if whole := [place for place in (out, out / "data") if (place / META_FILE).is_file()]:
+            return f"no task is left: {whole[0]} is a data directory"
         raise DataError(f"no tasks of {out}; submit them by `{kind.command} --executor slurm --out {out}`")
     work = kind.open(directory)
     if kind.is_done(directory):

@@ -109,7 +109,9 @@ def test_the_same_command_submits_what_is_not_done_and_reports_at_the_end(
         _submit(texts) == expected
         and cluster.status(Preparation, out) == f"all tasks are done: data directory  {out}"
     )
-    for path in (tmp_path / "local").iterdir():
+    local = tmp_path / "local"
+    assert cluster.status(Preparation, local) == f"no task is left: {local} is a data directory"
+    for path in local.iterdir():
         assert (out / path.name).read_bytes() == path.read_bytes(), path.name
     assert {path.name for path in directory.iterdir()} == {"ids", "job.json", "job.json.sha256", "logs"}
 
