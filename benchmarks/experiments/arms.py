@@ -34,6 +34,7 @@ COLUMNS = {
     "valid ppl": "valid/ppl",
     "valid BLEU": "valid/bleu",
     "source reliance": "collapse/source_reliance",
+    "prefix reliance": "collapse/prefix_reliance",
 }
 """Columns of the table, and the values of an arm that they show."""
 
@@ -157,8 +158,9 @@ class Experiment:
                 low, high = compared["interval"]
                 bleu["against the first"] = f"{compared['difference']:+.1f} [{low:+.1f}, {high:+.1f}]"
             shown.append({title: row.get(key) for title, key in self.columns.items()} | bleu)
-        formats = {"parameters": "{:,}", "trained": "{:,}", "source reliance": "{:.2f}", "test BLEU": "{:.2f}"}
-        formats |= dict.fromkeys(("train ppl", "valid ppl", "valid BLEU"), "{:.1f}")
+        formats = {"parameters": "{:,}", "trained": "{:,}"}
+        formats |= dict.fromkeys(("train ppl", "valid ppl", "valid BLEU"), "{:,.1f}")
+        formats |= dict.fromkeys(("source reliance", "prefix reliance", "test BLEU"), "{:.2f}")
         return Results(tables={"arms": Table.of(shown, formats)}, rounds=rounds)
 
 
