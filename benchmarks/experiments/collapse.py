@@ -29,8 +29,16 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from arms import PROGRAM, sh
 from records import Record, Results, Table
+
+from deepspeed_nmt.build import build_objective
+from deepspeed_nmt.core.objective import TrainModule
+from deepspeed_nmt.data.corpus import Corpus
+from deepspeed_nmt.data.loader import TrainLoader
+from deepspeed_nmt.data.update_order import Cursor
+from deepspeed_nmt.run.directory import Run
 
 RESUMES = True
 """A record that exists has the arms that have ended."""
@@ -92,6 +100,8 @@ COLUMNS = {
     "prefix reliance": "collapse/prefix_reliance",
     "on training text: source reliance": "training text/collapse/source_reliance",
     "on training text: prefix reliance": "training text/collapse/prefix_reliance",
+    "train loss, with dropout": "with dropout",
+    "without": "without dropout",
     "hours": "hours",
 }
 CURVES = (
@@ -150,7 +160,24 @@ def train(
         row |= {
             f"training text/{key}": value for key, value in _measured(copy).items() if key.startswith("collapse/")
         }
+    row |= losses(run, data["pairs" if memory else "data"])
     return {"arm": name, "seed": int(seed), "hours": (time.monotonic() - begun) / 3600, "status": status, **row}
+
+
+def losses(run: Path, data: Path) -> dict[str, float]:
+    """Return the loss of the last weights on some of the training text, in nats a token, with and without dropout."""
+    opened = Run.open(run)
+    vocabulary = opened.tokenizer.vocabulary
+    module = TrainModule(opened.model("last"), build_objective(opened.config, vocabulary))
+    batch = opened.config.batch.model_copy(update={"update_tokens": 4 * opened.config.batch.update_tokens})
+    loader = TrainLoader.of_corpus(Corpus(data, "train"), batch, 1, 0, 1, vocabulary)
+    update = next(loader.updates(Cursor(), 1))
+    found = {}
+    with torch.no_grad():
+        for key in ("with dropout", "without dropout"):
+            module.train(key == "with dropout")
+            found[key] = sum(float(module(part).nll) for part in update.micro_batches) / update.target_tokens
+    return found
 
 
 def _run(words: list[str], run: Path, limit_s: float) -> int | str:
