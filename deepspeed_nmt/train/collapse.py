@@ -146,10 +146,13 @@ class CollapseMonitor:
         if bad < config.patience or (config.action == "warn" and bad % config.patience):
             return bad, ""
         if lost:
+            blind = values.get(PREFIX_RELIANCE, math.inf) < config.threshold
+            reason = " It does not read what it has written: exchanged prefixes change nothing." if blind else ""
+            remedies = ["model.norm=pre", *(["cross-attention in few layers (layer.drop_depth)"] if blind else [])]
             what = (
                 f"the decoder predicts worse than guessing. Its validation loss is {values[NLL]:.2f} nats a token "
                 f"(guessing: {self._guessing:.2f}) after {bad} bad measurements in a row, and its training loss does "
-                "not show it. Remedies: model.norm=pre, a lower optimizer.lr, a longer "
+                f"not show it.{reason} Remedies: {', '.join(remedies)}, a lower optimizer.lr, a longer "
                 "schedule.warmup_updates, optimizer.clip_norm=1, or fewer model.decoder_layers"
             )
         else:
