@@ -129,10 +129,11 @@ class Translator:
         form = runs[0].text_form
         detokenise = None if options.detokenise is None else plain_form(form, options.detokenise, runs[0].path)
         tags = chosen_tags(runs[0], options.tag, options.tag_target)
-        if options.suppress is not None:
-            changes = {**changes, "suppress_tokens": suppressed(runs[0].tokenizer, options.suppress)}
         search = search_settings(runs, changes, options.exits)
-        warn_of_differences(runs, search, {**changes, **options.given_values("tag", "tag_target", "suppress")})
+        warn_of_differences(runs, search, {**changes, **options.given_values("tag", "tag_target")})
+        if options.suppress is not None:
+            never = *getattr(search, "suppress_tokens", ()), *suppressed(runs[0].tokenizer, options.suppress)
+            search = search_settings(runs, {**changes, "suppress_tokens": never}, options.exits)
         models, digests, name = [], [], TOP
         for run in runs:
             whole, digest = run.loaded(str(options.checkpoint))

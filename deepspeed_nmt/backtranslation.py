@@ -43,7 +43,7 @@ from deepspeed_nmt.manifest import DamagedRecordError, FileRecord, read_record, 
 from deepspeed_nmt.parallel.hardware import uses_cuda
 from deepspeed_nmt.registry import Config, problems_of
 from deepspeed_nmt.run.translation import piece_lines, stream_keywords
-from deepspeed_nmt.search.decode_options import DecodeOptions, typed
+from deepspeed_nmt.search.decode_options import DecodeOptions, read_rule, typed
 from deepspeed_nmt.search.lines import LINES_OF_A_FORM, SourceCounts, warn_of_form
 from deepspeed_nmt.text import TextForm, text_of
 
@@ -463,6 +463,8 @@ def _checked(
     made[TRANSLATIONS] |= {
         typed(name): value for name, value in translation.model_dump(mode="json", exclude=own).items()
     }
+    if translation.choose_exits is not None:
+        made[TRANSLATIONS][typed("choose_exits")] = read_rule(translation.choose_exits)
     if options.score_run is not None:
         made[SCORES] = _made("--score-run", [_run(options.score_run, form, "--score-run", data)], "best")
 

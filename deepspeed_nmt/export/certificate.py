@@ -376,9 +376,13 @@ class KeptExport:
 
     def _stamp(self) -> bytes:
         """Return hashes from which follows that the run's checkpoint and settings are the same."""
-        places = [self._run, *sorted((self._run / "checkpoints").glob("*/")), Path(self._checkpoint)]
-        manifests = [file for place in places if (file := place / MANIFEST_FILE).is_file()]
-        return b"".join(f"{sha256_of(file)}  ".encode() + os.fsencode(file) + b"\n" for file in manifests)
+        checkpoints = self._run / "checkpoints"
+        places = [self._run, *sorted(checkpoints.glob("*/")), Path(self._checkpoint)]
+        # `choose-best` makes another checkpoint the best one without a new checkpoint.
+        files = [checkpoints / "chosen.json", *(place / MANIFEST_FILE for place in places)]
+        return b"".join(
+            f"{sha256_of(file)}  ".encode() + os.fsencode(file) + b"\n" for file in files if file.is_file()
+        )
 
     def _write(self, stamp: bytes) -> None:
         with suppress(OSError):  # only costs time: the export is compared with the run again

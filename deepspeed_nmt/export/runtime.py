@@ -147,7 +147,7 @@ class ExportedTranslator:
                 yield [(number, self._translations(hypotheses[: chosen.nbest]))]
 
         requests = LineInputs(first=first_line, tags=self._tags).requests(lines, reader, None)
-        return translated(requests, search, reader, Translation("", 0.0, []), chosen, advance)
+        return translated(requests, search, reader, Translation("", 0.0, []), chosen, advance, self._tags)
 
     def _reader(self, options: DecodeOptions, counts: SourceCounts | None = None, before: int = 0) -> SourceLines:
         longest = options.longest_line(self.longest_line)

@@ -5,6 +5,7 @@ Runs may be still trained, or have lost files. So what a run does not record is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -156,7 +157,7 @@ class Outcome:
             **{key: self.log.last(tag) for key, (*_, tag) in _RESULTS.items() if tag},
             "cross_share": {layer: series.last for layer, series in self.log.cross_shares().items()},
             "validation": validation,
-            "test": [score.model_dump(exclude={"key"}) for score in scores],
+            "test": [{**score.model_dump(exclude={"key"}), "sha256": score.key.text} for score in scores],
         }
 
 
@@ -200,7 +201,12 @@ def comparison_table(rows: Mapping[str, Mapping[str, Any]], measures: Sequence[s
         for which in ("last", "best"):
             values = [row["validation"].get(measure, {}).get(which) for row in runs]
             lines.append([f"validation {measure}, {which}", *(cell(value, digits) for value in values)])
-    scores = [{(score["text"], score["metric"]): score["value"] for score in row["test"]} for row in runs]
-    for text, metric in dict.fromkeys(key for of_run in scores for key in of_run):
-        lines.append([f"{metric} of {text}", *(cell(of_run.get((text, metric)), 2) for of_run in scores)])
+    identity = ("metric", "text", "sha256", "signature")
+    scores = [{tuple(score[name] for name in identity): score["value"] for score in row["test"]} for row in runs]
+    keys = dict.fromkeys(key for of_run in scores for key in of_run)
+    alike = Counter(key[:2] for key in keys)  # other text of the same name is another line, as is another signature
+    for key in keys:
+        metric, text, sha256, signature = key
+        which = f" ({sha256[:8]}, {signature})" if alike[metric, text] > 1 else ""
+        lines.append([f"{metric} of {text}{which}", *(cell(of_run.get(key), 2) for of_run in scores)])
     return lines

@@ -228,8 +228,10 @@ def _own_pairs(run: Run, most: int) -> tuple[list[tuple[str, str, str]], str]:
             pairs += [(source, target, split) for source, target in zip(sources, targets, strict=True)]
     if len(pairs) < most:
         corpus, tokenizer = data.corpus("train"), run.tokenizer
+        # The words that segments make are unknown to a vocabulary of segments.
+        spell = (lambda *line: " ".join(tokenizer.pieces(*line))) if tokenizer.segmented else tokenizer.decode
         for index in range(min(len(corpus), most - len(pairs))):
-            source = tokenizer.decode(corpus.source(index).tolist(), "source")
+            source = spell(corpus.source(index).tolist(), "source")
             target = tokenizer.decode(corpus.target(index).tolist())
             pairs.append((run.tags.untagged(source, "source"), run.tags.untagged(target), "train"))
     return pairs, str(data.path)

@@ -47,7 +47,7 @@ class Plans:
 
     def parameters(self, config: RunConfig, vocabulary: Vocabulary) -> tuple[int, int, int]:
         """Return the number of trained parameters, of all, and of elements of the optimizer's states."""
-        key = repr((config.model, config.layer, config.optimizer.name, vocabulary))
+        key = repr((config.model, config.layer, config.objective, config.optimizer.name, vocabulary))
         if key not in self._parameters:
             model = build_meta_model(config, vocabulary)
             trained, frozen = sizes(model)

@@ -142,17 +142,19 @@ def target_words(tokens: Sequence[int], tokenizer: LineTokenizer) -> list[int | 
 
     A token without a letter of its own, such as a mere space, belongs to the word that it begins.
     """
-    words: list[int | None] = []
+    words: list[int] = []
     text, waiting = "", 0
     for end in range(1, len(tokens) + 1):
         longer = tokenizer.decode(list(tokens[:end]))
-        if len("".join(longer.split())) == len("".join(text.split())):
+        if "".join(longer.split()) == "".join(text.split()):
             waiting += 1
         else:
-            words += [len(longer.split()) - 1] * (waiting + 1)
+            newest = len(longer.split()) - 1
+            # A BERT's words around an apostrophe become one word when the second one comes.
+            words = [*(min(word, newest) for word in words), *[newest] * (waiting + 1)]
             waiting = 0
         text = longer
-    return words + [None] * waiting
+    return [*words, *[None] * waiting]
 
 
 def cross_attention(attentions: dict[int, MultiHeadAttention], layer: int) -> MultiHeadAttention:

@@ -356,12 +356,14 @@ def translated(
     nothing: Translation,
     options: DecodeOptions,
     advance: Callable[[int], object],
+    tags: Tags,
     lock: AbstractContextManager[object] | None = None,
 ) -> Iterator[list[Translation]]:
     """Yield the translations of lines in their order, and log warnings of the lines.
 
-    ``search`` translates the lines that have tokens, the translation of others is ``nothing``. The lock is held while
-    lines are encoded. A MisalignedError of ``lines`` is raised after the lines before are translated.
+    ``search`` translates the lines that have tokens besides the source's tag, the translation of others is
+    ``nothing``. The lock is held while lines are encoded. A MisalignedError of ``lines`` is raised after the lines
+    before are translated.
     """
     problem: MisalignedError | None = None
     while problem is None:
@@ -375,7 +377,8 @@ def translated(
             break
         with lock or nullcontext():
             sources = [reader.encode(line) for line, _ in buffer]
-        filled = [number for number, source in enumerate(sources) if source]
+            wordless: tuple[list[int], ...] = [], reader.tokenizer.encode(tags.source or "")
+        filled = [number for number, source in enumerate(sources) if source not in wordless]
         reader.warn()
         translations = [[nothing] for _ in buffer]
         advance(len(buffer) - len(filled))

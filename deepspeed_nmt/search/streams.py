@@ -219,4 +219,4 @@ def translate_lines(
             ]
 
     requests = inputs.requests(lines, reader, model.longest_target)
-    return translated(requests, batches, reader, details.nothing, options, advance, lock)
+    return translated(requests, batches, reader, details.nothing, options, advance, tags, lock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import signal
 import statistics
@@ -16,7 +17,7 @@ import pytest
 
 from deepspeed_nmt import backtranslation
 from deepspeed_nmt.api import Translator
-from deepspeed_nmt.backtranslation import Backtranslation
+from deepspeed_nmt.backtranslation import BacktranslateOptions, Backtranslation
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.errors import EXIT_STOPPED, DataError
@@ -191,6 +192,18 @@ def test_other_options_repeat_only_what_depends_on_them(
         patched.setattr(Translator, "stream", None)
         assert main(words(*given, f"--min-score={bound:.9g}", "--", *SAMPLING)) == 0
     assert (whole / "scores").read_bytes() == old and not (whole.parent / ".out.tasks").exists()
+
+
+def test_another_rule_of_exits_is_another_translation(
+    trained: Path, tagged: Path, texts: list[Path], tmp_path: Path
+) -> None:
+    data, rule, made = DataDirectory.open(tagged), tmp_path / "rule.json", []
+    for threshold in (-1.0, -2.0):
+        rule.write_text(json.dumps({"rule": "confidence", "exits": [1, 2], "threshold": threshold}))
+        translation = DecodeOptions.of({"run": [trained], "choose_exits": rule})
+        options = BacktranslateOptions(text=tuple(texts), data=tagged, out=tmp_path, translation=translation)
+        made.append(backtranslation._checked(options, data)[1]["translations"])
+    assert made[0] != made[1] and made[0].keys() == made[1].keys()
 
 
 def test_each_gpu_has_a_worker(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
 from deepspeed_nmt.cli import main
+from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.export import formats
 from deepspeed_nmt.export.certificate import AT_LIMIT, INFO_FILE, LEFT_OUT, Certificate, ExportInfo, KeptExport
 from deepspeed_nmt.export.ctranslate2_search import RULES, ExportBeamSettings
@@ -25,6 +27,7 @@ from deepspeed_nmt.parallel.shared_work import SharedWork
 from deepspeed_nmt.run import exporting
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.search.left_to_right import LeftToRightSettings
+from deepspeed_nmt.text import NO_TAGS
 from tests.support import change_settings
 from tests.system.test_imports import modules_of
 
@@ -340,6 +343,13 @@ def test_two_first_uses_make_one_export(exported: Path, tmp_path: Path) -> None:
         for future in [pool.submit(kept.ensure, make, lambda certificate: True) for _ in range(2)]:
             assert future.result(60).passed
     assert made == [kept.place]
+    # `choose-best` makes another checkpoint the best one.
+    (tmp_path / "checkpoints").mkdir()
+    assert kept.ensure(make, lambda certificate: False).passed and made == [kept.place], "nothing has changed"
+    (tmp_path / "checkpoints/chosen.json").write_text("{}")
+    compared: list[Certificate] = []
+    assert kept.ensure(make, lambda certificate: not compared.append(certificate)).passed
+    assert len(compared) == 1 and made == [kept.place]
     # A whole export of another version is set aside.
     (kept.place / INFO_FILE).write_text('{"format": 2}')
     certificate = Certificate.read(exported)
@@ -347,6 +357,24 @@ def test_two_first_uses_make_one_export(exported: Path, tmp_path: Path) -> None:
     certificate.model_copy(update={"files": files}).write(kept.place)
     assert kept.ensure(make, lambda certificate: True).passed
     assert made == [kept.place] * 2 and len(list(kept.place.parent.glob("*.aside"))) == 1
+
+
+def test_segmented_training_text_is_that_of_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, lines in (("train", ["d@@ er Hu@@ nd", "die Kat@@ ze"] * 9), ("valid", ["die Hu@@ nd"])):
+        for side in ("source", "target"):
+            (tmp_path / f"{name}.{side}").write_text("".join(f"{line}\n" for line in lines))
+    words = [
+        word for name in ("train", "valid") for side in ("source", "target")
+        for word in (f"--{name}-{side}", str(tmp_path / f"{name}.{side}"))
+    ]  # fmt: skip
+    assert main(["prepare", *words, "--out", str(tmp_path / "data"), "--segmented", "--keep-duplicates"]) == 0
+    data = DataDirectory.open(tmp_path / "data")
+    monkeypatch.setattr(exporting, "recorded_data", lambda path: SimpleNamespace(main=data))
+    monkeypatch.setattr(Run, "tags", NO_TAGS)
+    run = Run(tmp_path, None, data.tokenizer(), {})  # type: ignore[arg-type]
+    text = exporting.export_text(run, exporting.ExportRequest(tmp_path, "ctranslate2", "fp32"), 60, 19)
+    assert text.lines[1:3] == ["d@@ er Hu@@ nd", "die Kat@@ ze"] and len(text.lines) == 19
+    assert text.references is not None and text.references[:3] == ["die Hund", "der Hund", "die Katze"]
 
 
 def test_bad_exports_are_refused(

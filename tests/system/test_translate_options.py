@@ -75,6 +75,8 @@ def test_searches_and_their_rules(run: Path, source: Path, tmp_path: Path) -> No
     translator = Translator.open(run, device="cpu", suppress=[piece], suppress_unknown=True, no_repeat_ngram=1)
     for one in translator.translate(source.read_text(encoding="utf-8").splitlines()):
         assert token not in one.tokens and len(set(one.tokens)) == len(one.tokens)
+    both = Translator.open(run, device="cpu", suppress=[piece], suppress_tokens=(9,)).search
+    assert both.suppress_tokens == (9, token), "those of the run's search stay forbidden"  # type: ignore[attr-defined]
 
 
 def test_texts_beside_the_source_are_translated_in_pieces(

@@ -1,6 +1,7 @@
 """Alignments: links of cross-attention, of tokens and of words, and the choice of the layer that aligns best."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from deepspeed_nmt.parity import VOCABULARY, methods, settings_of
 from deepspeed_nmt.search.alignment import AttentionWatch, source_words, target_words
 from deepspeed_nmt.search.forced import token_log_probs
 from deepspeed_nmt.search.reliance import COVERED
+from tests.models import Letters
 
 SOURCE = torch.tensor([[7, 8, 9, 10, 11, 2], [12, 13, 2, 0, 0, 0]])
 ASKED = [[(4, 5, 6), (14, 15)], [(9, 20, 21, 22)]]
@@ -74,3 +76,20 @@ def test_words_of_tokens() -> None:
         None,
     ]
     assert isinstance(bpe, SentencePieceTokenizer) and bpe.number("Kürbis") is None
+    with_bytes = train_subwords(text, 300, byte_fallback=True)
+    tokens = with_bytes.encode("die Ω im €Haus Ω")
+    words = target_words(tokens, with_bytes)
+    of_bytes = [(piece, word) for piece, word in zip(with_bytes.pieces(tokens), words, strict=True) if "<0x" in piece]
+    assert of_bytes == [
+        *(("<0xCE>", 1), ("<0xA9>", 1), ("<0xE2>", 3), ("<0x82>", 3), ("<0xAC>", 3), ("<0xCE>", 4), ("<0xA9>", 4)),
+    ]
+
+    class Apostrophes(Letters):
+        """A tokenizer that joins words around an apostrophe, as those of BERTs do."""
+
+        def decode(self, tokens: Sequence[int]) -> str:
+            return " ".join(
+                "'" if token == 3 else super(Apostrophes, self).decode([token]) for token in tokens
+            ).replace(" ' ", "'")
+
+    assert target_words([4, 5, 3, 6, 7], Apostrophes()) == [0, 1, 1, 1, 2]

@@ -39,7 +39,7 @@ from deepspeed_nmt.planning.counting import (
 from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.memory import GIB, Layout, state_bytes
 from deepspeed_nmt.planning.planner import Plan, advise, notes_on, plan_for
-from deepspeed_nmt.run.plans import MeasuredTimes
+from deepspeed_nmt.run.plans import MeasuredTimes, Plans
 from deepspeed_nmt.run.resolve import resolve_memory
 from deepspeed_nmt.train.goodput import Entry
 from deepspeed_nmt.train.optimizers.adam import AdamConfig
@@ -143,6 +143,16 @@ def test_the_states_of_muon_are_planned(capsys: pytest.CaptureFixture[str]) -> N
     assert planned["checkpoint_bytes"] == 4 * (count + states)
     assert planned["as_set"]["bytes"]["optimizer"] == 4 * (count + states), "with fp32 masters"
     assert planned["advised"]["zero_stage"] is None, "ZeRO 1 to 3 would divide the matrices"
+
+
+def test_exits_that_an_objective_adds_are_counted() -> None:
+    exits = ["objective.label_smoothed=null", "objective.added_exits.exits=[2,4]"]
+    plain, added = load_config("transformer_base"), load_config("transformer_base", settings=exits)
+    vocabulary, plans = Vocabulary(1000), Plans()
+    trained, every, states = plans.parameters(plain, vocabulary)
+    norms = 2 * 2 * plain.flat()["model.dim"]  # type: ignore[operator]
+    assert trained == every and plans.parameters(added, vocabulary) == (norms, every + norms, 2 * norms)
+    assert states == 2 * trained
 
 
 def test_bytes_of_each_parameter() -> None:

@@ -13,6 +13,7 @@ from deepspeed_nmt.config import load_config
 from deepspeed_nmt.engine.contract import EngineScalars
 from deepspeed_nmt.reports.outcome import Outcome, legend
 from deepspeed_nmt.reports.run_log import run_names
+from deepspeed_nmt.reports.text_scores import RecordedScore, ScoreKey
 from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.progress import Progress
 
@@ -128,6 +129,26 @@ def test_runs_are_compared_by_what_differs_and_what_came_of_it(
         assert line in report.table
     drawn = (tmp_path / "runs.svg").read_text(encoding="utf-8")
     assert "<!-- one (dropout=0.1, lr=0.0007) -->" in drawn, "curves are named by what differs"
+
+
+def test_scores_of_texts_of_one_name_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither are those of different signatures."""
+    common: dict[str, Any] = {"text": "test.en", "lines": 2, "checkpoint": "average", "metric": "bleu", "value": 9.0}
+    for name, sha256, signature in (("one", "a" * 64, "old"), ("two", "b" * 64, "old"), ("three", "b" * 64, "new")):
+        key = ScoreKey(text=sha256, signature=signature, weights="", search={})
+        score = RecordedScore(key=key, signature=signature, **common).model_dump()
+        file = make_run(tmp_path / name) / "test_scores.json"
+        file.write_text(
+            json.dumps({"scores": [score, {**score, "metric": "chrf", "value": 5.0}][: 1 + (name == "one")]})
+        )
+    report = Report(capsys, tmp_path / "runs.svg", "runs", *(tmp_path / name for name in ("one", "two", "three")))
+    assert [line for line in report.table if " of test.en" in line[0]] == [
+        ["bleu of test.en (aaaaaaaa, old)", "9.00", "-", "-"],
+        ["chrf of test.en", "5.00", "-", "-"],
+        ["bleu of test.en (bbbbbbbb, old)", "-", "9.00", "-"],
+        ["bleu of test.en (bbbbbbbb, new)", "-", "-", "9.00"],
+    ]
+    assert [row["test"][0]["sha256"][0] for row in report.rows] == ["a", "b", "b"]
 
 
 def test_runs_are_named_by_more_than_a_number() -> None:

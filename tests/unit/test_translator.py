@@ -21,7 +21,7 @@ from deepspeed_nmt.run.opening import search_settings
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.search.models import Ensemble
-from deepspeed_nmt.text import Tags, text_of
+from deepspeed_nmt.text import NO_TAGS, Tags, text_of
 
 V = Vocabulary(30)
 LINES = ["hello", "a", "translation", "", "deep", "zz", "longer", "b", "model"] * 3
@@ -79,6 +79,18 @@ def test_a_translation_begins_with_its_prefix_and_contains_its_constraints() -> 
     for line, begin, phrases, each in zip(LINES, prefix, constraints, both, strict=True):
         text = each.text.replace(" ", "")
         assert not line or (text.startswith(begin) and all(phrase.strip() in text for phrase in phrases))
+
+
+def test_a_line_without_words_stays_empty_behind_a_tag() -> None:
+    class Normalising(Letters):
+        def encode_batch(self, texts: Sequence[str], side: str, threads: int = 1) -> list[list[int]]:
+            return super().encode_batch([text.replace("\u200b", "") for text in texts], side, threads)
+
+    model = plain(1)
+    for tags in (NO_TAGS, Tags(source="z")):
+        translator = Translator(model, Normalising(), BeamConfig(beam=3), torch.device("cpu"), tags=tags)  # type: ignore[arg-type]
+        found = [each.text for each in translator.translate(["ab", "\u200b", "", "c"])]
+        assert found[1:3] == ["", ""] and found[0] and found[3]
 
 
 def test_translate_returns_as_many_translations_as_are_asked_for() -> None:
