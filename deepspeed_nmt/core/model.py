@@ -244,9 +244,9 @@ class TranslationModel(DecodableModel):
 
     def set_drop_ratio(self, ratio: float) -> None:
         """Set the probability with which the layers that adapt theirs skip cross-attention in training."""
-        for layer in self.all_layers():
-            if isinstance(layer, DecoderBlock):
-                layer.set_drop_ratio(ratio)
+        for part in self.modules():  # a layer of a stack may hold another one
+            if isinstance(part, DecoderBlock):
+                part.set_drop_ratio(ratio)
 
     def cross_attentions(self) -> dict[int, MultiHeadAttention]:
         """Return the cross-attention of each decoder layer that has one, by its number, from 1."""

@@ -209,6 +209,10 @@ class Objective:
         self._likelihood = likelihood
         self._regularizers = tuple(part for part in regularizers if part.weight > 0.0)
 
+    def due(self, update: int) -> tuple[Regularizer, ...]:
+        """Return the regularizers that are computed in an update."""
+        return tuple(part for part in self._regularizers if update % part.every == 0)
+
     def check_model(self, model: TranslationModel) -> None:
         """Refuse a model that a regularizer cannot be computed with, by a ConfigError."""
         for part in self._regularizers:
@@ -217,7 +221,7 @@ class Objective:
     def __call__(self, model: TranslationModel, batch: Batch) -> LossOutput:
         """Compute the loss of a micro-batch."""
         passes = Passes(model, self._likelihood.corrupted(batch, model.training))
-        due = [part for part in self._regularizers if model.training and batch.update.number % part.every == 0]
+        due = self.due(batch.update.number) if model.training else ()
         finish = [(part, value) for part in due if (value := part.request_passes(passes)) is not None]
         self._likelihood.request_passes(passes)
         states = passes.run()

@@ -81,6 +81,8 @@ _HASHES = "hashes.npy"
 _PLACES = "places.npy"
 _WEIGHTS = "weights.npy"
 _REPEATED = "repeated.npy"
+_LOST = b"-"
+"""Line in place of the word alignments that a pair loses."""
 
 Weights = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
@@ -244,9 +246,8 @@ def clean(work: Preparation, task: int, new: Path) -> PairsRecord:
             for side in (0, 1):
                 files[side].write("".join(f"{text[side]}\n" for text in texts).encode())
             if links is not None:
-                rules = options.unicode  # they may leave nothing of a word, so that later ones change numbers
                 own = (
-                    links[place] if not rules or _have_same_words(pairs[place], text) else b""
+                    links[place] if _have_same_words(pairs[place], text) else _LOST
                     for place, text in zip(places, texts, strict=True)
                 )
                 files[2].writelines(line + b"\n" for line in own)
@@ -266,7 +267,11 @@ def clean(work: Preparation, task: int, new: Path) -> PairsRecord:
 
 
 def _have_same_words(pair: tuple[bytes, bytes], text: tuple[str, str]) -> bool:
-    return all(len(old.decode().split()) == len(new.split()) for old, new in zip(pair, text, strict=True))
+    """Return True if the words between ASCII white space, which fast_align counts, are those of the clean text.
+
+    A Unicode rule may leave nothing of a word, and other white space divides words of the clean text only.
+    """
+    return all(len(old.split()) == len(new.split()) for old, new in zip(pair, text, strict=True))
 
 
 def find_repetitions(work: Preparation, task: int, new: Path, reason: str) -> PairsRecord:
@@ -579,7 +584,7 @@ def join(work: Preparation, staging: Path) -> Meta:
     if unlinked := sum(record.unlinked for record in encoded):
         logger.warning(
             f"{unlinked:,} of {read - removals.counts.total():,} pairs lose their word alignments, because "
-            "the vocabulary divides their text into other words"
+            "cleaning or the vocabulary divides their text into other words"
         )
     # Every line of valid is encoded, broken ones as well as possible: line numbers must stay those of the text.
     tokenizer, valid = open_tokenizer(vocabulary), (staging / "valid.source", staging / "valid.target")

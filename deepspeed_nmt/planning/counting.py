@@ -143,15 +143,28 @@ class Rates(NamedTuple):
     target: float
 
 
+_UPDATES = 1000
+"""Updates of which is counted how often regularizers are due that are not computed in all of them."""
+
+
 def count_rates(model: TranslationModel, objective: Objective, vocabulary: Vocabulary) -> Rates:
-    """Count the work of a model on the meta device, as the mean over two updates, whose random choices differ."""
+    """Count the work of a model on the meta device, as the mean over updates.
+
+    Of updates with the same regularizers two are run, whose random choices differ, and stand for all of these.
+    """
     module = TrainModule(model, objective).train()
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for update in range(1, _UPDATES + 1):
+        alike.setdefault(tuple(part.name for part in objective.due(update)), []).append(update)
     tokens, flops = 8 * LENGTH, []
     for source_length in (LENGTH, 2 * LENGTH):
-        with Tally() as tally:
-            for update in (1, 2):
-                module(_batch(tokens, vocabulary, update, source_length)).loss.backward()
-        flops.append(tally.flops / 2)
+        mean = 0.0
+        for updates in alike.values():
+            with Tally() as tally:
+                for update in (run := updates[:2]):
+                    module(_batch(tokens, vocabulary, update, source_length)).loss.backward()
+            mean += tally.flops / len(run) * len(updates) / _UPDATES
+        flops.append(mean)
     source = (flops[1] - flops[0]) / tokens
     return Rates(source, flops[0] / tokens - source)
 

@@ -47,7 +47,8 @@ class Plans:
 
     def parameters(self, config: RunConfig, vocabulary: Vocabulary) -> tuple[int, int, int]:
         """Return the number of trained parameters, of all, and of elements of the optimizer's states."""
-        key = repr((config.model, config.layer, config.objective, config.optimizer.name, vocabulary))
+        added = [part for part in config.objective.values() if getattr(part, "adds_exits", False)]
+        key = repr((config.model, config.layer, added, config.optimizer.name, vocabulary))
         if key not in self._parameters:
             model = build_meta_model(config, vocabulary)
             trained, frozen = sizes(model)
@@ -184,7 +185,7 @@ class MeasuredTimes(NamedTuple):
             savings += [saving] if saving > 0.0 else []
             updates += second.update - first.update
             spent += second.seconds.get("updates", 0.0) - first.seconds.get("updates", 0.0)
-            if first.begins:
+            if first.begins and second.seconds.get("imports"):  # not after a rollback or a growth within the process
                 restarts.append(sum(second.seconds.get(activity, 0.0) for activity in STARTING))
         return cls(
             saving_s=median(savings) if savings else None,

@@ -114,11 +114,12 @@ class GrowthConfig(Config):
             and not all(parts.layer.attends_to_source(number) for number in range(1, made[1] + 1))
         ):
             yield "growth.at is set, but some decoder layers have no cross-attention; give them all some"
-        try:
-            first = replace(parts, model=self.model_of(model, 0)).contradictions()
-        except ValidationError as error:
-            first = [problem.strip() for problem in problems_of(error, lambda name: f"model.{name}")]
-        yield from (f"before update {self.at[0]}, {problem}" for problem in first if problem)
+        for update in self.at:
+            try:
+                of_stage = replace(parts, model=self.model_of(model, update)).contradictions()
+            except ValidationError as error:
+                of_stage = [problem.strip() for problem in problems_of(error, lambda name: f"model.{name}")]
+            yield from (f"before update {update}, {problem}" for problem in of_stage if problem)
 
 
 def _trains_exits(part: LikelihoodConfig, model: ModelConfig) -> bool:

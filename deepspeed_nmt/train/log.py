@@ -254,6 +254,7 @@ class Workload(NamedTuple):
         return done / (gpu_seconds * self.peak_flops)
 
 
+_PADDED, _REAL = "positions/padded", "positions/real"
 _COUNTS = ("skipped", "tokens_of", "corpus_tokens", "tokens", "worked", "waited", "elapsed")
 """Attributes of a window that are not summed over ranks."""
 
@@ -293,14 +294,17 @@ class LogWindow:
         self.elapsed += elapsed
         self.result = result
 
-    def state(self) -> LogState:
+    def state(self, world: World) -> LogState:
         """Return the sums of this rank, for a checkpoint."""
-        return LogState(
-            sums={name: float(value) for name, value in self.sums.items()},
-            padded=self.padded,
-            real=self.real,
-            **{name: getattr(self, name) for name in _COUNTS},
-        )
+        sums = self._own_sums(world)
+        padded, real = int(sums.pop(_PADDED)), int(sums.pop(_REAL))
+        return LogState(sums=sums, padded=padded, real=real, **{name: getattr(self, name) for name in _COUNTS})
+
+    def _own_sums(self, world: World) -> dict[str, float]:
+        """Return the sums that this rank adds to those of all; its micro-batches may be those of another one."""
+        sums = {name: float(value) for name, value in self.sums.items()}
+        sums |= {_PADDED: float(self.padded), _REAL: float(self.real)}
+        return sums if world.tensor_rank == 0 else dict.fromkeys(sums, 0.0)
 
     def restore(self, states: Sequence[LogState], world: World, device: torch.device) -> None:
         """Continue from the sums of the ranks that wrote a checkpoint; of another number of ranks, rank 0 has all.
@@ -315,25 +319,26 @@ class LogWindow:
         same_mixture = [*own.corpus_tokens] == [*self._corpora]
         if not same_mixture:
             self.corpus_tokens = dict.fromkeys(self._corpora, 0)
-        shares = [own] if len(states) == world.ranks else states if world.is_main else []
+        # The names are the same on all ranks, also of what the updates up to the next line may not compute.
+        names = [name for name in own.sums if same_mixture or not name.startswith(CORPUS_SUM)]
+        self.sums = {name: torch.zeros((), device=device) for name in names}
+        shares = list(states) if world.is_main else []
+        if len(states) == world.ranks:  # rank 0 also has the sums of ranks that share its model now
+            shares = [own, *(share for rank, share in enumerate(shares) if rank % world.tensor_ranks)]
         for share in shares:
             self.padded, self.real = self.padded + share.padded, self.real + share.real
-            kept = (name for name in share.sums if same_mixture or not name.startswith(CORPUS_SUM))
-            add_sums(self.sums, {name: torch.tensor(share.sums[name], device=device) for name in kept})
+            add_sums(self.sums, {name: torch.tensor(share.sums[name], device=device) for name in names})
 
     def flush(self, lr: float, world: World) -> dict[str, float]:
         """Return the window's values over all ranks by tag, and empty it. All ranks call it together."""
         assert self.result is not None
-        sums = {name: float(value) for name, value in self.sums.items()}
-        sums |= {"positions/padded": float(self.padded), "positions/real": float(self.real)}
-        if world.tensor_rank != 0:  # of the same micro-batches as the first rank of the group
-            sums = dict.fromkeys(sums, 0.0)
+        sums = self._own_sums(world)
         # A place for each rank in the same sum, since a maximum would be another synchronisation.
         peaks = {f"peak/{rank}": 0.0 for rank in range(world.ranks)}
         peaks[f"peak/{world.rank}"] = peak_memory_gib(world.device)
         total = sum_over_ranks({**sums, **peaks}, world)
         memory_gib = max(total.pop(name) for name in peaks)
-        padded, real = total.pop("positions/padded"), total.pop("positions/real")
+        padded, real = total.pop(_PADDED), total.pop(_REAL)
         by_corpus = [total.pop(f"{CORPUS_SUM}{number}", 0.0) for number in range(len(self._corpora))]
         values = {f"train/{name}": value / max(1, self.tokens_of[name]) for name, value in total.items()}
         if len(self._corpora) > 1:

@@ -288,7 +288,7 @@ class TrainingLoop:
         with fail_together(self.world):
             if self.verified is not None:
                 self.verified.result()
-        own = self._window.state().model_copy(update=self._spikes.state())
+        own = self._window.state(self.world).model_copy(update=self._spikes.state())
         states = gather_lists([own.model_dump(mode="json")], self.world)
         self.saver.save(progress, tuple(map(LogState.model_validate, states)), must=must)
         self.ledger.write(progress.update, must=True)

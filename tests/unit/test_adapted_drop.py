@@ -70,10 +70,11 @@ def test_only_the_lowest_layers_adapt_and_only_if_the_settings_say_so() -> None:
     def rates(*settings: str) -> list[float | None]:
         model = build_model(load_config(settings=[*small, *settings]), Vocabulary(20))
         model.set_drop_ratio(0.75)
-        layers = model.decoder.layers
+        layers = [getattr(layer, "layer", layer) for layer in model.decoder.layers]
         return [layer.rate if isinstance(layer, CrossAttentionDropLayer) else None for layer in layers]
 
     assert rates(*ADAPTED) == [0.75, 0.75, None]
     assert rates(*ADAPTED, "layer.drop_ratio=0", "layer.beyond=0.25") == [0.75, 0.75, 0.25]
+    assert rates(*ADAPTED, "model.name=transparent_attention") == [0.75, 0.75, None], "layers within other ones"
     assert rates(*ADAPTED, "layer.target_reliance=0") == [0.5, 0.5, None]
     assert rates() == [None, None, None]

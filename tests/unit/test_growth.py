@@ -161,6 +161,17 @@ def test_the_depth_follows_from_the_update() -> None:
             "some decoder layers have no cross-attention",
         ),
         (["model.name=sdt", "model.stack_layers=5"], "before update 10, encoder_layers is 2, no multiple of"),
+        (
+            [
+                "model.name=sdt",
+                "model.stack_layers=2",
+                "model.encoder_layers=6",
+                "growth.at=[10,20]",
+                "growth.encoder_layers=[2,3]",
+                "growth.decoder_layers=[2,4]",
+            ],
+            "before update 20, encoder_layers is 3, no multiple of",
+        ),
     ],
     ids=lambda text: text[-1] if isinstance(text, list) else "",
 )

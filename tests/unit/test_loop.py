@@ -64,7 +64,7 @@ def test_values_of_a_corpus_are_its_own_after_a_change_of_the_mixture() -> None:
     def flushed(names: list[str], tokens: tuple[int, ...], nlls: tuple[float, ...]) -> dict[str, float]:
         before, after = LogWindow(None, ["data", "small"]), LogWindow(None, names)
         add(before, (200, 100), (400.0, 500.0))
-        after.restore([LogState.model_validate_json(before.state().model_dump_json())], ALONE, ALONE.device)
+        after.restore([LogState.model_validate_json(before.state(ALONE).model_dump_json())], ALONE, ALONE.device)
         add(after, tokens, nlls)
         return after.flush(1e-3, ALONE)
 
@@ -76,6 +76,39 @@ def test_values_of_a_corpus_are_its_own_after_a_change_of_the_mixture() -> None:
     assert [other[f"data/{name}/share"] for name in ("data", "extra", "small")] == pytest.approx([0.25, 0.25, 0.5])
     alone = flushed(["data"], (100,), (500.0,))
     assert alone["train/nll"] == pytest.approx(1400 / 400) and not any("corpus/1" in tag for tag in alone)
+
+
+def test_all_ranks_add_up_the_same_sums_after_a_start_on_more_of_them() -> None:
+    """A regularizer that is not due before the next line is in the log of the ranks that wrote the checkpoint."""
+    saved = LogState(sums={"loss": 90.0, "ald": 2.0}, tokens_of={"loss": 30, "ald": 10}, tokens=30, worked=30)
+    sums = []
+    for rank in range(2):
+        restored = LogWindow(None)
+        restored.restore([saved], World(rank, 2, 0, torch.device("cpu")), ALONE.device)
+        sums.append({name: float(value) for name, value in restored.sums.items()})
+    assert sums == [{"loss": 90.0, "ald": 2.0}, {"loss": 0.0, "ald": 0.0}]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((4, 2), (1, 1)), ((4, 2), (4, 2)), ((4, 2), (4, 1)), ((4, 1), (4, 2))]
+)
+def test_sums_are_saved_once_by_ranks_that_share_a_model(before: tuple[int, int], after: tuple[int, int]) -> None:
+    """A run continues with other numbers of ranks, and of tensor-parallel ones among them."""
+    (ranks, shared), worlds = before, [World(rank, after[0], 0, ALONE.device, after[1]) for rank in range(after[0])]
+    update = Update(
+        number=1, micro_batches=[], target_tokens=30, padded_positions=90, real_positions=70, after=Cursor()
+    )
+    saved = []
+    for rank in range(ranks):
+        logged = LogWindow(None)
+        logged.add(update, UpdateResult({"loss": torch.tensor(60.0)}, 1.0, False, 1.0), waited=0.5, elapsed=2.0)
+        saved.append(logged.state(World(rank, ranks, 0, ALONE.device, shared)))
+    total = dict.fromkeys(("loss", "positions/padded", "positions/real"), 0.0)
+    for world in worlds:
+        restored = LogWindow(None)
+        restored.restore(saved, world, ALONE.device)
+        total = {name: value + restored._own_sums(world)[name] for name, value in total.items()}
+    assert list(total.values()) == [of * ranks / shared for of in (60.0, 90.0, 70.0)]
 
 
 def validated(

@@ -33,6 +33,7 @@ from deepspeed_nmt.planning.counting import (
     RecomputedLayers,
     Work,
     count_model,
+    count_rates,
     count_update,
     interpolated,
 )
@@ -133,6 +134,25 @@ def test_work_of_a_transformer_is_six_operations_for_each_weight_and_token() -> 
     assert work.flops == pytest.approx(6 * 1024 * (layers + 32000 * 512) + attention, rel=1e-6)
 
 
+def test_work_of_a_regularizer_counts_as_often_as_it_is_due() -> None:
+    def work(*settings: str) -> float:
+        layers = ["model.encoder_layers=1", "model.decoder_layers=1"]
+        config = load_config("transformer_base", settings=[*NARROW, *layers, *settings])
+        return sum(count_rates(build_meta_model(config, V), build_objective(config, V), V))
+
+    plain, always, fifth = work(), work("objective.ald={}"), work("objective.ald.every=5")
+    assert fifth == pytest.approx(plain + (always - plain) / 5) and plain < fifth
+
+
+def test_exits_that_are_added_count_beside_an_equal_model_without() -> None:
+    """A report lists a run with added exits beside the one that it began with."""
+    exits = ["objective.label_smoothed=null", "objective.added_exits.exits=[1]"]
+    plain, added = (load_config(settings=[*NARROW, *SHALLOW, *more]) for more in ([], exits))
+    plans = Plans()
+    (_, before, _), (trained, count, states) = (plans.parameters(config, V) for config in (plain, added))
+    assert (trained, count, states) == (2 * 128, before + 2 * 128, 4 * 128)
+
+
 def test_the_states_of_muon_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--recipe", "transformer_base", "--vocab-size", "2000", "--gpu", "a100-40g", "--num-gpus", "8"]
     settings = [*NARROW, *SHALLOW, "engine.name=plain", "optimizer.name=muon"]
@@ -143,16 +163,6 @@ def test_the_states_of_muon_are_planned(capsys: pytest.CaptureFixture[str]) -> N
     assert planned["checkpoint_bytes"] == 4 * (count + states)
     assert planned["as_set"]["bytes"]["optimizer"] == 4 * (count + states), "with fp32 masters"
     assert planned["advised"]["zero_stage"] is None, "ZeRO 1 to 3 would divide the matrices"
-
-
-def test_exits_that_an_objective_adds_are_counted() -> None:
-    exits = ["objective.label_smoothed=null", "objective.added_exits.exits=[2,4]"]
-    plain, added = load_config("transformer_base"), load_config("transformer_base", settings=exits)
-    vocabulary, plans = Vocabulary(1000), Plans()
-    trained, every, states = plans.parameters(plain, vocabulary)
-    norms = 2 * 2 * plain.flat()["model.dim"]  # type: ignore[operator]
-    assert trained == every and plans.parameters(added, vocabulary) == (norms, every + norms, 2 * norms)
-    assert states == 2 * trained
 
 
 def test_bytes_of_each_parameter() -> None:
@@ -377,7 +387,8 @@ def test_times_of_a_run_are_those_of_its_ledger() -> None:
         return Entry(time=1.0, update=update, seconds={} if begins else seconds, **begins)
 
     first = [line(0, begins=True), line(10, 20.0, 0.5, 4.0), line(15, 30.0, 0.5, 4.0), line(20, 40.0, 1.5, 4.0)]
-    measured = MeasuredTimes.of([*first, line(10, begins=True), line(20, 20.0, 3.0, 6.0)])
+    grown = [line(20, begins=True), line(20)]  # in the same process
+    measured = MeasuredTimes.of([*first, *grown, line(10, begins=True), line(20, 20.0, 3.0, 6.0)])
     assert measured == MeasuredTimes(saving_s=1.0, restart_s=10.0, update_s=2.0)
     assert MeasuredTimes.of(first[:1]) == MeasuredTimes.of([]) == MeasuredTimes(None, None, None)
 
