@@ -34,9 +34,10 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
-from deepspeed_nmt.core.model import TranslationModel, exit_name
+from deepspeed_nmt.core.model import DecodableModel, TranslationModel, exit_name
 from deepspeed_nmt.core.parts import ExitStages, Parts
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.search.base import Hypothesis, LengthPenalty, Request
 from deepspeed_nmt.search.beam import BeamSearch, BeamSettings
 from deepspeed_nmt.search.forced import token_log_probs
@@ -107,9 +108,15 @@ def accepts(rule: StoppingRule, threshold: float, here: Proposal, before: Propos
 
 
 class ChoosingExits:
-    """Beam searches from several exits of a model, of which a rule chooses; see the module."""
+    """Beam searches from several exits of a model, of which a rule chooses; see the module.
 
-    def __init__(self, config: ChoosingExitsConfig, model: TranslationModel, vocabulary: Vocabulary) -> None:
+    Raises:
+        ConfigError: if the model is an ensemble.
+    """
+
+    def __init__(self, config: ChoosingExitsConfig, model: DecodableModel, vocabulary: Vocabulary) -> None:
+        if not isinstance(model, TranslationModel):
+            raise ConfigError(f"search.name={config.name} chooses among the exits of one model; give one run")
         self.config = config
         self.vocabulary = vocabulary
         self.models = [model.at_exit(exit_name(model.stages[0], number)) for number in config.exits]

@@ -19,6 +19,7 @@ from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from deepspeed_nmt.search.choosing_exits import ChoosingExits, ChoosingExitsConfig
 from deepspeed_nmt.search.decode_options import DecodeOptions
 from deepspeed_nmt.search.forced import token_log_probs
+from deepspeed_nmt.search.models import Ensemble
 from tests.models import padded, random_sources, sharp_transformer
 
 V = Vocabulary(24)
@@ -136,6 +137,11 @@ def test_a_file_of_a_rule_gives_the_settings_of_the_search(tmp_path: Path) -> No
         DecodeOptions.of({"choose_exits": tmp_path / "rule.json", "decoder_layers": 2})
     with pytest.raises(ConfigError, match="choose_exits"):
         DecodeOptions.of({"choose_exits": tmp_path / "rule.json", "run": [Path("a"), Path("b")]})
+
+
+def test_an_ensemble_is_refused() -> None:
+    with pytest.raises(ConfigError, match="chooses among the exits of one model; give one run"):
+        ChoosingExits(ChoosingExitsConfig(), Ensemble([MODEL, MODEL]), V)
 
 
 @pytest.mark.parametrize(
