@@ -148,7 +148,7 @@ class CollapseMonitor:
         if lost:
             blind = values.get(PREFIX_RELIANCE, math.inf) < config.threshold
             reason = " It does not read what it has written: exchanged prefixes change nothing." if blind else ""
-            remedies = ["model.norm=pre", *(["cross-attention in few layers (layer.drop_depth)"] if blind else [])]
+            remedies = ["model.norm=pre", *(["cross-attention in few decoder layers"] if blind else [])]
             what = (
                 f"the decoder predicts worse than guessing. Its validation loss is {values[NLL]:.2f} nats a token "
                 f"(guessing: {self._guessing:.2f}) after {bad} bad measurements in a row, and its training loss does "
