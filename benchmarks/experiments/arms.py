@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,16 +69,12 @@ def sh(*words: str) -> str:
 class Experiment:
     """Arms to train, a few at a time. Runs that were stopped are resumed.
 
-    ``columns`` are titles of the table, and the values that they show.
-
     Args:
         arms: arms by name.
         arguments: of the command line.
         common: settings of all arms.
         reference: reference of the test set; None for the text in the data directory.
     """
-
-    columns: Mapping[str, str] = COLUMNS
 
     def __init__(
         self,
@@ -157,7 +153,7 @@ class Experiment:
             if (compared := score.get("comparison")) is not None:
                 low, high = compared["interval"]
                 bleu["against the first"] = f"{compared['difference']:+.1f} [{low:+.1f}, {high:+.1f}]"
-            shown.append({title: row.get(key) for title, key in self.columns.items()} | bleu)
+            shown.append({title: row.get(key) for title, key in COLUMNS.items()} | bleu)
         formats = {"parameters": "{:,}", "trained": "{:,}"}
         formats |= dict.fromkeys(("train ppl", "valid ppl", "valid BLEU"), "{:,.1f}")
         formats |= dict.fromkeys(("source reliance", "prefix reliance", "test BLEU"), "{:.2f}")

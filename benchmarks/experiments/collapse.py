@@ -26,6 +26,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import TrainLoader
 from deepspeed_nmt.data.update_order import Cursor
+from deepspeed_nmt.errors import CheckpointError
 from deepspeed_nmt.run.directory import Run
 
 RESUMES = True
@@ -160,7 +162,8 @@ def train(
         row |= {
             f"training text/{key}": value for key, value in _measured(copy).items() if key.startswith("collapse/")
         }
-    row |= losses(run, data["pairs" if memory else "data"])
+    with suppress(CheckpointError):  # it diverged before it wrote one
+        row |= losses(run, data["pairs" if memory else "data"])
     return {"arm": name, "seed": int(seed), "hours": (time.monotonic() - begun) / 3600, "status": status, **row}
 
 
