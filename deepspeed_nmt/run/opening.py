@@ -217,8 +217,8 @@ def alignment_layer(run: Run, model: TranslationModel) -> int:
     scores = {layer: held_out_cross_entropy(of) for layer, of in zip(attentions, links, strict=True)}
     best = min(scores, key=lambda layer: scores[layer])
     logger.info(
-        f"{run.path}: decoder layer {best} of {len(scores)} aligns best (cross-entropy {scores[best]:.3f} of links; "
-        f"the worst has {max(scores.values()):.3f}); {option('alignment_layer')} fixes the layer"
+        f"{run.path}: decoder layer {best} aligns best (cross-entropy {scores[best]:.3f} of links; the worst of "
+        f"{len(scores)} has {max(scores.values()):.3f}); {option('alignment_layer')} fixes the layer"
     )
     return best
 
