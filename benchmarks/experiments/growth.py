@@ -4,8 +4,9 @@
 
 TEXT is a directory with raw Multi30k (train and val in .en and .de). All arms end with 12+12 pre-norm layers, D=64.
 Updates have some 2,050 target tokens; the schedule is wsd: lr 2e-3 after a warm-up of 100, a decay in the last fifth.
-`scratch` has all layers for 600 updates. `stack`, `adjacent`, `interpolate` and `zero` have as many updates, and 3+3
-layers in the first 60% of them. `scratch_less` has all layers, and fewer updates: as many FLOPs as those.
+`scratch` has all layers for 600 updates. Arms that grow have as many updates; `stack`, `adjacent`, `interpolate` and
+`zero` have 3+3 layers in the first 60% of them, `zero_later` 2+2 in 78%, and `zero_twice` 1+1 in the first half, then
+4+4 up to 80%. `scratch_less` has all layers, and fewer updates: as many FLOPs as those that grow at 60%.
 `sdt_scratch` and `sdt` are SDT with stacks of 3 layers, the latter grown by its own rule.
 
 At equal FLOPs an arm is compared with `scratch_less`; if it has the loss of `scratch`, `FLOPs` is what that took:
@@ -29,19 +30,16 @@ from deepspeed_nmt.planning.counting import count_rates
 
 RESUMES = True
 """A record that exists has the arms that have ended."""
-UPDATES, GROWN_AT, DECAY = 600, 0.6, 0.2
-SHALLOW, DEEP = 3, 12
-WAYS = ("stack", "adjacent", "interpolate", "zero")
-SDT = ["model.name=sdt", f"model.stack_layers={SHALLOW}"]
-GROWTH = [f"growth.encoder_layers=[{SHALLOW}]", f"growth.decoder_layers=[{SHALLOW}]"]
-ARMS = {
-    "scratch": [],
-    "stack": [*GROWTH, "growth.by=stack"],
-    "scratch_less": [],
-    **{way: [*GROWTH, f"growth.by={way}"] for way in WAYS[1:]},
-    "sdt_scratch": SDT,
-    "sdt": [*SDT, *GROWTH],
+UPDATES, DECAY = 600, 0.2
+DEEP = 12
+GROWN: dict[str, tuple[str, dict[int, float]]] = {
+    **{way: (way, {3: 0.6}) for way in ("stack", "adjacent", "interpolate", "zero")},
+    "zero_later": ("zero", {2: 0.78}),
+    "zero_twice": ("zero", {1: 0.5, 4: 0.8}),
+    "sdt": ("", {3: 0.6}),
 }
+"""How each arm grows, by its own rule if it says nothing, and until when it has how many layers on each side."""
+ARMS = ["scratch", "scratch_less", *GROWN, "sdt_scratch"]
 COLUMNS = {
     "arm": "arm",
     "seed": "seed",
@@ -65,21 +63,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, ARMS, [f"{name}:1" for name in ARMS])
 
 
+def settings_of(name: str, total: int, updates: int) -> list[str]:
+    """Return the settings of an arm, which grows at parts of `total` updates and ends after `updates`."""
+    own = [*layers(DEEP, DEEP), "schedule.name=wsd", "schedule.warmup_updates=100", "collapse.every=0"]
+    own += [f"schedule.decay_updates={round(DECAY * updates)}", "training.validate_every=100"]
+    own += ["validation.metrics=[]", "validation.attention_images=0"]
+    if name.startswith("sdt"):
+        own += ["model.name=sdt", "model.stack_layers=3"]
+    if name not in GROWN:
+        return own
+    way, stages = GROWN[name]
+    own += [f"growth.{side}_layers={list(stages)}" for side in ("encoder", "decoder")]
+    own += [f"growth.at={[round(part * total) for part in stages.values()]}"]
+    return own + ([f"growth.by={way}"] if way else [])
+
+
 def run(arguments: argparse.Namespace) -> Iterator[Results]:
     """Run the jobs that have no row yet, one after another; each is a row more."""
     data, total = prepare(arguments.text, arguments.out), arguments.updates or UPDATES
-    at = round(GROWN_AT * total)
-
-    def settings_of(name: str, updates: int) -> list[str]:
-        own = [*layers(DEEP, DEEP), "schedule.name=wsd", "schedule.warmup_updates=100", "collapse.every=0"]
-        own += [f"schedule.decay_updates={round(DECAY * updates)}", "training.validate_every=100"]
-        own += ["validation.metrics=[]", "validation.attention_images=0", *ARMS[name]]
-        return own + ([f"growth.at=[{at}]"] if "growth.by" in " ".join(own) or name == "sdt" else [])
 
     def cost_of(name: str, updates: int) -> float:
         limit = f"training.max_updates={updates}"
         config = load_config(
-            "multi30k_cpu", settings=[*COMMON, *settings_of(name, updates), *arguments.settings, limit]
+            "multi30k_cpu", settings=[*COMMON, *settings_of(name, total, updates), *arguments.settings, limit]
         )
         ends = [*config.growth.at, updates]
         return sum((end - start) * flops_of(config, end) for start, end in zip([0, *ends], ends, strict=False))
@@ -88,7 +94,7 @@ def run(arguments: argparse.Namespace) -> Iterator[Results]:
 
     def row(name: str, seed: str) -> dict[str, Any]:
         updates = round(total * cost_of("stack", total) / scratch) if name == "scratch_less" else total
-        measured = train(name, seed, settings_of(name, updates), updates, data, arguments)
+        measured = train(name, seed, settings_of(name, total, updates), updates, data, arguments)
         log = entries_of(arguments.out / f"{name}-seed{seed}")
         losses = [[entry["update"], entry["valid/loss"]] for entry in log if "valid/loss" in entry]
         return {**measured, "flops": cost_of(name, updates) / scratch, "losses": losses}
