@@ -2,7 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/run.py decode [--layers 6 15 27] [--beams 4 1] [--batches 1 32 256]
     OMP_NUM_THREADS=1 python benchmarks/run.py decode --as decode_trained --trained RUN --text FILE
-    OMP_NUM_THREADS=1 python benchmarks/run.py decode --as decode_drafts --trained RUN --text FILE --drafts 1 2
+    OMP_NUM_THREADS=1 python benchmarks/run.py decode --as decode_drafts --trained RUN --text FILE --drafts 1 2 \
+        [--confidences 0.7 0.9] [--reference FILE]
     OMP_NUM_THREADS=1 python benchmarks/run.py decode --as decode_start --start-up RUN
 
 The model is written for the other programs as `deepspeed-nmt export` writes it. Its weights are random, so that no
@@ -15,7 +16,8 @@ CTranslate2's seconds in the same precision divided by the program's (of CTransl
 bf16). Loading and packing are not measured: every program has translated the text before.
 
 --drafts measures speculative decoding instead, drafted by so many layers, beside greedy decoding by the same native
-code and by CTranslate2: the first 64 lines of the text, in batches as they stand.
+code and by CTranslate2: the first 64 lines of the text, in batches as they stand. With --confidences, drafted tokens
+also stand from these probabilities on. With --reference, BLEU is that of the whole text, in batches of 64.
 
 --start-up measures the whole command for one line instead, from its start to its end, of a trained run: ours, ours by
 CTranslate2, and Hugging Face's classes on the exported run.
@@ -36,6 +38,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import sacrebleu
 import torch
 from records import Results, Table
 from timing import Work, add_rounds, in_turns, ratio, relative
@@ -166,29 +169,57 @@ def drafts(run: Run, arguments: argparse.Namespace, directory: Path) -> Iterator
     lengths_N = sources_NS.ne(subject.vocabulary.pad).sum(dim=1)
     rows: list[dict[str, object]] = []
     rounds: dict[str, object] = {}
+    bleus: dict[str, dict[str, float]] = {}
     for precision, size in itertools.product(PEERS, arguments.batches):
         where = directory / f"{precision}-{size}"
         where.mkdir()
         starts = range(0, LINES, size)
         batches = [sources_NS[at : at + size, : int(lengths_N[at : at + size].max())] for at in starts]
-        searches = drafting(subject, precision, arguments.drafts)
+        searches = drafting(subject, precision, arguments.drafts, arguments.confidences)
         peer = ctranslate2(subject, precision, where)
         case = f"{precision}, {size}"
         more, rounds[case] = measure_drafts(searches, peer, batches, subject.vocabulary.pad, arguments.rounds)
-        rows += [{"precision, batch": case, **row} for row in more]
+        if arguments.reference is not None and precision not in bleus:
+            bleus[precision] = bleus_of(run, searches, arguments.text, arguments.reference)
+        of_program = bleus.get(precision, {})
+        rows += [{"precision, batch": case, **row, "BLEU": of_program.get(str(row["program"]))} for row in more]
         formats = {"speed-up": "{:.2f}", "accepted": "{:.0%}", "tokens a pass": "{:.2f}", "as greedy": "{:.1%}"}
+        formats["BLEU"] = "{:.1f}"
         yield Results(tables={"drafts": Table.of(rows, formats)}, rounds=rounds)
 
 
-def drafting(subject: Subject, precision: str, layers: list[int]) -> dict[str, BeamSearch | Speculative]:
+def bleus_of(
+    run: Run, searches: Mapping[str, BeamSearch | Speculative], text: Path, reference: Path
+) -> dict[str, float]:
+    """Return sacreBLEU of a whole text by each search."""
+    references = reference.read_text(encoding="utf-8").splitlines()
+    sources_NS = encoded(run, text, len(references))
+    lengths_N = sources_NS.ne(run.tokenizer.vocabulary.pad).sum(dim=1)
+    found = {}
+    for name, search in searches.items():
+        lines: list[str] = []
+        for at in range(0, len(references), LINES):
+            source_BS = sources_NS[at : at + LINES, : int(lengths_N[at : at + LINES].max())]
+            lines += [run.tokenizer.decode(best[0].tokens) for best in search.search(source_BS, True)]
+        found[name] = sacrebleu.corpus_bleu(lines, [references]).score
+        if isinstance(search, Speculative):
+            search.counts.clear()
+    return found
+
+
+def drafting(
+    subject: Subject, precision: str, layers: list[int], confidences: list[float]
+) -> dict[str, BeamSearch | Speculative]:
     """Return greedy decoding, and searches that these numbers of layers draft, by native code."""
     model, vocabulary = subject.make(), subject.vocabulary
     prepare_to_decode(model, torch.device("cpu"), precision, True)
     greedy = BeamConfig.model_validate({"beam": 1, **subject.ours})
     searches: dict[str, BeamSearch | Speculative] = {"greedy": BeamSearch(greedy, model, vocabulary)}
-    for count in layers:
-        settings = SpeculativeConfig.model_validate({"draft_layers": count, **subject.ours})
-        searches[f"drafted by {count}"] = Speculative(settings, model, vocabulary)
+    for count, confidence in itertools.product(layers, [1.0, *confidences]):
+        own = {"draft_layers": count, "draft_confidence": confidence}
+        name = f"drafted by {count}" + (f", {confidence:g} stands" if confidence < 1.0 else "")
+        settings = SpeculativeConfig.model_validate({**own, **subject.ours})
+        searches[name] = Speculative(settings, model, vocabulary)
     return searches
 
 
@@ -266,6 +297,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drafts", type=int, nargs="+", metavar="M", help="measure drafts by the first M layers of it"
     )
+    parser.add_argument(
+        "--confidences", type=float, nargs="+", default=[], metavar="P", help="probabilities from which drafts stand"
+    )
+    parser.add_argument("--reference", type=Path, metavar="FILE", help="translations of the text, for BLEU of drafts")
     parser.add_argument("--start-up", type=Path, metavar="RUN", help="measure whole commands for one line")
 
 

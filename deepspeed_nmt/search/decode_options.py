@@ -210,6 +210,11 @@ class DecodeOptions(Config):
         "M", "decode greedily, drafted by the first M layers or loops of the decoder (search speculative)"
     )
     draft_tokens: int | None = _setting("K", "speculative: most tokens that are drafted at once (default: 8)")
+    draft_confidence: float | None = _setting(
+        "P",
+        "speculative: probability from which a drafted token stands unasked, which is faster and no longer greedy "
+        "(default: 1, none)",
+    )
     iterations: int | None = _setting("T", "mask-predict: iterations (default: search.iterations of the run)")
     length_beam: int | None = _setting(
         "L", "mask-predict: candidate lengths (default: search.length_beam of the run)"

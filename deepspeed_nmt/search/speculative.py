@@ -23,6 +23,14 @@ F rows take as long as one (Leviathan et al., theorem 3.8, where F is infinite).
 decoding, where drafts do not pay: in large batches, or if few are accepted. alpha is counted anew for each batch, so
 that a translation does not depend on the batches before.
 
+**Exits by token.** With ``draft_confidence`` c < 1 the most probable token of the exit stands where its probability
+there is c or more, whatever the whole decoder says; each other token is y_i. A draft ends where no sentence has a
+token that stands, so drafts only decide how many tokens the layers above read at once. They read all of them, and
+their keys and values are complete. Stopping by confidence is Schuster, Fisch, Gupta, Dehghani, Bahri, Tran, Tay,
+Metzler: "Confident Adaptive Language Modeling", 2022; reading the tokens that left early together is Bae, Ko, Song,
+Yun: "Fast and Robust Early-Exiting Framework for Autoregressive Language Models with Synchronized Parallel
+Decoding", 2023.
+
 Legend: B sentences in progress, W = k + 1 positions of a block, R rows = B x W, V vocabulary.
 """
 
@@ -61,6 +69,13 @@ class SpeculativeConfig(LeftToRightSettings):
     )
     draft_tokens: int = Field(
         default=8, ge=0, le=64, description="most tokens that are drafted at once; 0: plain greedy decoding"
+    )
+    draft_confidence: float = Field(
+        default=1.0,
+        gt=0.0,
+        le=1.0,
+        description="least probability at which a drafted token stands, whatever the whole decoder says; 1: none "
+        "does, and the translation is that of greedy decoding",
     )
     length_penalty: PenaltyName = Field(default="gnmt:0.6", description=PENALTY_NAMES)
 
@@ -126,7 +141,7 @@ class Speculative(SentenceSearch[DraftedSentence]):
             alpha = (_EVIDENCE * _ALPHA + accepted) / (_EVIDENCE + compared)
             most = max(sentence.limit - len(sentence.tokens) for sentence in sentences) - 1
             k = self.draft_length(alpha, len(sentences), min(most, self.config.draft_tokens), free_rows)
-            drafts, states = self._draft(k, sentences, memory, rules, cache)
+            drafts, stand, states = self._draft(k, sentences, memory, rules, cache)
             if any(layer.state for layer in cache.layers):
                 raise ConfigError(
                     f"{option('draft_layers')} is for decoder layers that keep all positions, but those of this "
@@ -137,15 +152,15 @@ class Speculative(SentenceSearch[DraftedSentence]):
             block = [torch.cat(parts, dim=1).view(-1, 1, parts[0].shape[2]) for parts in zip(*states, strict=True)]
             logits_RV = self._parts.upper(block, memory, cache).float()
             kept, lengths = [], []
-            chosen = self._choose(logits_RV.view(len(sentences), width, -1), sentences, drafts, rules)
+            chosen = self._choose(logits_RV.view(len(sentences), width, -1), sentences, drafts, stand, rules)
             for row, (sentence, draft, tokens, log_probs) in enumerate(zip(sentences, drafts, *chosen, strict=True)):
                 right = 0  # tokens of the draft that are followed by others
-                while right < len(draft) and draft[right] == tokens[right] != eos:
+                while right < min(len(draft), width - 1) and draft[right] == tokens[right] != eos:
                     right += 1
                 lengths.append(right + 1)
                 sentence.tokens += tokens[: right + 1]
                 sentence.log_prob += math.fsum(log_probs[: right + 1])
-                same = right + (draft[right : right + 1] == [eos] == [tokens[right]])
+                same = right + (draft[right : right + 1] == [tokens[right]])
                 compared, accepted = compared + min(right + 1, len(draft)), accepted + same
                 self.counts.update(drafted=len(draft), accepted=same, tokens=right + 1, passes=1)
                 if tokens[right] != eos:
@@ -173,10 +188,15 @@ class Speculative(SentenceSearch[DraftedSentence]):
 
     def _draft(
         self, k: int, sentences: Sequence[DraftedSentence], memory: Memory, rules: TokenRules, cache: DecoderCache
-    ) -> tuple[list[list[int]], list[tuple[Tensor, ...]]]:
-        """Return the draft of each sentence, up to EOS, and the states of all positions of the block at the exit."""
+    ) -> tuple[list[list[int]], list[list[bool]], list[tuple[Tensor, ...]]]:
+        """Return the draft of each sentence, up to EOS, which of its tokens stand, and the states at the exit.
+
+        The states are those of all positions of the block; the draft may have a token after the last of them, too.
+        """
         device, bos, eos = memory.states_BSD.device, self.vocabulary.bos, self.vocabulary.eos
         drafts: list[list[int]] = [[] for _ in sentences]
+        stand: list[list[bool]] = [[] for _ in sentences]
+        asks, bound = self.config.draft_confidence < 1.0, math.log(self.config.draft_confidence)
         token_B = torch.tensor(
             [sentence.tokens[-1] if sentence.tokens else bos for sentence in sentences], device=device
         )
@@ -186,35 +206,54 @@ class Speculative(SentenceSearch[DraftedSentence]):
         while True:
             position_B = torch.minimum(first_B + len(states), last_B)  # beyond, nothing is accepted
             states.append(self._parts.lower(token_B, position_B, memory, cache))
-            if len(states) > k or all(draft[-1:] == [eos] for draft in drafts):
-                return drafts, states
-            logits_B1V = self._parts.predict(states[-1]).float().unsqueeze(1)
-            self._forbid(logits_B1V, sentences, drafts, rules, len(states) - 1)
-            token_B = logits_B1V.argmax(dim=2).squeeze(1)
-            for draft, token in zip(drafts, token_B.tolist(), strict=True):
-                if draft[-1:] != [eos]:
-                    draft.append(token)
+            if len(states) > k and not asks:
+                return drafts, stand, states
+            logits_BV = self._parts.predict(states[-1]).float()
+            log_sum_B = self._log_sums(logits_BV) if asks else 0.0
+            self._forbid(logits_BV.unsqueeze(1), sentences, drafts, rules, len(states) - 1)
+            logit_B, token_B = logits_BV.max(dim=1)
+            probable = (logit_B - log_sum_B >= bound).tolist() if asks else [False] * len(sentences)
+            going = False
+            for row, token in enumerate(token_B.tolist()):
+                if drafts[row][-1:] != [eos]:
+                    drafts[row].append(token)
+                    stand[row].append(probable[row])
+                    going |= token != eos and (probable[row] or not asks)
+            if len(states) > k or not going:
+                return drafts, stand, states
 
     def _choose(
         self,
         logits_BWV: Tensor,
         sentences: Sequence[DraftedSentence],
         drafts: Sequence[Sequence[int]],
+        stand: Sequence[Sequence[bool]],
         rules: TokenRules,
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Return the most probable token after each position of a block, and its log-probability."""
+        """Return the token after each position of a block, and its log-probability.
+
+        It is the most probable one, or the drafted one if that stands.
+        """
         eos, (rows, width, entries) = self.vocabulary.eos, logits_BWV.shape
         logits_RV = logits_BWV.view(-1, entries)
-        log_sum_R = logits_RV.logsumexp(dim=1) if self.native is None else self.native.log_sums(logits_RV)
+        log_sum_R = self._log_sums(logits_RV)
         end_BW = logits_BWV[:, :, eos].clone()
         self._forbid(logits_BWV, sentences, drafts, rules)
-        for row, sentence in enumerate(sentences):
-            last = sentence.limit - len(sentence.tokens) - 1  # where only EOS may follow
+        lasts = [sentence.limit - len(sentence.tokens) - 1 for sentence in sentences]  # where only EOS may follow
+        for row, last in enumerate(lasts):
             if last < width:
                 logits_BWV[row, last] = -torch.inf
                 logits_BWV[row, last, eos] = end_BW[row, last]
-        logit_R, token_R = logits_RV.max(dim=1)
-        return token_R.view(rows, width).tolist(), (logit_R - log_sum_R).view(rows, width).tolist()
+        token_BW = logits_BWV.argmax(dim=2)
+        for row, last in enumerate(lasts):
+            for place, token in enumerate(drafts[row][:last]):
+                if stand[row][place]:
+                    token_BW[row, place] = token
+        logit_R = logits_RV.gather(1, token_BW.view(-1, 1)).squeeze(1)
+        return token_BW.tolist(), (logit_R - log_sum_R).view(rows, width).tolist()
+
+    def _log_sums(self, logits_RV: Tensor) -> Tensor:
+        return logits_RV.logsumexp(dim=1) if self.native is None else self.native.log_sums(logits_RV)
 
     def _forbid(
         self,

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -105,6 +106,41 @@ def test_rules_prefixes_and_limits_hold() -> None:
     for rules in (RULES, {}, limits, {"max_length": 1}):
         search = search_of(model, 2, 5, **rules)
         assert_same(search.search(padded(rows), True, requests), greedy(model, rows, requests, **rules))
+
+
+@torch.inference_mode()
+def standing(search: Speculative, source: list[int], limit: int) -> tuple[list[int], float]:
+    """Translate token by token: the exit's token if it is probable enough, else that of the whole decoder."""
+    model, confidence, tokens, total = search.model, search.config.draft_confidence, [V.bos], 0.0
+    assert isinstance(model, TranslationModel)
+    shallow = model.at_exit(f"1-{search.config.draft_layers}")
+    batch = padded([source])
+    while len(tokens) <= limit and tokens[1:][-1:] != [V.eos]:
+        target_1T = torch.tensor([tokens])
+        early_V, whole_V = (
+            one.projection(one.decode(target_1T, one.encode(batch))[0][0, -1]).float().log_softmax(0)
+            for one in (shallow, model)
+        )
+        probable = early_V.max() >= math.log(confidence)
+        token = int(early_V.argmax() if probable else whole_V.argmax())
+        tokens.append(V.eos if len(tokens) == limit else token)
+        total += float(whole_V[tokens[-1]])
+    return tokens[1:-1], total
+
+
+@pytest.mark.parametrize("confidence", [0.3, 0.6])
+def test_drafted_tokens_stand_that_are_probable_at_the_exit(confidence: float) -> None:
+    model, rows = model_of("pre"), random_sources(LENGTHS, V.size)
+    config = {"draft_confidence": confidence, "max_length": 9, "max_length_extra": 20}
+    search = search_of(model, 2, 3, **config)
+    found, alone = search.search(padded(rows)), [search.search(torch.tensor([row]), False)[0] for row in rows]
+    for one, same, row in zip(found, alone, rows, strict=True):
+        tokens, log_prob = standing(search, row, 9)
+        assert one[0].tokens == same[0].tokens == tokens
+        assert one[0].log_prob == pytest.approx(log_prob, abs=1e-4)
+    exact = greedy(model, rows, max_length=9, max_length_extra=20)
+    changed = sum(one[0].tokens != other.tokens for one, other in zip(found, exact, strict=True))
+    assert changed and search.counts["accepted"] > 0
 
 
 def test_a_draft_by_all_that_predicts_is_right() -> None:
