@@ -120,7 +120,7 @@ def _weights(stack: LayerStack, side: str) -> Iterator[tuple[str, Tensor]]:
     if added := sorted(at for at in order.inputs_at if at < len(order.indices)):
         raise NotStandardError(f"its {side} adds the embedded tokens to the state again before layer {added[0] + 1}")
     if stack.links is not None:
-        raise NotStandardError(f"layers of its {side} read combinations of the states of several layers below")
+        raise NotStandardError(f"layers of its {side} do not read the state below as it is")
     layers = [
         _folded(_standard(layer, f"layer {number} of its {side}")) for number, layer in enumerate(stack.layers, 1)
     ]

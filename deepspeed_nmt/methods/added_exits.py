@@ -27,7 +27,7 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from deepspeed_nmt.core.batch import Batch
@@ -37,7 +37,7 @@ from deepspeed_nmt.core.parts import MAX_WIDTH, ExitStages, Parts
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothedConfig
 from deepspeed_nmt.methods.transformer import SMALL
-from deepspeed_nmt.nn.layers import LayerNorm
+from deepspeed_nmt.nn.layers import LayerNorm, LowRank
 from deepspeed_nmt.registry import Entry, SelfTest
 
 _PREFIX = "decoder.exits."
@@ -102,19 +102,17 @@ class AddedExitsConfig(LabelSmoothedConfig):
             yield f"objective.added_exits trains exits alone, which objective.{name} does not reach; set it to null"
 
 
-class LowRankNorm(nn.Module):
+class LowRankNorm(LowRank):
     """norm(x + U V x)."""
 
     def __init__(self, dim: int, rank: int) -> None:
-        super().__init__()
+        super().__init__(dim, rank)
         self.norm = LayerNorm(dim)
-        # No linear layers, which tensor parallelism would slice.
-        self.down_RD = nn.Parameter(torch.empty(rank, dim).normal_(0.0, dim**-0.5))  # V
-        self.up_DR = nn.Parameter(torch.zeros(dim, rank))  # U
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """Map and normalise. Shape: (..., D) -> (..., D)."""
-        normed: Tensor = self.norm(x + (x @ self.down_RD.t()) @ self.up_DR.t())
+        normed: Tensor = self.norm(super().forward(x))
         return normed
 
 

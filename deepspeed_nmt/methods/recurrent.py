@@ -17,25 +17,39 @@ With N = 4 and T = 2 there are seven applications.
 With ``repeat_input=false`` x is not added again, B_t = block(B_{t-1}), as in Dehghani, Gouws, Vinyals, Uszkoreit,
 Kaiser: "Universal Transformers", 2018. Such a stack is an ordinary one whose layers repeat.
 
+With ``loop_rank`` R > 0 the state after loop t, which the next loop and an exit there read, is
+
+    B_t + U_t V_t B_t,
+
+with a U_t (D,R), zero at first, and a V_t (R,D) of its own, so loops may differ a little. It is an idea of Bae,
+Fisch, Harutyunyan, Ji, Kim, Schuster: "Relaxed Recursive Transformers: Effective Parameter Sharing with Layer-wise
+LoRA", 2024, who let the matrices within the layers differ; here it is the state between the loops.
+
 Encoder and decoder have a T each; T = 1 is an ordinary stack. Parameters exist once. In decoding each application has
 a cache of its own for the target; the source's keys and values are equal in all applications of a layer, and are
 projected and kept once. An exit is a number of loops. DeepNorm's constants count applications.
 
 Deviations are in docs/papers/recurrent-layers.md.
+
+Legend: D model width, R rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
+from torch import Tensor, nn
+from typing_extensions import override
 
-from deepspeed_nmt.core.parts import MAX_LAYERS, Stages
+from deepspeed_nmt.core.parts import MAX_LAYERS, MAX_WIDTH, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.kernels import torch_ops
 from deepspeed_nmt.methods.stabilisers import PLAIN
 from deepspeed_nmt.methods.transformer import SMALL, Transformer, TransformerShape, build_transformer
-from deepspeed_nmt.nn.layers import MakeDecoderLayer, make_decoder_layer
-from deepspeed_nmt.nn.stack import LayerOrder
+from deepspeed_nmt.nn.layers import LowRank, MakeDecoderLayer, make_decoder_layer
+from deepspeed_nmt.nn.stack import LayerOrder, Links
 from deepspeed_nmt.registry import Entry, SelfTest
 
 Sharing = Literal["stacked", "closed_chain"]
@@ -59,6 +73,13 @@ class RecurrentConfig(TransformerShape):
         default=True,
         description="true: add the embedded tokens to the state before each further loop; false: do not, which other "
         "programs can express (export)",
+    )
+
+    loop_rank: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_WIDTH,
+        description="rank of a map of each loop's own that the state passes after it; 0: there are none",
     )
 
     # A layer that is applied several times has no single number (layernorm_scaling), and no single input (admin).
@@ -117,11 +138,36 @@ def layer_order(sharing: Sharing, layers: int, loops: int, repeat_input: bool = 
     return LayerOrder(tuple(order), frozenset(inputs_at), tuple(stages))
 
 
+class LoopMaps(Links):
+    """Maps x + U_t V_t x of the state after each loop t, which ends after ``ends[t - 1]`` applications."""
+
+    def __init__(self, ends: Sequence[int], dim: int, rank: int) -> None:
+        super().__init__()
+        self.ends = tuple(ends)
+        self.maps = nn.ModuleList(LowRank(dim, rank) for _ in ends)
+
+    @override
+    def read(self, x_BTD: Tensor, number: int, kept: list[Tensor]) -> Tensor:
+        if number == 0 and self.training:
+            # An update may end before some loops. ZeRO-3 would keep the last gradient of their maps.
+            probe_D = x_BTD.new_zeros(x_BTD.shape[2])
+            for each in self.maps:
+                x_BTD = torch_ops.touch(x_BTD, each(probe_D))
+        if number not in self.ends:
+            return x_BTD
+        mapped_BTD: Tensor = self.maps[self.ends.index(number)](x_BTD)
+        return mapped_BTD
+
+
 def build_recurrent(
     config: RecurrentConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer = make_decoder_layer
 ) -> Transformer:
     """Build a freshly initialised recurrent Transformer."""
-    return build_transformer(config, vocabulary, make_layer, config.layer_orders())
+    model = build_transformer(config, vocabulary, make_layer, config.layer_orders())
+    if config.loop_rank:
+        for stack in (model.encoder, model.decoder):
+            stack.links = LoopMaps(stack.order.stages, config.dim, config.loop_rank)
+    return model
 
 
 ENTRY = Entry(
@@ -131,7 +177,7 @@ ENTRY = Entry(
     SelfTest(
         "loops",
         {
-            "model": {"name": "recurrent", **SMALL, "encoder_loops": 3, "decoder_loops": 3},
+            "model": {"name": "recurrent", **SMALL, "encoder_loops": 3, "decoder_loops": 3, "loop_rank": 3},
             "objective": {"multi_softmax": {"exits": "1x1", "full_depth": False}},
         },
     ),

@@ -54,6 +54,20 @@ class Dropout(nn.Module):
         return torch_ops.dropout(x, self.p if self.training else 0.0)
 
 
+class LowRank(nn.Module):
+    """x + U V x of rank R; U is zero at first."""
+
+    def __init__(self, dim: int, rank: int) -> None:
+        super().__init__()
+        # No linear layers, which tensor parallelism would slice.
+        self.down_RD = nn.Parameter(torch.empty(rank, dim).normal_(0.0, dim**-0.5))  # V
+        self.up_DR = nn.Parameter(torch.zeros(dim, rank))  # U
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map. Shape: (..., D) -> (..., D)."""
+        return x + (x @ self.down_RD.t()) @ self.up_DR.t()
+
+
 class FeedForward(nn.Module, UsesKernels, Sliceable):
     """max(0, x W1 + b1) W2 + b2 (Vaswani et al. 2017, eq. 2), or with GELU or swish; dropout of the inner units."""
 

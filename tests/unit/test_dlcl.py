@@ -86,5 +86,5 @@ def test_one_layer_with_one_head_trains() -> None:
 def test_deepnorm_and_exports_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"deepnorm.*model\.name=dlcl"):
         validate({"model": {"name": "dlcl", "norm": "deepnorm"}})
-    with pytest.raises(NotStandardError, match="encoder read combinations"):
+    with pytest.raises(NotStandardError, match="encoder do not read the state below"):
         dlcl().described()

@@ -1,7 +1,7 @@
 """Recurrent stacks against a plain transcription of the paper in float64, and what applications of a layer share."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise, product
 
@@ -16,9 +16,10 @@ from deepspeed_nmt.methods.consistency import Consistency, ConsistencyConfig
 from deepspeed_nmt.methods.cross_attention_drop import CrossAttentionDropConfig, build_cross_attention_drop
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.multi_softmax import MultiSoftmax, MultiSoftmaxConfig
-from deepspeed_nmt.methods.recurrent import RecurrentConfig, build_recurrent
+from deepspeed_nmt.methods.recurrent import LoopMaps, RecurrentConfig, build_recurrent
 from deepspeed_nmt.methods.transformer import Transformer
 from deepspeed_nmt.nn.layers import DecoderLayer, make_decoder_layer
+from deepspeed_nmt.nn.stack import LayerStack
 from tests import transformer_equations as equations
 from tests.models import add_noise, assert_as_transcribed, two_pairs
 
@@ -39,9 +40,13 @@ def recurrent(
 
 
 def looped(
-    layers: Sequence[nn.Module], loops: int, sharing: str, x: Tensor, F: Callable[..., Tensor], again: bool = True
+    stack: LayerStack, loops: int, sharing: str, x: Tensor, F: Callable[..., Tensor], again: bool = True
 ) -> Tensor:
-    """B_0 = x, B_t = block(B_{t-1}) + x; or the layers there and back, with x added at each turn, if it is at all."""
+    """B_0 = x, B_t = block(B_{t-1}) + x; or the layers there and back, with x added at each turn, if it is at all.
+
+    With maps of the loops, block(B) has U_t V_t block(B) added.
+    """
+    layers = stack.layers
     block_input = x
     for t in range(loops):
         if t == 0 or sharing == "stacked":
@@ -51,6 +56,9 @@ def looped(
         state = block_input
         for layer in block:
             state = F(layer, state)
+        if isinstance(stack.links, LoopMaps):
+            own = stack.links.maps[t]
+            state = state + torch.einsum("dr,re,te->td", own.up_DR, own.down_RD, state)
         block_input = state + x if again else state
     return state
 
@@ -68,9 +76,9 @@ def transcribed(
         x = model.source_embedding(data.source_BS)[row][data.source_BS[row].ne(0)]
         y = model.target_embedding(data.target_input_BT)[row][data.target_input_BT[row].ne(0)]
         encode = lambda layer, h: equations.encoder_layer(layer, norm, 2, h)  # noqa: E731
-        encoded = looped(model.encoder.layers, loops[0], sharing, x, encode, again)
+        encoded = looped(model.encoder, loops[0], sharing, x, encode, again)
         decode = partial(decoded, norm, final("encoder", encoded))
-        yield final("decoder", looped(model.decoder.layers, loops[1], sharing, y, decode, again))
+        yield final("decoder", looped(model.decoder, loops[1], sharing, y, decode, again))
 
 
 def decoded(norm: str, memory: Tensor, layer: nn.Module, y: Tensor) -> Tensor:
@@ -79,18 +87,17 @@ def decoded(norm: str, memory: Tensor, layer: nn.Module, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("norm", ["pre", "post", "pre/post"])
 @pytest.mark.parametrize(
-    ("sharing", "loops", "again"),
+    ("sharing", "loops", "again", "rank"),
     [
-        *(("stacked", (3, 2), True), ("closed_chain", (3, 2), True), ("closed_chain", (2, 4), True)),
-        *(("stacked", (1, 3), True), ("stacked", (3, 2), False), ("closed_chain", (2, 3), False)),
+        *(("stacked", (3, 2), True, 0), ("closed_chain", (3, 2), True, 4), ("closed_chain", (2, 4), True, 0)),
+        *(("stacked", (1, 3), True, 3), ("stacked", (3, 2), False, 0), ("closed_chain", (2, 3), False, 0)),
     ],
 )
 def test_states_and_gradients_are_those_of_a_plain_transcription(
-    norm: str, sharing: str, loops: tuple[int, int], again: bool
+    norm: str, sharing: str, loops: tuple[int, int], again: bool, rank: int
 ) -> None:
-    model = recurrent(
-        **equations.norms(norm), sharing=sharing, encoder_loops=loops[0], decoder_loops=loops[1], repeat_input=again
-    ).train()
+    settings = {"encoder_loops": loops[0], "decoder_loops": loops[1], "repeat_input": again, "loop_rank": rank}
+    model = recurrent(**equations.norms(norm), sharing=sharing, **settings).train()
     data = two_pairs()
     assert_as_transcribed(model, data, list(transcribed(model, data, norm, sharing, loops, again)))
 
@@ -141,7 +148,9 @@ def test_results_are_those_of_a_projection_per_application(
             torch.testing.assert_close(one, each, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("settings", [{}, {"sharing": "closed_chain"}, {"norm": "post", "repeat_input": False}])
+@pytest.mark.parametrize(
+    "settings", [{"loop_rank": 5}, {"sharing": "closed_chain"}, {"norm": "post", "repeat_input": False}]
+)
 def test_decoding_step_by_step_is_teacher_forcing_at_each_number_of_loops(settings: dict[str, object]) -> None:
     model, data = recurrent(encoder_loops=2, decoder_loops=3, **settings).eval(), two_pairs()
     tops = []

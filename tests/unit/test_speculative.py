@@ -18,6 +18,7 @@ from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.native import library as native
+from deepspeed_nmt.nn.layers import LowRank
 from deepspeed_nmt.nn.linear import pack_weights
 from deepspeed_nmt.search.base import Hypothesis, Request
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
@@ -36,7 +37,7 @@ FAMILIES: Mapping[str, tuple[Mapping[str, Any], int, float]] = {
     "pre": ({}, 1, 0.0),
     "post": ({"model": {"norm": "post"}}, 3, 3.0),
     "drop": ({"layer": {"name": "cross_attention_drop", "drop_depth": 1, "beyond": 0.5}}, 2, 6.0),
-    "stacked": ({"model": RECURRENT}, 1, -4.0),
+    "stacked": ({"model": {**RECURRENT, "loop_rank": 4}}, 1, -4.0),
     "chain": ({"model": {**RECURRENT, "decoder_layers": 4, "sharing": "closed_chain"}}, 2, -2.0),
     "DLCL": ({"model": {"name": "dlcl"}}, 2, 0.0),
     "relative": ({"model": {"name": "relative_positions"}}, 2, 4.0),
@@ -52,6 +53,9 @@ def model_of(name: str) -> TranslationModel:
     settings, _, end = FAMILIES[name]
     sections = {**settings, "model": {"name": "transformer", **SIZES, **settings.get("model", {})}}
     model = sharpened(build_model(validate(sections), V), 3.0, end)
+    for module in model.modules():
+        if isinstance(module, LowRank):  # which would do nothing
+            torch.nn.init.normal_(module.up_DR, std=0.2)
     if name == "added":
         model.stacks[1][0].exits["2"] = torch.nn.LayerNorm(24)
     return model
