@@ -24,7 +24,10 @@ from deepspeed_nmt.search.models import mean_of, members_of, weights_of
 from deepspeed_nmt.search.reliance import ScoredTranslation
 from deepspeed_nmt.text import Tags
 
-_LOGITS_AT_ONCE = 1 << 24
+_POSITIONS_AT_ONCE = 512
+"""Positions that are decoded at once, or more if their logits are few."""
+_LOGITS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Logits that are computed at once; on a CPU so many that they stay in its caches."""
 
 
 def pad_sources(sources: Sequence[Sequence[int]], pad: int, device: torch.device | str) -> tuple[Tensor, bool]:
@@ -66,10 +69,10 @@ def token_log_probs(
     # Translations of similar length are scored together, so that there is little padding.
     order = sorted(range(len(flat)), key=lambda number: -len(flat[number][1]))
     scores: list[list[float]] = [[] for _ in flat]
-    start = 0
+    start, at_once = 0, max(1, _LOGITS_AT_ONCE[source_BS.device.type] // models[0].vocab_size)
     while start < len(order):
         length = len(flat[order[start]][1]) + 1
-        numbers = order[start : start + max(1, _LOGITS_AT_ONCE // (length * models[0].vocab_size))]
+        numbers = order[start : start + max(1, max(_POSITIONS_AT_ONCE, at_once) // length)]
         start += len(numbers)
         inputs_NT, outputs_NT = torch.full((2, len(numbers), length), pad).unbind()
         for place, number in enumerate(numbers):
@@ -81,8 +84,12 @@ def token_log_probs(
         by_model = []
         for model, memory in zip(models, memories, strict=True):
             states_NTD = model.decode(inputs_NT, memory.select(rows_N))[0]
-            log_p_NTV = torch.log_softmax(model.projection(states_NTD).float(), dim=2)
-            by_model.append(log_p_NTV.gather(2, outputs_NT.unsqueeze(2)).squeeze(2))
+            parts = (torch.split(x, at_once) for x in (states_NTD.flatten(0, 1), outputs_NT.view(-1, 1)))
+            log_p = [
+                model.projection(states_ND).float().log_softmax(1).gather(1, outputs_N1)
+                for states_ND, outputs_N1 in zip(*parts, strict=True)
+            ]
+            by_model.append(torch.cat(log_p).view_as(outputs_NT))
         for number, values in zip(numbers, mean_of(by_model, weights).tolist(), strict=True):
             scores[number] = values[: len(flat[number][1]) + 1]
         decoded(numbers, rows_N, outputs_NT != pad)

@@ -45,7 +45,8 @@ def expected(model: TranslationModel, source: list[int], tokens: Sequence[int]) 
 
 @pytest.mark.parametrize("at_once", [1, 200, 1 << 24])
 def test_token_log_probs_are_those_of_the_equations(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forced, "_LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr(forced, "_LOGITS_AT_ONCE", {"cpu": at_once})
+    monkeypatch.setattr(forced, "_POSITIONS_AT_ONCE", at_once // 40)
     model = plain(1)
     found = token_log_probs([model], V, SOURCE, True, ASKED)
     for row, each in enumerate(ASKED):
