@@ -3,13 +3,13 @@
     python benchmarks/run.py control --text TEXT --out OUT [--jobs ARM:SEED ...] [--updates N] [--set K=V ...]
 
 TEXT is that of `collapse`, and so are the settings: a pre-norm encoder of 6 and a post-norm decoder of 15 layers,
-D=64, 3,000 updates. No decoder in the records ignored its source for its own depth, so the failure is constructed: in
-the arms `shuffled_...` two of three training pairs have the source of another pair. The arms `real_...` have the text
-as it is.
+D=64, 3,000 updates. With the text as it is, in the arms `real_...`, this decoder loses its prefix. No decoder in the
+records ignored its source for its own depth, so that failure is constructed: in the arms `shuffled_...` two of three
+training pairs have the source of another pair.
 
     none                none drops its cross-attention
     fixed40, fixed78    the lowest 6 or 12 layers drop it with a probability of 0.5
-    adapted             the lowest 12 layers begin at 0.5, and adapt to a source reliance of 1 nat a token
+    adapted             the lowest 12 layers begin at 0.5, and adapt to a reliance of 1 nat a token on both inputs
 
 An arm that has a row in the record is not run again.
 """

@@ -171,7 +171,9 @@ class LayerConfig(PartConfig):
         return False
 
     def adapted(self, drop_ratio: float | None, reliance: float) -> float | None:
-        """Return the drop ratio of the layers after a measurement of source reliance, in nats per token.
+        """Return the drop ratio of the layers after a measurement of reliance, in nats per token.
+
+        It is the lower one of those on the source and on the prefix.
 
         It is a function of its arguments and the settings alone: ``drop_ratio`` was returned after the measurement
         before, None if there was none. None if the layers keep theirs (:attr:`adapts`).

@@ -76,8 +76,8 @@ class CrossAttentionDropConfig(LayerConfig):
     target_reliance: float = Field(
         default=0.0,
         ge=0.0,
-        description="source reliance, in nats per token, below which drop_ratio rises after a measurement of the "
-        "collapse monitor, and above which it falls; 0: drop_ratio stays",
+        description="reliance on source or prefix, whichever is lower, in nats per token, below which drop_ratio "
+        "rises after a measurement of the collapse monitor, and above which it falls; 0: drop_ratio stays",
     )
     adapt_step: float = Field(
         default=0.1, gt=0.0, le=1.0, description="largest change of drop_ratio after a measurement"

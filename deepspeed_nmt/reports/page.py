@@ -41,7 +41,7 @@ from deepspeed_nmt.recipes import recipes
 from deepspeed_nmt.reports import page_figures, run_log
 from deepspeed_nmt.reports.outcome import Outcome, differing
 from deepspeed_nmt.reports.page_figures import Best, Chart, histogram, words_of
-from deepspeed_nmt.reports.run_log import SOURCE_RELIANCE, STARTS, RunLog, read_object, shortened
+from deepspeed_nmt.reports.run_log import PREFIX_RELIANCE, SOURCE_RELIANCE, STARTS, RunLog, read_object, shortened
 from deepspeed_nmt.reports.text_scores import recorded_scores
 from deepspeed_nmt.run.directory import ENVIRONMENT_FILE, LOGS, ORIGIN_FILE, VALIDATION
 from deepspeed_nmt.run.plans import Plans
@@ -191,16 +191,16 @@ class RunPage:
 
     def _collapsed(self) -> str:
         """Return the reason why the decoder counts as collapsed, "" if it does not."""
-        collapse, reliance = self.config.collapse, self.log.series(SOURCE_RELIANCE)
-        updates, values = list(reliance)[-collapse.patience :], [*reliance.values()][-collapse.patience :]
+        collapse = self.config.collapse
         grace = collapse.grace or 2 * self.config.schedule.warmup_updates
-        is_low = all(value < collapse.threshold for value in values)
-        if len(values) < collapse.patience or updates[0] <= grace or not is_low:
-            return ""
-        return (
-            f"the decoder ignores its source: source reliance is {values[-1]:.3f} nats a token, below "
-            f"{collapse.threshold:g} in the last {counted(len(values), 'measurements')}"
-        )
+        for tag, lacks in ((SOURCE_RELIANCE, "its source: source"), (PREFIX_RELIANCE, "what it has written: prefix")):
+            last = [*self.log.series(tag).items()][-collapse.patience :]
+            if len(last) == collapse.patience and all(at > grace and x < collapse.threshold for at, x in last):
+                return (
+                    f"the decoder ignores {lacks} reliance is {last[-1][1]:.3f} nats a token, below "
+                    f"{collapse.threshold:g} in the last {counted(len(last), 'measurements')}"
+                )
+        return ""
 
     def _best(self) -> Best | None:
         """Return the best validation: as `choose-best` or the checkpoint records it, or else by the log."""

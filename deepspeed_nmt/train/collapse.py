@@ -54,7 +54,7 @@ _FALLING = 0.5
 
 
 class CollapseMonitor:
-    """Measurement of source and prefix reliance, and check of the former.
+    """Measurement of source and prefix reliance, and their check.
 
     Args:
         grace: updates before the first check, used if the configuration leaves them open. Then there is none either
@@ -139,32 +139,39 @@ class CollapseMonitor:
             Bad measurements in a row including this one, of which ``bad`` came before, and the reason to stop or "".
         """
         config, lost = self._config, values[NLL] > self._guessing
-        low = values[RELIANCE] < config.threshold
-        if not (self.counts(update, values, before) and (low or lost)):
+        blind, adrift = (values.get(tag, math.inf) < config.threshold for tag in (RELIANCE, PREFIX_RELIANCE))
+        if not (self.counts(update, values, before) and (blind or adrift or lost)):
             return 0, ""
         bad += 1
         if bad < config.patience or (config.action == "warn" and bad % config.patience):
             return bad, ""
+        bound = f"(collapse.threshold is {config.threshold:g}), in {bad} measurements in a row:"
         if lost:
-            blind = values.get(PREFIX_RELIANCE, math.inf) < config.threshold
-            reason = " It does not read what it has written: exchanged prefixes change nothing." if blind else ""
-            remedies = ["model.norm=pre", *(["cross-attention in few decoder layers"] if blind else [])]
             what = (
                 f"the decoder predicts worse than guessing. Its validation loss is {values[NLL]:.2f} nats a token "
                 f"(guessing: {self._guessing:.2f}) after {bad} bad measurements in a row, and its training loss does "
-                f"not show it.{reason} Remedies: {', '.join(remedies)}, a lower optimizer.lr, a longer "
-                "schedule.warmup_updates, optimizer.clip_norm=1, or fewer model.decoder_layers"
+                "not show it."
             )
-        else:
+            if adrift:
+                what += " It does not read what it has written: exchanged prefixes change nothing."
+            remedies = [*(_FOR_PREFIXES if adrift else ["model.norm=pre"]), *_FOR_ANY, "optimizer.clip_norm=1"]
+        elif blind:
             what = (
                 "the decoder ignores its source. With the sources shuffled among the sentences, its loss rises by "
-                f"only {values[RELIANCE]:.3f} nats a token (collapse.threshold is {config.threshold:g}), in "
-                f"{bad} measurements in a row: it is turning into a language model, and its BLEU will "
-                f"be near 0 even if its loss is low. Remedies: {', '.join([*self._remedies, *_REMEDIES])}, or fewer "
-                "model.decoder_layers"
+                f"only {values[RELIANCE]:.3f} nats a token {bound} it is turning into a language model, and its BLEU "
+                "will be near 0 even if its loss is low."
             )
-        message = f"update {update}: {what}"
-        measured = {"source_reliance": values[RELIANCE], "nll": values[NLL], "bad_measurements": bad}
+            remedies = [*self._remedies, *_FOR_SOURCES, *_FOR_ANY]
+        else:
+            what = (
+                "the decoder does not read what it has written. With the prefixes exchanged among the sentences, its "
+                f"loss rises by only {values[PREFIX_RELIANCE]:.3f} nats a token {bound} it predicts each word from "
+                "the source and its position alone, and its BLEU will be low."
+            )
+            remedies = [*_FOR_PREFIXES, *_FOR_ANY]
+        message = f"update {update}: {what} Remedies: {', '.join(remedies)}, or fewer model.decoder_layers"
+        tags = [tag for tag in (RELIANCE, PREFIX_RELIANCE, NLL) if tag in values]
+        measured = {**{tag.partition("/")[2]: values[tag] for tag in tags}, "bad_measurements": bad}
         self._events.record("collapse", update, message, action=config.action, **measured)
         if config.action == "stop":
             return bad, message
@@ -190,11 +197,9 @@ class CollapseMonitor:
             return float(self._objective(model, batch.to(self._world.device)).nll)
 
 
-_REMEDIES = (
-    "model.init=depth_scaled or model.norm=pre",
-    "a lower optimizer.lr",
-    "a longer schedule.warmup_updates",
-)
+_FOR_SOURCES = ("model.init=depth_scaled or model.norm=pre",)
+_FOR_PREFIXES = (*_FOR_SOURCES, "no cross-attention in most of the lower decoder layers (layer.drop_ratio=1)")
+_FOR_ANY = ("a lower optimizer.lr", "a longer schedule.warmup_updates")
 _PARTS = ("self_attention", "cross_attention", "feed_forward")
 
 

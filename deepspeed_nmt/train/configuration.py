@@ -139,11 +139,13 @@ def words_of(command: str) -> list[str]:
 
 
 class CollapseConfig(Config):
-    """Detection of decoders that ignore their source."""
+    """Detection of decoders that ignore their source, or what they have written."""
 
     every: int = Field(default=500, ge=0, description="updates between measurements; 0: never")
     sentences: int = Field(default=128, ge=2, description="size of the slice of the validation set")
-    threshold: float = Field(default=0.2, ge=0.0, description="source reliance, in nats per token, that is too low")
+    threshold: float = Field(
+        default=0.2, ge=0.0, description="source or prefix reliance, in nats per token, that is too low"
+    )
     grace: int = Field(
         default=0,
         ge=0,

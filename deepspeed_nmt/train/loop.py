@@ -20,7 +20,7 @@ from deepspeed_nmt.parallel.collectives import any_rank, fail_together, gather_l
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.checkpoint import CheckpointStore
-from deepspeed_nmt.train.collapse import DROP_RATIO, NLL, RELIANCE, CollapseMonitor
+from deepspeed_nmt.train.collapse import DROP_RATIO, NLL, PREFIX_RELIANCE, RELIANCE, CollapseMonitor
 from deepspeed_nmt.train.configuration import TrainingConfig
 from deepspeed_nmt.train.events import Events
 from deepspeed_nmt.train.faults import attribute, check_replicas, has_replicas, is_exact
@@ -260,7 +260,8 @@ class TrainingLoop:
         self.ledger.begin("validation")
         self.watchdog.at(f"measuring collapse after update {progress.update}", slow=True)
         measured, ratio, before = self.monitor(progress.update), progress.drop_ratio, progress.monitored_nll
-        adapted = self.layer.adapted(ratio, measured[RELIANCE])
+        lower = min(measured[tag] for tag in (RELIANCE, PREFIX_RELIANCE) if tag in measured)
+        adapted = self.layer.adapted(ratio, lower)
         if adapted is not None and self.monitor.counts(progress.update, measured, before):
             self.engine.module.model.set_drop_ratio(adapted)
             measured[DROP_RATIO] = ratio = adapted

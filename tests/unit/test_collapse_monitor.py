@@ -99,10 +99,14 @@ def test_it_warns_after_grace_and_patience_and_again_if_the_collapse_persists(
     assert check(600, low, 2, 2.0) == (3, "")
     assert check(700, lost, 3, 2.0) == (4, "")
     assert "the decoder predicts worse than guessing. Its validation loss is 4.00 nats" in caplog.messages[1]
-    assert "(guessing: 3.91)" in caplog.messages[1] and "few decoder layers" not in caplog.messages[1]
+    assert "(guessing: 3.91)" in caplog.messages[1] and "layer.drop_ratio=1" not in caplog.messages[1]
     assert check(800, {**lost, PREFIX_RELIANCE: 0.9}, 5, 2.0) == (6, "") and "prefixes" not in caplog.messages[2]
     assert check(900, {**lost, PREFIX_RELIANCE: 0.1}, 7, 2.0) == (8, "")
-    assert "exchanged prefixes change nothing. Remedies: model.norm=pre, cross-attention in few" in caplog.messages[3]
+    assert "exchanged prefixes change nothing. Remedies: model.init=depth_scaled or" in caplog.messages[3]
+    adrift = {**good, PREFIX_RELIANCE: 0.1}
+    assert check(1000, adrift, 0, 2.0) == (1, "") and check(1100, adrift, 1, 2.0) == (2, "")
+    assert "update 1100: the decoder does not read what it has written. With the prefixes" in caplog.messages[4]
+    assert "rises by only 0.100 nats a token" in caplog.messages[4] and "(layer.drop_ratio=1)" in caplog.messages[4]
 
 
 def test_a_resumed_run_stops_at_the_next_bad_measurement(tmp_path: Path) -> None:
