@@ -53,7 +53,10 @@ ARMS = {
         18, 18, "model.norm=post", "model.init=depth_scaled", "layer.name=merged_attention"
     ),
     "relative6-6": transformer(6, 6, "model.name=relative_positions"),
-    "gnmt": Arm(["model.name=gnmt", "model.encoder_layers=4", "model.decoder_layers=4"], recipe="gnmt_wmt14_ende"),
+    "gnmt": Arm(  # 0.04, the paper's bound, is one for D=1024
+        ["model.name=gnmt", "model.encoder_layers=4", "model.decoder_layers=4", "model.init_range=0.11"],
+        recipe="gnmt_wmt14_ende",
+    ),
     "convs2s": Arm(
         ["model.name=convs2s", *(f"model.{side}_convolutions=[[6,128,3]]" for side in ("encoder", "decoder"))],
         recipe="convs2s_wmt14_ende",
