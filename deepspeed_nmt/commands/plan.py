@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,7 +160,7 @@ def run(arguments: argparse.Namespace) -> int:
         if gpu is not None:
             planned = plans.on(gpu, arguments.num_gpus, config, vocabulary)
             precision = planned.engine.precision
-            plan, table = _plan(planned, config, arguments, gpu)
+            plan, table = _plan(planned, config, arguments, gpu, plans.flops(config, vocabulary))
             if plan["tokens_per_s"]:
                 update_s = config.batch.update_tokens / plan["tokens_per_s"]
             result |= plan
@@ -200,7 +202,10 @@ def _interval(arguments: argparse.Namespace, checkpoints: CheckpointPlan, update
     return IntervalPlan(seconds_of(arguments.mtbf, "--mtbf"), saving_s, restart_s, measured.update_s or update_s)
 
 
-def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gpu: Gpu) -> tuple[dict[str, Any], str]:
+def _plan(
+    planned: Planned, config: RunConfig, arguments: argparse.Namespace, gpu: Gpu, flops: Mapping[int, float]
+) -> tuple[dict[str, Any], str]:
+    """Return values for JSON, and text; for ``flops`` see :meth:`Plans.flops`."""
     import torch
 
     from deepspeed_nmt.kernels.choice import is_installed
@@ -219,9 +224,11 @@ def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gp
     columns = {"as set": plain, "advised": advised}
     if any(advised.recompute):
         columns["... without recomputation"] = plan_for(planner.counts, advised.layout, advised.micro_tokens, (0, 0))
-    speed = None if engine.precision == "fp32" else advised.tokens_per_second(gpu, ranks, arguments.mfu)
-    updates, tokens = config.training.max_updates, config.batch.update_tokens
-    days = None if speed is None else updates * tokens / speed * ranks / 86_400
+    (*_, updates), (*_, work), tokens = flops, flops.values(), config.batch.update_tokens
+    rate = 0.0 if engine.precision == "fp32" else arguments.mfu * gpu.tflops * 1e12
+    speed = ranks * rate / work if rate else None
+    total = sum((end - start) * tokens * flops[end] for start, end in pairwise([0, *flops]))
+    days = total / rate / 86_400 if rate else None
     sent = planner.sent(advised)
     links = [] if speed is None else communication.on_links(sent, gpu, tokens / speed, arguments.bandwidth)
     advice, notes = planner.settings(advised), notes_on(advised, tokens, gpu)
@@ -229,7 +236,7 @@ def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gp
         "gpu": gpu.name,
         "num_gpus": ranks,
         "precision": engine.precision,
-        "flops_per_token": advised.flops_per_token,
+        "flops_per_token": work,
         "tokens_per_s": speed,
         "max_updates": updates,
         "gpu_days": days,
@@ -240,10 +247,12 @@ def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gp
     }
     chosen = kernels.describe(torch.device("meta"), DTYPES[engine.precision])
     head = f"{ranks} x {gpu.name} ({engine.precision}); kernels: {chosen}"
-    words = "" if speed is None else f"; at an MFU of {arguments.mfu:g}, {speed:,.0f} target tokens/s"
+    words = f"{work / 1e9:,.2f} GFLOP for each target token{' of the grown model' if len(flops) > 1 else ''}"
+    if speed is not None:
+        words += f"; at an MFU of {arguments.mfu:g}, {speed:,.0f} target tokens/s"
     if days is not None:
         words += f", and training.max_updates={updates} in {days:,.1f} GPU-days ({days / ranks:,.1f} days)"
-    text = as_text(columns, advice, notes, gpu, words)
+    text = f"{as_text(columns, advice, notes, gpu)}\n{words}"
     if ranks > 1:
         text += f"\n\n{communication.as_text(sent, links)}"
     return result, f"{head}\n\n{text}"

@@ -39,7 +39,6 @@ class Plan:
         parts: bytes on one GPU, by the names in PARTS.
         host: bytes of host memory that the tensors of one rank take at most.
         host_sum: bytes that those of ``host_ranks`` ranks, which are assumed to share a host, take together.
-        flops_per_token: of the model, for each target token; recomputation is not counted.
         seconds_per_token: relative cost, for comparing plans.
     """
 
@@ -50,7 +49,6 @@ class Plan:
     host: int
     host_ranks: int
     host_sum: int
-    flops_per_token: float
     seconds_per_token: float
 
     @property
@@ -69,10 +67,6 @@ class Plan:
         """Return True if the plan fits into ``gib`` GiB."""
         return self.total <= gib * GIB
 
-    def tokens_per_second(self, gpu: Gpu, num_gpus: int, mfu: float) -> float | None:
-        """Return target tokens a second of all GPUs at a share ``mfu`` of their peak; None if that is unknown."""
-        return num_gpus * mfu * gpu.tflops * 1e12 / self.flops_per_token if gpu.tflops else None
-
     def as_json(self, gpu: Gpu) -> dict[str, Any]:
         """Return the plan as values for JSON."""
         return {
@@ -89,17 +83,15 @@ class Plan:
 
 def plan_for(counts: Counts, layout: Layout, micro_tokens: int, recompute: RecomputedLayers) -> Plan:
     """Compute memory and cost of one way to train."""
-    work, unrecomputed = counts.work(micro_tokens, recompute), counts.work(micro_tokens, (0, 0))
+    work = counts.work(micro_tokens, recompute)
     size = (counts.trained, counts.frozen, layout)
     parts = {"activations": work.activations, "logits": work.logits, "validation": validation_bytes(*size)}
     parts |= state_bytes(*size)
-    share = work.flops / max(1, unrecomputed.flops)
-    cost = share * (_ZERO_2 if layout.stage == 2 else 1.0) * (micro_tokens + _IDLE_TOKENS) / micro_tokens
-    flops = unrecomputed.flops * layout.tensor_ranks / micro_tokens
+    seconds = work.flops * (_ZERO_2 if layout.stage == 2 else 1.0) * (micro_tokens + _IDLE_TOKENS) / micro_tokens
     ranks = min(layout.ranks, _RANKS_OF_A_HOST)
     parts = {part: parts[part] for part in PARTS}
     host, host_sum = host_bytes(*size, 1), host_bytes(*size, ranks)
-    return Plan(layout, micro_tokens, recompute, parts, host, ranks, host_sum, flops, cost * flops)
+    return Plan(layout, micro_tokens, recompute, parts, host, ranks, host_sum, seconds / micro_tokens)
 
 
 def fastest(plans: Sequence[Plan], gib: float) -> Plan:
@@ -221,11 +213,8 @@ def notes_on(plan: Plan, update_tokens: int, gpu: Gpu) -> list[str]:
     return notes
 
 
-def as_text(columns: Mapping[str, Plan], advice: list[str], notes: list[str], gpu: Gpu, speed: str) -> str:
-    """Return a table of plans by title, the memory of one GPU by part, and the settings and notes for "advised".
-
-    ``speed`` is a phrase that ends the last line; "" if the speed is unknown.
-    """
+def as_text(columns: Mapping[str, Plan], advice: list[str], notes: list[str], gpu: Gpu) -> str:
+    """Return a table of plans by title, the memory of one GPU by part, and the settings and notes for "advised"."""
     plans, plan = columns.values(), columns["advised"]
 
     def cell(size: int, absent: bool = False) -> str:
@@ -244,5 +233,4 @@ def as_text(columns: Mapping[str, Plan], advice: list[str], notes: list[str], gp
     if plan.layout.ranks > plan.host_ranks:
         lines.append(f"(a host is assumed to have {plan.host_ranks} GPUs)")
     lines += ["(in parentheses: not held at the peak; validation has no activations and logits)", ""]
-    lines += [f"set: {' '.join(advice)}", *notes]
-    return "\n".join([*lines, f"{plan.flops_per_token / 1e9:,.2f} GFLOP for each target token{speed}"])
+    return "\n".join([*lines, f"set: {' '.join(advice)}", *notes])

@@ -18,7 +18,7 @@ from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine_for
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.kernels.precision import Precision
-from deepspeed_nmt.planning.counting import Counts, count_model, sizes
+from deepspeed_nmt.planning.counting import Counts, count_model, count_rates, sizes
 from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.layouts import LayoutEstimate, estimates, prefers_padded
 from deepspeed_nmt.planning.planner import Planner, layout_of
@@ -44,6 +44,7 @@ class Plans:
     def __init__(self) -> None:
         self._parameters: dict[str, tuple[int, int, int]] = {}
         self._counts: dict[tuple[int, int], dict[str, Counts]] = {}
+        self._flops: dict[str, float] = {}
 
     def parameters(self, config: RunConfig, vocabulary: Vocabulary) -> tuple[int, int, int]:
         """Return the number of trained parameters, of all, and of elements of the optimizer's states."""
@@ -54,6 +55,21 @@ class Plans:
             trained, frozen = sizes(model)
             self._parameters[key] = trained, trained + frozen, config.optimizer.state_elements(model)
         return self._parameters[key]
+
+    def flops(self, config: RunConfig, vocabulary: Vocabulary) -> dict[int, float]:
+        """Return the operations for each target token and the source token beside it, as the mean over updates.
+
+        They hold up to the update that is their key, the last of the run or one after which the model grows.
+        """
+        ends = (*config.growth.at, config.training.max_updates)
+        return {end: self._flops_of(config.for_update(end), vocabulary) for end in ends}
+
+    def _flops_of(self, config: RunConfig, vocabulary: Vocabulary) -> float:
+        key = repr((config.model, config.layer, config.objective, vocabulary))
+        if key not in self._flops:
+            model, objective = build_meta_model(config, vocabulary), build_objective(config, vocabulary)
+            self._flops[key] = sum(count_rates(model, objective, vocabulary))
+        return self._flops[key]
 
     def on(self, gpu: Gpu, ranks: int, config: RunConfig, vocabulary: Vocabulary) -> Planned:
         """Return the planner of a run on ``ranks`` GPUs."""

@@ -88,7 +88,8 @@ def plan_table() -> str:
             f"{advised.total / GIB:.2f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    work = f"A target token costs {advised.flops_per_token / 1e9:.2f} GFLOP, forward and backward."
+    (flops,) = plans.flops(load_config(LARGE), vocabulary).values()
+    work = f"A target token costs {flops / 1e9:.2f} GFLOP, forward and backward."
     return "\n".join([*lines, "", work, ""])
 
 

@@ -245,8 +245,9 @@ def test_few_tokens_for_a_gpu_are_noted(ranks: int, tensor_ranks: int, gib: floa
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    shallow = [*SHALLOW, "layer.drop_depth=1"]
-    words = ["plan", "--recipe", "deep_decoder_base_30", *NARROW, *shallow, "--vocab-size", "500"]
+    own = [*NARROW, *SHALLOW, "layer.drop_depth=1", "objective.ald.every=5", "training.max_updates=1000"]
+    own += ["layer.drop_ratio=0.5", "growth.at=[600]", "growth.decoder_layers=[1]"]
+    words = ["plan", "--recipe", "deep_decoder_base_30", *own, "--vocab-size", "500"]
     assert main([*words, "--gpu", "v100-16g", "--num-gpus", "8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["parameters"] > 0 and found["advised"]["fits"]
@@ -259,8 +260,14 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert [link["link"] for link in found["communication"]["links"]] == ["NVLink", "InfiniBand", "PCIe"]
     assert found["communication"]["estimated"] and found["communication"]["bytes"]["micro_batches"] == 1
     assert found["notes"] == [], "4,096 tokens for a GPU are enough"
-    tokens = found["max_updates"] * load_config("deep_decoder_base_30").batch.update_tokens
-    assert found["gpu_days"] == pytest.approx(8 * tokens / found["tokens_per_s"] / 86400)
+    config, vocabulary = load_config("deep_decoder_base_30", settings=own), Vocabulary(500)
+    small, large = (
+        sum(count_rates(build_meta_model(of, vocabulary), build_objective(of, vocabulary), vocabulary))
+        for of in (config.for_update(600), config)
+    )
+    assert found["flops_per_token"] == large and found["tokens_per_s"] == pytest.approx(8 * 0.3 * 125e12 / large)
+    flops = config.batch.update_tokens * (600 * small + 400 * large)
+    assert found["gpu_days"] == pytest.approx(flops / (0.3 * 125e12) / 86400)
     assert main([*words, "--gpu", "some:0.5", "--num-gpus", "8", "engine.tensor_parallel=2"]) == 0
     text = capsys.readouterr().out
     assert "no plan fits" in text and "GFLOP" in text and "tokens/s" not in text and "GPU-days" not in text
