@@ -6,8 +6,9 @@ Legend: B sentences, S source length, T target length.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -254,27 +255,27 @@ class TrainLoader:
         other.rank = rank
         return other
 
-    def updates(self, start: Cursor, number: int) -> Iterator[Update]:
+    def updates(self, start: Cursor, number: int) -> Generator[Update]:
         """Yield updates from ``start`` on, the first of which is the run's update ``number``.
 
         The next window is made while the updates of one are taken.
         """
         cursor, key = start, None
-        windows = Prefetcher(self._windows(start, number), depth=1)
-        while True:
-            place = self.order.place(cursor, number)
-            if place.window != key:
-                key, window = place.window, windows.next()
-            cursor = self.order.after(cursor)
-            yield self._assemble(window, place, number, cursor)
-            number += 1
+        with closing(Prefetcher(self._windows(start, number), depth=1)) as windows:
+            while True:
+                place = self.order.place(cursor, number)
+                if place.window != key:
+                    key, window = place.window, windows.next()
+                cursor = self.order.after(cursor)
+                yield self._assemble(window, place, number, cursor)
+                number += 1
 
     def update(self, cursor: Cursor, number: int) -> Update:
         """Make the update at a position, which is the run's update ``number``."""
         place = self.order.place(cursor, number)
         return self._assemble(self.order.window(place.window), place, number, self.order.after(cursor))
 
-    def _windows(self, cursor: Cursor, number: int) -> Iterator[Window]:
+    def _windows(self, cursor: Cursor, number: int) -> Generator[Window]:
         """Yield the windows of the updates from a position on."""
         key = None
         while True:
@@ -345,9 +346,9 @@ class TrainLoader:
 
 
 class Prefetcher(Generic[T]):
-    """An iterator that runs in a thread, up to ``depth`` items ahead; :meth:`next` raises its exceptions."""
+    """A generator that runs in a thread, up to ``depth`` items ahead; :meth:`next` raises its exceptions."""
 
-    def __init__(self, items: Iterator[T], depth: int = 4) -> None:
+    def __init__(self, items: Generator[T], depth: int = 4) -> None:
         self._items = items
         self._thread = ThreadPoolExecutor(1, "prefetch")
         self._ahead = deque(self._thread.submit(next, items) for _ in range(depth))
@@ -359,8 +360,9 @@ class Prefetcher(Generic[T]):
         return future.result()
 
     def close(self) -> None:
-        """Stop the thread and drop the items that are ready."""
+        """Stop the thread, drop the items that are ready, and close the generator."""
         self._thread.shutdown(cancel_futures=True)
+        self._items.close()
 
 
 class ValidationSet:

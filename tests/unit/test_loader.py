@@ -79,11 +79,19 @@ def test_prefetching_keeps_order_raises_errors_and_closes() -> None:
     assert [ahead.next() for _ in range(5)] == [0, 1, 2, 3, 4]
     with pytest.raises(RuntimeError, match="broken disk"):
         ahead.next()
-    endless = Prefetcher(itertools.count(), depth=2)
+    endless = Prefetcher((number for number in itertools.count()), depth=2)
     assert endless.next() == 0
     endless.close()
     with pytest.raises(RuntimeError, match="after shutdown"):
         endless.next()
+
+
+def test_no_thread_of_the_loader_stays_when_training_builds_another(corpus: Corpus) -> None:
+    others = threading.enumerate()
+    updates = Prefetcher(loader(corpus).updates(Cursor(), 1))
+    assert updates.next().number == 1
+    updates.close()
+    assert threading.enumerate() == others
 
 
 class CountedFile:
