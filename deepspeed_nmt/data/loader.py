@@ -313,7 +313,7 @@ class TrainLoader:
 
     def _assemble(self, window: Window, place: UpdatePlace, number: int, after: Cursor) -> Update:
         positions = window[place.index]
-        tokens = int(window.target[positions].sum())
+        tokens, parts = int(window.target[positions].sum()), self.corpora.part_of(window.rows[positions])
         info = UpdateInfo(seed=self.order.seed, number=number, tokens=tokens, sentences=len(positions))
         makers = self._makers(window, positions)
         batches = [make(replace(info, micro_batch=which)) for which, make in enumerate(makers)]
@@ -323,14 +323,9 @@ class TrainLoader:
             target_tokens=tokens,
             padded_positions=sum(b.source_BS.numel() + b.target_input_BT.numel() for b in batches),
             real_positions=sum(b.source_tokens + b.target_tokens for b in batches),
-            corpus_tokens=self._corpus_tokens(window, positions),
+            corpus_tokens=tuple(map(int, np.bincount(parts, window.target[positions], len(self.corpora.parts)))),
             after=after,
         )
-
-    def _corpus_tokens(self, window: Window, positions: Indices) -> tuple[int, ...]:
-        parts = self.corpora.part_of(window.rows[positions])
-        tokens = np.bincount(parts, window.target[positions], minlength=len(self.corpora.parts))
-        return tuple(map(int, tokens))
 
     def _makers(self, window: Window, positions: Indices) -> list[Callable[[UpdateInfo], Batch]]:
         """Divide an update; return a function for each of this rank's micro-batches that makes it."""
