@@ -155,7 +155,7 @@ class Transfer(NamedTuple):
     | parameters | learning rate | weight decay | eps |
     |---|---|---|---|
     | matrices of layers | r / m | d m | e / m B / L |
-    | biases and LayerNorms of layers | r | - | e / m B / L |
+    | others of layers: biases, LayerNorms, vectors of distances | r | d | e / m B / L |
     | embeddings, final LayerNorm of the decoder | r / sqrt(m) | d sqrt(m) | e / sqrt(m) |
     | others | r | d | e / m |
 
@@ -179,7 +179,7 @@ class Transfer(NamedTuple):
         for stacks, depth in zip(model.stacks, self.depths, strict=True):
             for parameter in (p for stack in stacks for p in stack.layers.parameters()):
                 eps = 1 / (m * depth)
-                rates[parameter] = Rates(1 / m, m, eps) if parameter.ndim >= 2 else Rates(eps=eps)
+                rates[parameter] = Rates(1 / m, m, eps) if parameter.ndim == 2 else Rates(eps=eps)
         return rates
 
 

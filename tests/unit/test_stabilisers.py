@@ -185,6 +185,19 @@ def test_completep_gives_adam_the_rates_of_the_paper() -> None:
     for optimizer in (MuonConfig(), AdafactorConfig()):
         with pytest.raises(ConfigError, match="base_dim has rules for the learning rates of Adam"):
             optimizer.over(model)
+    deep = built(norm="completep", encoder_layers=12)
+    with pytest.raises(ConfigError, match="weight decay apart from the gradient"):
+        AdamConfig(weight_decay=0.1).over(deep)
+    AdamConfig().over(deep)
+
+
+def test_completep_has_the_rates_of_biases_for_vectors_of_distances() -> None:
+    """They are added to keys and values as biases are: as many for each unit whatever the width."""
+    shape = {"dim": 32, "heads": 4, "base_dim": 8, "encoder_layers": 4, "base_layers": 2}
+    model = built(name="relative_positions", norm="completep", **shape)
+    rates, layer = model.rates(), model.encoder.layers[0]
+    edges, bias = rates[layer.self_attention.key_edges], rates[layer.self_residual.norm.bias]
+    assert edges == bias == (1.0, 1.0, 1 / 8) and rates[layer.self_attention.k_proj.weight] == (1 / 4, 4.0, 1 / 8)
 
 
 def test_at_zero_every_layer_begins_as_the_identity() -> None:
@@ -199,6 +212,7 @@ def test_at_zero_every_layer_begins_as_the_identity() -> None:
     [
         ({"norm": "b2t", "decoder_norm": "pre"}, "norm=b2t is for both stacks"),
         ({"norm": "layernorm_scaling", "init": "depth_scaled"}, "scaling by depth of its own; set init=xavier"),
+        ({"norm": "completep", "init": "depth_scaled"}, "scaling by depth of its own; set init=xavier"),
         ({"layer_scale": 0.1}, "layer_scale is a setting of norm=layer_scale only"),
         ({"norm": "post", "base_layers": 6}, "base_layers is a setting of norm=completep only"),
         ({"norm": "pre", "base_dim": 8}, "base_dim is a setting of norm=completep only"),

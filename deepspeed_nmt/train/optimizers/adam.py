@@ -14,11 +14,14 @@ from typing_extensions import override
 from deepspeed_nmt.core.model import Rates
 from deepspeed_nmt.engine.eager import eager
 from deepspeed_nmt.engine.optimizer import Groups, OptimizerConfig, rates_of
+from deepspeed_nmt.errors import ConfigError
 
 
 class AdamConfig(OptimizerConfig):
     """Adam, by torch's fused kernels."""
 
+    decoupled: ClassVar[bool] = False
+    """True if weight decay is no part of the gradient."""
     states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     name: Literal["adam"] = "adam"
@@ -30,6 +33,11 @@ class AdamConfig(OptimizerConfig):
     def groups(self, module: nn.Module) -> Groups:
         """Return the trained parameters in groups of equal :class:`Rates`, two of each if only matrices decay."""
         rates, kinds = rates_of(module), dict[Rates, list[nn.Parameter]]()
+        if self.weight_decay and not self.decoupled and set(rates.values()) - {Rates()}:
+            raise ConfigError(
+                f"model.norm=completep has rules for a weight decay apart from the gradient, and optimizer.name="
+                f"{self.name} makes it a part of that; use adamw, or optimizer.weight_decay=0"
+            )
         for parameter in module.parameters():
             if parameter.requires_grad:
                 kinds.setdefault(rates.get(parameter, Rates()), []).append(parameter)
@@ -66,7 +74,7 @@ class AdamConfig(OptimizerConfig):
         torch._foreach_div_(denominators, math.sqrt(corrections[1]))
         torch._foreach_add_(denominators, group["eps"])
         changes = torch._foreach_div(means, denominators)
-        decay = group["weight_decay"] * group["decoupled_weight_decay"]
+        decay = group["weight_decay"] * self.decoupled
         factor, shrunk = lr / corrections[0], lr * decay
         if shrunk:
             torch._foreach_add_(changes, weights, alpha=shrunk / factor)
@@ -77,6 +85,8 @@ class AdamConfig(OptimizerConfig):
 
 class AdamWConfig(AdamConfig):
     """AdamW, by torch's fused kernels."""
+
+    decoupled: ClassVar[bool] = True
 
     name: Literal["adamw"] = "adamw"  # type: ignore[assignment]
 
