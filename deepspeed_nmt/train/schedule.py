@@ -39,6 +39,8 @@ class ScheduleConfig(Config):
             raise ValueError("decay_updates is 0, but name=wsd ends in a decay; use a fifth of the updates or so")
         if self.name != "wsd" and self.decay_updates > 0:
             raise ValueError(f"decay_updates is a setting of name=wsd only, and name is {self.name}; remove it")
+        if self.final_lr > 0.0 and not self.needs_end:
+            raise ValueError(f"final_lr is {self.final_lr:g}, but name={self.name} never comes to it; remove it")
         return self
 
 

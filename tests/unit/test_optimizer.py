@@ -43,16 +43,21 @@ V = Vocabulary(30)
     ],
 )
 def test_schedules(name: str, update: int, expected: float) -> None:
+    end = {} if name in ("inverse_sqrt", "constant") else {"final_lr": 0.1}
     decay = {"decay_updates": 200} if name == "wsd" else {}
-    config = ScheduleConfig(name=name, warmup_updates=100, initial_lr=0.0, final_lr=0.1, **decay)
+    config = ScheduleConfig(name=name, warmup_updates=100, initial_lr=0.0, **end, **decay)
     assert learning_rate(update, 1.0, config, max_updates=1100) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
-    [({"name": "wsd"}, "ends in a decay"), ({"name": "cosine", "decay_updates": 9}, "a setting of name=wsd only")],
+    [
+        ({"name": "wsd"}, "ends in a decay"),
+        ({"name": "cosine", "decay_updates": 9}, "a setting of name=wsd only"),
+        ({"name": "constant", "final_lr": 1e-5}, "never comes to it"),
+    ],
 )
-def test_a_decay_belongs_to_wsd(settings: dict[str, Any], reason: str) -> None:
+def test_a_decay_without_a_meaning_is_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
         ScheduleConfig.model_validate(settings)
 
