@@ -7,7 +7,8 @@ corpus anew, and those of the rank before them:
     all results are the same    data or arithmetic: the sentences, the weight or the module are named
     a rank's results differ     its device has computed a wrong one: the rank is named, and the run ends
     replicas' weights differ    the device or the network of a rank has changed them: likewise
-    the norm alone differs      a gradient was damaged on its way: skipped, or, if it is finite, the run ends
+    the norm alone differs      a gradient was damaged on its way: skipped, or, if it is finite, the run ends; in fp16
+                                what ranks add up may have overflowed, and a skipped one tells nothing
 
 Two ranks that contradict one another are both named; with three or more, the one that contradicts its neighbours.
 Devices are compared only where arithmetic is reproducible to the bit, and between devices of one model. Under ZeRO-3
@@ -16,6 +17,7 @@ weights have no replicas, and nothing is computed again.
 
 from __future__ import annotations
 
+import math
 import platform
 import socket
 from collections import Counter
@@ -97,7 +99,7 @@ def attribute(
         ReportedError: on all ranks, if a device has computed another result; on a single one, a DeviceError.
     """
     micro_batches = micro_batches_of(world.data_rank)
-    total = None if result.skipped else GradientTotal(module, world.rank, result.loss_scale)
+    total = GradientTotal(module, world.rank, result.loss_scale)
     again = replay(module, micro_batches, world.data_rank, result.loss_scale, world.device, total)
     before = (world.data_rank - 1) % world.data_ranks
     previous = replay(module, micro_batches_of(before), before, result.loss_scale, world.device)
@@ -108,20 +110,22 @@ def attribute(
         first=digest_of(value for _, value in sorted(result.sums.items())),
         again=again,
         previous=previous,
-        cause=cause_of(module, micro_batches, world) if not is_finite else total.cause if total is not None else "",
-        size=total.largest if total is not None else 0.0,
+        cause=total.cause if is_finite else cause_of(module, micro_batches, world),
+        size=total.largest,
     )
     _check(witnesses, world)
-    if total is not None and is_finite:
-        norm = total.norm(world)
-        with fail_together(world):
-            if abs(norm - result.grad_norm) > _SAME_NORM * max(norm, result.grad_norm):
-                what = f"has damaged a gradient, whose norm is {norm:.3g} when computed again, not {{:.3g}}"
-                raise DeviceError(_message(witnesses, what.format(result.grad_norm)))
-        return f"the same when computed again, so data or arithmetic: {max(witnesses, key=_size).cause}"
-    if is_finite:
+    if not is_finite:
+        return next((one.cause for one in witnesses if one.cause), "")
+    norm = total.norm(world)
+    if result.skipped and math.isfinite(norm):
+        if any(parameter.dtype == torch.float16 for parameter in module.parameters()):
+            return ""  # ranks may have overflowed in what they add up
         return "computed again it is finite, with every rank's loss as before: a gradient was damaged on its way"
-    return next((one.cause for one in witnesses if one.cause), "")
+    with fail_together(world):
+        if not result.skipped and not abs(norm - result.grad_norm) <= _SAME_NORM * max(norm, result.grad_norm):
+            what = f"has damaged a gradient, whose norm is {norm:.3g} when computed again, not {{:.3g}}"
+            raise DeviceError(_message(witnesses, what.format(result.grad_norm)))
+    return f"the same when computed again, so data or arithmetic: {max(witnesses, key=lambda one: one.size).cause}"
 
 
 def check_devices(witnesses: Sequence[Witness]) -> None:
@@ -215,10 +219,6 @@ class GradientTotal:
 
 def _trained(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def _size(witness: Witness) -> float:
-    return witness.size
 
 
 @torch.enable_grad()  # a step may be made without

@@ -133,6 +133,21 @@ def test_the_module_and_the_pairs_at_fault_are_named(train_module: TrainModule, 
     assert f"pairs {min(batches[1].sentence_ids_B.tolist())}" in cause
 
 
+def test_a_skip_is_a_damaged_gradient_only_if_its_norm_cannot_have_overflowed(
+    train_module: TrainModule, batches: Sequence[Batch]
+) -> None:
+    def cause(scale: float) -> str:
+        made = PlainEngine(train_module, AdamConfig(), "fp32", ALONE)
+        result = made.update(batches, batches[0].update.tokens, 0.0)
+        skip = replace(result, grad_norm=torch.inf, skipped=True, loss_scale=scale)
+        return attribute(train_module, lambda rank: batches, skip, ALONE)
+
+    assert "a gradient was damaged on its way" in cause(1.0)
+    assert cause(1e25).startswith("the same when computed again, so data or arithmetic: the largest gradient")
+    train_module.half()
+    assert cause(1.0) == "", "ranks add theirs up in fp16"
+
+
 WORLD = World(rank=0, ranks=1, local_rank=0, device=torch.device("cpu"))
 
 
