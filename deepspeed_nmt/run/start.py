@@ -154,7 +154,8 @@ def _check_same(path: Path, config: RunConfig, data: TrainingData) -> None:
     if changes := [
         f"{key} was {before.get(key, 'unset')} and is {now[key]}"
         for key in sorted(now)
-        if key.startswith(_LEARNING) and before.get(key) != now[key]
+        if before.get(key) != now[key]
+        and (key.startswith(_LEARNING) or (key == "training.max_updates" and config.schedule.needs_end))
     ]:
         logger.warning("%s continues with other settings: %s", path, ", ".join(changes))
 

@@ -9,6 +9,7 @@ import torch
 from deepspeed_nmt.build import build_meta_model
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.training import DataOption, TrainingData
 from deepspeed_nmt.engine.settings import EngineSettings
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels import choice
@@ -16,7 +17,9 @@ from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.parallel.hardware import UNKNOWN, HostMemory, host_memory
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run import resolve
+from deepspeed_nmt.run.start import begin
 from deepspeed_nmt.train.optimizers.adam import AdamConfig
+from tests.support import prepare_sample
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GIB = 2**30
@@ -130,3 +133,18 @@ def test_a_resumed_run_keeps_its_library_for_products(
         kernels = resolve.keep_products(Kernels(setting), recorded, World(0, 1, 0, CPU))
     assert kernels.backend("linear", torch.empty(0)) == library
     assert message in caplog.text and bool(message) == bool(caplog.text)
+
+
+def test_a_resumed_run_is_told_of_a_new_end_where_that_moves_its_learning_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = TrainingData([DataOption(prepare_sample(tmp_path, 300, train=60, valid=5, test=5))])
+    for name, said in (("cosine", True), ("inverse_sqrt", False)):
+        run = tmp_path / name
+        short, long = (
+            load_config(settings=[f"schedule.name={name}", f"training.max_updates={end}"]) for end in (100, 200)
+        )
+        begin(run, short, data)
+        (run / "checkpoints" / "update-0000001").mkdir(parents=True)
+        begin(run, long, data)
+        assert ("training.max_updates was 100 and is 200" in capsys.readouterr().err) == said
