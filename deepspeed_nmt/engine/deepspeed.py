@@ -190,9 +190,7 @@ class DeepSpeedEngine(Engine):
             if skipped:
                 culprits = not_finite({name: p.grad for name, p in self._named.items()})
                 self._engine.zero_grad()
-                for gradient in gradients:
-                    gradient.zero_()
-                set_lr(self._zero, 0.0)
+                self._engine.set_gradient_accumulation_boundary(False)  # step() then calls no optimizer
         elif explain:
             # DeepSpeed skips the step inside step(), which also frees the gradients.
             culprits = not_finite({name: self._part(p, GRADIENT) for name, p in self._trained.items()})

@@ -107,7 +107,18 @@ def before_the_step(engine: Engine, loader: TrainLoader, cursor: Cursor, world: 
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     count = len(lines) // 3
     runs = gather_lists([[lines[:count], lines[count : 2 * count], lines[2 * count :]]], world)
-    return {"same": same, "norms": [*norms, first.grad_norm], "causes": causes, "hashes": runs}
+    known = {"same": same, "norms": [*norms, first.grad_norm], "causes": causes, "hashes": runs}
+    return {**known, "stays": stays(engine, update)}
+
+
+def stays(engine: Engine, update: Update) -> bool:
+    """Return True if an update with an infinite gradient leaves weights and optimizer states as they are."""
+
+    def tensors() -> list[torch.Tensor]:
+        return [tensor.clone() for state in engine.state() for tensor in (state.weight, *state.states.values())]
+
+    before, result = tensors(), engine.update(update.micro_batches, 1e-42, 1e-3)
+    return result.skipped and all(map(torch.equal, before, tensors()))
 
 
 def after_a_growth(

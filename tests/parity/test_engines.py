@@ -227,6 +227,11 @@ def test_an_update_is_computed_again_before_its_step(reports: Reports, name: str
     assert [cause.startswith(words) for cause in known["causes"]] == causes
 
 
+@pytest.mark.parametrize("name", [*FULL, *SIXTEEN_BIT, "offload", *PACKED])
+def test_a_skipped_update_leaves_weights_and_states_alone(reports: Reports, name: str) -> None:
+    assert reports("vanilla", 2)[name]["before_the_step"]["stays"]
+
+
 @pytest.mark.parametrize("name", SIXTEEN_BIT)
 def test_gradients_of_many_micro_batches_are_added_in_fp32(reports: Reports, name: str) -> None:
     assert reports("vanilla", 2)[name]["lost_in_sums"] < 2e-3  # in bf16 0.008
