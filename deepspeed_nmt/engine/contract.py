@@ -71,12 +71,18 @@ class ParameterState:
 class EngineScalars:
     """The part of an engine's state that is not tensors: steps without skipped ones, and fp16's loss scale.
 
-    ``good_updates`` are those since the scale last changed.
+    ``good_updates`` are those since the scale last changed, and ``hysteresis`` the overflows that halve it next.
     """
 
     optimizer_step: int = 0
     loss_scale: float = 1.0
     good_updates: int = 0
+    hysteresis: int = 1
+
+    @property
+    def has_scale(self) -> bool:
+        """True if they are of fp16; after another precision it has its scale still to find."""
+        return self.loss_scale != 1.0 or self.good_updates > 0
 
 
 class SavedState(Protocol):
@@ -201,7 +207,7 @@ class Engine(ABC):
         return tuple(self._method.state_shapes(self._groups[parameter], parameter.shape))
 
     def _saved_names(self, parameter: nn.Parameter, scalars: EngineScalars) -> tuple[str, ...]:
-        """Return the names of the states to restore, once the optimizer has taken an empty step, which makes zeros.
+        """Return the names of the states to restore, once the optimizer has zeros for them.
 
         There are none before the first step, as far as the optimizer counts steps.
         """
@@ -268,6 +274,14 @@ def checkpoint_bytes(trained: int, frozen: int, states: int) -> int:
 def steps_of(optimizer: torch.optim.Optimizer) -> int:
     """Return the steps that an optimizer has counted, the same for all parameters; 0 if it does not count."""
     return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
+
+
+def clear_states(optimizer: torch.optim.Optimizer) -> None:
+    """Set to zero all states that an empty step has made, of which weight decay may be a part; steps still count."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and name != "step":
+                value.zero_()
 
 
 def set_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:

@@ -45,6 +45,7 @@ from deepspeed_nmt.engine.contract import (
     SavedState,
     TensorKey,
     UpdateResult,
+    clear_states,
     not_finite,
     set_steps,
     steps_of,
@@ -135,22 +136,20 @@ class DeepSpeedEngine(Engine):
 
     @override
     def probe(self, batch: Batch) -> None:
+        # The first update allocates the optimizer's states; in the second a batch runs beside another's gradients.
+        self._update_nothing([self._dummy], [batch, batch])
+        set_steps(self._optimizer, 0)
+
+    def _update_nothing(self, *updates: Sequence[Batch]) -> None:
+        """Carry out updates with loss and learning rate 0: the optimizer has zeros then, all else is as before."""
         scaler = self._scaler()
         scaling = {} if scaler is None else dict(vars(scaler))
-        self._update_nothing(self._dummy)  # allocates the optimizer's states
-        self._update_nothing(batch, batch)  # the second one runs while the gradients of the first are held
-        for state in self._optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    value.zero_()
-        set_steps(self._optimizer, 0)
+        for batches in updates:
+            self.update(batches, math.inf, 0.0)
+        self._stepped = False
+        clear_states(self._optimizer)
         if scaler is not None:
             vars(scaler).update(scaling)
-
-    def _update_nothing(self, *batches: Batch) -> None:
-        """Carry out an update with loss and learning rate 0, which changes no weight."""
-        self.update(batches, math.inf, 0.0)
-        self._stepped = False
 
     @override
     def update(
@@ -239,15 +238,17 @@ class DeepSpeedEngine(Engine):
 
     @override
     def scalars(self) -> EngineScalars:
-        scaler = self._scaler()
-        good = 0
-        if scaler is not None:
-            good = (scaler.cur_iter - scaler.last_overflow_iter - 1) % scaler.scale_window
-        return EngineScalars(steps_of(self._optimizer) if self._stepped else 0, self._loss_scale(), good)
+        step, scaler = steps_of(self._optimizer) if self._stepped else 0, self._scaler()
+        if scaler is None:
+            return EngineScalars(step, self._loss_scale())
+        good = scaler.cur_iter - scaler.last_overflow_iter - 1
+        # At the end of a window, not 0: the next good update then doubles the scale.
+        good = good and (good - 1) % scaler.scale_window + 1
+        return EngineScalars(step, self._loss_scale(), good, scaler.cur_hysteresis)
 
     @override
     def restore(self, saved: SavedState, scalars: EngineScalars) -> None:
-        self._update_nothing(self._dummy)  # creates the optimizer's state in its layout
+        self._update_nothing([self._dummy])
         for name, parameter in self._trained.items():
             if self._stage > 0:
                 # The optimizer copied its fp32 weights from the model's after they had been cast to 16 bit.
@@ -260,10 +261,9 @@ class DeepSpeedEngine(Engine):
                     self._put(state, parameter, which)
         set_steps(self._optimizer, scalars.optimizer_step)
         scaler = self._scaler()
-        if scaler is not None:
-            scaler.cur_scale = scalars.loss_scale
-            scaler.cur_iter = scalars.good_updates
-            scaler.last_overflow_iter = -1
+        if scaler is not None and scalars.has_scale:
+            scaler.cur_scale, scaler.cur_hysteresis = scalars.loss_scale, scalars.hysteresis
+            scaler.cur_iter, scaler.last_overflow_iter = scalars.good_updates, -1
         self._stepped = True
 
     def _put(self, value: Tensor, parameter: nn.Parameter, which: str | None = None) -> None:

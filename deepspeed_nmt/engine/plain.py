@@ -20,6 +20,7 @@ from deepspeed_nmt.engine.contract import (
     SavedState,
     TensorKey,
     UpdateResult,
+    clear_states,
     not_finite,
     set_steps,
     steps_of,
@@ -121,12 +122,13 @@ class PlainEngine(Engine):
         self._gradients()
         self._step(0.0)  # creates the optimizer's states
         self._optimizer.zero_grad(set_to_none=True)
+        clear_states(self._optimizer)
         for name, parameter in self._named.items():
             state = self._optimizer.state[self._masters[name]]
             for which in self._saved_names(parameter, scalars):
                 state[which].copy_(scatter(saved.optimizer_state(name, which), parameter))
         set_steps(self._optimizer, scalars.optimizer_step)
-        if self._precision == "fp16":
+        if self._precision == "fp16" and scalars.has_scale:
             self._scale, self._good_updates = scalars.loss_scale, scalars.good_updates
 
     def _narrow(self, dtype: torch.dtype) -> dict[str, nn.Parameter]:

@@ -121,6 +121,25 @@ def stays(engine: Engine, update: Update) -> bool:
     return result.skipped and all(map(torch.equal, before, tensors()))
 
 
+def loss_scales(engine_name: str, world: World, directory: Path, update: Update) -> list[Any]:
+    """Return an engine's scalars at the end of a window, and the next loss scales, without and with a resume."""
+    engine = build("vanilla", engine_name, world, directory)
+    engine.update(update.micro_batches, update.target_tokens, 0.0)
+    scaler = engine._scaler()  # type: ignore[attr-defined]
+    scaler.cur_iter, scaler.last_overflow_iter, scaler.cur_hysteresis = scaler.scale_window, -1, 1
+    saved, scalars = Saved(engine.state()), engine.scalars()
+    found = []
+    for resume in (False, True):
+        if resume:
+            engine = build("vanilla", engine_name, world, directory, weights=saved.weights)
+            engine.restore(saved, scalars)
+        before = engine.scalars()
+        results = [engine.update(update.micro_batches, update.target_tokens, 0.0) for _ in range(2)]
+        found.append([vars(before), [result.loss_scale for result in results]])
+        engine.close()
+    return found
+
+
 def after_a_growth(
     case: SelfTest, engine_name: str, loader: TrainLoader, world: World, directory: Path
 ) -> dict[str, Any]:
@@ -171,6 +190,9 @@ def report_of(
             engine = build(method, engine_name, world, directory)
             report[engine_name]["lost_in_sums"] = lost_in_sums(engine, next(loader.updates(Cursor(), 1)))
             engine.close()
+        if engine_name == "zero2:fp16" and method == "vanilla":
+            update = next(loader.updates(Cursor(), 1))
+            report[engine_name]["scales"] = loss_scales(engine_name, world, directory, update)
         if engine_name == "zero2" and world.tensor_ranks == 1:
             engine = build(method, engine_name, world, directory)
             update = next(loader.updates(Cursor(), 1))

@@ -232,6 +232,11 @@ def test_a_skipped_update_leaves_weights_and_states_alone(reports: Reports, name
     assert reports("vanilla", 2)[name]["before_the_step"]["stays"]
 
 
+def test_the_loss_scale_of_deepspeed_goes_on_after_a_resume(reports: Reports) -> None:
+    straight, resumed = reports("vanilla", 2)["zero2:fp16"]["scales"]
+    assert straight == resumed and straight[1] == [256.0, 512.0], "it doubles after the window"
+
+
 @pytest.mark.parametrize("name", SIXTEEN_BIT)
 def test_gradients_of_many_micro_batches_are_added_in_fp32(reports: Reports, name: str) -> None:
     assert reports("vanilla", 2)[name]["lost_in_sums"] < 2e-3  # in bf16 0.008

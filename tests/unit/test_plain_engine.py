@@ -103,6 +103,19 @@ def test_the_loss_scale_halves_on_overflow_and_doubles_after_good_updates(
     assert made.scalars().loss_scale == scales[2]
 
 
+def test_a_run_that_resumes_in_fp16_finds_its_own_loss_scale() -> None:
+    """A scale of 1, that of every other precision, would lose small gradients for thousands of updates."""
+    made = engine("fp16")
+    made.restore(Saved(made.state()), EngineScalars())
+    assert made.scalars().loss_scale == 2.0**16
+
+
+def test_a_run_that_resumes_before_its_first_step_has_no_moments_of_weight_decay() -> None:
+    made = engine(method=AdamConfig(weight_decay=0.1))
+    made.restore(Saved(made.state()), EngineScalars())
+    assert not any(state.any() for parameter in made.state() for state in parameter.states.values())
+
+
 @pytest.mark.parametrize("method", [ADAM, MuonConfig(weight_decay=0.1), AdafactorConfig()])
 def test_state_is_fp32_and_resumes_to_the_bit(update: Update, method: OptimizerConfig) -> None:
     made = engine(method=method)
