@@ -102,29 +102,6 @@ def fastest(plans: Sequence[Plan], gib: float) -> Plan:
     return min(fitting, key=lambda plan: (plan.layout.stage == 3, plan.seconds_per_token, plan.total))
 
 
-def advise(
-    counts: Counts, gpu: Gpu, layout: Layout, update_tokens: int, zero: Mapping[int, Mapping[str, Any]]
-) -> Plan:
-    """Return the fastest plan that fits, or the smallest if none fits; the stage of the layout is chosen here.
-
-    ZeRO-3 is for what fits no other way: it gathers all weights twice in each micro-batch. An optimizer that needs
-    whole parameters goes without.
-
-    ``update_tokens`` are target tokens of an update over all ranks, whose share on a GPU bounds a micro-batch, and
-    ``zero`` has the section ``zero_optimization`` of DeepSpeed's configuration for each stage.
-    """
-    stages: tuple[int | None, ...] = (None,) if layout.ranks == 1 or layout.is_whole else (1, 2, 3)
-    share = update_tokens * layout.tensor_ranks // layout.ranks
-    plans = [
-        plan_for(counts, replace(layout, stage=stage, zero=zero.get(stage or 0)), tokens, recompute)
-        for stage in stages
-        for recompute in itertools.product(_RECOMPUTE, _RECOMPUTE)
-        for tokens in _MICRO_TOKENS
-        if tokens <= max(_MICRO_TOKENS[0], share)
-    ]
-    return fastest(plans, gpu.usable_gib)
-
-
 def layout_of(settings: EngineSettings, ranks: int, tensor_ranks: int, copies: bool, states: float) -> Layout:
     """Return the layout over GPUs that an engine's settings describe; for ``states`` see :class:`Layout`."""
     zero = None if settings.ds_config is None else settings.ds_config.get("zero_optimization", {})
@@ -163,9 +140,19 @@ class Planner:
         return fastest([plan_for(self.counts, layout, *choice) for choice in choices], usable_gib)
 
     def advised(self, gpu: Gpu) -> Plan:
-        """Return the fastest plan that fits; the smallest if none does."""
-        zero = {stage: load_ds_config(f"zero{stage}")["zero_optimization"] for stage in (1, 2, 3)}
-        return advise(self.counts, gpu, self.layout, self.batch.update_tokens, zero)
+        """Return the fastest plan that fits, or the smallest if none fits; the stage of the layout is chosen here.
+
+        ZeRO-3 is for what fits no other way: it gathers all weights twice in each micro-batch. An optimizer that
+        needs whole parameters goes without.
+        """
+        one, layouts = self.layout, [replace(self.layout, stage=None, zero=None)]
+        if one.ranks > 1 and not one.is_whole:
+            zero = {stage: load_ds_config(f"zero{stage}")["zero_optimization"] for stage in (1, 2, 3)}
+            layouts = [replace(one, stage=stage, zero=section) for stage, section in zero.items()]
+        share = self.batch.update_tokens * one.tensor_ranks // one.ranks
+        sizes = [tokens for tokens in _MICRO_TOKENS if tokens <= max(_MICRO_TOKENS[0], share)]
+        choices = itertools.product(layouts, sizes, itertools.product(_RECOMPUTE, _RECOMPUTE))
+        return fastest([plan_for(self.counts, *choice) for choice in choices], gpu.usable_gib)
 
     def sent(self, plan: Plan) -> Communication:
         """Return what a GPU sends in an update of a plan."""

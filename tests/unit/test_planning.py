@@ -16,12 +16,13 @@ from deepspeed_nmt.cli import main
 from deepspeed_nmt.config import RunConfig, load_config
 from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.data_directory import DataDirectory
-from deepspeed_nmt.engine.settings import EngineSettings, uses_deepspeed
+from deepspeed_nmt.engine.settings import EngineConfig, EngineSettings, uses_deepspeed
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.planning import counting
+from deepspeed_nmt.planning import counting, planner
 from deepspeed_nmt.planning.checkpoints import (
     IntervalPlan,
     daly_interval,
@@ -39,7 +40,7 @@ from deepspeed_nmt.planning.counting import (
 )
 from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.memory import GIB, Layout, state_bytes
-from deepspeed_nmt.planning.planner import Plan, advise, notes_on, plan_for
+from deepspeed_nmt.planning.planner import Plan, Planner, notes_on, plan_for
 from deepspeed_nmt.run.plans import MeasuredTimes, Plans
 from deepspeed_nmt.run.resolve import resolve_memory
 from deepspeed_nmt.train.goodput import Entry
@@ -201,7 +202,7 @@ def test_validation_has_a_copy_in_the_precision_of_training_where_activations_we
     assert plan(100, zero=offload).host == small.host + 16 * 1000 // 8 + 2 * 1200 // 8
 
 
-def test_advice_is_the_fastest_plan_that_fits() -> None:
+def test_advice_is_the_fastest_plan_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(tokens: int, recompute: RecomputedLayers) -> Work:
         share = sum(0.0 if every == 0 else 0.5 / every for every in recompute)
         return Work(tokens, int(tokens * 1e6 * (1.0 - 0.9 * share)), 0, int(tokens * 1e9 * (1.0 + share / 3)))
@@ -209,9 +210,11 @@ def test_advice_is_the_fastest_plan_that_fits() -> None:
     zero = {stage: {"reduce_bucket_size": 0} for stage in (1, 2)}
     zero[3] = {"reduce_bucket_size": 0, "stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0}
 
+    monkeypatch.setattr(planner, "load_ds_config", lambda name: {"zero_optimization": zero[int(name[-1])]})
+
     def advised(gib: float) -> tuple[int | None, RecomputedLayers, int, bool]:
-        gpu = Gpu("some", gib, 100.0)
-        plan = advise(Counts(work, 300_000_000, 0), gpu, Layout(None, 8), 32768, zero)
+        gpu, counts = Gpu("some", gib, 100.0), Counts(work, 300_000_000, 0)
+        plan = Planner(counts, EngineConfig(), BatchConfig(), Layout(None, 8)).advised(gpu)
         assert gpu.usable_gib == pytest.approx((gib - 1.0) * 0.94)
         assert plan.fits(gpu.usable_gib) == (plan.total <= gpu.usable_gib * GIB)
         return plan.layout.stage, plan.recompute, plan.micro_tokens, plan.fits(gpu.usable_gib)
@@ -232,13 +235,15 @@ def test_advice_is_the_fastest_plan_that_fits() -> None:
         (8, 1, 2.9, ["micro-batches have 1,024 tokens"]),
     ],
 )
-def test_few_tokens_for_a_gpu_are_noted(ranks: int, tensor_ranks: int, gib: float, phrases: list[str]) -> None:
+def test_few_tokens_for_a_gpu_are_noted(
+    ranks: int, tensor_ranks: int, gib: float, phrases: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def work(tokens: int, recompute: RecomputedLayers) -> Work:
         return Work(tokens, int(tokens * 1e6), 0, int(tokens * 1e9))
 
     gpu, counts = Gpu("some", gib, 100.0), Counts(work, 100_000_000, 0)
-    zero = {stage: {"reduce_bucket_size": 0} for stage in (1, 2, 3)}
-    plan = advise(counts, gpu, Layout(None, ranks, tensor_ranks), 32768, zero)
+    monkeypatch.setattr(planner, "load_ds_config", lambda name: {"zero_optimization": {"reduce_bucket_size": 0}})
+    plan = Planner(counts, EngineConfig(), BatchConfig(), Layout(None, ranks, tensor_ranks)).advised(gpu)
     notes = notes_on(plan, 32768, gpu)
     assert plan.fits(gpu.usable_gib) and len(notes) == min(1, len(phrases))
     assert all(phrase in notes[0] for phrase in phrases)
