@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from deepspeed_nmt.data.data_directory import open_tokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import ConfigError, DataError, check_installed, option
-from deepspeed_nmt.export.certificate import Certificate, ExportInfo
+from deepspeed_nmt.export.certificate import MAX_POSITIONS, Certificate, ExportInfo
 from deepspeed_nmt.export.ctranslate2_search import (
     EXTRA,
     RULES,
@@ -87,6 +87,13 @@ def choose(options: DecodeOptions, info: ExportInfo, place: Path) -> tuple[Expor
         )
     settings = changed_settings(info.search, changes)
     check_nbest(options.nbest, settings)
+    source = min(options.longest_line(info.longest_line) + 1, info.longest)
+    if (most := settings.limit(source, MAX_POSITIONS)) > info.longest:
+        raise ConfigError(
+            f"{option('max_length_ratio')} and {option('max_length_extra')} allow a translation {most:,} tokens, but "
+            f"the export has {info.longest:,} positions, after which it would end; give {option('max_length')} "
+            f"{info.longest}, or translate by the run with torch"
+        )
     given = {"source": options.tag, "target": options.tag_target}
     tags = replace(info.tags, **{side: tag or None for side, tag in given.items() if tag is not None})
     if tags.target is not None:

@@ -25,16 +25,19 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.data.vocabulary_training import train_subwords
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
-from deepspeed_nmt.export.certificate import AT_LIMIT, LEFT_OUT, Comparison, Difference
+from deepspeed_nmt.export.certificate import AT_LIMIT, LEFT_OUT, Comparison, Difference, ExportInfo
 from deepspeed_nmt.export.ctranslate2_search import CTranslate2Search, ExportBeamSettings
 from deepspeed_nmt.export.ctranslate2_weights import write_ctranslate2
 from deepspeed_nmt.export.formats import OwnProgram, Subject
+from deepspeed_nmt.export.runtime import choose
 from deepspeed_nmt.methods import LAYERS, MODELS
 from deepspeed_nmt.nn.layers import DecoderLayer
 from deepspeed_nmt.run.exporting import FORMATS, reason_of
 from deepspeed_nmt.run.importing import import_marian
 from deepspeed_nmt.search.base import Hypothesis
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
+from deepspeed_nmt.search.decode_options import DecodeOptions
+from deepspeed_nmt.text import TextForm
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("ctranslate2")
@@ -139,6 +142,22 @@ def test_a_certificate_counts_near_ties_rules_and_what_nothing_explains() -> Non
     times = {"seconds_here": 1.0, "seconds_there": 2.0}
     made = Comparison(beam=4, sentences=10, identical=4, differences=differences, **numbers, **times)
     assert made.row()[:6] == ["4", "10", "40.00%", "3", "2", "1"]
+
+
+def test_translations_that_may_be_longer_than_an_export_are_refused() -> None:
+    search = ExportBeamSettings(beam=2, length_penalty="none", max_length_ratio=1.5, max_length_extra=10)
+    of_run = {"search_name": "beam", "search": search, "rules": {}, "text": TextForm("raw"), "model": {}}
+    info = ExportInfo(exporter="ctranslate2", precision="fp32", longest=64, longest_line=30, **of_run)
+
+    def limit(**changes: Any) -> int:
+        options = DecodeOptions.of({"export": Path("here"), **changes})
+        return choose(options, info, Path("here"))[0].limit(31, 1000)
+
+    assert limit() == 56 and limit(max_length_ratio=1.7) == 62
+    assert limit(max_length_ratio=4.0, max_length=64) == limit(max_length_extra=99, max_length=64) == 64
+    for changes in ({"max_length_ratio": 2.0}, {"max_length_extra": 19}, {"max_source_tokens": 40}):
+        with pytest.raises(ConfigError, match=r"allow a translation \d+ tokens, but the export has 64 positions"):
+            limit(**changes)
 
 
 RELATIVE = {"name": "relative_positions", "clip_distance": 2}
