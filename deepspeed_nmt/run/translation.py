@@ -57,7 +57,7 @@ from deepspeed_nmt.parallel.launched import place, requeued
 from deepspeed_nmt.parallel.shared_work import SharedWork
 from deepspeed_nmt.search.base import MisalignedError, Translation
 from deepspeed_nmt.search.decode_options import STREAM, DecodeOptions, typed
-from deepspeed_nmt.search.lines import LINES_OF_A_FORM, SourceCounts, warn_of_form
+from deepspeed_nmt.search.lines import LINES_OF_A_FORM, SourceCounts, refuse_damaged, warn_of_form
 from deepspeed_nmt.text import TextForm
 
 if TYPE_CHECKING:
@@ -130,9 +130,21 @@ class Texts:
             if from_start:
                 stream.seek(0)
             lines = text_lines(stream, self.name(option))
-            phrases = (line.split("\t") if line else [] for line in lines)
+            phrases = ([type(line)(phrase) for phrase in line.split("\t")] for line in lines)
             readers[option] = phrases if option == "constraints" else lines
         return readers
+
+    def check(self, translator: LineTranslator) -> None:
+        """Check the lines, if any are to be refused, of texts that can be read again: pipes are checked as read."""
+        for option, stream in self.streams.items() if self.options.strict else ():
+            if stream.seekable():
+                start, lines = stream.tell(), text_lines(stream, self.name(option))
+                if option == "input":
+                    translator.check(lines, self.options.max_source_tokens)
+                else:
+                    for number, line in enumerate(lines, 1):
+                        refuse_damaged(number, option, line)
+                stream.seek(start)
 
     def digests(self) -> dict[str, str]:
         """Return the SHA-256 of the texts."""
@@ -304,12 +316,9 @@ def _details(options: DecodeOptions) -> dict[str, bool]:
 
 def translate_stream(translator: LineTranslator, texts: Texts) -> None:
     """Translate a text in the order of its lines; it is written as it is translated."""
-    options, source = texts.options, texts.streams["input"]
-    if options.strict and source.seekable():  # a pipe is checked as it is read
-        start = source.tell()
-        translator.check(texts.read()["input"], options.max_source_tokens)
-        source.seek(start)
-    flushed = options.buffer_lines or (1 if source.isatty() else None)
+    options = texts.options
+    texts.check(translator)
+    flushed = options.buffer_lines or (1 if texts.streams["input"].isatty() else None)
     problem: MisalignedError | None = None
     number = -1
     with ExitStack() as stack:
@@ -417,8 +426,7 @@ class Pieces:
             hidden(resolved(target), "translate.lock"), refusal, patience_s=_LOCK_S if requeued() else 0.0
         ):
             texts = self._texts
-            if self._options.strict:
-                self._translator.check(texts.read(from_start=True)["input"], self._options.max_source_tokens)
+            texts.check(self._translator)
             beginning = islice(texts.read(from_start=True)["input"], LINES_OF_A_FORM)
             deque(warn_of_form(beginning, self._translator.text), maxlen=0)
             self._warnings = SourceCounts()

@@ -158,8 +158,8 @@ class DecodeOptions(Config):
     )
     strict: bool = _option(
         "",
-        "refuse source lines longer than --max-source-tokens, and those that are not UTF-8, instead: in a "
-        "file before anything is translated, in a pipe at that line",
+        "refuse source lines longer than --max-source-tokens, and lines that are not UTF-8, instead: in a file "
+        "before anything is translated, in a pipe at that line",
         False,
     )
     buffer_lines: int | None = _option(

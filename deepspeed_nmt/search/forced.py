@@ -186,7 +186,7 @@ def score_lines(
                 )
                 break
             rows.append((*reader.encode(source), vocabulary.source.eos))
-            reader.check_utf8(text, line, "translations")
+            reader.check_utf8(line, "translations", text)
             texts.append(text.rstrip("\r\n"))
         targets = tokenizer.encode_batch(texts, "target")
         _check_lengths(targets, model.longest_target, before)

@@ -32,10 +32,12 @@ _WHOLE_LINE = 1 << 16
 """Characters of a line that are encoded at once. Tokenizing many times more takes gigabytes, and minutes."""
 _KINDS = {
     "damaged": "have bytes that are not UTF-8",
+    "damaged beside": "have bytes beside the source that are not UTF-8",
     "unknown beside": "have prefixes or constraints with unknown tokens",
     "cut": "were cut",
 }
 """Kinds of lines to warn of."""
+_CONVERT = "convert the text, for example by `iconv -f LATIN1 -t UTF-8`"
 
 
 class LineTokenizer(Protocol):
@@ -158,7 +160,7 @@ class SourceLines:
     def encode(self, line: str) -> list[int]:
         """Encode the next line as tokens, without EOS, or refuse it by a DataError."""
         self.number += 1
-        self.check_utf8(line, self.number)
+        self.check_utf8(self.number, "source", line)
         tokens, is_whole = self._beginning(line.rstrip("\r\n"))
         self.counts.lines += 1
         self.counts.tokens += len(tokens)
@@ -189,15 +191,14 @@ class SourceLines:
             characters *= 4
         return self.tokenizer.encode(line), True
 
-    def check_utf8(self, text: str, number: int, name: str = "source") -> None:
-        """Note a line that was not UTF-8, or refuse it, by its number from 1 and the name of its text."""
-        if not isinstance(text, DamagedLine):
-            return
-        line = f"line {number:,} of the {name}"
-        convert = "convert the text, for example by `iconv -f LATIN1 -t UTF-8`"
+    def check_utf8(self, number: int, name: str, *texts: str) -> None:
+        """Note a line that was not UTF-8, or refuse it, by its number from 1, the name of its text, and its parts."""
         if self._strict:
-            raise DataError(f"{line} is not UTF-8; {convert}, or leave out {option('strict')} to read U+FFFD")
-        self.counts.note("damaged", f"{line} has bytes that are not UTF-8, which are read as U+FFFD; {convert}")
+            refuse_damaged(number, name, *texts)
+        if any(isinstance(text, DamagedLine) for text in texts):
+            kind = "damaged" if name == "source" else "damaged beside"
+            what = "has bytes that are not UTF-8, which are read as U+FFFD"
+            self.counts.note(kind, f"line {number:,} of the {name} {what}; {_CONVERT}")
 
     def warn(self) -> None:
         """Log what the lines since the last call give cause to, unless they are counted for somebody else."""
@@ -210,6 +211,14 @@ class SourceLines:
         self.warn()
         if self._total is not None:
             self._total.warn_at_end()
+
+
+def refuse_damaged(number: int, name: str, *texts: str) -> None:
+    """Refuse a line that was not UTF-8 by a DataError; see :meth:`SourceLines.check_utf8`."""
+    if any(isinstance(text, DamagedLine) for text in texts):
+        raise DataError(
+            f"line {number:,} of the {name} is not UTF-8; {_CONVERT}, or leave out {option('strict')} to read U+FFFD"
+        )
 
 
 @dataclass(frozen=True)
@@ -280,6 +289,8 @@ class LineInputs:
                 yield line, Request(number, tag)
                 continue
             texts = [given.get("prefix", ""), *given.get("constraints", ())]
+            reader.check_utf8(number + 1, "prefix", texts[0])
+            reader.check_utf8(number + 1, "constraints", *texts[1:])
             begin, *phrases = _target_tokens(tokenizer, [text.strip() for text in texts])
             request = Request(number, (*tag, *begin), tuple(phrase for phrase in phrases if phrase))
             tokens = [token for phrase in (request.prefix, *request.constraints) for token in phrase]

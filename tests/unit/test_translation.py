@@ -31,9 +31,11 @@ from deepspeed_nmt.run.translation import (
     open_texts,
     output_path,
     translate_in_pieces,
+    translate_stream,
     written,
 )
 from deepspeed_nmt.search.beam import BeamConfig
+from deepspeed_nmt.search.constrained import ConstrainedBeamConfig
 from deepspeed_nmt.search.decode_options import DecodeOptions
 from deepspeed_nmt.text import DamagedLine, Tags, text_of
 from tests.models import Letters
@@ -229,6 +231,25 @@ def test_warnings_are_those_of_the_whole_text(
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == at_once
     with pytest.raises(DataError, match="line 7"):
         translate(translator, source, strict=True, max_source_tokens=100)
+
+
+@pytest.mark.parametrize("name", ["prefix", "constraints"])
+def test_damaged_lines_beside_the_source_are_named_and_refused(
+    translator: Translator, source: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = copy.copy(translator)
+    other.search = ConstrainedBeamConfig(beam=2, max_length_ratio=1.0, max_length_extra=3)
+    beside = source.with_name("beside")
+    beside.write_bytes(b"".join(b"b\t\xe9b\n" if number in (6, 7, 20) else b"\n" for number in range(len(LINES))))
+    assert translate(other, source, **{name: str(beside)}) == 0
+    warnings = [record.getMessage() for record in caplog.records]
+    assert sum(f"line 7 of the {name} has bytes that are not UTF-8" in warning for warning in warnings) == 1
+    assert "3 of 25 lines have bytes beside the source that are not UTF-8" in warnings
+    monkeypatch.setattr(other, "stream", None)  # nothing is translated
+    for start in (translate_in_pieces, translate_stream):
+        options = options_of(source, strict=True, max_source_tokens=100, **{name: str(beside)})
+        with pytest.raises(DataError, match=f"line 7 of the {name} is not UTF-8"), open_texts(options) as texts:
+            start(other, texts)
 
 
 def test_another_translation_does_not_resume(
