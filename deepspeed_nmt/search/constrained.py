@@ -17,7 +17,7 @@ then K), R rows = B x W, T target length so far (BOS included), C extensions loo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import ClassVar, Literal
 
@@ -46,37 +46,34 @@ class ConstraintProgress:
 
     Attributes:
         met: numbers of the phrases that it contains.
-        phrase: number of the phrase that its last tokens begin; None if there is none.
-        position: number of tokens of that phrase so far.
+        begun: the most of its last tokens with which an unmet phrase begins.
     """
 
     met: frozenset[int] = frozenset()
-    phrase: int | None = None
-    position: int = 0
+    begun: tuple[int, ...] = ()
 
     def after(self, token: int, phrases: Phrases) -> ConstraintProgress:
         """Return the progress after another token."""
-        if self.phrase is not None and phrases[self.phrase][self.position] == token:
-            return self._at(self.phrase, self.position + 1, phrases)
-        for number, phrase in enumerate(phrases):
-            if number not in self.met and phrase[0] == token:
-                return self._at(number, 1, phrases)
+        seen = (*self.begun, token)
+        for begun in (seen[start:] for start in range(len(seen))):
+            if numbers := self._beginning(begun, phrases):
+                is_whole = phrases[numbers[0]] == begun
+                return ConstraintProgress(self.met | {numbers[0]}) if is_whole else replace(self, begun=begun)
         return ConstraintProgress(self.met)
 
-    def _at(self, phrase: int, position: int, phrases: Phrases) -> ConstraintProgress:
-        if position == len(phrases[phrase]):
-            return ConstraintProgress(self.met | {phrase})
-        return ConstraintProgress(self.met, phrase, position)
+    def _beginning(self, tokens: tuple[int, ...], phrases: Phrases) -> list[int]:
+        """Return the numbers of the unmet phrases that begin with some tokens, the shortest first."""
+        unmet = (number for number in range(len(phrases)) if number not in self.met)
+        numbers = [number for number in unmet if phrases[number][: len(tokens)] == tokens]
+        return sorted(numbers, key=lambda number: len(phrases[number]))
 
     def next_tokens(self, phrases: Phrases) -> list[int]:
-        """Return the tokens that meet more: the next one of the phrase that is begun, or the first of each unmet."""
-        if self.phrase is not None:
-            return [phrases[self.phrase][self.position]]
-        return list(dict.fromkeys(phrase[0] for number, phrase in enumerate(phrases) if number not in self.met))
+        """Return the tokens that meet more: the next ones of phrases that are begun, or the first of each unmet."""
+        return list(dict.fromkeys(phrases[n][len(self.begun)] for n in self._beginning(self.begun, phrases)))
 
     def tokens(self, phrases: Phrases) -> int:
         """Return the number of constraint tokens that are met."""
-        return sum(len(phrases[number]) for number in self.met) + self.position
+        return sum(len(phrases[number]) for number in self.met) + len(self.begun)
 
 
 @dataclass(frozen=True)

@@ -139,9 +139,9 @@ def test_groups_without_diversity_are_equal_and_with_it_differ() -> None:
         assert len({tuple(each.tokens) for each in found}) == 4
 
 
-def test_a_wide_constrained_beam_equals_exhaustive_search() -> None:
-    model, (source,) = sharp_transformer(4, vocab_size=7), random_sources([5], vocab_size=7)
-    phrases, limit = ((4, 5), (6,)), 5
+@pytest.mark.parametrize("phrases", [((4, 5), (6,)), ((4, 5), (4, 6)), ((4, 4, 5),)])
+def test_a_wide_constrained_beam_equals_exhaustive_search(phrases: tuple[tuple[int, ...], ...]) -> None:
+    model, (source,), limit = sharp_transformer(4, vocab_size=7), random_sources([5], vocab_size=7), 5
     every = [list(words) for length in range(limit) for words in product(range(3, 7), repeat=length)]
     every = [tokens for tokens in every if all(contains(tokens, phrase) for phrase in phrases)]
     (scores,) = token_log_probs([model], Vocabulary(7), torch.tensor([source]), False, [every])
