@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
@@ -40,6 +40,7 @@ from deepspeed_nmt.search.base import Translation
 from deepspeed_nmt.search.decode_options import (
     MAX_SOURCE_TOKENS,
     OPEN,
+    STREAM,
     DecodeOptions,
     check_type,
     checked_texts,
@@ -247,7 +248,7 @@ class Translator:
             DataError: if a sentence is too long, and ``strict`` is True; or if there are more or fewer lines of
                 ``prefix`` or ``constraints`` than sentences, after those that have one are translated.
         """
-        chosen = self._line_options(options)
+        chosen = self._line_options(options, STREAM)
         check_type("first_line", first_line, (int,), "a whole number")
         if not 0 <= first_line <= _MAX_LINE:
             raise ConfigError(f"{option('first_line')} is {shown(first_line)}; give a number from 0 to {_MAX_LINE:,}")
@@ -272,8 +273,12 @@ class Translator:
         )
         return translations if self.detokenise is None else _plain(translations, self.detokenise)
 
-    def _line_options(self, options: Mapping[str, Any]) -> DecodeOptions:
-        """Check keywords, and return the options with the bound of lines that holds here."""
+    def _line_options(self, options: Mapping[str, Any], names: Collection[str]) -> DecodeOptions:
+        """Check keywords, among ``names`` alone, and return the options with the bound of lines that holds here."""
+        if others := sorted(options.keys() - names):
+            raise TypeError(
+                f"unexpected keyword argument '{others[0]}'; settings of runs and searches go to `Translator.open`"
+            )
         for name in ("alignment", "reliance"):
             check_type(name, options.get(name, False), (bool,), "True or False")
         chosen = DecodeOptions.of(options)
@@ -328,7 +333,7 @@ class Translator:
         """
         check_type("warn", warn, (bool,), "True or False")
         check_type("reliance", reliance, (bool,), "True or False")
-        chosen = self._line_options(options)
+        chosen = self._line_options(options, ("max_tokens", "buffer_lines", "max_source_tokens", "strict"))
         if not self.search.left_to_right:
             raise ConfigError(
                 "`score` needs a run that translates from left to right, and this one predicts masked tokens, which "

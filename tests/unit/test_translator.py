@@ -223,6 +223,14 @@ def test_what_excludes_one_another_is_refused(search: str, options: dict[str, An
     assert all(word in str(error.value) for word in named.split())
 
 
+@pytest.mark.parametrize("name", ["beam", "max_length", "search", "tag", "output"])
+def test_an_option_of_another_call_is_refused_and_not_ignored(name: str) -> None:
+    with pytest.raises(TypeError, match=f"'{name}'.*`Translator.open`"):
+        opened().translate(["a"], **{name: 1})
+    with pytest.raises(TypeError, match="'nbest'"):
+        opened().score(["a"], ["b"], nbest=1)
+
+
 @dataclass
 class StubRun:
     """A run that has settings alone."""
