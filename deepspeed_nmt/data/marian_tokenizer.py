@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from deepspeed_nmt.core.vocabulary import SIDES, Side, Vocabulary
 from deepspeed_nmt.data.sentencepiece import open_model
-from deepspeed_nmt.data.tokenizer import INFO_FILE, UNKNOWN_TEXT, Count, Tokenizer, VocabularyInfo
+from deepspeed_nmt.data.tokenizer import INFO_FILE, SPACE, UNKNOWN_TEXT, Count, Tokenizer, VocabularyInfo
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import read_regular
 
@@ -98,4 +98,4 @@ class MarianTokenizer(Tokenizer):
         numbers = [int(token) for token in tokens if int(token) not in silent]
         pieces = [UNKNOWN_TEXT if number == self.vocabulary.unk else self._pieces[side][number] for number in numbers]
         text: str = self._processors[side].decode_pieces(pieces)
-        return text
+        return text.replace(SPACE, " ").strip()  # of pieces that only the other side's model has

@@ -307,6 +307,18 @@ def test_an_imported_tokenizer_reads_as_the_original(there: Path, tmp_path: Path
         Translator.open(tmp_path / "run", device="cpu")
 
 
+def test_pieces_that_the_target_side_lacks_are_decoded_as_by_the_original(there: Path, tmp_path: Path) -> None:
+    models = train_subwords(["zwei und vier fische schwimmen im see", "quirlig", "jobs"], 40).sentencepiece_models()
+    assert models is not None
+    shutil.copytree(there, tmp_path / "there")
+    (tmp_path / "there" / "target.spm").write_bytes(models[1])
+    import_marian(str(tmp_path / "there"), tmp_path / "run")
+    theirs = transformers.MarianTokenizer.from_pretrained(tmp_path / "there")
+    ours = Translator.open(tmp_path / "run", device="cpu").tokenizer
+    tokens = ours.encode("the red dog and the cat")
+    assert ours.decode(tokens) == theirs.decode(tokens) == "the red dog and the cat"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
