@@ -78,9 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
         files, _ = open_aligned(stack, names, {"output": target})
         translator = Translator.opened(options, {})
         if (file := files["target"]).seekable():  # a pipe is checked as it is read
-            lines = text_lines(file, names["target"])
+            start, lines = file.tell(), text_lines(file, names["target"])
             check_targets(translator.model, translator.tokenizer, translator.tags, lines)
-            file.seek(0)
+            file.seek(start)
         exits = translator.exits if arguments.all_exits else [arguments.exit or "top"]
         output = stack.enter_context(nullcontext(sys.stdout) if target is None else atomic_writer(target, "w"))
         advance = stack.enter_context(counting("score-pairs", "scores"))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from deepspeed_nmt.api import Translator
+from deepspeed_nmt.cli import main
 from deepspeed_nmt.config import RunConfig, load_config
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.parts import SearchConfig
@@ -261,3 +262,19 @@ def test_a_damaged_target_is_named_and_refused_behind_a_tag(caplog: pytest.LogCa
         assert "line 2 of the translations has bytes that are not UTF-8" in caplog.text
         with pytest.raises(DataError, match="line 2 of the translations is not UTF-8"):
             list(opened(tags=tags).score(["a", "b"], targets, strict=True))
+
+
+def test_pairs_are_read_from_where_standard_input_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "source").write_text("ab\ncd\n")
+    (tmp_path / "target").write_text("a header\nab\nx\n")
+    monkeypatch.setattr(Translator, "opened", lambda *_: opened())
+    scores = []
+    for begin in (0, len("a header\n")):
+        (tmp_path / "whole").write_bytes((tmp_path / "target").read_bytes()[len("a header\n") - begin :])
+        with (tmp_path / "whole").open() as stream:
+            stream.buffer.seek(begin)
+            monkeypatch.setattr("sys.stdin", stream)
+            words = ["score-pairs", "--run", "R", "--source", str(tmp_path / "source"), "--target", "-"]
+            assert main([*words, "--output", str(tmp_path / "scores")]) == 0
+        scores.append((tmp_path / "scores").read_text())
+    assert scores[0] == scores[1] and len(scores[0].splitlines()) == 2
