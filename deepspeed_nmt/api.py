@@ -20,7 +20,7 @@ from typing import Any, overload
 
 import torch
 
-from deepspeed_nmt.core.model import TOP, DecodableModel
+from deepspeed_nmt.core.model import TOP, DecodableModel, exit_name
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import ConfigError, option, shown
@@ -37,6 +37,7 @@ from deepspeed_nmt.run.opening import (
     warn_of_differences,
 )
 from deepspeed_nmt.search.base import Translation
+from deepspeed_nmt.search.choosing_exits import ChoosingExitsConfig
 from deepspeed_nmt.search.decode_options import (
     MAX_SOURCE_TOKENS,
     OPEN,
@@ -141,6 +142,8 @@ class Translator:
             digests.append(digest)
             name = chosen_exit(whole, options)
             models.append(cut_at(run, whole, name))
+            for stage in search.exits if isinstance(search, ChoosingExitsConfig) else ():
+                cut_at(run, whole, exit_name(whole.stages[0], stage))  # warns of one that was not trained
         model = models[0] if len(models) == 1 else Ensemble(models, options.weights).eval()
         natively = resolve_native(options.native, device, precision)
         prepare_to_decode(model, device, precision, natively)

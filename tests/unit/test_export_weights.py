@@ -347,6 +347,15 @@ def there(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
+def test_chosen_exits_that_were_not_trained_are_named(
+    there: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import_marian(str(there), tmp_path / "run")
+    Translator.open(tmp_path / "run", device="cpu", name="choosing_exits", exits=(1, 3))
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "was not trained at exit 2-1; expect bad translations" in warning
+
+
 SPECIAL_TOKENS = ("eos_token_id", "pad_token_id", "decoder_start_token_id")
 WRONG: list[tuple[str, dict[str, Any]]] = [
     *(("config.json", {name: value}) for name in SPECIAL_TOKENS for value in (None, 99_999)),
