@@ -296,8 +296,6 @@ class DecodeOptions(Config):
                 raise ValueError(
                     f"{option(name)} decodes from several exits, {option(exits[0])} from one; give one of them"
                 )
-            if len(self.run or ()) > 1:
-                raise ValueError(f"{option(name)} takes one run, and {len(self.run or ())} are given; leave it out")
         names = {name: search for name, search in self._searches.items() if search is not None}
         if len(set(names.values())) > 1:
             (first, one), (second, other) = list(names.items())[:2]

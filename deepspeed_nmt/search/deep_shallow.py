@@ -26,12 +26,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.deep_shallow_score import ALPHA, EXITS, EXPONENT, total_of
 from deepspeed_nmt.search.base import MAX_EXPONENT, Hypothesis, Request
 from deepspeed_nmt.search.beam import BeamSearch, BeamSettings
 from deepspeed_nmt.search.forced import token_log_probs
+from deepspeed_nmt.search.models import members_of, weights_of
 
 
 class DeepShallowConfig(BeamSettings):
@@ -49,7 +50,7 @@ class DeepShallowConfig(BeamSettings):
 class DeepShallow:
     """Deep-shallow decoding with a model that has the exits ``deep`` and ``shallow``."""
 
-    def __init__(self, config: DeepShallowConfig, model: TranslationModel, vocabulary: Vocabulary) -> None:
+    def __init__(self, config: DeepShallowConfig, model: DecodableModel, vocabulary: Vocabulary) -> None:
         self.config = config
         self.models = [model.at_exit(name) for name in EXITS]
         self.searches = [BeamSearch(config, exit, vocabulary) for exit in self.models]
@@ -73,7 +74,8 @@ class DeepShallow:
             missing = [
                 [tokens for tokens in other if tokens not in known] for known, other in zip(ours, theirs, strict=True)
             ]
-            scored = token_log_probs([model], self.vocabulary, source_BS, padded, missing)
+            members, weights = members_of(model), weights_of(model)
+            scored = token_log_probs(members, self.vocabulary, source_BS, padded, missing, weights)
             sums = (dict(zip(new, map(math.fsum, p), strict=True)) for new, p in zip(missing, scored, strict=True))
             totals.append([known | new for known, new in zip(ours, sums, strict=True)])
         results = []

@@ -9,6 +9,7 @@ import torch
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods.depth_growing import DepthGrowing, DepthGrowingConfig, build_depth_growing
 from deepspeed_nmt.search.deep_shallow import DeepShallow, DeepShallowConfig
+from deepspeed_nmt.search.models import Ensemble
 from tests import transformer_equations as equations
 
 Predict = Callable[[tuple[int, ...]], list[float]]
@@ -126,3 +127,11 @@ def test_deep_shallow_decoding_is_the_procedure_of_the_paper(attend: str, alpha:
             assert each.log_prob == pytest.approx(mean("deep", key) * (len(key) + 1), rel=1e-5)
         differ += tokens not in lists["shallow"] or tokens not in lists["deep"]
     assert differ, "a candidate of one list alone must win"
+
+
+def test_an_ensemble_of_a_model_with_itself_finds_the_same() -> None:
+    model, config = grown(), DeepShallowConfig(beam=3, max_length_ratio=1.0, max_length_extra=2)
+    alone, twice = (DeepShallow(config, each, V).search(SOURCE) for each in (model, Ensemble([model, model]).eval()))
+    for one, other in zip(alone, twice, strict=True):
+        assert [each.tokens for each in one] == [each.tokens for each in other]
+        assert [each.score for each in one] == pytest.approx([each.score for each in other], abs=1e-5)
