@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,7 +99,7 @@ def _tune(arguments: argparse.Namespace, tokenised: bool) -> str:
         raise ConfigError("--tune-rerank searches the highest BLEU; leave out --metrics")
     if arguments.source is not None:
         raise ConfigError("--tune-rerank compares n-best lists with --reference alone; leave out --source")
-    convert, convert_reference, language = _converters(arguments, tokenised)
+    convert, convert_reference, _, language = _converters(arguments, tokenised)
     lists, references, lowercase = arguments.tune_rerank, arguments.reference, arguments.lowercase
     tuning = tune(lists, references, convert, convert_reference, tokenised, lowercase, language)
     return tuning.as_json(arguments.grid) if arguments.json else tuning.as_text(arguments.grid)
@@ -120,17 +121,17 @@ def _read(arguments: argparse.Namespace, tokenised: bool) -> ScoreInputs:
             f"the files have different numbers of lines:\n{counts}\n"
             "give files of the same sentences; a short hypothesis may be an unfinished translation"
         )
-    convert, convert_reference, language = _converters(arguments, tokenised)
+    convert, convert_reference, convert_source, language = _converters(arguments, tokenised)
     return ScoreInputs(
         hypotheses=[(name, convert(lines[name])) for name in arguments.hypothesis],
         references={name: convert_reference(lines[name]) for name in arguments.reference},
-        source=convert(lines[arguments.source]) if arguments.source else None,  # so that its copies stay copies
+        source=convert_source(lines[arguments.source]) if arguments.source else None,
         language=language,
     )
 
 
-def _converters(arguments: argparse.Namespace, tokenised: bool) -> tuple[Converter, Converter, str | None]:
-    """Return functions that bring translations, and references, into the form to score, and the target language."""
+def _converters(arguments: argparse.Namespace, tokenised: bool) -> tuple[Converter, Converter, Converter, str | None]:
+    """Return functions that give translations, references and sources the form to score, and the target language."""
 
     def join(lines: Sequence[str]) -> list[str]:
         return [join_segments(line) for line in lines] if arguments.segmented else list(lines)
@@ -141,7 +142,7 @@ def _converters(arguments: argparse.Namespace, tokenised: bool) -> tuple[Convert
     except ValueError as error:
         raise ConfigError(f"--language {error}") from error
     if arguments.like is None:
-        return join, join, language
+        return join, join, join, language
     from deepspeed_nmt.commands.prepare import verify_vocabulary
     from deepspeed_nmt.data.data_directory import META_FILE, DataDirectory, open_tokenizer
 
@@ -160,11 +161,13 @@ def _converters(arguments: argparse.Namespace, tokenised: bool) -> tuple[Convert
         remedy = "give --tokenised" if kind == "plain" else "leave out --tokenised"
         raise DataError(f"--like {arguments.like} cannot give {kind} text, because {problem}; {remedy}")
 
-    def convert(lines: Sequence[str]) -> list[str]:
-        return form.convert(kind, join(lines)) if known else join(lines)
+    def converter(own: TextForm, spelt: Converter = list) -> Converter:
+        def convert(lines: Sequence[str]) -> list[str]:
+            joined = spelt(join(lines))
+            return own.convert(kind, joined) if known else joined
 
-    def convert_reference(lines: Sequence[str]) -> list[str]:
-        joined = [tokenizer.reference(line) for line in join(lines)]
-        return form.convert(kind, joined) if known else joined
+        return convert
 
-    return convert, convert_reference, language or form.target_lang
+    references = converter(form, lambda lines: [tokenizer.reference(line) for line in lines])
+    sources = converter(replace(form, target_lang=form.source_lang or form.target_lang))
+    return converter(form), references, sources, language or form.target_lang

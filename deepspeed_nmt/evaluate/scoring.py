@@ -268,8 +268,8 @@ def _score(metric: Metric, hypotheses: Sequence[str], inputs: ScoreInputs, lower
 def _copies(sentences: list[str], source: list[str] | None) -> int | None:
     if source is None:
         return None
-    pairs = zip(sentences, source, strict=True)
-    return sum(bool(sentence.strip()) and sentence.strip() == original.strip() for sentence, original in pairs)
+    pairs = zip(sentences, source, strict=True)  # Moses' rules for two languages set other spaces
+    return sum(bool(words := sentence.split()) and "".join(words) == "".join(own.split()) for sentence, own in pairs)
 
 
 def warn_of_files(inputs: ScoreInputs, tokenised: bool, lowercase: bool) -> None:

@@ -190,7 +190,7 @@ def test_text_like_that_of_a_moses_directory_is_detokenised(
     words = [word for side in ("source", "target") for word in (f"--train-{side}", tokens["ref"])]
     words += [word for side in ("source", "target") for word in (f"--valid-{side}", tokens["ref"])]
     words = ["prepare", *words, "--vocab-size", "48", "--keep-duplicates", "--out", str(tmp_path / "data")]
-    assert main([*words, "--text", "moses", "--target-lang", "de"]) == 0
+    assert main([*words, "--text", "moses", "--target-lang", "de", "--source-lang", "fr"]) == 0
     capsys.readouterr()
     like = ["--hypothesis", tokens["hyp"], "--reference", tokens["ref"], "--like", str(tmp_path / "data")]
     bleu, chrf = (of(metric, hypothesis, reference).value for metric in ("bleu", "chrf"))
@@ -199,6 +199,11 @@ def test_text_like_that_of_a_moses_directory_is_detokenised(
     assert values["bleu"]["score"] < scored(capsys, *like[:4])["bleu"]["score"] - 0.5, "13a over tokens overstates"
     assert values["chrf"]["score"] == pytest.approx(chrf, abs=1e-9)
     assert values["source_copies"] == len(hypothesis)
+    french, count = write(tmp_path / "fr.tok", list(tokenise(["L'homme s'enfuit."] * 4, "fr"))), tmp_path / "count"
+    count.write_text('#!/bin/sh\ngrep -cx "L\'homme s\'enfuit." "$3"\n')
+    count.chmod(0o755)
+    values = scored(capsys, *like, "--source", french, "--metrics", f"command:{count}")
+    assert values["metrics"]["count"]["score"] == 4, "a program reads the source by the rules of its language"
     assert main([*words, "--text", "tokenised", "--overwrite"]) == 0
     capsys.readouterr()
     said = refusal(capsys, *like)
