@@ -277,7 +277,7 @@ def output_path(name: str, option: str) -> Path | None:
 
 def written(options: DecodeOptions, number: int, best: Sequence[Translation]) -> str:
     """Return the translations of a line, best first, as they are written; lines are numbered from 0."""
-    if not options.writes_lists:
+    if options.nbest == 1 and not options.token_scores:
         return best[0].text + "\n"
     lines = []
     for one in best:

@@ -27,7 +27,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
 from pydantic import Field
@@ -38,7 +38,7 @@ from deepspeed_nmt.core.model import DecodableModel, TranslationModel, exit_name
 from deepspeed_nmt.core.parts import ExitStages, Parts
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.search.base import Hypothesis, LengthPenalty, Request
+from deepspeed_nmt.search.base import Hypothesis, LengthPenalty, Request, Translation
 from deepspeed_nmt.search.beam import BeamSearch, BeamSettings
 from deepspeed_nmt.search.forced import token_log_probs
 
@@ -83,16 +83,8 @@ class ChoosingExitsConfig(BeamSettings):
             )
 
 
-class Proposal(Protocol):
-    """The proposal of an exit: a hypothesis, or a translation."""
-
-    @property
-    def tokens(self) -> list[int]:
-        """Tokens without BOS and EOS."""
-
-    @property
-    def log_prob(self) -> float:
-        """Log-probability (nats) of the tokens and EOS by the exit."""
+Proposal = Hypothesis | Translation
+"""What an exit proposes."""
 
 
 def common_share(a: Sequence[int], b: Sequence[int]) -> float:

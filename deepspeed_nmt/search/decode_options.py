@@ -62,11 +62,7 @@ def _numbers(value: Any) -> Any:
     return [finite_number(word) for word in value.split(",")] if isinstance(value, str) else value
 
 
-def _symbol(value: Any) -> Any:
-    return "" if value == "none" else value
-
-
-Tag = Annotated[str | None, BeforeValidator(_symbol)]
+Tag = Annotated[str | None, BeforeValidator(lambda value: "" if value == "none" else value)]
 
 
 class DecodeOptions(Config):
@@ -342,11 +338,6 @@ class DecodeOptions(Config):
     def is_exported(self) -> bool:
         """True if CTranslate2 translates."""
         return self.export is not None or self.runtime == "ctranslate2"
-
-    @property
-    def writes_lists(self) -> bool:
-        """True if n-best lists are written."""
-        return self.nbest > 1 or self.token_scores
 
     @property
     def exits(self) -> list[str]:
