@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 from deepspeed_nmt.console import counting
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import atomic_writer, text_lines
-from deepspeed_nmt.search.reliance import joined
 
 if TYPE_CHECKING:
     from deepspeed_nmt.api import Translator
@@ -108,27 +107,24 @@ def _line(
     number: int, exit: str, scored: ScoredTranslation, translator: Translator, arguments: argparse.Namespace
 ) -> str:
     """Return the scores of a pair at an exit as a line."""
-    pieces = translator.tokenizer.pieces(scored.tokens, "target") if arguments.tokens else []
-    if arguments.json:
-        values: dict[str, object] = {
-            "line": number,
-            "exit": exit,
-            "log_prob": scored.log_prob,
-            "mean_log_prob": scored.mean_log_prob,
-            "tokens": len(scored.tokens),
-        }
-        if arguments.reliance:
-            values["reliance"] = scored.reliance
-        if arguments.tokens:
-            values |= {"pieces": pieces, "token_log_probs": scored.log_probs}
-        if arguments.tokens and arguments.reliance:
-            values["token_reliance"] = scored.token_reliance
-        return json.dumps(values, ensure_ascii=False)
-    fields = [str(number), exit, f"{scored.log_prob:.9g}", f"{scored.mean_log_prob:.9g}", str(len(scored.tokens))]
+    values: dict[str, object] = {
+        "line": number,
+        "exit": exit,
+        "log_prob": scored.log_prob,
+        "mean_log_prob": scored.mean_log_prob,
+        "tokens": len(scored.tokens),
+    }
     if arguments.reliance:
-        fields.append(f"{scored.reliance:.9g}")
+        values["reliance"] = scored.reliance
     if arguments.tokens:
-        fields += [" ".join(pieces), joined(scored.log_probs)]
+        values["pieces"] = translator.tokenizer.pieces(scored.tokens, "target")
+        values["token_log_probs"] = scored.log_probs
     if arguments.tokens and arguments.reliance:
-        fields.append(joined(scored.token_reliance or []))
-    return "\t".join(fields)
+        values["token_reliance"] = scored.token_reliance
+    return json.dumps(values, ensure_ascii=False) if arguments.json else "\t".join(map(_field, values.values()))
+
+
+def _field(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_field, value))
+    return f"{value:.9g}" if isinstance(value, float) else str(value)

@@ -286,23 +286,17 @@ def written(options: DecodeOptions, number: int, best: Sequence[Translation]) ->
     return "".join(lines)
 
 
-def aligned(best: Sequence[Translation]) -> str:
-    """Return the alignments of the translations of a line in Pharaoh's format: ``0-0 1-2``, source word first."""
-    pairs = [" ".join(f"{source}-{target}" for source, target in one.alignment or ()) for one in best]
-    return "".join(f"{line}\n" for line in pairs)
-
-
 def contents(
     translator: LineTranslator, options: DecodeOptions, number: int, best: Sequence[Translation]
 ) -> Iterator[str]:
     """Yield what the translations of a line add to each output, in the order of the outputs."""
     yield written(options, number, best)
     if options.alignment is not None:
-        yield aligned(best)
+        pairs = (" ".join(f"{source}-{target}" for source, target in one.alignment or ()) for one in best)
+        yield "".join(f"{line}\n" for line in pairs)  # in Pharaoh's format, 0-0 1-2
     if options.reliance is not None:
         relying = (one.reliance for one in best if one.reliance is not None)
-        spelled = ((one, translator.tokenizer.pieces(one.tokens, "target")) for one in relying)
-        yield "".join(f"{number}\t{one.fields(pieces)}\n" for one, pieces in spelled)
+        yield "".join(f"{number}\t{one.fields(translator.tokenizer.pieces(one.tokens))}\n" for one in relying)
 
 
 def stream_keywords(options: DecodeOptions, **changes: Any) -> dict[str, Any]:
@@ -430,7 +424,7 @@ class Pieces:
             beginning = islice(texts.read(from_start=True)["input"], LINES_OF_A_FORM)
             deque(warn_of_form(beginning, self._translator.text), maxlen=0)
             self._warnings = SourceCounts()
-            if self._options.alignment:  # the layer is chosen and recorded before other ranks need it
+            if self._options.alignment:  # a model that cannot align is refused before anything is written
                 deque(self._translator.stream([], **self._keywords), maxlen=0)
             self._restart()
             before = self._prepare()

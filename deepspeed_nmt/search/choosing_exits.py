@@ -83,16 +83,14 @@ class ChoosingExitsConfig(BeamSettings):
             )
 
 
-Proposal = Hypothesis | Translation
-"""What an exit proposes."""
-
-
 def common_share(a: Sequence[int], b: Sequence[int]) -> float:
     """Return the share of common tokens, r."""
     return SequenceMatcher(None, a, b, autojunk=False).ratio()
 
 
-def accepts(rule: StoppingRule, threshold: float, here: Proposal, before: Proposal | None) -> bool:
+def accepts(
+    rule: StoppingRule, threshold: float, here: Hypothesis | Translation, before: Hypothesis | Translation | None
+) -> bool:
     """Return True if a rule stops at an exit, given what it and the exit before propose; None if it is the first."""
     if rule == "confidence":
         return here.log_prob / (len(here.tokens) + 1) >= threshold
@@ -132,7 +130,9 @@ class ChoosingExits:
             chosen = [requests[row] for row in climbing]
             beams = search.search(source_BS[rows_B], padded, chosen, memory.select(rows_B))
             for row, beam in zip(climbing, beams, strict=True):
-                proposed[row].append([_at(number, hypothesis) for hypothesis in beam])
+                # Details of a translation are those of one model, whichever exit has proposed it.
+                here = {"exit": float(number)}
+                proposed[row].append([replace(one, features=here, token_log_probs=None) for one in beam])
             if rule in get_args(StoppingRule):
                 climbing = [row for row in climbing if not self._stops(proposed[row])]
             if not climbing:
@@ -167,11 +167,6 @@ class ChoosingExits:
             )
             for of, log_probs_of in zip(different, scores, strict=True)
         ]
-
-
-def _at(number: int, hypothesis: Hypothesis) -> Hypothesis:
-    # Details of a translation are those of one model, whichever exit has proposed it.
-    return replace(hypothesis, features={**hypothesis.features, "exit": float(number)}, token_log_probs=None)
 
 
 def _by_consensus(hypotheses: Sequence[Hypothesis]) -> list[Hypothesis]:

@@ -153,9 +153,7 @@ def resolve_native(choice: NativeChoice, device: torch.device, precision: str) -
     return reason is None
 
 
-@cache
-def _log_once(message: str) -> None:
-    logger.info(message)
+_log_once = cache(logger.info)
 
 
 def prepare_to_decode(model: nn.Module, device: torch.device, precision: str, natively: bool = False) -> None:
