@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from deepspeed_nmt import randomness
 from deepspeed_nmt.data.tokenizer import Count
-from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.errors import DataError, listed
 from deepspeed_nmt.registry import Config
 
 Reading = Literal["lengths", "pairs"]
@@ -40,6 +40,8 @@ Indices = NDArray[np.int64]
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "int32": np.dtype("<i4")}
 _OFFSET = np.dtype("<i8")
 _WEIGHT = np.dtype("<f4")
+_NAMED_PAIRS = 8
+"""Pairs that a message names at most."""
 _COPIED_BYTES = 1 << 20
 _CHUNK = 1 << 20
 """Pairs that are counted at once."""
@@ -161,6 +163,10 @@ class Corpus:
     def lengths(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Return source and target lengths of some pairs, EOS included. Shape: (B,) -> (B,), (B,)."""
         return self._source.lengths_of(indices), self._target.lengths_of(indices)
+
+    def named(self, indices: Indices) -> str:
+        """Return a phrase for messages about some pairs, with their numbers in the corpus, from 0. Shape: (B,)."""
+        return f"the pairs {listed(sorted(indices.tolist()), _NAMED_PAIRS)}"
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -520,6 +526,14 @@ class Corpora:
         """Return the number of the corpus of each row. Shape: (B,) -> (B,)."""
         numbers: Indices = np.array([number for number, _ in self._corpora])
         return numbers[np.searchsorted(self._starts, rows, side="right") - 1]
+
+    def named(self, rows: Indices) -> str:
+        """Return a phrase for messages about some rows, as :meth:`Corpus.named`, and of which corpora they are."""
+        texts = []
+        for number, corpus, _, indices in self._by_corpus(rows[rows >= 0]):
+            where = f" of {self.parts[number].name}" if len(self.parts) > 1 else ""
+            texts.append(f"{corpus.named(indices)}{where}")
+        return " and ".join(texts) or "no pairs"
 
     @property
     def longest(self) -> tuple[int, int]:

@@ -125,8 +125,9 @@ def collate(
             update=update,
             **_per_pair(corpus, indices),
         )
-    sources = _known(corpus.sources(indices if source_indices is None else source_indices), vocabulary.source)
-    targets = _known(corpus.targets(indices), vocabulary)
+    of_sources = indices if source_indices is None else source_indices
+    sources = _known(corpus.sources(of_sources), vocabulary.source, corpus, of_sources)
+    targets = _known(corpus.targets(indices), vocabulary, corpus, indices)
     source_BS, _ = _padded(sources, source_eos, pad, least[0])
     output_BT, within = _padded(targets, eos, pad, least[1])
     input_BT = np.full_like(output_BT, pad)
@@ -145,12 +146,14 @@ def collate(
     )
 
 
-def _known(sentences: Tokens, vocabulary: Vocabulary) -> Tokens:
+def _known(sentences: Tokens, vocabulary: Vocabulary, corpus: Corpus | Corpora, indices: Indices) -> Tokens:
     """Return sentences; a token that the vocabulary lacks is a DataError. Hashes may still be being compared."""
     if len(numbers := sentences.numbers) and not 0 <= numbers.min() <= numbers.max() < vocabulary.size:
+        of_token = np.repeat(indices, sentences.lengths)
+        damaged = np.unique(of_token[(numbers < 0) | (numbers >= vocabulary.size)])
         raise DataError(
-            f"the data has a token beyond the {vocabulary.size} of its vocabulary; it was damaged: run `prepare` "
-            "again"
+            f"the data has a token beyond the {vocabulary.size} of its vocabulary, in {corpus.named(damaged)}; it "
+            "was damaged: run `prepare` again"
         )
     return sentences
 
@@ -175,8 +178,8 @@ def collate_packed(
     indices = part.sentences
     pad, bos, eos, source_eos = vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.source.eos
     if len(indices):
-        sources = _known(corpus.sources(indices), vocabulary.source)
-        targets = _known(corpus.targets(indices), vocabulary)
+        sources = _known(corpus.sources(indices), vocabulary.source, corpus, indices)
+        targets = _known(corpus.targets(indices), vocabulary, corpus, indices)
         source_tokens, target_tokens = (len(side.numbers) + len(indices) for side in (sources, targets))
     else:
         sources = targets = Tokens(np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64))

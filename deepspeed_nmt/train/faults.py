@@ -31,16 +31,16 @@ from torch.utils._pytree import tree_leaves
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import TrainModule
+from deepspeed_nmt.data.corpus import Corpora
 from deepspeed_nmt.engine.contract import UpdateResult, add_sums, seed_dropout
 from deepspeed_nmt.engine.hashes import digest_of
 from deepspeed_nmt.engine.transfer import on_device
-from deepspeed_nmt.errors import DeviceError, listed
+from deepspeed_nmt.errors import DeviceError
 from deepspeed_nmt.files import system_lines
 from deepspeed_nmt.parallel.collectives import all_reduce_in_buckets, any_rank, fail_together, gather_lists
 from deepspeed_nmt.parallel.tensor import total_norm
 from deepspeed_nmt.parallel.world import World
 
-_NAMED_SENTENCES = 8
 _SAME_NORM = 0.1
 """Bound on the relative difference of two norms of one gradient, far above the rounding of any order of its sums."""
 
@@ -88,18 +88,22 @@ def is_exact(world: World) -> bool:
 
 
 def attribute(
-    module: TrainModule, micro_batches_of: Callable[[int], Sequence[Batch]], result: UpdateResult, world: World
+    module: TrainModule,
+    micro_batches_of: Callable[[int], Sequence[Batch]],
+    result: UpdateResult,
+    world: World,
+    corpora: Corpora,
 ) -> str:
     """Compute an update again that was skipped, or is a spike and awaits its step, and return its cause.
 
-    All ranks call it together. ``micro_batches_of`` returns the micro-batches of a data-parallel rank, made anew. The
-    cause is the sentences, the weight or the module at fault; empty if nothing is known.
+    All ranks call it together. ``micro_batches_of`` returns the micro-batches of a data-parallel rank, made anew of
+    the text of ``corpora``. The cause is the sentences, the weight or the module at fault; empty if nothing is known.
 
     Raises:
         ReportedError: on all ranks, if a device has computed another result; on a single one, a DeviceError.
     """
     micro_batches = micro_batches_of(world.data_rank)
-    total = GradientTotal(module, world.rank, result.loss_scale)
+    total = GradientTotal(module, world.rank, result.loss_scale, corpora)
     again = replay(module, micro_batches, world.data_rank, result.loss_scale, world.device, total)
     before = (world.data_rank - 1) % world.data_ranks
     previous = replay(module, micro_batches_of(before), before, result.loss_scale, world.device)
@@ -110,7 +114,7 @@ def attribute(
         first=digest_of(value for _, value in sorted(result.sums.items())),
         again=again,
         previous=previous,
-        cause=total.cause if is_finite else cause_of(module, micro_batches, world),
+        cause=total.cause if is_finite else cause_of(module, micro_batches, world, corpora),
         size=total.largest,
     )
     _check(witnesses, world)
@@ -188,10 +192,10 @@ class GradientTotal:
         cause: its sentences, rank, and figures.
     """
 
-    def __init__(self, module: TrainModule, rank: int, loss_scale: float) -> None:
+    def __init__(self, module: TrainModule, rank: int, loss_scale: float, corpora: Corpora) -> None:
         self._trained = _trained(module)
         self._sums = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in self._trained]
-        self._rank, self._scale = rank, loss_scale
+        self._rank, self._scale, self._corpora = rank, loss_scale, corpora
         self.largest, self.cause = 0.0, ""
 
     def add(self, batch: Batch, loss: Tensor, gradients: Sequence[Tensor | None]) -> None:
@@ -207,8 +211,8 @@ class GradientTotal:
             loss_per_token = float(loss.detach()) / max(1, batch.target_tokens)
             self.largest = size
             self.cause = (
-                f"the largest gradient, of norm {size:.3g}, is that of {_pairs(batch)} on rank {self._rank}, whose "
-                f"loss is {loss_per_token:.3f} nats a token"
+                f"the largest gradient, of norm {size:.3g}, is that of {_pairs(batch, self._corpora)} on rank "
+                f"{self._rank}, whose loss is {loss_per_token:.3f} nats a token"
             )
 
     def norm(self, world: World) -> float:
@@ -249,7 +253,7 @@ def replay(
     return Replay(sums=digest_of(v for _, v in sorted(sums.items())), gradients=digest, is_finite=is_finite)
 
 
-def cause_of(module: TrainModule, micro_batches: Sequence[Batch], world: World) -> str:
+def cause_of(module: TrainModule, micro_batches: Sequence[Batch], world: World, corpora: Corpora) -> str:
     """Return the weight, or the first module and the sentences, whose values are not finite; empty if all are."""
     for name, parameter in module.model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
@@ -272,15 +276,15 @@ def cause_of(module: TrainModule, micro_batches: Sequence[Batch], world: World) 
                 output = module(batch)
                 if names or not bool(torch.isfinite(output.loss)):
                     where = f"the output of {names[0] or 'the model'}" if names else "the loss"
-                    return f"{where} is not finite on rank {world.rank}, for {_pairs(batch)}"
+                    return f"{where} is not finite on rank {world.rank}, for {_pairs(batch, corpora)}"
     finally:
         for hook in hooks:
             hook.remove()
     return ""
 
 
-def _pairs(batch: Batch) -> str:
-    return f"the pairs {listed(sorted(batch.sentence_ids_B.tolist()), _NAMED_SENTENCES)}"
+def _pairs(batch: Batch, corpora: Corpora) -> str:
+    return corpora.named(batch.sentence_ids_B.numpy(force=True))
 
 
 def _model_of(device: torch.device) -> str:

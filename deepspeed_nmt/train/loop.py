@@ -218,7 +218,7 @@ class TrainingLoop:
             return self.loader.of_rank(rank).update(_cursor(before), update.number).micro_batches
 
         with explained(f"update {update.number}", update.micro_batches, self.world.device):
-            return attribute(self.engine.module, micro_batches_of, result, self.world)
+            return attribute(self.engine.module, micro_batches_of, result, self.world, self.loader.corpora)
 
     def _time_left(self, progress: Progress) -> str:
         """Return the words for the time left by the mean pace since this start, validations and checkpoints included.

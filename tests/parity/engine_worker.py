@@ -95,7 +95,7 @@ def before_the_step(engine: Engine, loader: TrainLoader, cursor: Cursor, world: 
         norms.append(result.grad_norm)
         if has_replicas(engine.module):
             again = lambda rank: next(loader.of_rank(rank).updates(cursor, 1)).micro_batches  # noqa: E731
-            causes.append(attribute(engine.module, again, result, world))
+            causes.append(attribute(engine.module, again, result, world, loader.corpora))
 
     norms: list[float] = []
     first = engine.update(update.micro_batches, update.target_tokens, 0.0, on_gradient=on_gradient)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,11 +17,12 @@ from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
-from deepspeed_nmt.data.loader import TrainLoader, Update
-from deepspeed_nmt.data.update_order import Cursor
+from deepspeed_nmt.data.corpus import Corpora, CorpusPart
+from deepspeed_nmt.data.loader import TrainLoader, Update, collate
+from deepspeed_nmt.data.update_order import Cursor, EpochOrder
 from deepspeed_nmt.engine.contract import Engine, UpdateResult
 from deepspeed_nmt.engine.plain import PlainEngine
-from deepspeed_nmt.errors import DeviceError, TrainingError
+from deepspeed_nmt.errors import DataError, DeviceError, TrainingError
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.parallel.world import World
@@ -44,11 +46,16 @@ def train_module() -> TrainModule:
 
 
 @pytest.fixture(scope="module")
-def batches(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Batch]:
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Corpora:
+    return Corpora.of(random_corpus(tmp_path_factory.mktemp("corpus"), 40, 50, 1))
+
+
+@pytest.fixture(scope="module")
+def batches(corpora: Corpora) -> Sequence[Batch]:
     """The micro-batches of an update, more than one."""
-    corpus = random_corpus(tmp_path_factory.mktemp("corpus"), 40, 50, 1)
     config = BatchConfig(update_tokens=300, micro_tokens=60)
-    return next(TrainLoader.of_corpus(corpus, config, 1, 0, 1, V).updates(Cursor(), 1)).micro_batches
+    order = EpochOrder(corpora, 1, config.update_tokens)
+    return next(TrainLoader(order, config, 0, 1, V).updates(Cursor(), 1)).micro_batches
 
 
 def witnesses(count: int, **wrong: Sequence[tuple[int, Any]]) -> list[Witness]:
@@ -102,7 +109,9 @@ def test_a_device_that_contradicts_is_named(count: int, wrong: dict[str, Any], n
     assert error.value.status == 71
 
 
-def test_an_update_computed_again_has_the_same_bits(train_module: TrainModule, batches: Sequence[Batch]) -> None:
+def test_an_update_computed_again_has_the_same_bits(
+    train_module: TrainModule, batches: Sequence[Batch], corpora: Corpora
+) -> None:
     first = replay(train_module, batches, 0, 1.0, ALONE.device)
     assert first == replay(train_module, batches, 0, 1.0, ALONE.device) and first.is_finite
     assert first.gradients != replay(train_module, batches, 1, 1.0, ALONE.device).gradients, "another rank's dropout"
@@ -112,12 +121,14 @@ def test_an_update_computed_again_has_the_same_bits(train_module: TrainModule, b
     weight = train_module.model.get_parameter(name).detach()
     weight[5:6].view(torch.int32).bitwise_xor_(1 << 9)
     assert first != replay(train_module, batches, 0, 1.0, ALONE.device), "of a bit in a weight"
-    assert not cause_of(train_module, batches, ALONE)
+    assert not cause_of(train_module, batches, ALONE, corpora)
     weight[5] = torch.nan
-    assert cause_of(train_module, batches, ALONE) == f"the weight {name} is not finite"
+    assert cause_of(train_module, batches, ALONE, corpora) == f"the weight {name} is not finite"
 
 
-def test_the_module_and_the_pairs_at_fault_are_named(train_module: TrainModule, batches: Sequence[Batch]) -> None:
+def test_the_module_and_the_pairs_at_fault_are_named(
+    train_module: TrainModule, batches: Sequence[Batch], corpora: Corpora
+) -> None:
     seen: list[Batch] = []
     train_module.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
 
@@ -128,24 +139,40 @@ def test_the_module_and_the_pairs_at_fault_are_named(train_module: TrainModule, 
     engine = PlainEngine(train_module, AdamConfig(), "fp32", ALONE)
     result = engine.update(batches, batches[0].update.tokens, 1e-3)
     assert result.skipped
-    cause = attribute(train_module, lambda rank: batches, result, ALONE)
+    cause = attribute(train_module, lambda rank: batches, result, ALONE, corpora)
     assert "decoder.layers.0" in cause and "rank 0" in cause
     assert f"pairs {min(batches[1].sentence_ids_B.tolist())}" in cause
 
 
 def test_a_skip_is_a_damaged_gradient_only_if_its_norm_cannot_have_overflowed(
-    train_module: TrainModule, batches: Sequence[Batch]
+    train_module: TrainModule, batches: Sequence[Batch], corpora: Corpora
 ) -> None:
     def cause(scale: float) -> str:
         made = PlainEngine(train_module, AdamConfig(), "fp32", ALONE)
         result = made.update(batches, batches[0].update.tokens, 0.0)
         skip = replace(result, grad_norm=torch.inf, skipped=True, loss_scale=scale)
-        return attribute(train_module, lambda rank: batches, skip, ALONE)
+        return attribute(train_module, lambda rank: batches, skip, ALONE, corpora)
 
     assert "a gradient was damaged on its way" in cause(1.0)
     assert cause(1e25).startswith("the same when computed again, so data or arithmetic: the largest gradient")
     train_module.half()
     assert cause(1.0) == "", "ranks add theirs up in fp16"
+
+
+def test_pairs_of_a_mixture_are_named_by_their_numbers_in_their_corpora(
+    train_module: TrainModule, tmp_path: Path
+) -> None:
+    corpora = []
+    for number in range(3):
+        (tmp_path / f"{number}").mkdir()
+        corpora.append(random_corpus(tmp_path / f"{number}", 40, 50, number))
+    mixed = Corpora([CorpusPart("news", (corpora[0], corpora[1])), CorpusPart("crawl", (corpora[2],))])
+    rows = np.array([5, 40 + 7, 80 + 2])
+    train_module.register_forward_hook(lambda module, inputs, output: output._replace(loss=output.loss * torch.nan))
+    cause = cause_of(train_module, [collate(mixed, rows, V)], ALONE, mixed)
+    assert cause.endswith("for the pairs 5 of news and the pairs 7 of news and the pairs 2 of crawl")
+    with pytest.raises(DataError, match=r"beyond the 5 of its vocabulary, in the pairs 2 of crawl; it was damaged"):
+        collate(mixed, rows[2:], Vocabulary(5))
 
 
 WORLD = World(rank=0, ranks=1, local_rank=0, device=torch.device("cpu"))
@@ -240,7 +267,7 @@ def test_a_norm_is_a_spike_by_its_own_factor_and_also_after_a_resume() -> None:
     assert "the norm of the gradient of update 13, 21, is 10.5 times" in seen[-1].text
 
 
-def spike_of(module: TrainModule, batches: Sequence[Batch], damaged: str = "") -> tuple[str, float]:
+def spike_of(module: TrainModule, batches: Sequence[Batch], corpora: Corpora, damaged: str = "") -> tuple[str, float]:
     """Return the cause of an update that is taken for a spike, and the new sum of a weight."""
     engine, causes = PlainEngine(module, AdamConfig(), "fp32", ALONE), []
     backward, calls = engine._backward, itertools.count()
@@ -252,16 +279,19 @@ def spike_of(module: TrainModule, batches: Sequence[Batch], damaged: str = "") -
         return output._replace(loss=output.loss + 1.0) if damaged == "loss" else output
 
     engine._backward = damage  # type: ignore[method-assign]
-    attributed = lambda result: causes.append(attribute(module, lambda rank: batches, result, ALONE))  # noqa: E731
+
+    def attributed(result: UpdateResult) -> None:
+        causes.append(attribute(module, lambda rank: batches, result, ALONE, corpora))
+
     engine.update(batches, batches[0].update.tokens, 1e-3, on_gradient=attributed)
     return causes[0], float(module.model.get_parameter("decoder.final_norm.weight").detach().sum())
 
 
 def test_a_spike_of_data_names_the_pairs_and_changes_no_bit(
-    train_module: TrainModule, batches: Sequence[Batch]
+    train_module: TrainModule, batches: Sequence[Batch], corpora: Corpora
 ) -> None:
     same = deepcopy(train_module)
-    cause, total = spike_of(train_module, batches)
+    cause, total = spike_of(train_module, batches, corpora)
     pairs = [f"the pairs {', '.join(map(str, sorted(batch.sentence_ids_B.tolist())[:8]))}" for batch in batches]
     assert cause.startswith("the same when computed again, so data or arithmetic: the largest gradient, of norm ")
     assert sum(name in cause for name in pairs) == 1 and "on rank 0, whose loss is" in cause
@@ -273,11 +303,11 @@ def test_a_spike_of_data_names_the_pairs_and_changes_no_bit(
     ("damaged", "words"), [("gradient", "has damaged a gradient, whose norm is"), ("loss", "computed another loss")]
 )
 def test_a_spike_that_another_computation_does_not_have_ends_the_run(
-    train_module: TrainModule, batches: Sequence[Batch], damaged: str, words: str
+    train_module: TrainModule, batches: Sequence[Batch], corpora: Corpora, damaged: str, words: str
 ) -> None:
     before = train_module.model.get_parameter("decoder.final_norm.weight").detach().clone()
     with pytest.raises(DeviceError, match=rf"^rank 0 on \S+ \(.*\) {words}") as error:
-        spike_of(train_module, batches, damaged)
+        spike_of(train_module, batches, corpora, damaged)
     assert error.value.status == 71
     assert torch.equal(train_module.model.get_parameter("decoder.final_norm.weight"), before), "before the step"
 
