@@ -220,11 +220,15 @@ class PrepareOptions(ExecutorOptions):
                 ("sentencepiece", "vocab_from", *raw, "symbols", *text),
             ),
             ("sentencepiece", "brings its own vocabularies for raw text", ("vocab_from", *raw)),
-            ("vocab_from", "brings its own vocabulary", (*new, "normalization", "symbols")),
+            (
+                "vocab_from",
+                "brings its own vocabulary",
+                (*new, "character_coverage", "normalization", "symbols"),
+            ),
             (
                 "segmented",
                 "is for text that has its tokens already",
-                ("normalization", "vocabulary_type", "byte_fallback", "segmentations"),
+                ("normalization", "vocabulary_type", "character_coverage", "byte_fallback", "segmentations"),
             ),
             ("tsv", "has both sides of the training text", ("train_source", "train_target")),
         ):

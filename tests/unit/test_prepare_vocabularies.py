@@ -127,6 +127,8 @@ def test_vocabularies_of_each_side_and_of_other_types(text: Path, tmp_path: Path
         ("--symbols <a> --tag-target <b>", "--tag-target '<b>' is none of --symbols (<a>)"),
         ("--vocab-from {data} --tag-source <b>", "the tag '<b>' is no symbol of the source's vocabulary"),
         ("--vocab-from {data} --byte-fallback --normalization nfc", "leave out --byte-fallback, --normalization"),
+        ("--vocab-from {data} --character-coverage 0.9995", "leave out --character-coverage"),
+        ("--segmented --character-coverage 0.9995", "leave out --character-coverage"),
         ("--sentencepiece {model} --vocab-from {data}", "--sentencepiece brings its own vocabularies for raw text"),
         ("--sentencepiece {model} {model} {model}", "--sentencepiece: 3 models"),
         ("--sentencepiece {text}", "is no model of SentencePiece"),
