@@ -176,6 +176,11 @@ def sampler_of(model: bytes, processor: Any, alpha: float) -> SegmentationSample
         scores = {piece.piece: piece.score for piece in content.pieces if piece.type == normal}
         return BpeSampler(processor, pieces, scores, alpha)
     if spec.model_type == spec.UNIGRAM:
+        if spec.treat_whitespace_as_suffix or not content.normalizer_spec.add_dummy_prefix:
+            raise DataError(
+                "--segmentations above 1 need a unigram model that sets its mark of a space before each word (by its "
+                "settings add_dummy_prefix and treat_whitespace_as_suffix); leave them out"
+            )
         return UnigramSampler(processor, pieces, alpha)
     kind = spec.ModelType.Name(spec.model_type).lower()
     raise DataError(

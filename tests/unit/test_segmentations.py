@@ -1,5 +1,6 @@
 """Sampled segmentations: pure functions of (seed, pair, side, number), with the right probabilities."""
 
+import io
 import itertools
 import math
 import subprocess
@@ -14,7 +15,8 @@ import sentencepiece
 
 from deepspeed_nmt.data.sentencepiece import BpeSampler, SentencePieceTokenizer, UnigramSampler, sampler_of
 from deepspeed_nmt.data.tokenizer import ALPHA, SampledSegmentations
-from deepspeed_nmt.data.vocabulary_training import VocabularyType, train_subwords
+from deepspeed_nmt.data.vocabulary_training import VocabularyType, adopt_models, train_subwords
+from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.sample import sentence_pairs
 from tests.support import ROOT
 
@@ -148,3 +150,15 @@ def test_symbols_and_unknown_characters_stay_whole(kind: str, tokenizers: dict[s
         (tokens,) = tokenizer.sample_batch([text], "source", SampledSegmentations(50, 0.5, 1), number, 0)
         assert [token for token in tokens if token < 6] == [token for token in plain if token < 6]
         assert tokens[0] == 4 and tokenizer.decode(tokens) == tokenizer.decode(plain)
+
+
+@pytest.mark.parametrize("settings", [{"add_dummy_prefix": False}, {"treat_whitespace_as_suffix": True}], ids=str)
+def test_a_unigram_model_without_marks_before_words_is_refused(settings: dict[str, bool], tmp_path: Path) -> None:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES), model_writer=model, model_type="unigram", vocab_size=200, minloglevel=4,
+        hard_vocab_limit=False, **settings,
+    )  # fmt: skip
+    (tmp_path / "own.model").write_bytes(model.getvalue())
+    with pytest.raises(DataError, match="need a unigram model that sets its mark of a space before each word"):
+        adopt_models([tmp_path / "own.model"]).sample_batch([], "source", SampledSegmentations(2, 0.2, 1), 0, 0)
