@@ -39,7 +39,7 @@ from deepspeed_nmt.data.tokenizer import (
 )
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import read_regular
-from deepspeed_nmt.text import join_segments, segmented_words
+from deepspeed_nmt.text import join_segments, normalise_whitespace, segmented_words
 
 _CACHED_WORDS = 1 << 18
 """Words that are remembered, so that memory is bounded."""
@@ -226,11 +226,12 @@ class SentencePieceModel:
         self._begins, self._symbol_numbers = tuple(self._symbols), frozenset(self._symbols.values())
 
     def encode(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
-        """Encode lines. Segmented text takes one thread."""
+        """Encode lines, raw ones with single spaces between words. Segmented text takes one thread."""
         if self._segmented:
             number_of = self.numbers.get
             return [[number_of(word, UNK) for word in segmented_words(text)] for text in texts]
-        fronts, rests = self._split(texts)
+        # Some models keep white space that training text does not have.
+        fronts, rests = self._split([normalise_whitespace(text) for text in texts])
         encoded: list[list[int]] = self._processor.encode(rests, num_threads=threads)
         for place, front in fronts.items():
             encoded[place] = front + encoded[place]
@@ -250,7 +251,7 @@ class SentencePieceModel:
         rests, fronts = list(texts), {}
         for place, text in enumerate(texts) if self._symbols else ():
             front: list[int] = []
-            rest = text.lstrip()
+            rest = text
             while rest.startswith(self._begins):
                 word, *more = rest.split(maxsplit=1)
                 if word not in self._symbols:

@@ -144,6 +144,17 @@ def test_a_model_of_the_users_keeps_its_segmentations(kind: str, tmp_path: Path)
     assert pickle.loads(pickle.dumps(ours)).encode("the <bt> house") == ours.encode("the <bt> house")
 
 
+@pytest.mark.parametrize(
+    "settings", [{"normalization_rule_name": "identity"}, {"remove_extra_whitespaces": False}], ids=str
+)
+def test_a_line_has_the_tokens_that_its_words_have_in_training_text(settings: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "own.model"
+    path.write_bytes(foreign(**settings))
+    tokenizer = adopt_models([path], SYMBOLS)
+    for line in ("the\u00a0old house", "the\u2028old house", " the old  house ", "the\told house"):
+        assert tokenizer.encode(line) == tokenizer.encode("the old house"), line
+
+
 def test_languages_of_an_imported_model_are_symbols() -> None:
     special = {"eos": 0, "unk": 1, "pad": 3, "bos": 3}
     numbers = {"</s>": 0, "<unk>": 1, ">>fra<<": 2, "<pad>": 3}
