@@ -319,24 +319,26 @@ class RunPage:
         """Return the tables of the data that the run was last trained on."""
         if (record := self.outcome.data_record) is None:
             return []
-        corpora = {corpus.path: corpus for corpus in record.corpora}
         rows, removed, inputs = [], [], []
-        for path in dict.fromkeys([record.path, *corpora]):
-            meta, corpus = self._metas.get(path), corpora.get(path)
-            weight = "-" if corpus is None else ", ".join(f"{change.value:g}" for change in corpus.weights)
+        for path, meta in self._metas.items():
+            removed += [[reason, f"{count:,}", path] for reason, count in meta.removed.items() if count]
+            inputs += [
+                [name, f"{file.lines:,}", file.sha256[:12], file.path]
+                for name, files in meta.inputs.items()
+                for file in files
+            ]
+        for path, weights, tag, fingerprint in [
+            (corpus.path, ", ".join(map(str, corpus.weights)), corpus.tag, corpus.fingerprint)
+            for corpus in record.corpora
+        ] or [(record.path, "-", None, record.fingerprint)]:
             sizes = ["-"] * 5
-            if meta is not None:
-                train, valid = meta.splits.get("train"), meta.splits.get("valid")
+            if (described := self._metas.get(path)) is not None:
+                train, valid = described.splits.get("train"), described.splits.get("valid")
                 tokens = (train.pairs, train.source.tokens, train.target.tokens) if train else (None, None, None)
-                sizes = [cell(size) for size in (*tokens, valid and valid.pairs, meta.vocabulary_size)]
-                removed += [[reason, f"{count:,}", path] for reason, count in meta.removed.items() if count]
-                inputs += [
-                    [name, f"{file.lines:,}", file.sha256[:12], file.path]
-                    for name, files in meta.inputs.items()
-                    for file in files
-                ]
-            rows.append([path, *sizes, weight, (corpus or record).fingerprint[:12]])
-        head = ["directory", "pairs", "source tokens", "target tokens", "validation pairs", "vocabulary", "weight"]
+                sizes = [cell(size) for size in (*tokens, valid and valid.pairs, described.vocabulary_size)]
+            rows.append([path, *sizes, weights, tag or "-", fingerprint[:12]])
+        head = ["directory", "pairs", "source tokens", "target tokens", "validation pairs", "vocabulary"]
+        head += ["weight", "tag"]
         note = "" if self._metas else "The data directory cannot be reached from here."
         return [
             Table("Corpora", [*head, "fingerprint"], rows, note=note),

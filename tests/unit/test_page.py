@@ -170,6 +170,19 @@ def test_page_shows_all_that_a_run_has(tmp_path: Path) -> None:
         assert words in page.text
 
 
+def test_one_directory_with_two_tags_is_two_corpora(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    corpora = [
+        {"path": "/data/en", "fingerprint": "a" * 64, "weights": weights, "tag": tag}
+        for weights, tag in (([{"value": 3, "last": 50}, {"value": 1, "first": 51}], "<2de>"), ([{"value": 2}], None))
+    ]
+    record = {"path": "/data/en", "fingerprint": "a" * 64, "corpora": corpora}
+    (run / "data.json").write_text(json.dumps(record), encoding="utf-8")
+    table = RunPage(run).tables["data"][0]
+    columns = [[row[table.head.index(name)] for row in table.rows] for name in ("directory", "weight", "tag")]
+    assert columns == [["/data/en"] * 2, ["3:1-50, 1:51-", "2"], ["<2de>", "-"]]
+
+
 def test_nothing_of_a_run_is_code_and_nothing_is_requested(tmp_path: Path) -> None:
     page = page_of(full_run(tmp_path / "<script>alert(1)<"))
     assert set(page.scripts) == {"page-data", "drawer", "code"} and page.text.count(HOSTILE) > 10
