@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -222,9 +223,14 @@ class TrainingData:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return a name for each directory: its last part, with a number if several have it."""
+    """Return a name for each directory, all different: its last part, with a number if several have it."""
     names = [path.resolve().name or "data" for path in paths]
-    return [name if names.count(name) == 1 else f"{name}-{1 + names[:i].count(name)}" for i, name in enumerate(names)]
+    different: list[str] = []
+    for name in names:
+        numbered = (f"{name}-{number}" for number in itertools.count(1))
+        free = (new for new in numbered if new not in {*names, *different})
+        different.append(name if names.count(name) == 1 else next(free))
+    return different
 
 
 def _weights(text: str, option: str) -> tuple[Weight, ...]:

@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.mixture import Weight
-from deepspeed_nmt.data.training import DataOption, TrainingData
+from deepspeed_nmt.data.training import DataOption, TrainingData, _names
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
 
@@ -52,6 +52,11 @@ def test_text_of_another_form_is_refused_and_of_another_language_needs_a_tag(
         caplog.clear()
         data(*((form, NO_TAGS) for form in kinds), tag=tag)
         assert ("no tag tells them apart" in caplog.text) is warns
+
+
+def test_corpora_have_different_names() -> None:
+    assert _names([Path("/a/news"), Path("/b/crawl"), Path("/b/news")]) == ["news-1", "crawl", "news-2"]
+    assert _names([Path("/a/news-1"), Path("/a/news"), Path("/b/news")]) == ["news-1", "news-2", "news-3"]
 
 
 def test_a_weight_holds_from_its_first_update_to_its_last() -> None:
