@@ -276,10 +276,11 @@ def _plan(out: Path, device: str, metric: str, spent: str, minutes: str = "") ->
 
 
 def _size(data: Path) -> tuple[int, int]:
-    """Return the training pairs and target tokens of a data directory."""
+    """Return the training pairs and target tokens, EOS included, of a data directory."""
     try:
         training = json.loads((data / "meta.json").read_text(encoding="utf-8"))["splits"]["train"]
-        return int(training["pairs"]), int(training["target"]["tokens"])
+        pairs = int(training["pairs"])
+        return pairs, int(training["target"]["tokens"]) + pairs
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(
             f"{data / 'meta.json'} is not what `prepare` writes ({error}); start again with --fresh"

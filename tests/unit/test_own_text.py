@@ -143,6 +143,7 @@ def test_a_longer_plan_keeps_what_the_run_has(tmp_path: Path) -> None:
     assert "batch.update_tokens=512" in longer and longer[2:4] == ["60", "3600"]
     updates = 10 * int(3600 * 0.85 * 4500 / 512 / 10)
     assert f"training.max_updates={updates}" in longer, "by the speed of the run"
+    assert f"({updates * 512 / 480_000:.1f} epochs)" in longer[0], "of tokens as the speed counts them, with EOS"
 
 
 def test_a_plan_too_short_to_learn_says_so_and_takes_the_smallest_recipe(tmp_path: Path) -> None:
