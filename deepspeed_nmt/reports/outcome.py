@@ -5,7 +5,7 @@ Runs may be still trained, or have lost files. So what a run does not record is 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -202,11 +202,22 @@ def comparison_table(rows: Mapping[str, Mapping[str, Any]], measures: Sequence[s
             values = [row["validation"].get(measure, {}).get(which) for row in runs]
             lines.append([f"validation {measure}, {which}", *(cell(value, digits) for value in values)])
     identity = ("metric", "text", "sha256", "signature")
-    scores = [{tuple(score[name] for name in identity): score["value"] for score in row["test"]} for row in runs]
+    scores = [defaultdict[tuple[str, ...], list[Any]](list) for _ in runs]
+    for row, of_run in zip(runs, scores, strict=True):
+        for score in row["test"]:
+            of_run[tuple(score[name] for name in identity)].append(score)
     keys = dict.fromkeys(key for of_run in scores for key in of_run)
     alike = Counter(key[:2] for key in keys)  # other text of the same name is another line, as is another signature
     for key in keys:
         metric, text, sha256, signature = key
         which = f" ({sha256[:8]}, {signature})" if alike[metric, text] > 1 else ""
-        lines.append([f"{metric} of {text}{which}", *(cell(of_run.get(key), 2) for of_run in scores)])
+        lines.append([f"{metric} of {text}{which}", *(_values(of_run[key]) for of_run in scores)])
     return lines
+
+
+def _values(scores: Sequence[Mapping[str, Any]]) -> str:
+    """Return the values of some scores, several with the checkpoint of each."""
+    values = [cell(score["value"], 2) for score in scores]
+    if len(scores) > 1:
+        values = [f"{value} ({score['checkpoint']})" for value, score in zip(values, scores, strict=True)]
+    return ", ".join(values) or cell(None)

@@ -11,7 +11,7 @@ import pytest
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.engine.contract import EngineScalars
-from deepspeed_nmt.reports.outcome import Outcome, legend
+from deepspeed_nmt.reports.outcome import _RESULTS, Outcome, comparison_table, legend
 from deepspeed_nmt.reports.run_log import run_names
 from deepspeed_nmt.reports.text_scores import RecordedScore, ScoreKey
 from deepspeed_nmt.train.checkpoint import CheckpointStore
@@ -149,6 +149,19 @@ def test_scores_of_texts_of_one_name_are_not_compared(tmp_path: Path, capsys: py
         ["bleu of test.en (bbbbbbbb, new)", "-", "-", "9.00"],
     ]
     assert [row["test"][0]["sha256"][0] for row in report.rows] == ["a", "b", "b"]
+
+
+def test_scores_of_several_checkpoints_are_told_apart() -> None:
+    common = {"text": "test.en", "metric": "bleu", "signature": "s", "sha256": "a" * 64}
+    scores = {"one": {"update-400": 30.0, "update-100": 10.0}, "two": {"update-400": 25.0}}
+    rows = {
+        run: {
+            **dict.fromkeys(_RESULTS), "settings": {}, "data": None, "status": "", "validation": {},
+            "test": [{**common, "checkpoint": name, "value": value} for name, value in values.items()],
+        }
+        for run, values in scores.items()
+    }  # fmt: skip
+    assert comparison_table(rows, [])[-1] == ["bleu of test.en", "30.00 (update-400), 10.00 (update-100)", "25.00"]
 
 
 def test_runs_are_named_by_more_than_a_number() -> None:
