@@ -110,40 +110,83 @@ def collate(
     No pairs give the smallest batch that a model can run: its source is one end-of-sentence token and its target only
     padding, so it weighs nothing.
     """
-    update = update or UpdateInfo()
-    pad, bos, eos, source_eos = vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.source.eos
-    if len(indices) == 0:
-        pad_11 = torch.full((1, 1), pad)
-        return Batch(
-            source_BS=torch.full((1, 1), source_eos),
-            target_input_BT=pad_11,
-            target_output_BT=pad_11,
-            sentence_ids_B=torch.tensor([-1]),
-            source_tokens=0,
-            target_tokens=0,
-            pad=pad,
-            update=update,
-            **_per_pair(corpus, indices),
-        )
-    of_sources = indices if source_indices is None else source_indices
-    sources = _known(corpus.sources(of_sources), vocabulary.source, corpus, of_sources)
-    targets = _known(corpus.targets(indices), vocabulary, corpus, indices)
-    source_BS, _ = _padded(sources, source_eos, pad, least[0])
-    output_BT, within = _padded(targets, eos, pad, least[1])
-    input_BT = np.full_like(output_BT, pad)
-    input_BT[:, 0] = bos
+    sources, targets, common = _read(corpus, indices, vocabulary, update, source_indices)
+    source_BS, _ = _padded(sources, vocabulary.source.eos, vocabulary.pad, least[0])
+    output_BT, within = _padded(targets, _last(indices, vocabulary), vocabulary.pad, least[1])
+    input_BT = np.full_like(output_BT, vocabulary.pad)
+    input_BT[:, 0] = vocabulary.bos
     input_BT[:, 1:][within[:, :-1]] = targets.numbers
     return Batch(
         source_BS=torch.from_numpy(source_BS),
         target_input_BT=torch.from_numpy(input_BT),
         target_output_BT=torch.from_numpy(output_BT),
-        sentence_ids_B=torch.from_numpy(indices.copy()),
-        source_tokens=len(sources.numbers) + len(indices),
-        target_tokens=len(targets.numbers) + len(indices),
-        pad=pad,
-        update=update,
-        **_per_pair(corpus, indices),
+        **common,
     )
+
+
+def collate_packed(
+    corpus: Corpus | Corpora, part: PackedPart, vocabulary: Vocabulary, update: UpdateInfo | None = None
+) -> Batch:
+    """Put sentence pairs end to end into a batch.
+
+    No pairs give a sentence of one position on both sides, whose target is padding.
+    """
+    sources, targets, common = _read(corpus, part.sentences, vocabulary, update)
+    source_1N, input_1N, output_1N = (
+        np.full((1, n), vocabulary.pad) for n in (part.source, part.target, part.target)
+    )
+    ends, starts = _ends_and_starts(sources)
+    source_1N[0, places(starts, sources.lengths)] = sources.numbers
+    source_1N[0, ends] = vocabulary.source.eos
+    ends, starts = _ends_and_starts(targets)
+    within = places(starts, targets.lengths)
+    output_1N[0, within] = targets.numbers
+    output_1N[0, ends] = _last(part.sentences, vocabulary)
+    input_1N[0, starts] = vocabulary.bos
+    input_1N[0, within + 1] = targets.numbers
+    return Batch(
+        source_BS=torch.from_numpy(source_1N),
+        target_input_BT=torch.from_numpy(input_1N),
+        target_output_BT=torch.from_numpy(output_1N),
+        source_segments=packed_segments(sources.lengths + 1, part.source),
+        target_segments=packed_segments(targets.lengths + 1, part.target),
+        **common,
+    )
+
+
+def _read(
+    corpus: Corpus | Corpora,
+    indices: Indices,
+    vocabulary: Vocabulary,
+    update: UpdateInfo | None,
+    source_indices: Indices | None = None,
+) -> tuple[Tokens, Tokens, dict[str, Any]]:
+    """Return sources and targets of some pairs, and what a batch of either layout has of them by its arguments.
+
+    Without pairs, either side has a sentence without tokens.
+    """
+    if len(indices):
+        of_sources = indices if source_indices is None else source_indices
+        sources = _known(corpus.sources(of_sources), vocabulary.source, corpus, of_sources)
+        targets = _known(corpus.targets(indices), vocabulary, corpus, indices)
+    else:
+        sources = targets = Tokens(np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
+    common: dict[str, Any] = {
+        "sentence_ids_B": torch.from_numpy(indices.copy()) if len(indices) else torch.tensor([-1]),
+        "source_tokens": len(sources.numbers) + len(indices),
+        "target_tokens": len(targets.numbers) + len(indices),
+        "pad": vocabulary.pad,
+        "update": update or UpdateInfo(),
+    }
+    if (links := corpus.links_of(indices)) is not None:
+        common["links_L3"] = torch.from_numpy(links)
+    weights = corpus.weights_of(indices)
+    if weights is not None and len(indices):
+        common["weights_B"] = torch.from_numpy(weights)
+    if isinstance(corpus, Corpora) and len(corpus.parts) > 1:
+        numbers = corpus.part_of(indices) if len(indices) else np.zeros(1, dtype=np.int64)
+        common |= {"corpora": len(corpus.parts), "corpora_B": torch.from_numpy(numbers)}
+    return sources, targets, common
 
 
 def _known(sentences: Tokens, vocabulary: Vocabulary, corpus: Corpus | Corpora, indices: Indices) -> Tokens:
@@ -158,77 +201,25 @@ def _known(sentences: Tokens, vocabulary: Vocabulary, corpus: Corpus | Corpora, 
     return sentences
 
 
-def _padded(sentences: Tokens, eos: int, pad: int, least: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return sentences with EOS as rows, and the places of their tokens without EOS. Shape: -> (B, T), (B, T)."""
+def _last(indices: Indices, vocabulary: Vocabulary) -> int:
+    """Return the token at the end of targets: EOS, or padding in a batch of no pairs."""
+    return vocabulary.eos if len(indices) else vocabulary.pad
+
+
+def _padded(sentences: Tokens, last: int, pad: int, least: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return sentences with their last token as rows, and the places of the others. Shape: -> (B, T), (B, T)."""
     rows, width = len(sentences.lengths), max(least, int(sentences.lengths.max()) + 1)
     within = np.arange(width) < sentences.lengths[:, None]
     padded = np.full((rows, width), pad, dtype=np.int64)
     padded[within] = sentences.numbers
-    padded[np.arange(rows), sentences.lengths] = eos
+    padded[np.arange(rows), sentences.lengths] = last
     return padded, within
-
-
-def collate_packed(
-    corpus: Corpus | Corpora, part: PackedPart, vocabulary: Vocabulary, update: UpdateInfo | None = None
-) -> Batch:
-    """Put sentence pairs end to end into a batch.
-
-    No pairs give a sentence of one position on both sides, whose target is padding.
-    """
-    indices = part.sentences
-    pad, bos, eos, source_eos = vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.source.eos
-    if len(indices):
-        sources = _known(corpus.sources(indices), vocabulary.source, corpus, indices)
-        targets = _known(corpus.targets(indices), vocabulary, corpus, indices)
-        source_tokens, target_tokens = (len(side.numbers) + len(indices) for side in (sources, targets))
-    else:
-        sources = targets = Tokens(np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
-        source_tokens = target_tokens = 0
-        eos = pad
-    source_1N, input_1N, output_1N = (np.full((1, n), pad) for n in (part.source, part.target, part.target))
-    ends, starts = _ends_and_starts(sources)
-    source_1N[0, places(starts, sources.lengths)] = sources.numbers
-    source_1N[0, ends] = source_eos
-    ends, starts = _ends_and_starts(targets)
-    within = places(starts, targets.lengths)
-    output_1N[0, within] = targets.numbers
-    output_1N[0, ends] = eos
-    input_1N[0, starts] = bos
-    input_1N[0, within + 1] = targets.numbers
-    return Batch(
-        source_BS=torch.from_numpy(source_1N),
-        target_input_BT=torch.from_numpy(input_1N),
-        target_output_BT=torch.from_numpy(output_1N),
-        sentence_ids_B=torch.from_numpy(indices.copy()) if len(indices) else torch.tensor([-1]),
-        source_tokens=source_tokens,
-        target_tokens=target_tokens,
-        pad=pad,
-        update=update or UpdateInfo(),
-        source_segments=packed_segments(sources.lengths + 1, part.source),
-        target_segments=packed_segments(targets.lengths + 1, part.target),
-        **_per_pair(corpus, indices),
-    )
 
 
 def _ends_and_starts(sentences: Tokens) -> tuple[Indices, Indices]:
     """Return the places of the EOS, and of the first token, of sentences end to end. Shape: -> (N,), (N,)."""
     after: Indices = np.cumsum(sentences.lengths + 1)
     return after - 1, after - 1 - sentences.lengths
-
-
-def _per_pair(corpus: Corpus | Corpora, indices: Indices) -> dict[str, Any]:
-    """Return the weights of pairs, their links, and what corpora they are of, as arguments of a batch."""
-    values: dict[str, Any] = {}
-    links = corpus.links_of(indices)
-    if links is not None:
-        values["links_L3"] = torch.from_numpy(links)
-    weights = corpus.weights_of(indices)
-    if weights is not None and len(indices):
-        values["weights_B"] = torch.from_numpy(weights)
-    if isinstance(corpus, Corpora) and len(corpus.parts) > 1:
-        numbers = corpus.part_of(indices) if len(indices) else np.zeros(1, dtype=np.int64)
-        values |= {"corpora": len(corpus.parts), "corpora_B": torch.from_numpy(numbers)}
-    return values
 
 
 class TrainLoader:
