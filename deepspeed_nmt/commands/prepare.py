@@ -134,7 +134,7 @@ def report(meta: Meta, out: Path) -> str:
 
 def _examples(meta: Meta) -> list[str]:
     """Return examples of removed pairs, and of lines that encoding changes; none if there are none."""
-    from deepspeed_nmt.data.data_directory import EXAMPLES
+    from deepspeed_nmt.data.filters import EXAMPLES
 
     def excerpt(text: str, start: int = 0) -> str:
         return f"{'...' if start else ''}{text[start : start + _SHOWN]}{'...' if start + _SHOWN < len(text) else ''}"
@@ -156,9 +156,17 @@ def _examples(meta: Meta) -> list[str]:
 
 
 def _describe_vocabulary(meta: Meta) -> str:
-    source, target = meta.source_vocabulary_size, f"{meta.vocabulary_size:,}"
-    if "vocabulary.source.json" in meta.files:
-        return f"{source:,} and {target} tokens (of two BERTs)"
+    from deepspeed_nmt.core.vocabulary import SIDES
+    from deepspeed_nmt.data.bert_tokenizer import side_file
+    from deepspeed_nmt.data.fairseq import DICTIONARY_FILES
+    from deepspeed_nmt.data.marian_tokenizer import NUMBERS_FILES
+    from deepspeed_nmt.data.sentencepiece import SIDE_MODEL_FILES
+
+    target = f"{meta.vocabulary_size:,}"
+    both = f"{meta.source_vocabulary_size:,} and {target}"
+    source_bert, target_bert = (meta.files.get(side_file(side)) for side in SIDES)
+    if source_bert is not None:
+        return f"{target} tokens (of a BERT)" if source_bert == target_bert else f"{both} tokens (of two BERTs)"
     options, kind = meta.options, ["words of segmented text" if meta.segmented else "SentencePiece"]
     if options.keys() & {"vocab_from", "sentencepiece"}:
         kind.append("given")
@@ -168,5 +176,5 @@ def _describe_vocabulary(meta: Meta) -> str:
         kind += [f"--normalization {form}"] if (form := options.get("normalization")) else []
     if symbols := options.get("symbols"):
         kind.append(f"symbols {' '.join(symbols)}")
-    size = f"{source:,} and {target}" if "vocabulary.source.model" in meta.files else target
-    return f"{size} tokens ({', '.join(kind)})"
+    of_sides = {SIDE_MODEL_FILES["source"], NUMBERS_FILES["target"], DICTIONARY_FILES["target"]}
+    return f"{both if of_sides & meta.files.keys() else target} tokens ({', '.join(kind)})"

@@ -12,6 +12,7 @@ from deepspeed_nmt.core.vocabulary import SIDES
 from deepspeed_nmt.data.bert_tokenizer import BertTokenizer, side_file
 from deepspeed_nmt.data.corpus import Corpus, SplitStats
 from deepspeed_nmt.data.fairseq import DICTIONARY_FILES, FairseqTokenizer
+from deepspeed_nmt.data.filters import EXAMPLES
 from deepspeed_nmt.data.inputs import InputRecord
 from deepspeed_nmt.data.marian_tokenizer import MODEL_FILES, NUMBERS_FILES, MarianTokenizer
 from deepspeed_nmt.data.sentencepiece import MODEL_FILE, SIDE_MODEL_FILES, SentencePieceTokenizer
@@ -21,9 +22,6 @@ from deepspeed_nmt.files import check_utf8_name, read_regular
 from deepspeed_nmt.manifest import MANIFEST_FILE, DamagedRecordError, FileRecord, PlainName, read_files, read_record
 from deepspeed_nmt.registry import Config, problem_of
 from deepspeed_nmt.text import Tags, TextForm
-
-EXAMPLES = 3
-"""Changed lines that are kept as examples."""
 
 
 class RoundTrip(Config):

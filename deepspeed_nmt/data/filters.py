@@ -29,9 +29,9 @@ from typing_extensions import override
 from deepspeed_nmt.errors import ConfigError, did_you_mean, import_optional, shown
 from deepspeed_nmt.files import sha256_of
 from deepspeed_nmt.registry import Config, problem_of
-from deepspeed_nmt.text import TextForm, shared_words
+from deepspeed_nmt.text import TextForm, join_segments, shared_words
 
-EXAMPLES = 3  # of removed pairs for each reason
+EXAMPLES = 3  # of removed pairs for each reason, and of lines that encoding changes
 _SHOWN = 200  # characters of an example
 
 Hashes = npt.NDArray[np.uint64]
@@ -664,4 +664,4 @@ class PairFilters:
         return hashes_of((key(self._words(source), self._words(target)) for source, target in pairs), len(pairs))
 
     def _words(self, side: str) -> str:
-        return side.replace("@@ ", "") if self._segmented else side
+        return join_segments(side) if self._segmented else side

@@ -35,16 +35,8 @@ from deepspeed_nmt.console import logger, progress
 from deepspeed_nmt.core.vocabulary import SIDES, Side
 from deepspeed_nmt.data.clean import CleaningConfig, PairChecker, fits
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter, join_files
-from deepspeed_nmt.data.data_directory import (
-    EXAMPLES,
-    FORMAT,
-    META_FILE,
-    DataDirectory,
-    Meta,
-    RoundTrip,
-    open_tokenizer,
-)
-from deepspeed_nmt.data.filters import Hashes, Removals
+from deepspeed_nmt.data.data_directory import FORMAT, META_FILE, DataDirectory, Meta, RoundTrip, open_tokenizer
+from deepspeed_nmt.data.filters import EXAMPLES, Hashes, Removals
 from deepspeed_nmt.data.inputs import (
     PIECE_BYTES,
     IndexedText,

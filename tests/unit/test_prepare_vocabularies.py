@@ -2,12 +2,14 @@
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import sentencepiece
 
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.commands.prepare import report
+from deepspeed_nmt.commands.prepare import _describe_vocabulary, report
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.errors import EXIT_USER_ERROR
 from deepspeed_nmt.sample import sentence_pairs
@@ -156,3 +158,23 @@ def test_contradictions_are_one_sentence(
 def given(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory whose vocabulary is given."""
     return prepared(text, tmp_path_factory.mktemp("given") / "data", "--vocab-size", "300").path
+
+
+@pytest.mark.parametrize(
+    ("files", "described"),
+    [
+        ({"vocabulary.source.json": 1, "vocabulary.target.json": 1}, "70 tokens (of a BERT)"),
+        ({"vocabulary.source.json": 1, "vocabulary.target.json": 2}, "80 and 70 tokens (of two BERTs)"),
+        (
+            {"vocabulary.numbers.json": 1, "vocabulary.target_numbers.json": 2},
+            "80 and 70 tokens (SentencePiece, given)",
+        ),
+        ({"vocabulary.source.txt": 1, "vocabulary.target.txt": 2}, "80 and 70 tokens (SentencePiece, given)"),
+        ({"vocabulary.source.txt": 1}, "70 tokens (SentencePiece, given)"),
+    ],
+)
+def test_a_vocabulary_is_described_by_its_sides(files: dict[str, int], described: str) -> None:
+    meta: Any = SimpleNamespace(
+        files=files, source_vocabulary_size=80, vocabulary_size=70, options={"vocab_from": "a"}, segmented=False
+    )
+    assert _describe_vocabulary(meta) == described
