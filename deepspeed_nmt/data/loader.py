@@ -35,7 +35,8 @@ def check_lengths(corpora: Corpora, config: BatchConfig) -> int:
     for part in corpora.parts:
         if (longest := max(part.longest)) > config.bound:
             where = f" of {part.name}" if len(corpora.parts) > 1 else ""
-            shorter = f", or prepare the data with --max-length {config.bound - 1}"
+            tags = (part.source_tag, part.target_tag).count(None) < 2
+            shorter = f", or prepare the data with --max-length {config.bound - 1 - tags}"
             raise ConfigError(
                 f"the longest sentence{where} has {longest} tokens, but batch.micro_tokens is {config.bound}; "
                 f"raise it{shorter if config.bound > 16 else ''}"

@@ -21,10 +21,10 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data import corpus as corpus_module
 from deepspeed_nmt.data import update_order
 from deepspeed_nmt.data.batching import BatchConfig
-from deepspeed_nmt.data.corpus import Corpora, Corpus, CorpusWriter, Indices, Lengths
-from deepspeed_nmt.data.loader import Prefetcher, TrainLoader, ValidationSet, collate
+from deepspeed_nmt.data.corpus import Corpora, Corpus, CorpusPart, CorpusWriter, Indices, Lengths
+from deepspeed_nmt.data.loader import Prefetcher, TrainLoader, ValidationSet, check_lengths, collate
 from deepspeed_nmt.data.update_order import Cursor
-from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.parallel.world import World
 from tests.support import parity_loader, random_corpus, write_mixture
 
@@ -297,6 +297,16 @@ def test_round_trip(tmp_path: Path, vocab_size: int, itemsize: int) -> None:
     assert corpus.source_lengths.dtype == corpus.target_lengths.dtype == np.int32
     assert corpus.source_lengths.tolist() == [len(source) + 1 for source, _ in pairs]
     assert corpus.target_lengths.tolist() == [len(target) + 1 for _, target in pairs]
+
+
+def test_the_length_that_would_fit_leaves_room_for_a_tag(corpus: Corpus) -> None:
+    bound = max(corpus.longest)
+    config = BatchConfig(micro_tokens=bound)
+    assert check_lengths(Corpora.of(corpus), config) == bound
+    for micro, tag, fits in ((bound - 1, None, bound - 2), (bound, 5, bound - 2)):
+        tagged = Corpora([CorpusPart("news", (corpus,), source_tag=tag, target_tag=tag)])
+        with pytest.raises(ConfigError, match=rf"or prepare the data with --max-length {fits}$"):
+            check_lengths(tagged, BatchConfig(micro_tokens=micro))
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
