@@ -25,10 +25,11 @@ from deepspeed_nmt.data.inputs import (
     size_of,
 )
 from deepspeed_nmt.data.options import PrepareOptions, input_option
+from deepspeed_nmt.data.sentencepiece import type_of
 from deepspeed_nmt.data.stages import PairEncoder, Preparation, join, replacing_data, staged_data
 from deepspeed_nmt.data.tasks import run_stages
 from deepspeed_nmt.data.tokenizer import SampledSegmentations, Tokenizer
-from deepspeed_nmt.data.vocabulary_training import adopt_models, type_of
+from deepspeed_nmt.data.vocabulary_training import adopt_models
 from deepspeed_nmt.errors import DataError, shown_bytes
 from deepspeed_nmt.files import remove, resolved
 from deepspeed_nmt.manifest import check_own

@@ -165,12 +165,24 @@ class UnigramSampler(SegmentationSampler):
         return lists[min(bisect_right(sums, random.random() * sums[-1]), len(lists) - 1)]
 
 
+def parsed(model: bytes) -> Any:
+    """Return a serialised SentencePiece model as its message of protobuf, which nothing else needs."""
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto
+
+    return ModelProto.FromString(model)
+
+
+def type_of(model: bytes) -> str:
+    """Return the type of a serialised SentencePiece model: unigram, bpe, word or char."""
+    spec = parsed(model).trainer_spec
+    name: str = spec.ModelType.Name(spec.model_type).lower()
+    return name
+
+
 def sampler_of(model: bytes, processor: Any, alpha: float) -> SegmentationSampler:
     """Return a sampler of a serialised SentencePiece model, ``alpha`` as of :class:`SampledSegmentations`."""
-    import sentencepiece.sentencepiece_model_pb2 as sentencepiece_model  # needs protobuf, which the rest does not
-
-    content = sentencepiece_model.ModelProto.FromString(model)
-    spec, normal = content.trainer_spec, sentencepiece_model.ModelProto.SentencePiece.NORMAL
+    content = parsed(model)
+    spec, normal = content.trainer_spec, content.SentencePiece.NORMAL
     pieces = {piece.piece: number for number, piece in enumerate(content.pieces) if piece.type == normal}
     if spec.model_type == spec.BPE:
         scores = {piece.piece: piece.score for piece in content.pieces if piece.type == normal}
@@ -182,9 +194,9 @@ def sampler_of(model: bytes, processor: Any, alpha: float) -> SegmentationSample
                 "settings add_dummy_prefix and treat_whitespace_as_suffix); leave them out"
             )
         return UnigramSampler(processor, pieces, alpha)
-    kind = spec.ModelType.Name(spec.model_type).lower()
     raise DataError(
-        f"--segmentations above 1 need a vocabulary of type bpe or unigram, but its type is {kind}; leave them out"
+        f"--segmentations above 1 need a vocabulary of type bpe or unigram, but its type is {type_of(model)}; leave "
+        "them out"
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import sentencepiece
 
-from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
+from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer, parsed
 from deepspeed_nmt.data.tokenizer import BOS, EOS, PAD, SPACE, UNK, UNKNOWN_TEXT
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import read_regular
@@ -66,9 +66,7 @@ def _named(model: bytes, normalization: Normalization) -> bytes:
     """Return a trained model that records the name of its rules, not their file: equal text gives equal models."""
     if normalization == "nfkc":
         return model
-    import sentencepiece.sentencepiece_model_pb2 as sentencepiece_model  # needs protobuf, which the rest does not
-
-    content = sentencepiece_model.ModelProto.FromString(model)
+    content = parsed(model)
     content.normalizer_spec.ClearField("normalization_rule_tsv")
     content.normalizer_spec.name = normalization
     serialised: bytes = content.SerializeToString(deterministic=True)
@@ -248,35 +246,22 @@ def adopt_models(paths: Sequence[Path], symbols: Sequence[str] = ()) -> Sentence
     return SentencePieceTokenizer(models[-1], source_model=models[0], symbols=symbols)
 
 
-def type_of(model: bytes) -> str:
-    """Return the type of a SentencePiece model: unigram, bpe, word or char."""
-    import sentencepiece.sentencepiece_model_pb2 as sentencepiece_model  # needs protobuf, which the rest does not
-
-    spec = sentencepiece_model.ModelProto.FromString(model).trainer_spec
-    name: str = spec.ModelType.Name(spec.model_type).lower()
-    return name
-
-
-def _no_model(path: Path) -> DataError:
-    return DataError(
-        f"--sentencepiece {path} is no model of SentencePiece; give the file that ends in .model, or .spm"
-    )
-
-
 def _adopted(path: Path, symbols: Sequence[str]) -> bytes:
-    import sentencepiece.sentencepiece_model_pb2 as sentencepiece_model  # needs protobuf, which the rest does not
-
     try:
-        content = sentencepiece_model.ModelProto.FromString(read_regular(path))
+        content = parsed(read_regular(path))
+        if not content.pieces:
+            raise ValueError("it has no tokens")
     except OSError as error:
         raise DataError(
             f"--sentencepiece {path} cannot be read ({error.strerror or error}); check the path"
         ) from error
+    except ImportError:
+        raise
     except Exception as error:  # of protobuf, which has no public class for it in all versions
-        raise _no_model(path) from error
-    spec, piece = content.trainer_spec, sentencepiece_model.ModelProto.SentencePiece
-    if not content.pieces:
-        raise _no_model(path)
+        raise DataError(
+            f"--sentencepiece {path} is no model of SentencePiece; give the file that ends in .model, or .spm"
+        ) from error
+    spec, piece = content.trainer_spec, content.SentencePiece
     if spec.model_type == spec.WORD:
         raise DataError(f"--sentencepiece {path} has a vocabulary of words; train one of type bpe or unigram")
     by_text = {piece.piece: piece for piece in content.pieces}
@@ -289,7 +274,7 @@ def _adopted(path: Path, symbols: Sequence[str]) -> bytes:
     for symbol in symbols:
         by_text.setdefault(symbol, piece(piece=symbol, score=0.0)).type = piece.USER_DEFINED
     pieces = [*first, *by_text.values()]
-    adopted = sentencepiece_model.ModelProto()
+    adopted = type(content)()
     adopted.CopyFrom(content)
     del adopted.pieces[:]
     adopted.pieces.extend(pieces)

@@ -12,9 +12,9 @@ import sentencepiece
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.data_directory import open_tokenizer
 from deepspeed_nmt.data.marian_tokenizer import MarianTokenizer
-from deepspeed_nmt.data.sentencepiece import MODEL_FILE, SentencePieceTokenizer
+from deepspeed_nmt.data.sentencepiece import MODEL_FILE, SentencePieceTokenizer, type_of
 from deepspeed_nmt.data.tokenizer import INFO_FILE, Tokenizer
-from deepspeed_nmt.data.vocabulary_training import adopt_models, train_subwords, train_words, type_of
+from deepspeed_nmt.data.vocabulary_training import adopt_models, train_subwords, train_words
 from deepspeed_nmt.errors import DataError
 
 ENGLISH = [
