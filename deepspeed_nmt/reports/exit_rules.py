@@ -78,7 +78,8 @@ def rules(
     sets = dict.fromkeys([tuple(every), *((exit, every[-1]) for exit in every[:-1])])
     for exits in sets:
         means = [one.log_prob / (len(one.tokens) + 1) for exit in exits[:-1] for one in proposed[exit]]
-        thresholds = {"confidence": quantiles(means, n=20, method="inclusive"), "agreement": _SHARES}
+        confidences = quantiles(means, n=20, method="inclusive") if len(means) > 1 else means
+        thresholds = {"confidence": confidences, "agreement": _SHARES}
         for rule in get_args(StoppingRule):
             if rule == "agreement" and len(exits) < 3:  # the deepest exit has translated before any can agree
                 continue

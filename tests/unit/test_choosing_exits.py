@@ -119,6 +119,11 @@ def test_rules_are_fitted_to_bleu_and_time() -> None:
     assert fastest(tried, 2.0).bleu == 1.0
 
 
+def test_a_rule_is_fitted_to_one_sentence() -> None:
+    (rule,) = rules({1: [translation("a", -0.5)], 3: [translation("b", -0.1)]}, {1: 1.0, 3: 3.0}, lambda texts: 1.0)
+    assert (rule.rule, rule.exits, rule.sentences) == ("confidence", (1, 3), {1: 1, 3: 0})
+
+
 def test_a_file_of_a_rule_gives_the_settings_of_the_search(tmp_path: Path) -> None:
     same = [translation("a", -1.0)] * 2
     (rule,) = rules({1: same, 3: same}, {1: 1.0, 3: 3.0}, lambda texts: 1.0)
