@@ -68,8 +68,8 @@ class GnmtConfig(ModelConfig):
         default=0.04,
         gt=0.0,
         le=10.0,
-        description="bound of the uniform initialisation of all weights; narrower models than the paper's learn sooner "
-        "with more, in proportion to 1 / sqrt(dim)",
+        description="bound of the uniform initialisation of all weights; narrower models than the paper's learn "
+        "sooner with more, in proportion to 1 / sqrt(dim)",
     )
 
     sliceable: ClassVar[bool] = False
