@@ -1,4 +1,4 @@
-// The newest positions of hypotheses through a decoder layer on a CPU, and products of few rows.
+// The newest positions of hypotheses through decoder layers on a CPU, and products of few rows.
 //
 // `library.py` compiles this file for the vectors of the CPU, and checks the length of whatever is passed. All sizes
 // are in elements. Weights are in panels: of PANEL outputs, those of one input are adjacent, and then those of the
@@ -268,19 +268,19 @@ int64_t list_seen(const uint8_t* mask, int64_t positions, int64_t* seen) {
     return count;
 }
 
-// What rows between two products need.
+// What rows between two products need, in layers of which `inner` is the widest network.
 struct Workspace {
     std::unique_ptr<float[]> normed, projected, attended, inner, weights;
     std::unique_ptr<int64_t[]> seen, counts;
 
-    Workspace(const Step& step, int64_t rows)
-        : normed(new float[rows * step.layer.dim]),
-          projected(new float[rows * 3 * step.layer.dim]),
-          attended(new float[rows * step.layer.dim]),
-          inner(new float[rows * step.layer.inner]),
-          weights(new float[std::max(step.past.positions, step.source.positions)]),
-          seen(new int64_t[std::max(step.past.hypotheses * step.past.positions, step.source.positions)]),
-          counts(new int64_t[step.past.hypotheses]) {}
+    Workspace(int64_t rows, int64_t dim, int64_t inner, const Past& past, int64_t source_positions)
+        : normed(new float[rows * dim]),
+          projected(new float[rows * 3 * dim]),
+          attended(new float[rows * dim]),
+          inner(new float[rows * inner]),
+          weights(new float[std::max(past.positions, source_positions)]),
+          seen(new int64_t[std::max(past.hypotheses * past.positions, source_positions)]),
+          counts(new int64_t[past.hypotheses]) {}
 };
 
 // Write the newest keys and values, which follow one another in the rows of `projected`, into the cache.
@@ -451,18 +451,27 @@ void log_sums_of_rows(const float* x, int64_t rows, int64_t entries, float* log_
     for (int64_t row = 0; row < rows; row++) log_sums[row] = log_of_summed_exponentials(x + row * entries, entries);
 }
 
-// Return 0; 1 if there is no memory; 2 if a sentence has no place.
-int64_t decode_layer(const Layer* layer, const Past* past, const Source* source, float* states, float* cache) {
+// `count` layers of one width, one after another. Return 0; 1 if there is no memory; 2 if a sentence has no place.
+int64_t decode_layers(const Layer* const* layers, const Source* const* sources, float* const* caches, int64_t count,
+                      const Past* past, float* states) {
     for (int64_t sentence = 0; sentence < past->sentences; sentence++) {
         const int64_t place = past->place_of(sentence);
         if (place < 0 || place >= past->places) return 2;
     }
-    const Step step{*layer, *past, *source, states, cache};
     const int64_t together = std::max<int64_t>(1, TOGETHER / past->hypotheses);
+    int64_t inner = 0, source_positions = 0;
+    for (int64_t number = 0; number < count; number++) {
+        inner = std::max(inner, layers[number]->inner);
+        source_positions = std::max(source_positions, sources[number]->positions);
+    }
     try {
-        Workspace work(step, std::min(together, past->sentences) * past->hypotheses);
-        for (int64_t first = 0; first < past->sentences; first += together) {
-            decode(step, first, std::min(first + together, past->sentences), work);
+        const int64_t rows = std::min(together, past->sentences) * past->hypotheses;
+        Workspace work(rows, layers[0]->dim, inner, *past, source_positions);
+        for (int64_t number = 0; number < count; number++) {
+            const Step step{*layers[number], *past, *sources[number], states, caches[number]};
+            for (int64_t first = 0; first < past->sentences; first += together) {
+                decode(step, first, std::min(first + together, past->sentences), work);
+            }
         }
     } catch (const std::bad_alloc&) {
         return 1;

@@ -117,16 +117,15 @@ class Library:
     def __init__(self, file: Path) -> None:
         try:
             self.file, code = file, ctypes.CDLL(str(file))
-            self.decode_layer, self.multiply_rows = code.decode_layer, code.multiply_rows
+            self.decode_layers, self.multiply_rows = code.decode_layers, code.multiply_rows
             self._largest, self._log_sums = code.largest_of_rows, code.log_sums_of_rows
-            code.panel_outputs.restype = self.decode_layer.restype = c_int64
+            code.panel_outputs.restype = self.decode_layers.restype = c_int64
             self.multiply_rows.restype = self._largest.restype = self._log_sums.restype = None
             self.panel_outputs = int(code.panel_outputs())
             self.is_wide = self.panel_outputs >= _WIDE
         except (OSError, AttributeError) as error:  # such as a file system from which nothing may be run
             raise NativeError(f"the compiled code cannot be loaded ({error})") from error
-        structures = map(ctypes.POINTER, (_Layer, _Past, _Source))
-        self.decode_layer.argtypes = (*structures, c_void_p, c_void_p)
+        self.decode_layers.argtypes = (*[c_void_p] * 3, c_int64, ctypes.POINTER(_Past), c_void_p)
         self.multiply_rows.argtypes = (ctypes.POINTER(_Product), c_void_p, c_int64, c_void_p)
         self._largest.argtypes = (c_void_p, c_void_p, *[c_int64] * 4, c_void_p, c_void_p)
         self._log_sums.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
@@ -236,18 +235,16 @@ class Source:
         self.shape, length = keys_NHSK.shape, keys_NHSK.shape[2]
         self.sentences = None if seen_B11S is None else len(seen_B11S)
         seen = None if seen_B11S is None else _pointer(seen_B11S, (len(seen_B11S), 1, 1, length), torch.bool)
-        self.structure = _Source(*(_strided(x, self.shape) for x in (keys_NHSK, values_NHSK)), length, seen)
+        self._structure = _Source(*(_strided(x, self.shape) for x in (keys_NHSK, values_NHSK)), length, seen)
+        self.address = ctypes.addressof(self._structure)
 
     def is_of(self, keys_NHSK: Tensor, seen_B11S: Tensor | None) -> bool:
         """Return True if it was made of these."""
         return self.keys_NHSK is keys_NHSK and self.seen_B11S is seen_B11S
 
 
-_NO_SOURCE = _Source()
-
-
 class NativeLayer:
-    """A decoder layer of self-attention, cross-attention if there is one, and feed-forward.
+    """The weights of a decoder layer of self-attention, cross-attention if there is one, and feed-forward.
 
     Args:
         library: the compiled code.
@@ -268,7 +265,7 @@ class NativeLayer:
     ) -> None:
         joint, out, *of_source, up, down = products
         dim, has_source = joint.inputs, len(around) == 3
-        self._library, self._dim, self._heads, self._has_source = library, dim, heads, has_source
+        self.library, self.dim, self.heads, self.has_source = library, dim, heads, has_source
         self._kept = tuple(around), tuple(products)  # the structure points to their memory
         shapes = [(3 * dim, dim), *[(dim, dim)] * (3 if has_source else 1), (up.outputs, dim), (dim, up.outputs)]
         if [(one.outputs, one.inputs) for one in products] != shapes or dim % heads:
@@ -284,30 +281,48 @@ class NativeLayer:
         structures += [up.structure, down.structure]
         numbers = (dim, up.outputs, heads, _ACTIVATIONS.index(activation), has_source)
         self._structure = _Layer(*numbers, *residuals, *structures)
+        self.address = ctypes.addressof(self._structure)
 
-    def __call__(self, x_R1D: Tensor, past: Past, cache_2NHCK: Tensor, source: Source | None) -> Tensor:
-        """Decode the newest position of each hypothesis, and write its keys and values into the cache.
 
-        ``source``, of a layer with cross-attention, has its sentences in the places of the past.
+_NO_SOURCE = _Source()
 
-        Shape: fp32 (R,1,D) -> (R,1,D)
-        """
-        width, of_source = self._dim // self._heads, _NO_SOURCE
-        if self._has_source:
+
+def decode(
+    layers: Sequence[NativeLayer],
+    x_R1D: Tensor,
+    past: Past,
+    caches: Sequence[Tensor],
+    sources: Sequence[Source | None],
+) -> Tensor:
+    """Decode the newest position of each hypothesis by layers of one width, one after another.
+
+    Its keys and values are written into the caches, (2,N,H,C,K) each. The source of a layer with cross-attention has
+    its sentences in the places of the past.
+
+    Shape: fp32 (R,1,D) -> (R,1,D)
+    """
+    dim, count = layers[0].dim, len(layers)
+    addresses, of_sources, of_caches = [], [], []
+    for layer, cache_2NHCK, source in zip(layers, caches, sources, strict=True):
+        width, of_source = dim // layer.heads, ctypes.addressof(_NO_SOURCE)
+        if layer.dim != dim:
+            raise ValueError(f"layers of a width of {dim} and {layer.dim} do not fit one another")
+        if layer.has_source:
             assert source is not None
-            fits = source.sentences in (None, past.sentences) and source.shape[:2] == (past.places, self._heads)
+            fits = source.sentences in (None, past.sentences) and source.shape[:2] == (past.places, layer.heads)
             if not fits or source.shape[3] != width:
                 raise ValueError(f"a source of {tuple(source.shape)} does not fit {past.sentences} sentences")
-            of_source = source.structure
-        states = x_R1D.clone(memory_format=torch.contiguous_format)
-        pointers = (
-            _pointer(states, (past.rows, 1, self._dim)),
-            _pointer(cache_2NHCK, (2, past.places, self._heads, past.capacity, width)),
-        )
-        problem = self._library.decode_layer(self._structure, past.structure, of_source, *pointers)
-        if problem:
-            raise MemoryError("no memory for a step of decoding") if problem == 1 else IndexError("no such place")
-        return states
+            of_source = source.address
+        addresses.append(layer.address)
+        of_sources.append(of_source)
+        of_caches.append(_pointer(cache_2NHCK, (2, past.places, layer.heads, past.capacity, width)))
+    states, pointers = x_R1D.clone(memory_format=torch.contiguous_format), c_void_p * count
+    arrays = (pointers(*each) for each in (addresses, of_sources, of_caches))
+    of_states = _pointer(states, (past.rows, 1, dim))
+    problem = layers[0].library.decode_layers(*arrays, count, past.structure, of_states)
+    if problem:
+        raise MemoryError("no memory for a step of decoding") if problem == 1 else IndexError("no such place")
+    return states
 
 
 def _pointer(x: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:

@@ -19,6 +19,7 @@ from deepspeed_nmt import randomness
 from deepspeed_nmt.kernels import torch_ops
 from deepspeed_nmt.kernels.choice import UsesKernels
 from deepspeed_nmt.kernels.segments import Mask
+from deepspeed_nmt.native import library as native
 from deepspeed_nmt.native.library import AroundSublayer, NativeLayer, Source
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import KeysValues, LayerCache
@@ -353,8 +354,8 @@ class DecoderLayer(DecoderBlock, UsesPackedWeights):
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Decode whole sentences, (B,T,D) -> (B,T,D), or with ``cache`` the next positions, (R,1,D) -> (R,1,D)."""
-        if cache is not None and (step := self._native_step(x_BTD.shape[0])) is not None:
-            return step(x_BTD, context, cache)
+        if cache is not None and (step := self.native_step(x_BTD.shape[0])) is not None:
+            return decode_natively([step], x_BTD, context, [cache])
         bottom_BTD, last = x_BTD, self.feed_forward_residual
         x_BTD = self.self_residual(x_BTD, lambda h: self.self_attention(h, h, context.target_mask, True, cache))
         x_BTD = self.cross(x_BTD, context, cache)
@@ -365,10 +366,10 @@ class DecoderLayer(DecoderBlock, UsesPackedWeights):
         """Return this layer. A class derived from it computes something else unless it says otherwise."""
         return self if type(self) is DecoderLayer else None
 
-    def _native_step(self, rows: int) -> DecoderStep | None:
+    def native_step(self, rows: int) -> DecoderStep | None:
         """Return the native step of a standard layer with packed weights; None if there is none for so many rows."""
         packed = self.packed
-        if packed is None or packed.native is None:
+        if packed is None or packed.native is None or self._forward_hooks or self._forward_pre_hooks:
             return None
         if self not in packed.steps:
             layer = self.in_inference()
@@ -389,10 +390,7 @@ def _is_standard(layer: DecoderLayer) -> bool:
 
 
 class DecoderStep:
-    """The step of a standard decoder layer by native code; the arithmetic is that of the layer in eval mode.
-
-    For a few hypotheses the products of oneDNN take longer than it takes to read the weights, and looking up modules,
-    hooks and kernels as long as the arithmetic between them.
+    """What native code needs for the step of a standard decoder layer; see :func:`decode_natively`.
 
     Attributes:
         largest: elements of the largest weight.
@@ -405,19 +403,23 @@ class DecoderStep:
         self._head_dim, self._heads = own.head_dim, own.q_proj.out_features // own.head_dim
         self._cross = None if layer.cross_residual is None else layer.cross_attention
 
-    def __call__(self, x_R1D: Tensor, context: Context, cache: LayerCache) -> Tensor:
-        """Decode the next position of each hypothesis; ``cache`` keeps it. Shape: (R,1,D) -> (R,1,D)."""
-        rows = x_R1D.shape[0]
-        buffer = cache.reserve(rows, self._heads, self._head_dim, x_R1D)
-        if self._cross is not None:
-            projected, mask = cache.source.of_places(self._cross.project, context.memory_BSD), context.mask
-            assert mask is None or isinstance(mask, Tensor), "a search reads padded sources"
-            if cache.source.native is None or not cache.source.native.is_of(projected.keys, mask):
-                cache.source.native = Source(projected.keys, projected.values, mask)
-        return self._decode(x_R1D, cache.past(rows, buffer), buffer, cache.source.native)
+    def reserve(self, x_R1D: Tensor, cache: LayerCache) -> Tensor:
+        """Make room in the cache for the next position of each hypothesis; see :meth:`LayerCache.reserve`."""
+        return cache.reserve(x_R1D.shape[0], self._heads, self._head_dim, x_R1D)
+
+    def source(self, context: Context, cache: LayerCache) -> Source | None:
+        """Return the keys and values of the source; None if the layer has no cross-attention."""
+        if self._cross is None:
+            return None
+        projected, mask = cache.source.of_places(self._cross.project, context.memory_BSD), context.mask
+        assert mask is None or isinstance(mask, Tensor), "a search reads padded sources"
+        if cache.source.native is None or not cache.source.native.is_of(projected.keys, mask):
+            cache.source.native = Source(projected.keys, projected.values, mask)
+        return cache.source.native
 
     @cached_property
-    def _decode(self) -> NativeLayer:
+    def weights(self) -> NativeLayer:
+        """The weights of the layer as native code reads them."""
         layer, of, library = self._layer, self._weights.of, self._weights.native
         own, cross, network = layer.self_attention, self._cross, layer.feed_forward
         products = [of(own.k_proj, own.v_proj, own.q_proj), of(own.out_proj)]
@@ -435,6 +437,24 @@ class DecoderStep:
             [AroundSublayer(x.norm.weight, x.norm.bias, x.norm.eps, x.alpha, x.style == "pre") for x in around],
             [product.panels for product in products],
         )
+
+
+def decode_natively(
+    steps: Sequence[DecoderStep], x_R1D: Tensor, context: Context, caches: Sequence[LayerCache]
+) -> Tensor:
+    """Decode the next position of each hypothesis by standard layers, in one call of native code.
+
+    The arithmetic is that of the layers in eval mode, and the caches keep the position. For a few hypotheses the
+    products of oneDNN take longer than it takes to read the weights, and looking up modules, hooks and kernels as
+    long as the arithmetic between them.
+
+    Shape: (R,1,D) -> (R,1,D)
+    """
+    pairs = list(zip(steps, caches, strict=True))
+    buffers = [step.reserve(x_R1D, cache) for step, cache in pairs]
+    sources = [step.source(context, cache) for step, cache in pairs]
+    past = caches[0].past(x_R1D.shape[0], buffers[0])
+    return native.decode([step.weights for step in steps], x_R1D, past, buffers, sources)
 
 
 @dataclass(frozen=True)

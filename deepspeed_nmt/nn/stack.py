@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed_nmt.nn.cache import LayerCache
-from deepspeed_nmt.nn.layers import Context, DecoderBlock
+from deepspeed_nmt.nn.layers import Context, DecoderBlock, DecoderLayer, decode_natively
 
 
 @dataclass(frozen=True)
@@ -173,13 +174,27 @@ class LayerStack(nn.Module):
         x_R1D, input_R1D, *kept = states
         if self.links is not None and first == 0:
             x_R1D = self.links.read(x_R1D, 0, kept)
-        for number in range(first, end):
-            if number in self.order.inputs_at:
+        # Between two places where something else is read there are only layers.
+        places = range(first + 1, end) if self.links is not None else self.order.inputs_at
+        bounds = [first, *sorted(place for place in places if first < place < end), end]
+        for start, stop in pairwise(bounds):
+            if start in self.order.inputs_at:
                 x_R1D = x_R1D + input_R1D
-            x_R1D = self.layers[self.order.indices[number]](x_R1D, context, caches[number])
+            x_R1D = self._step(x_R1D, context, caches, start, stop)
             if self.links is not None:
-                x_R1D = self.links.read(x_R1D, number + 1, kept)
+                x_R1D = self.links.read(x_R1D, stop, kept)
         return (x_R1D, input_R1D, *kept)
+
+    def _step(self, x_R1D: Tensor, context: Context, caches: Sequence[LayerCache], start: int, stop: int) -> Tensor:
+        """Apply the applications from ``start`` to before ``stop``, natively in one call if possible."""
+        layers = list(self.layers)
+        applied = [layers[index] for index in self.order.indices[start:stop]]
+        steps = [layer.native_step(len(x_R1D)) if isinstance(layer, DecoderLayer) else None for layer in applied]
+        if steps and all(steps):
+            return decode_natively([step for step in steps if step], x_R1D, context, caches[start:stop])
+        for layer, cache in zip(applied, caches[start:stop], strict=True):
+            x_R1D = layer(x_R1D, context, cache)
+        return x_R1D
 
     def read(self, x_BTD: Tensor, stage: int) -> Tensor:
         """Return the state as exit ``stage``, counted from 1, gives it out. Shape: (B,T,D) -> (B,T,D)."""

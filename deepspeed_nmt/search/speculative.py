@@ -24,12 +24,11 @@ decoding, where drafts do not pay: in large batches, or if few are accepted. alp
 that a translation does not depend on the batches before.
 
 **Exits by token.** With ``draft_confidence`` c < 1 the most probable token of the exit stands where its probability
-there is c or more, whatever the whole decoder says; each other token is y_i. A draft ends where no sentence has a
-token that stands, so drafts only decide how many tokens the layers above read at once. They read all of them, and
-their keys and values are complete. Stopping by confidence is Schuster, Fisch, Gupta, Dehghani, Bahri, Tran, Tay,
-Metzler: "Confident Adaptive Language Modeling", 2022; reading the tokens that left early together is Bae, Ko, Song,
-Yun: "Fast and Robust Early-Exiting Framework for Autoregressive Language Models with Synchronized Parallel
-Decoding", 2023.
+there is c or more, whatever the whole decoder says; each other token is y_i. So drafts only decide how many tokens
+the layers above read at once. They read all that stand, and their keys and values are complete. Stopping by
+confidence is Schuster, Fisch, Gupta, Dehghani, Bahri, Tran, Tay, Metzler: "Confident Adaptive Language Modeling",
+2022; reading the tokens that left early together is Bae, Ko, Song, Yun: "Fast and Robust Early-Exiting Framework for
+Autoregressive Language Models with Synchronized Parallel Decoding", 2023.
 
 Legend: B sentences in progress, W = k + 1 positions of a block, R rows = B x W, V vocabulary.
 """
@@ -218,7 +217,7 @@ class Speculative(SentenceSearch[DraftedSentence]):
                 if drafts[row][-1:] != [eos]:
                     drafts[row].append(token)
                     stand[row].append(probable[row])
-                    going |= token != eos and (probable[row] or not asks)
+                    going |= token != eos
             if len(states) > k or not going:
                 return drafts, stand, states
 

@@ -91,6 +91,16 @@ def test_searches_find_the_same_as_by_torch(name: str) -> None:
     assert served(ours) == FAMILIES[name][1] and served(theirs) == 0
 
 
+def test_hooks_are_called_in_decoding() -> None:
+    ours, theirs = both(model_of("pre"))
+    assert_same(translated(ours, 2), translated(theirs, 2))
+    calls: list[torch.Tensor] = []
+    hooked = next(part for part in ours.modules() if isinstance(part, DecoderLayer))
+    hooked.register_forward_hook(lambda module, inputs, output: calls.append(output))
+    assert_same(translated(ours, 2), translated(theirs, 2))
+    assert calls
+
+
 def test_exits_and_ensembles_decode_natively() -> None:
     ours, theirs = both(model_of("pre"))
     assert_same(translated(ours.at_exit("1-2"), 3), translated(theirs.at_exit("1-2"), 3))
@@ -176,7 +186,7 @@ def test_a_layer_is_that_of_the_equations(capability: str, width: int) -> None:
     expected = cache.clone()
     past = Past(sentences, rows, positions, seen, place, *cache.shape[1:4:2])
     source = Source(keys, values, source_seen)
-    found = layer(x, past, cache, source)
+    found = native.decode([layer], x, past, [cache], [source])
 
     def attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         q = query.view(sentences, hypotheses, heads, width).transpose(1, 2)
@@ -216,7 +226,7 @@ def test_a_layer_is_that_of_the_equations(capability: str, width: int) -> None:
         with pytest.raises(ValueError):
             Past(**{**sizes, **wrong})
     with pytest.raises(IndexError):
-        layer(x, Past(**{**sizes, "places_B": torch.tensor([0, 1, 5])}), cache, source)
+        native.decode([layer], x, Past(**{**sizes, "places_B": torch.tensor([0, 1, 5])}), [cache], [source])
     for state, buffer, of in (
         (x.double(), cache, source),
         (x[1:], cache, source),
@@ -226,7 +236,7 @@ def test_a_layer_is_that_of_the_equations(capability: str, width: int) -> None:
         (x, cache, Source(keys, values, source_seen[:2])),
     ):
         with pytest.raises(ValueError):
-            layer(state, past, buffer, of)
+            native.decode([layer], state, past, [buffer], [of])
     for parts in ((keys, values[:, :, 1:], None), (keys, values, source_seen[..., 1:])):
         with pytest.raises(ValueError):
             Source(*parts)
@@ -242,7 +252,7 @@ def test_activations(activation: str, capability: str) -> None:
         weights = (zeros.repeat(3, 1), None), (zeros, None), (zeros, inputs), (torch.eye(dim), None)
         layer = NativeLayer(code, 1, activation, around, [Panels(code, *pair) for pair in weights])
         past = Past(1, 1, 1, None, None, places=1, capacity=2)
-        found = layer(torch.zeros(1, 1, dim), past, torch.zeros(2, 1, 1, 2, dim), None).flatten()
+        found = native.decode([layer], torch.zeros(1, 1, dim), past, [torch.zeros(2, 1, 1, 2, dim)], [None]).flatten()
         expected = {"relu": F.relu, "gelu": F.gelu, "swish": F.silu}[activation](inputs)
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6)
 
