@@ -112,12 +112,12 @@ def outcome(
 
     def watch(result: UpdateResult) -> None:
         if not result.skipped and result.grad_norm > FACTOR * usual:
-            causes.append(attribute(engine.module, again, result, world))
+            causes.append(attribute(engine.module, again, result, world, loader.corpora))
 
     try:
         result = engine.update(batches, update.target_tokens, 1e-3, on_gradient=watch)
         if result.skipped:
-            cause = attribute(engine.module, again, result, world)
+            cause = attribute(engine.module, again, result, world, loader.corpora)
             return ("on its way" if "on its way" in cause else f"WRONG: {cause}"), bit
         check_replicas(engine.module, world)
     except ReportedError as error:

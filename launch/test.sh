@@ -72,7 +72,7 @@ check ruff format --check .
 "$VENV/bin/python" -m mypy --strict >"$scratch/mypy" 2>&1 &
 types=$!
 say "pytest"
-"$VENV/bin/python" -m pytest -n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder -m "$selection" "$@" || status=1
+"$VENV/bin/python" -m pytest -n "${WORKERS:-3}" --dist loadfile --no-loadscope-reorder -m "$selection" "$@" || status=1
 say "mypy --strict"
 wait "$types" || status=1
 cat "$scratch/mypy"
