@@ -14,9 +14,9 @@
 #                   WHEELHOUSE=...
 #
 # Everything goes into the virtual environment .venv ($VENV names another one; SKIP_INSTALL=1 takes it as it
-# is). Once installed, it runs without a network. $PYTHON names the Python to make it with. Two workers ($WORKERS; 0:
-# none but pytest itself) run one file of tests each, in parallel with the type checker. The exit status is 0 if all
-# checks pass.
+# is). Once installed, it runs without a network. $PYTHON names the Python to make it with. Three workers ($WORKERS; 0:
+# none but pytest itself) run one file of tests each, in parallel with the type checker; many tests wait for other
+# processes, so that two would leave two cores idle for half of the time. The exit status is 0 if all checks pass.
 
 set -euo pipefail
 # shellcheck source=launch/lib.sh
@@ -54,7 +54,7 @@ scratch="$(mktemp -d)"
 trap 'rm -rf "$scratch"' EXIT
 # A killed build of an extension leaves a lock, on which the next build would wait forever.
 export TORCH_EXTENSIONS_DIR="$scratch/torch_extensions"
-OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_for 2)}"
+OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_for 3)}"
 export OMP_NUM_THREADS
 export PATH="$VENV/bin:$PATH"
 unset PYTHONDONTWRITEBYTECODE # set in many containers: hundreds of processes would each compile the package again
