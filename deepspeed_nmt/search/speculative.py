@@ -153,6 +153,8 @@ class Speculative(SentenceSearch[DraftedSentence]):
             kept, lengths = [], []
             chosen = self._choose(logits_RV.view(len(sentences), width, -1), sentences, drafts, stand, rules)
             for row, (sentence, draft, tokens, log_probs) in enumerate(zip(sentences, drafts, *chosen, strict=True)):
+                # The last token, unless it is EOS, was only drafted in case it stands: no position follows it.
+                draft = draft if draft[-1:] == [eos] else draft[: width - 1]
                 right = 0  # tokens of the draft that are followed by others
                 while right < min(len(draft), width - 1) and draft[right] == tokens[right] != eos:
                     right += 1
