@@ -63,7 +63,8 @@ class Status(NamedTuple):
     """State of a run, and a sentence on it.
 
     States are ``new``, ``running``, ``finished``, ``stopped``, ``failed``; ``collapsed`` if the decoder ignores its
-    source, whatever became of training; ``silent`` if nothing was written for a while and nothing says why.
+    source or its prefix, whatever became of training; ``silent`` if nothing was written for a while and nothing says
+    why.
     """
 
     state: str
@@ -190,12 +191,13 @@ class RunPage:
         return metas
 
     def _collapsed(self) -> str:
-        """Return the reason why the decoder counts as collapsed, "" if it does not."""
+        """Return the reason why the decoder counts as collapsed, "" if it does not: the monitor has not warned."""
         collapse = self.config.collapse
-        grace = collapse.grace or 2 * self.config.schedule.warmup_updates
+        warned = max((event.update or 0 for event in self.events if event.kind == "collapse"), default=0)
         for tag, lacks in ((SOURCE_RELIANCE, "its source: source"), (PREFIX_RELIANCE, "what it has written: prefix")):
             last = [*self.log.series(tag).items()][-collapse.patience :]
-            if len(last) == collapse.patience and all(at > grace and x < collapse.threshold for at, x in last):
+            is_low = all(x < collapse.threshold for _, x in last)
+            if len(last) == collapse.patience and last[0][0] <= warned and is_low:
                 return (
                     f"the decoder ignores {lacks} reliance is {last[-1][1]:.3f} nats a token, below "
                     f"{collapse.threshold:g} in the last {counted(len(last), 'measurements')}"

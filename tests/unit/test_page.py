@@ -14,7 +14,7 @@ import pytest
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.reports.pictures import draw_curves
-from deepspeed_nmt.reports.run_log import RunLog, Series, read_events
+from deepspeed_nmt.reports.run_log import PREFIX_RELIANCE, SOURCE_RELIANCE, RunLog, Series, read_events
 from tests.page_runs import HOSTILE, append_log, full_run, write_events, write_run, write_texts
 
 pytest.importorskip("plotly")
@@ -168,6 +168,17 @@ def test_page_shows_all_that_a_run_has(tmp_path: Path) -> None:
     assert {str(attributes["data-update"]) for attributes in samples} == {"50", "100", "150", "200"}
     for words in ("3 lines of metrics.jsonl", "Worst sentences of main", "Samples of news", "nrefs:1|tok:13a"):
         assert words in page.text
+
+
+@pytest.mark.parametrize(("reliance", "lacks"), [(0.15, "its source: source"), (0.3, "what it has written: prefix")])
+def test_a_run_has_collapsed_if_the_monitor_has_warned(tmp_path: Path, reliance: float, lacks: str) -> None:
+    run = write_run(tmp_path / "run", 200, "schedule.warmup_updates=20", reliance=reliance)
+    assert RunPage(run).status().state == "running", "the loss still falls, and the monitor waits"
+    write_events(run, ("collapse", 180, "the decoder"))
+    status = RunPage(run).status()
+    assert status.state == "collapsed" and f"the decoder ignores {lacks} reliance is 0.150" in status.sentence
+    append_log(run, [{"update": update, SOURCE_RELIANCE: 1.0, PREFIX_RELIANCE: 1.0} for update in (220, 240)])
+    assert RunPage(run).status().state == "running", "it has recovered"
 
 
 def test_one_directory_with_two_tags_is_two_corpora(tmp_path: Path) -> None:
