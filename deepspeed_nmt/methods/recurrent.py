@@ -87,6 +87,8 @@ class RecurrentConfig(TransformerShape):
 
     @model_validator(mode="after")
     def _check_loops(self) -> RecurrentConfig:
+        if self.loop_rank > self.dim:
+            raise ValueError(f"loop_rank is {self.loop_rank:,}, more than dim={self.dim:,}; lower it")
         for side, layers, loops in (
             ("encoder", self.encoder_layers, self.encoder_loops),
             ("decoder", self.decoder_layers, self.decoder_loops),
@@ -147,13 +149,17 @@ class LoopMaps(Links):
         self.maps = nn.ModuleList(LowRank(dim, rank) for _ in ends)
 
     @override
+    def changes(self, number: int) -> bool:
+        return number in self.ends
+
+    @override
     def read(self, x_BTD: Tensor, number: int, kept: list[Tensor]) -> Tensor:
         if number == 0 and self.training:
             # An update may end before some loops. ZeRO-3 would keep the last gradient of their maps.
             probe_D = x_BTD.new_zeros(x_BTD.shape[2])
             for each in self.maps:
                 x_BTD = torch_ops.touch(x_BTD, each(probe_D))
-        if number not in self.ends:
+        if not self.changes(number):
             return x_BTD
         mapped_BTD: Tensor = self.maps[self.ends.index(number)](x_BTD)
         return mapped_BTD

@@ -63,6 +63,10 @@ class Links(nn.Module, ABC):
         Shape: (B,T,D) -> (B,T,D)
         """
 
+    def changes(self, number: int) -> bool:
+        """Return True if :meth:`read` may return another state after so many applications, or keep one."""
+        return True
+
 
 class LayerStack(nn.Module):
     """Apply layers in a given order, by default each once.
@@ -175,15 +179,17 @@ class LayerStack(nn.Module):
         if self.links is not None and first == 0:
             x_R1D = self.links.read(x_R1D, 0, kept)
         # Between two places where something else is read there are only layers.
-        places = range(first + 1, end) if self.links is not None else self.order.inputs_at
-        bounds = [first, *sorted(place for place in places if first < place < end), end]
-        for start, stop in pairwise(bounds):
+        read = [at for at in range(first + 1, end) if at in self.order.inputs_at or self._is_linked_at(at)]
+        for start, stop in pairwise([first, *read, end]):
             if start in self.order.inputs_at:
                 x_R1D = x_R1D + input_R1D
             x_R1D = self._step(x_R1D, context, caches, start, stop)
             if self.links is not None:
                 x_R1D = self.links.read(x_R1D, stop, kept)
         return (x_R1D, input_R1D, *kept)
+
+    def _is_linked_at(self, number: int) -> bool:
+        return self.links is not None and self.links.changes(number)
 
     def _step(self, x_R1D: Tensor, context: Context, caches: Sequence[LayerCache], start: int, stop: int) -> Tensor:
         """Apply the applications from ``start`` to before ``stop``, natively in one call if possible."""

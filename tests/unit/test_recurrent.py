@@ -181,3 +181,9 @@ def test_deepnorm_counts_applications(sharing: str, n: int, m: int) -> None:
     bound = math.sqrt(6 / 128)
     for stack, beta in ((fresh.encoder, 0.87 * (n**4 * m) ** (-1 / 16)), (fresh.decoder, (12 * m) ** -0.25)):
         assert stack.layers[0].feed_forward.up_proj.weight.abs().max().item() == pytest.approx(bound * beta, rel=0.02)
+
+
+def test_maps_of_more_than_full_rank_are_refused() -> None:
+    assert recurrent(loop_rank=16).decoder.links is not None
+    with pytest.raises(ValueError, match="loop_rank is 17, more than dim=16; lower it"):
+        recurrent(loop_rank=17)
