@@ -34,7 +34,7 @@ FAST_FILES = ("test_architecture.py", "test_readme.py", "test_troubleshooting.py
 LONGEST_FIRST = ("test_slurm.py", "test_engines.py", "slurm", "parity", "system", "kernels", "distributed")
 """Files and directories in the order in which they start, so that two workers end at about the same time.
 
-Tests under SLURM mostly wait. So one worker has them, with one cluster, while the other computes.
+Tests under SLURM mostly wait. So one worker has them, with one cluster, while the others compute.
 """
 
 

@@ -38,7 +38,7 @@ GROWN: dict[str, tuple[str, dict[int, float]]] = {
     "zero_twice": ("zero", {1: 0.5, 4: 0.8}),
     "sdt": ("", {3: 0.6}),
 }
-"""How each arm grows, by its own rule if it says nothing, and until when it has how many layers on each side."""
+"""Way in which each arm grows (its own rule if empty), and layers of each side up to a part of the updates."""
 ARMS = ["scratch", "scratch_less", *GROWN, "sdt_scratch"]
 COLUMNS = {
     "arm": "arm",

@@ -390,7 +390,7 @@ def _is_standard(layer: DecoderLayer) -> bool:
 
 
 class DecoderStep:
-    """What native code needs for the step of a standard decoder layer; see :func:`decode_natively`.
+    """Weights and caches of a standard decoder layer, as native code reads them; see :func:`decode_natively`.
 
     Attributes:
         largest: elements of the largest weight.
