@@ -327,7 +327,7 @@ def run(arguments: argparse.Namespace) -> Iterator[Results]:
             precisions = [each for each in onednn_ops.PACKED if onednn_ops.obstacle(each) is None]
             programs = {f"ours {precision} torch": ours(subject, precision, False) for precision in precisions}
             if native.obstacle() is None:
-                programs |= {f"ours {each}": ours(subject, each, True) for each in precisions if each != "bf16"}
+                programs |= {f"ours {each}": ours(subject, each, True) for each in PEERS}
             programs |= {f"CTranslate2 {peer}": ctranslate2(subject, peer, directory) for peer in PEERS}
             if arguments.trained is None:
                 programs["HF fp32"] = huggingface(subject, directory)

@@ -5,33 +5,25 @@ torch multiplies fp32 matrices by the BLAS that it was built with, usually MKL, 
 that rounding does not depend on how an update is divided into micro-batches.
 
 A decoder multiplies rows by the same weights, one position after another. torch's BLAS rearranges the weights in
-every call, which takes longer than the product of a few. oneDNN and FBGEMM take weights that are rearranged
-("packed") already, in fp32, bf16 or int8; of few rows :mod:`deepspeed_nmt.native` is faster. In int8 each row of a
-weight has a scale of its own. The input is quantised in each call, with one scale for all rows of the batch. So a
-translation depends in its last digits on the sentences that are translated with it. A NaN in the input has no equal
-in int8, and becomes some number: whoever multiplies looks for it.
+every call, which takes longer than the product of a few. oneDNN takes weights that are rearranged ("packed") already,
+in fp32 or bf16; of few rows, and in int8, :mod:`deepspeed_nmt.native` is faster.
 
 Legend: N rows, D input width, E output width.
 """
 
 from __future__ import annotations
 
-import warnings
-from threading import Lock
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PACKED = ("fp32", "bf16", "int8")
+PACKED = ("fp32", "bf16")
 """Precisions of packed weights."""
 
 _LEAST_STEP, _STEPS_BITS = 32, 4
 """Numbers of rows are multiples of 32, and have four significant bits: one of eight from 512 to 1,024."""
-_WIDE = 4096
-"""Output width from which oneDNN's int8 products are faster than FBGEMM's."""
-_engine = Lock()
 
 
 def linear(x: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
@@ -92,38 +84,16 @@ def obstacle(precision: str) -> str | None:
         return "this build of torch has no oneDNN"
     if precision == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "this CPU does not multiply bf16 in hardware"
-    if precision == "int8" and not {"fbgemm", "onednn"} <= set(torch.backends.quantized.supported_engines):
-        return "this build of torch has no int8 products"
     return None
 
 
 class PackedWeight:
-    """A weight, in fp32 or bf16, and a bias or None, rearranged for fast products; ``int8`` rounds the weight."""
+    """A weight, in fp32 or bf16, and a bias or None, rearranged for fast products."""
 
-    def __init__(self, weight_ED: Tensor, bias_E: Tensor | None, int8: bool = False) -> None:
+    def __init__(self, weight_ED: Tensor, bias_E: Tensor | None) -> None:
         self._bias = None if bias_E is None else bias_E.detach()
-        self._int8 = _quantised(weight_ED.detach(), self._bias) if int8 else None
-        self._weight = None if int8 else torch.ops.mkldnn._reorder_linear_weight(weight_ED.detach().contiguous())
-        # Without this instruction, sums of products of 8-bit numbers overflow 16 bits.
-        self._seven_bits = int8 and not torch.cpu._is_vnni_supported()
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_ED.detach().contiguous())
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute x W^T + b. Shape: (..., D) -> (..., E)."""
-        if self._int8 is not None:
-            return torch.ops.quantized.linear_dynamic(x, self._int8, self._seven_bits)  # type: ignore[no-any-return]
         return _product(x, self._weight, self._bias)
-
-
-def _quantised(weight_ED: Tensor, bias_E: Tensor | None) -> Any:
-    """Round a weight to int8, with a scale for each output, and rearrange it."""
-    scales_E = (weight_ED.abs().amax(dim=1) / 127.0).clamp(min=1e-12)
-    with warnings.catch_warnings(), _engine:
-        warnings.simplefilter("ignore")  # the tensors are deprecated; the operations on packed weights are not
-        zeros_E = torch.zeros_like(scales_E, dtype=torch.int)
-        rounded = torch.quantize_per_channel(weight_ED, scales_E, zeros_E, 0, torch.qint8)
-        before = torch.backends.quantized.engine
-        torch.backends.quantized.engine = "onednn" if len(weight_ED) >= _WIDE else "fbgemm"
-        try:
-            return torch.ops.quantized.linear_prepack(rounded, bias_E)
-        finally:
-            torch.backends.quantized.engine = before

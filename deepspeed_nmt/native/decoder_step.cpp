@@ -4,6 +4,9 @@
 // are in elements. Weights are in panels: of PANEL outputs, those of one input are adjacent, and then those of the
 // next input. Sums are in fp32; NaN and infinity pass through everything.
 //
+// In int8 a row of inputs is rounded, too, with a scale of its own. Sums are of integers, so they are equal on all CPUs,
+// and do not depend on other rows. A row with NaN or infinity becomes NaN.
+//
 // Rows are hypotheses, those of a sentence adjacent and equally many for each sentence.
 
 #include <algorithm>
@@ -36,26 +39,155 @@ typedef float Unaligned __attribute__((vector_size(LANES * sizeof(float)), align
 
 inline Vector load(const float* x) { return *reinterpret_cast<const Unaligned*>(x); }
 
-inline Vector load(const int8_t* x) {
-#if defined(__AVX512F__)
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
-#elif defined(__AVX2__)
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))));
-#else
-    Vector y;
-    for (int lane = 0; lane < LANES; lane++) y[lane] = x[lane];
-    return y;
-#endif
+inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof(bits));
+    return bits;
 }
 
 inline void store(float* x, Vector y) { *reinterpret_cast<Unaligned*>(x) = y; }
 
-// scale (x W^T) + bias. All three have zeros up to a multiple of PANEL outputs.
+// scale (x W^T) + bias. All three have zeros up to a multiple of PANEL outputs, and in int8 to one of GROUP inputs.
 struct Product {
     const void* weight;
     const float* scale;
     const float* bias;
     int64_t inputs, outputs, is_int8;
+};
+
+// Rows of inputs by weights, in floats.
+struct Floats {
+    typedef float Number;
+    typedef Vector Sums;
+    static constexpr int64_t GROUP = 1;
+    const float* numbers;
+    int64_t inputs;
+
+    Floats(const float* input, int64_t, int64_t inputs) : numbers(input), inputs(inputs) {}
+
+    static Vector weights(const float* x) { return load(x); }
+    static float group(const float* x) { return *x; }
+    static Vector add(Vector sums, Vector weights, float input) { return sums + weights * input; }
+
+    const float* of(int64_t row) const { return numbers + row * inputs; }
+    Vector total(Vector sums, int64_t) const { return sums; }
+};
+
+// The same in bytes from -127 to 127. GROUP inputs of an output are adjacent, and weights have OFFSET added.
+struct Bytes {
+    typedef int8_t Number;
+    static constexpr int64_t GROUP = 4;
+    static constexpr int OFFSET = 128;
+    int64_t inputs;  // up to a multiple of GROUP
+    std::unique_ptr<int8_t[]> numbers;
+    std::unique_ptr<float[]> scales;
+    std::unique_ptr<int32_t[]> offsets;  // what OFFSET adds to sums
+
+#if defined(__AVX512F__)
+    typedef __m512i Sums, Numbers;
+
+    static Numbers group(const int8_t* x) {
+        int32_t four;
+        std::memcpy(&four, x, sizeof(four));
+        return _mm512_set1_epi32(four);
+    }
+#if defined(__AVX512VNNI__)
+    static constexpr int32_t KEPT_OFFSET = OFFSET;
+
+    static Numbers weights(const int8_t* x) { return _mm512_loadu_si512(x); }
+    static Sums add(Sums sums, Numbers weights, Numbers input) { return _mm512_dpbusd_epi32(sums, weights, input); }
+#else
+    static constexpr int32_t KEPT_OFFSET = 0;
+
+    static Numbers weights(const int8_t* x) {
+        return _mm512_xor_si512(_mm512_loadu_si512(x), _mm512_set1_epi8(static_cast<char>(OFFSET)));
+    }
+    // Two products of a number without sign and one with it fit into 16 bits.
+    static Sums add(Sums sums, Numbers weights, Numbers input) {
+        const Numbers zero = _mm512_setzero_si512(), one = _mm512_set1_epi16(1);
+        const Numbers signed_weights = _mm512_mask_sub_epi8(weights, _mm512_movepi8_mask(input), zero, weights);
+        const Numbers pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(input), signed_weights);
+        return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, one));
+    }
+#endif
+    Vector total(Sums sums, int64_t row) const {
+        return _mm512_cvtepi32_ps(_mm512_sub_epi32(sums, _mm512_set1_epi32(offsets[row]))) * scales[row];
+    }
+#elif defined(__AVX2__)
+    typedef __m256i Sums, Numbers;
+    static constexpr int32_t KEPT_OFFSET = 0;
+
+    static Numbers group(const int8_t* x) {
+        int32_t four;
+        std::memcpy(&four, x, sizeof(four));
+        return _mm256_set1_epi32(four);
+    }
+    static Numbers weights(const int8_t* x) {
+        const Numbers loaded = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+        return _mm256_xor_si256(loaded, _mm256_set1_epi8(static_cast<char>(OFFSET)));
+    }
+    // Two products of a number without sign and one with it fit into 16 bits.
+    static Sums add(Sums sums, Numbers weights, Numbers input) {
+        const Numbers pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(input), _mm256_sign_epi8(weights, input));
+        return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    Vector total(Sums sums, int64_t row) const {
+        return _mm256_cvtepi32_ps(_mm256_sub_epi32(sums, _mm256_set1_epi32(offsets[row]))) * scales[row];
+    }
+#else
+    typedef int32_t Sums __attribute__((vector_size(LANES * sizeof(int32_t))));
+    static constexpr int32_t KEPT_OFFSET = 0;
+
+    static const int8_t* group(const int8_t* x) { return x; }
+    static const int8_t* weights(const int8_t* x) { return x; }
+    static Sums add(Sums sums, const int8_t* weights, const int8_t* input) {
+        for (int lane = 0; lane < LANES; lane++) {
+            for (int i = 0; i < GROUP; i++) {
+                sums[lane] += (static_cast<uint8_t>(weights[lane * GROUP + i]) - OFFSET) * input[i];
+            }
+        }
+        return sums;
+    }
+    Vector total(Sums sums, int64_t row) const {
+        Vector y;
+        for (int lane = 0; lane < LANES; lane++) y[lane] = scales[row] * (sums[lane] - offsets[row]);
+        return y;
+    }
+#endif
+
+    Bytes(const float* input, int64_t rows, int64_t count)
+        : inputs((count + GROUP - 1) / GROUP * GROUP),
+          numbers(new int8_t[rows * inputs]),
+          scales(new float[rows]),
+          offsets(new int32_t[rows]) {
+        for (int64_t row = 0; row < rows; row++) round_row(input + row * count, count, row);
+    }
+
+    const int8_t* of(int64_t row) const { return &numbers[row * inputs]; }
+
+    void round_row(const float* input, int64_t count, int64_t row) {
+        uint32_t most = 0;  // bits of absolute values are in the order of these, then infinity, then NaN
+#pragma omp simd reduction(max : most)
+        for (int64_t i = 0; i < count; i++) {
+            const uint32_t bits = bits_of(input[i]) & 0x7fffffff;
+            most = bits > most ? bits : most;
+        }
+        float largest;
+        std::memcpy(&largest, &most, sizeof(largest));
+        const bool is_zero = largest < 1e-30f;  // its inverse could be infinite
+        const bool is_finite = most < 0x7f800000;
+        const float inverse = is_zero || !is_finite ? 0.0f : 127.0f / largest;
+        int8_t* rounded = &numbers[row * inputs];
+        int32_t sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < count; i++) {
+            rounded[i] = static_cast<int8_t>(bits_of(input[i] * inverse + 12582912.0f));  // 1.5 2^23: no fraction
+            sum += rounded[i];
+        }
+        std::fill(rounded + count, rounded + inputs, int8_t{0});
+        scales[row] = is_finite ? (is_zero ? 0.0f : largest / 127.0f) : std::numeric_limits<float>::quiet_NaN();
+        offsets[row] = KEPT_OFFSET * sum;
+    }
 };
 
 // The residual connection around f: x + f(norm(x)) if `is_pre`, else norm(alpha x + f(x)).
@@ -107,30 +239,35 @@ struct Step {
     float* cache;
 };
 
-// output = kept output + x W^T + b, in a panel of outputs from `first` on.
-template <int ROWS, class Weight>
-void multiply_panel(const Product& product, const float* input, int64_t first, float kept, float* output) {
-    const int64_t inputs = product.inputs, outputs = product.outputs;
-    const Weight* weight = static_cast<const Weight*>(product.weight) + first * inputs;
-    Vector sums[ROWS][VECTORS] = {};
-    for (int64_t i = 0; i < inputs; i++, weight += PANEL) {
-        Vector of_input[VECTORS];
+// output = kept output + x W^T + b of rows from `row` on, in a panel of outputs from `first` on.
+template <int ROWS, class Rows>
+void multiply_panel(const Product& product, const Rows& x, int64_t row, int64_t first, float kept, float* output) {
+    const int64_t inputs = x.inputs, outputs = product.outputs;
+    const auto* weight = static_cast<const typename Rows::Number*>(product.weight) + first * inputs;
+    const auto* input = x.of(row);
+    typename Rows::Sums sums[ROWS][VECTORS] = {};
+    for (int64_t i = 0; i < inputs; i += Rows::GROUP, weight += PANEL * Rows::GROUP) {
+        decltype(Rows::weights(weight)) of_input[VECTORS];
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) of_input[v] = load(weight + v * LANES);
+        for (int v = 0; v < VECTORS; v++) of_input[v] = Rows::weights(weight + v * LANES * Rows::GROUP);
 #pragma GCC unroll 6
-        for (int row = 0; row < ROWS; row++) {
-            const float x = input[row * inputs + i];
+        for (int r = 0; r < ROWS; r++) {
+            const auto group = Rows::group(input + r * inputs + i);
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) sums[row][v] += x * of_input[v];
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = Rows::add(sums[r][v], of_input[v], group);
         }
     }
+    Vector totals[ROWS][VECTORS];
 #pragma GCC unroll 6
-    for (int row = 0; row < ROWS; row++) {
+    for (int r = 0; r < ROWS; r++) {
 #pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) totals[r][v] = x.total(sums[r][v], row + r);
+    }
+    for (int r = 0; r < ROWS; r++) {
         for (int v = 0; v < VECTORS; v++) {
             const int64_t from = first + v * LANES;
-            float* to = output + row * outputs + from;
-            Vector value = sums[row][v] * load(product.scale + from) + load(product.bias + from);
+            float* to = output + (row + r) * outputs + from;
+            Vector value = totals[r][v] * load(product.scale + from) + load(product.bias + from);
             if (from + LANES <= outputs) {
                 store(to, kept == 0.0f ? value : value + kept * load(to));
             } else {
@@ -142,21 +279,20 @@ void multiply_panel(const Product& product, const float* input, int64_t first, f
     }
 }
 
-template <class Weight>
+template <class Rows>
 void multiply_by(const Product& product, const float* input, int64_t rows, float kept, float* output) {
+    const Rows x(input, rows, product.inputs);
     const int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
     for (int64_t first = 0; first < product.outputs; first += PANEL) {
         for (int64_t block = 0; block < blocks; block++) {
             const int64_t row = rows * block / blocks, count = rows * (block + 1) / blocks - row;
-            const float* x = input + row * product.inputs;
-            float* y = output + row * product.outputs;
             switch (count) {
-                case 1: multiply_panel<1, Weight>(product, x, first, kept, y); break;
-                case 2: multiply_panel<2, Weight>(product, x, first, kept, y); break;
-                case 3: multiply_panel<3, Weight>(product, x, first, kept, y); break;
-                case 4: multiply_panel<4, Weight>(product, x, first, kept, y); break;
-                case 5: multiply_panel<5, Weight>(product, x, first, kept, y); break;
-                default: multiply_panel<6, Weight>(product, x, first, kept, y);
+                case 1: multiply_panel<1>(product, x, row, first, kept, output); break;
+                case 2: multiply_panel<2>(product, x, row, first, kept, output); break;
+                case 3: multiply_panel<3>(product, x, row, first, kept, output); break;
+                case 4: multiply_panel<4>(product, x, row, first, kept, output); break;
+                case 5: multiply_panel<5>(product, x, row, first, kept, output); break;
+                default: multiply_panel<6>(product, x, row, first, kept, output);
             }
         }
     }
@@ -169,9 +305,9 @@ void multiply(const Product& product, const float* input, int64_t rows, float ke
         const float* x = input + first * product.inputs;
         float* y = output + first * product.outputs;
         if (product.is_int8) {
-            multiply_by<int8_t>(product, x, count, kept, y);
+            multiply_by<Bytes>(product, x, count, kept, y);
         } else {
-            multiply_by<float>(product, x, count, kept, y);
+            multiply_by<Floats>(product, x, count, kept, y);
         }
     }
 }
@@ -431,8 +567,14 @@ extern "C" {
 
 int64_t panel_outputs() { return PANEL; }
 
-void multiply_rows(const Product* product, const float* input, int64_t rows, float* output) {
-    multiply(*product, input, rows, 0.0f, output);
+// Return 0, or 1 if there is no memory.
+int64_t multiply_rows(const Product* product, const float* input, int64_t rows, float* output) {
+    try {
+        multiply(*product, input, rows, 0.0f, output);
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+    return 0;
 }
 
 // The `count` largest of x + offset in each of `sentences` blocks of `hypotheses` rows, which have an offset each.

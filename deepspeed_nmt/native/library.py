@@ -37,16 +37,20 @@ from deepspeed_nmt.files import atomic_write_bytes, read_regular
 FEW_ROWS = 16
 """Rows up to which the products are faster than oneDNN's in any case."""
 _SOURCE = Path(__file__).with_name("decoder_step.cpp")
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp-simd", "-ffp-contract=fast", "-Wno-psabi")
+_FLAGS = ("-O3", "-fno-tree-pre", "-std=c++17", "-shared", "-fPIC", "-fopenmp-simd", "-ffp-contract=fast", "-Wno-psabi")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma")
 CAPABILITIES = {
-    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"),
+    "AVX512_VNNI": (*_AVX512, "-mavx512vnni"),
+    "AVX512": _AVX512,
     "AVX2": ("-mavx2", "-mfma"),
     "DEFAULT": (),
 }
-"""Flags of the compiler by torch's name of what a CPU has; vectors of other CPUs are the compiler's default."""
+"""Flags of the compiler by what a CPU has; vectors of other CPUs are the compiler's default."""
 _COMPILERS = ("g++", "c++", "clang++")
 _BUILD_S = 300.0
 """Seconds after which a compiler is given up."""
+_GROUP, _OFFSET = 4, 128
+"""Inputs of an output that are adjacent in int8, and what is added to weights, as in the code."""
 _WIDE = 16
 """Outputs of a panel of AVX2's vectors."""
 _ACTIVATIONS = ("relu", "gelu", "swish")
@@ -119,8 +123,8 @@ class Library:
             self.file, code = file, ctypes.CDLL(str(file))
             self.decode_layers, self.multiply_rows = code.decode_layers, code.multiply_rows
             self._largest, self._log_sums = code.largest_of_rows, code.log_sums_of_rows
-            code.panel_outputs.restype = self.decode_layers.restype = c_int64
-            self.multiply_rows.restype = self._largest.restype = self._log_sums.restype = None
+            code.panel_outputs.restype = self.decode_layers.restype = self.multiply_rows.restype = c_int64
+            self._largest.restype = self._log_sums.restype = None
             self.panel_outputs = int(code.panel_outputs())
             self.is_wide = self.panel_outputs >= _WIDE
         except (OSError, AttributeError) as error:  # such as a file system from which nothing may be run
@@ -157,18 +161,22 @@ class Library:
 
 
 class Panels:
-    """A weight (E,D), in fp32 or rounded to int8 with a scale for each output, and a bias or None, in panels."""
+    """A weight (E,D) and a bias or None, in panels.
+
+    In int8 the weight is rounded with a scale for each output, and the input with one for each row.
+    """
 
     def __init__(self, library: Library, weight_ED: Tensor, bias_E: Tensor | None, int8: bool = False) -> None:
         weight, self._library = weight_ED.detach().float(), library
         self.outputs, self.inputs = weight.shape
-        scale_E = weight.new_ones(self.outputs)
+        scale_E, group = weight.new_ones(self.outputs), _GROUP if int8 else 1
         if int8:
             scale_E = (weight.abs().amax(dim=1) / 127.0).clamp(min=1e-12)
-            weight = (weight / scale_E.unsqueeze(1)).round().to(torch.int8)
+            weight = (weight / scale_E.unsqueeze(1)).round()
         rest = -self.outputs % library.panel_outputs
-        panels = F.pad(weight, (0, 0, 0, rest)).view(-1, library.panel_outputs, self.inputs)
-        self._weight = panels.transpose(1, 2).contiguous()
+        padded = F.pad(weight, (0, -self.inputs % group, 0, rest))
+        panels = padded.view(len(padded) // library.panel_outputs, library.panel_outputs, -1, group).transpose(1, 2)
+        self._weight = (panels + _OFFSET).to(torch.uint8).contiguous() if int8 else panels.contiguous()
         self._scale = F.pad(scale_E, (0, rest))
         bias_E = weight_ED.new_zeros(self.outputs) if bias_E is None else bias_E.detach()
         self._bias = F.pad(bias_E.float(), (0, rest))
@@ -181,7 +189,8 @@ class Panels:
         y = x.new_empty(*x.shape[:-1], self.outputs)
         rows = y.numel() // self.outputs
         of_x, of_y = _pointer(x.view(-1, self.inputs), (rows, self.inputs)), _pointer(y, y.shape)
-        self._library.multiply_rows(self.structure, of_x, rows, of_y)
+        if self._library.multiply_rows(self.structure, of_x, rows, of_y):
+            raise MemoryError("no memory for a product")
         return y
 
 
@@ -347,8 +356,15 @@ def library() -> Library:
     Raises:
         NativeError: if there is none.
     """
-    capability = torch.backends.cpu.get_cpu_capability()
-    return build(capability if capability in CAPABILITIES else "DEFAULT", kept_directory())
+    return build(capability(), kept_directory())
+
+
+def capability() -> str:
+    """Return the first of :data:`CAPABILITIES` that this CPU has, as torch may use it."""
+    name = torch.backends.cpu.get_cpu_capability()
+    if name == "AVX512" and torch.cpu._is_vnni_supported():
+        return "AVX512_VNNI"
+    return name if name in CAPABILITIES else "DEFAULT"
 
 
 @cache

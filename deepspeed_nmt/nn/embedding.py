@@ -180,9 +180,7 @@ class Projection(nn.Module, UsesKernels, UsesPackedWeights, Sliceable):
         vocabulary = self.ranks.vocabulary(self.weight)
         assert consume is not None or vocabulary is None, "no rank holds whole rows of logits"
         if consume is None and self.packed is not None:
-            logits = self.packed.of(self)(states)
-            # A product in int8 hides a NaN of its input, which residual connections brought here from any layer.
-            return logits.fill_(torch.nan) if self.packed.int8 and not states.isfinite().all() else logits
+            return self.packed.of(self)(states)
         if consume is None:
             return self.kernels.linear(states, self.weight, self.bias)
         return consume(states, self.weight, bias=self.bias, vocabulary=vocabulary, kernels=self.kernels)

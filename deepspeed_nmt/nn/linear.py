@@ -39,7 +39,7 @@ class PackedWeights:
     """Weights of a model that are rearranged for decoding on a CPU, each when it is first used.
 
     Attributes:
-        int8: True if they are rounded to int8.
+        int8: True if they are rounded to int8, in which native code makes all products.
         native: code for products of few rows, and for steps of decoder layers; None: oneDNN and torch do all.
         steps: steps of decoder layers with these weights, each made by its layer when it is first taken.
     """
@@ -66,21 +66,18 @@ class PackedWeights:
         In several threads oneDNN's products are faster, but for small weights and a few rows all that torch does
         between them takes longer.
         """
-        if torch.get_num_threads() == 1:
-            return multiplies_natively(self.native, rows, self.int8)
+        if self.int8 or torch.get_num_threads() == 1:
+            return multiplies_natively(self.native, rows)
         return self.native is not None and rows <= FEW_ROWS and largest <= _SMALL
 
 
-def multiplies_natively(native: Library | None, rows: int, int8: bool) -> bool:
-    """Return True if native products of so many rows are faster than oneDNN's in one thread.
-
-    In int8 those of many rows are not: their inputs stay in fp32.
-    """
-    return native is not None and (rows <= FEW_ROWS or (native.is_wide and not int8))
+def multiplies_natively(native: Library | None, rows: int) -> bool:
+    """Return True if native products of so many rows are faster than oneDNN's in one thread."""
+    return native is not None and (rows <= FEW_ROWS or native.is_wide)
 
 
 class PackedProduct:
-    """x W^T + b of layers, by native code or by oneDNN, whichever is faster for the number of rows."""
+    """x W^T + b of layers: in int8 by native code, else by it or oneDNN, whichever is faster for the number of rows."""
 
     def __init__(self, layers: Sequence[Any], int8: bool, native: Library | None) -> None:
         self._layers, self._int8, self._native = layers, int8, native
@@ -88,8 +85,8 @@ class PackedProduct:
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply. Shape: (..., D) -> (..., E)."""
         is_able = x.dtype == torch.float32 and torch.get_num_threads() == 1
-        is_native = is_able and multiplies_natively(self._native, x.numel() // x.shape[-1], self._int8)
-        return self.panels(x) if is_native else self._by_onednn(x)
+        is_native = is_able and multiplies_natively(self._native, x.numel() // x.shape[-1])
+        return self.panels(x) if self._int8 or is_native else self._by_onednn(x)
 
     @cached_property
     def panels(self) -> Panels:
@@ -99,7 +96,7 @@ class PackedProduct:
 
     @cached_property
     def _by_onednn(self) -> PackedWeight:
-        return PackedWeight(*joined(self._layers), self._int8)
+        return PackedWeight(*joined(self._layers))
 
 
 class UsesPackedWeights:
@@ -115,9 +112,10 @@ class UsesPackedWeights:
 def pack_weights(model: nn.Module, int8: bool = False, native: Library | None = None) -> None:
     """Have a model in eval mode, fp32 or bf16, multiply by rearranged weights, for decoding on a CPU.
 
-    ``int8`` rounds them, and refuses weights that are not finite. ``native`` code needs fp32. If the model's own
-    weights change, call it again.
+    ``int8`` rounds them and the inputs of products, needs ``native`` code, and refuses weights that are not finite.
+    ``native`` code needs fp32. If the model's own weights change, call it again.
     """
+    assert native is not None or not int8, "int8 is native"
     if int8 and (name := next((name for name, p in model.named_parameters() if not p.isfinite().all()), None)):
         raise CheckpointError(f"{name} has NaN or infinity, so the checkpoint is damaged; translate with another one")
     _use(model, PackedWeights(int8, native))

@@ -127,25 +127,34 @@ def resolve_precision(precision: str, device: torch.device) -> str:
         return native if precision == "auto" else precision
     if precision == "auto":
         return native
-    reason = "CPUs multiply fp16 slowly" if precision == "fp16" else onednn_ops.obstacle(precision)
+    reason = "CPUs multiply fp16 slowly" if precision == "fp16" else _obstacle_to_packing(precision)
     if reason is not None and precision != "fp32":
-        able = ["fp32", *(other for other in ("bf16", "int8") if onednn_ops.obstacle(other) is None)]
-        raise ConfigError(f"{name} is {precision}, but {reason}; use {' or '.join(able)}")
+        able = ["fp32", *(other for other in ("bf16", "int8") if _obstacle_to_packing(other) is None)]
+        raise ConfigError(
+            f"{name} is {precision}, but {reason}{', or' if precision == 'int8' else ';'} use {' or '.join(able)}"
+        )
     return precision
+
+
+def _obstacle_to_packing(precision: str) -> str | None:
+    """Return the reason why weights cannot be packed in a precision on this CPU, or None."""
+    return native.obstacle() if precision == "int8" else onednn_ops.obstacle(precision)
 
 
 def resolve_native(choice: NativeChoice, device: torch.device, precision: str) -> bool:
     """Return True if native code is to decode; log the reason if "auto" does not find it where it would be used.
 
     Raises:
-        ConfigError: if the choice is "on", and there is none.
+        ConfigError: if the choice is "on", and there is none, or "off", where nothing else can.
     """
     if choice == "off":
+        if precision == "int8":
+            raise ConfigError(f"{option('native')} is off, but only native code decodes in int8; leave one of them out")
         return False
     if device.type != "cpu" or precision not in ("fp32", "int8"):
         reason: str | None = f"it decodes in fp32 and int8 on CPUs, and this is {precision} on {device.type}"
     else:
-        reason = onednn_ops.obstacle(precision) or native.obstacle()
+        reason = _obstacle_to_packing(precision) or native.obstacle()
         if reason is not None and choice == "auto":
             _log_once(f"torch decodes without native code, which is faster for a few lines: {reason}")
     if reason is not None and choice == "on":
@@ -162,7 +171,7 @@ def prepare_to_decode(model: nn.Module, device: torch.device, precision: str, na
     ``precision`` and ``natively`` are results of :func:`resolve_precision` and :func:`resolve_native`.
     """
     model.to(device, DTYPES.get(precision, torch.float32))  # int8 is packed from fp32
-    if device.type == "cpu" and onednn_ops.obstacle(precision) is None:
+    if device.type == "cpu" and _obstacle_to_packing(precision) is None:
         pack_weights(model, precision == "int8", native.library() if natively else None)
 
 
