@@ -45,6 +45,8 @@ inline uint32_t bits_of(float x) {
     return bits;
 }
 
+inline int64_t whole_vectors(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
+
 inline void store(float* x, Vector y) { *reinterpret_cast<Unaligned*>(x) = y; }
 
 // scale (x W^T) + bias. All three have zeros up to a multiple of PANEL outputs, and in int8 to one of GROUP inputs.
@@ -372,27 +374,83 @@ inline float dot(const float* x, const float* y, int64_t count) {
     return sum;
 }
 
-// Attention of one head of one hypothesis to the `count` positions that it sees.
+// Sum the lanes of each of four vectors.
+inline void sum_lanes(const Vector* x, float* sums) {
+#if defined(__AVX512F__)
+    const __m512 a = _mm512_unpacklo_ps(x[0], x[1]) + _mm512_unpackhi_ps(x[0], x[1]);
+    const __m512 b = _mm512_unpacklo_ps(x[2], x[3]) + _mm512_unpackhi_ps(x[2], x[3]);
+    const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
+    const __m512 four = _mm512_castpd_ps(_mm512_unpacklo_pd(c, d)) + _mm512_castpd_ps(_mm512_unpackhi_pd(c, d));
+    const __m256 half = _mm512_castps512_ps256(four) + _mm512_extractf32x8_ps(four, 1);
+    _mm_storeu_ps(sums, _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1));
+#elif defined(__AVX2__)
+    const __m256 half = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+    _mm_storeu_ps(sums, _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1));
+#else
+    for (int i = 0; i < 4; i++) {
+        sums[i] = 0.0f;
+        for (int lane = 0; lane < LANES; lane++) sums[i] += x[i][lane];
+    }
+#endif
+}
+
+// The products of a query and the keys at `count` positions. Up to 3 numbers beyond them are written, too.
+void score(const float* query, const float* keys, int64_t of_key, const int64_t* seen, int64_t count, int64_t width,
+           float* scores) {
+    if (width % LANES != 0) {
+        for (int64_t t = 0; t < count; t++) scores[t] = dot(query, keys + seen[t] * of_key, width);
+        return;
+    }
+    for (int64_t t = 0; t < count; t += 4) {
+        const float* key[4];
+        for (int64_t i = 0; i < 4; i++) key[i] = keys + seen[std::min(t + i, count - 1)] * of_key;
+        Vector sums[4] = {};
+        for (int64_t d = 0; d < width; d += LANES) {
+            const Vector x = load(query + d);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) sums[i] += x * load(key[i] + d);
+        }
+        sum_lanes(sums, scores + t);
+    }
+}
+
+// scale times the sum of weighted values at `count` positions.
+void mix(const float* weights, const float* values, int64_t of_value, const int64_t* seen, int64_t count, int64_t width,
+         float scale, float* output) {
+    int64_t d = 0;
+    for (; d + LANES <= width; d += LANES) {
+        Vector even = {}, odd = {};
+        for (int64_t t = 0; t + 1 < count; t += 2) {
+            even += weights[t] * load(values + seen[t] * of_value + d);
+            odd += weights[t + 1] * load(values + seen[t + 1] * of_value + d);
+        }
+        if (count % 2 == 1) even += weights[count - 1] * load(values + seen[count - 1] * of_value + d);
+        store(output + d, (even + odd) * scale);
+    }
+    for (; d < width; d++) {
+        float sum = 0.0f;
+        for (int64_t t = 0; t < count; t++) sum += weights[t] * values[seen[t] * of_value + d];
+        output[d] = sum * scale;
+    }
+}
+
+// Attention of one head of one hypothesis to the `count` positions that it sees. There is room for whole vectors of
+// weights.
 void attend(const float* query, const float* keys, int64_t of_key, const float* values, int64_t of_value,
             const int64_t* seen, int64_t count, int64_t width, float* weights, float* output) {
-    const float scale = 1.0f / std::sqrt(static_cast<float>(width));
-    float most = -std::numeric_limits<float>::infinity(), sum = 0.0f;
-    for (int64_t t = 0; t < count; t++) {
-        weights[t] = scale * dot(query, keys + seen[t] * of_key, width);
-        most = weights[t] > most ? weights[t] : most;
-    }
+    const float scale = 1.0f / std::sqrt(static_cast<float>(width)), least = -std::numeric_limits<float>::infinity();
+    const int64_t whole = whole_vectors(count);
+    float most = least, sum = 0.0f;
+    score(query, keys, of_key, seen, count, width, weights);
+    std::fill(weights + count, weights + whole, least);
+#pragma omp simd reduction(max : most)
+    for (int64_t t = 0; t < whole; t++) most = weights[t] > most ? weights[t] : most;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t t = 0; t < count; t++) {
-        weights[t] = exponential(weights[t] - most);
+    for (int64_t t = 0; t < whole; t++) {
+        weights[t] = exponential(scale * (weights[t] - most));  // of what is beyond: some 1e-38
         sum += weights[t];
     }
-    std::fill_n(output, width, 0.0f);
-    for (int64_t t = 0; t < count; t++) {
-        const float weight = weights[t] / sum;
-        const float* value = values + seen[t] * of_value;
-#pragma omp simd
-        for (int64_t d = 0; d < width; d++) output[d] += weight * value[d];
-    }
+    mix(weights, values, of_value, seen, count, width, count == 0 ? 0.0f : 1.0f / sum, output);
 }
 
 // Write the indices of what a mask shows, and return their number.
@@ -414,7 +472,7 @@ struct Workspace {
           projected(new float[rows * 3 * dim]),
           attended(new float[rows * dim]),
           inner(new float[rows * inner]),
-          weights(new float[std::max(past.positions, source_positions)]),
+          weights(new float[whole_vectors(std::max(past.positions, source_positions))]),
           seen(new int64_t[std::max(past.hypotheses * past.positions, source_positions)]),
           counts(new int64_t[past.hypotheses]) {}
 };
