@@ -16,6 +16,9 @@
 #include <limits>
 #include <memory>
 #include <new>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
@@ -625,6 +628,15 @@ extern "C" {
 
 int64_t panel_outputs() { return PANEL; }
 
+// Have the process keep the memory that it frees, up to half a GiB: a search frees its caches and takes as much again,
+// and the system would fill their pages with zeros each time.
+void keep_memory() {
+#ifdef __GLIBC__
+    mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the most that there may be
+    mallopt(M_TRIM_THRESHOLD, 512 << 20);
+#endif
+}
+
 // Return 0, or 1 if there is no memory.
 int64_t multiply_rows(const Product* product, const float* input, int64_t rows, float* output) {
     try {
@@ -651,10 +663,11 @@ void log_sums_of_rows(const float* x, int64_t rows, int64_t entries, float* log_
     for (int64_t row = 0; row < rows; row++) log_sums[row] = log_of_summed_exponentials(x + row * entries, entries);
 }
 
-// `count` layers of one width, one after another. Return 0; 1 if there is no memory; 2 if a sentence has no place.
+// `count` layers of one width, one after another, for sentences `begin` to `end`. Return 0; 1 if there is no memory; 2
+// if a sentence has no place.
 int64_t decode_layers(const Layer* const* layers, const Source* const* sources, float* const* caches, int64_t count,
-                      const Past* past, float* states) {
-    for (int64_t sentence = 0; sentence < past->sentences; sentence++) {
+                      const Past* past, float* states, int64_t begin, int64_t end) {
+    for (int64_t sentence = begin; sentence < end; sentence++) {
         const int64_t place = past->place_of(sentence);
         if (place < 0 || place >= past->places) return 2;
     }
@@ -665,12 +678,12 @@ int64_t decode_layers(const Layer* const* layers, const Source* const* sources, 
         source_positions = std::max(source_positions, sources[number]->positions);
     }
     try {
-        const int64_t rows = std::min(together, past->sentences) * past->hypotheses;
+        const int64_t rows = std::min(together, end - begin) * past->hypotheses;
         Workspace work(rows, layers[0]->dim, inner, *past, source_positions);
         for (int64_t number = 0; number < count; number++) {
             const Step step{*layers[number], *past, *sources[number], states, caches[number]};
-            for (int64_t first = 0; first < past->sentences; first += together) {
-                decode(step, first, std::min(first + together, past->sentences), work);
+            for (int64_t first = begin; first < end; first += together) {
+                decode(step, first, std::min(first + together, end), work);
             }
         }
     } catch (const std::bad_alloc&) {

@@ -4,7 +4,7 @@
 directory of this user alone, under a name that is a hash of source, compiler and flags, and ends in a hash of its
 content. Without a compiler, or where no such directory can be made, there is no native code, and torch decodes.
 
-The code has no state, starts no threads, and may be called by several.
+The code has no state and starts no threads. Rows and sentences are shared among as many threads as torch uses.
 
 Legend: B sentences, W hypotheses of a sentence, R rows = B x W, D model width, E outputs, H heads, K head width,
 P positions of a sentence, C capacity of a cache in positions, S source length.
@@ -20,7 +20,8 @@ import shlex
 import shutil
 import stat
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_double, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -54,6 +55,8 @@ _GROUP, _OFFSET = 4, 128
 _WIDE = 16
 """Outputs of a panel of AVX2's vectors."""
 _ACTIVATIONS = ("relu", "gelu", "swish")
+_ROWS_OF_A_THREAD = 16
+"""Rows of a step or a product for which it pays to wake a thread."""
 
 
 class NativeError(Exception):
@@ -129,7 +132,9 @@ class Library:
             self.is_wide = self.panel_outputs >= _WIDE
         except (OSError, AttributeError) as error:  # such as a file system from which nothing may be run
             raise NativeError(f"the compiled code cannot be loaded ({error})") from error
-        self.decode_layers.argtypes = (*[c_void_p] * 3, c_int64, ctypes.POINTER(_Past), c_void_p)
+        code.keep_memory.restype = None
+        code.keep_memory()
+        self.decode_layers.argtypes = (*[c_void_p] * 3, c_int64, ctypes.POINTER(_Past), c_void_p, *[c_int64] * 2)
         self.multiply_rows.argtypes = (ctypes.POINTER(_Product), c_void_p, c_int64, c_void_p)
         self._largest.argtypes = (c_void_p, c_void_p, *[c_int64] * 4, c_void_p, c_void_p)
         self._log_sums.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
@@ -189,7 +194,12 @@ class Panels:
         y = x.new_empty(*x.shape[:-1], self.outputs)
         rows = y.numel() // self.outputs
         of_x, of_y = _pointer(x.view(-1, self.inputs), (rows, self.inputs)), _pointer(y, y.shape)
-        if self._library.multiply_rows(self.structure, of_x, rows, of_y):
+
+        def multiply(first: int, end: int) -> int:
+            part = self.structure, of_x + 4 * first * self.inputs, end - first, of_y + 4 * first * self.outputs
+            return int(self._library.multiply_rows(*part))
+
+        if _in_threads(multiply, rows, _ROWS_OF_A_THREAD):
             raise MemoryError("no memory for a product")
         return y
 
@@ -328,10 +338,33 @@ def decode(
     states, pointers = x_R1D.clone(memory_format=torch.contiguous_format), c_void_p * count
     arrays = (pointers(*each) for each in (addresses, of_sources, of_caches))
     of_states = _pointer(states, (past.rows, 1, dim))
-    problem = layers[0].library.decode_layers(*arrays, count, past.structure, of_states)
+    arguments = *arrays, count, past.structure, of_states
+
+    def decode_sentences(first: int, end: int) -> int:
+        return int(layers[0].library.decode_layers(*arguments, first, end))
+
+    problem = _in_threads(decode_sentences, past.sentences, -(-_ROWS_OF_A_THREAD * past.sentences // past.rows))
     if problem:
         raise MemoryError("no memory for a step of decoding") if problem == 1 else IndexError("no such place")
     return states
+
+
+def _in_threads(call: Callable[[int, int], int], count: int, of_a_thread: int) -> int:
+    """Call for the range from 0 to ``count`` in as many threads as torch uses, each for at least ``of_a_thread``.
+
+    Return the largest result.
+    """
+    parts = max(1, min(torch.get_num_threads(), count // of_a_thread))
+    bounds = [count * part // parts for part in range(parts + 1)]
+    return max((_threads().map if parts > 1 else map)(call, bounds[:-1], bounds[1:]))
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(torch.get_num_threads(), "native")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # a child has none of the threads
 
 
 def _pointer(x: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:

@@ -63,12 +63,12 @@ class PackedWeights:
     def steps_natively(self, rows: int, largest: int) -> bool:
         """Return True if native code makes the step of a layer, given the number of elements of its largest weight.
 
-        In several threads oneDNN's products are faster, but for small weights and a few rows all that torch does
-        between them takes longer.
+        A few rows are one thread's. In several oneDNN multiplies them faster, but for small weights all that torch does
+        between the products takes longer.
         """
-        if self.int8 or torch.get_num_threads() == 1:
-            return multiplies_natively(self.native, rows)
-        return self.native is not None and rows <= FEW_ROWS and largest <= _SMALL
+        if self.native is not None and not self.int8 and torch.get_num_threads() > 1 and rows <= FEW_ROWS:
+            return largest <= _SMALL
+        return multiplies_natively(self.native, rows)
 
 
 def multiplies_natively(native: Library | None, rows: int) -> bool:

@@ -123,6 +123,21 @@ def test_many_rows_are_as_by_torch() -> None:
     assert_same(translated(ours, 4, source_BS), translated(theirs, 4, source_BS))
 
 
+def test_int8_uses_threads() -> None:
+    """Rows and sentences that several threads share; each computes the same as alone."""
+    model = model_of("pre")
+    pack_weights(model, True, native.library())
+    source_BS = torch.randint(4, 70, (150, 6), generator=torch.Generator().manual_seed(3))
+    source_BS[:, -1] = 2
+    alone = translated(model, 2, source_BS)
+    torch.set_num_threads(3)
+    with torch.inference_mode():
+        assert translated(model, 2, source_BS) == alone
+        calls: list[tuple[int, int]] = []
+        native._in_threads(lambda first, end: calls.append((first, end)) or 0, 200, 60)  # type: ignore[func-returns-value]
+        assert sorted(calls) == [(0, 66), (66, 133), (133, 200)]
+
+
 def rounded(x: torch.Tensor) -> torch.Tensor:
     """Round each row to the integers from -127 to 127 times its scale."""
     scale = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 127.0
