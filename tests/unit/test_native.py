@@ -23,7 +23,7 @@ from deepspeed_nmt.nn.layers import DecoderLayer
 from deepspeed_nmt.nn.linear import pack_weights
 from deepspeed_nmt.search.base import Hypothesis
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
-from deepspeed_nmt.search.models import Ensemble, resolve_native
+from deepspeed_nmt.search.models import Ensemble, resolve_native, resolve_precision
 from tests.models import add_noise
 
 pytestmark = pytest.mark.skipif(native.obstacle() is not None, reason=f"{native.obstacle()}")
@@ -408,6 +408,10 @@ def test_without_a_compiler_torch_decodes(
     assert "install g++" in caplog.text
     with pytest.raises(ConfigError, match=r"`native` is on, .*install g\+\+"):
         resolve_native("on", CPU, "fp32")
+    with pytest.raises(ConfigError, match=r"`precision` is int8, but .*install g\+\+, or use fp32"):
+        resolve_precision("int8", CPU)
+    with pytest.raises(ConfigError, match="only native code decodes in int8"):
+        resolve_native("off", CPU, "int8")
     caplog.clear()
     assert not resolve_native("off", CPU, "fp32") and not resolve_native("auto", CPU, "bf16") and not caplog.text
     with pytest.raises(ConfigError, match="bf16"):
