@@ -38,7 +38,10 @@ from deepspeed_nmt.files import atomic_write_bytes, read_regular
 FEW_ROWS = 16
 """Rows up to which the products are faster than oneDNN's in any case."""
 _SOURCE = Path(__file__).with_name("decoder_step.cpp")
-_FLAGS = ("-O3", "-fno-tree-pre", "-std=c++17", "-shared", "-fPIC", "-fopenmp-simd", "-ffp-contract=fast", "-Wno-psabi")
+_FLAGS = (
+    *("-std=c++17", "-shared", "-fPIC", "-Wno-psabi", "-O3", "-fopenmp-simd", "-ffp-contract=fast"),
+    "-fno-tree-pre",  # which would keep the sums of products in memory
+)
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma")
 CAPABILITIES = {
     "AVX512_VNNI": (*_AVX512, "-mavx512vnni"),

@@ -63,8 +63,8 @@ class PackedWeights:
     def steps_natively(self, rows: int, largest: int) -> bool:
         """Return True if native code makes the step of a layer, given the number of elements of its largest weight.
 
-        A few rows are one thread's. In several oneDNN multiplies them faster, but for small weights all that torch does
-        between the products takes longer.
+        A few rows are one thread's. In several oneDNN multiplies them faster, but for small weights all that torch
+        does between the products takes longer.
         """
         if self.native is not None and not self.int8 and torch.get_num_threads() > 1 and rows <= FEW_ROWS:
             return largest <= _SMALL
@@ -77,7 +77,7 @@ def multiplies_natively(native: Library | None, rows: int) -> bool:
 
 
 class PackedProduct:
-    """x W^T + b of layers: in int8 by native code, else by it or oneDNN, whichever is faster for the number of rows."""
+    """x W^T + b of layers: in int8 by native code, else by that or oneDNN, whichever is faster for so many rows."""
 
     def __init__(self, layers: Sequence[Any], int8: bool, native: Library | None) -> None:
         self._layers, self._int8, self._native = layers, int8, native

@@ -149,7 +149,7 @@ def resolve_native(choice: NativeChoice, device: torch.device, precision: str) -
     """
     if choice == "off":
         if precision == "int8":
-            raise ConfigError(f"{option('native')} is off, but only native code decodes in int8; leave one of them out")
+            raise ConfigError(f"{option('native')} is off, but only native code decodes in int8; leave one out")
         return False
     if device.type != "cpu" or precision not in ("fp32", "int8"):
         reason: str | None = f"it decodes in fp32 and int8 on CPUs, and this is {precision} on {device.type}"
