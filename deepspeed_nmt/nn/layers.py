@@ -356,6 +356,8 @@ class DecoderLayer(DecoderBlock, UsesPackedWeights):
         """Decode whole sentences, (B,T,D) -> (B,T,D), or with ``cache`` the next positions, (R,1,D) -> (R,1,D)."""
         if cache is not None and (step := self.native_step(x_BTD.shape[0])) is not None:
             return decode_natively([step], x_BTD, context, [cache])
+        if cache is None and (step := self._whole_step(x_BTD, context)) is not None:
+            return step.decode_whole(x_BTD, context)
         bottom_BTD, last = x_BTD, self.feed_forward_residual
         x_BTD = self.self_residual(x_BTD, lambda h: self.self_attention(h, h, context.target_mask, True, cache))
         x_BTD = self.cross(x_BTD, context, cache)
@@ -376,6 +378,15 @@ class DecoderLayer(DecoderBlock, UsesPackedWeights):
             packed.steps[self] = None if layer is None or not _is_standard(layer) else DecoderStep(layer, packed)
         step: DecoderStep | None = packed.steps[self]
         return step if step is not None and packed.steps_natively(rows, step.largest) else None
+
+    def _whole_step(self, x_BTD: Tensor, context: Context) -> DecoderStep | None:
+        """Return the native step for whole sentences; None if there is none, or hooks look at a part of the layer."""
+        is_plain = context.target_mask is None and context.weights is None and isinstance(context.mask, Tensor | None)
+        if self.packed is None or self.training or not is_plain:
+            return None
+        if any(part._forward_hooks or part._forward_pre_hooks for part in self.modules()):
+            return None
+        return self.native_step(x_BTD.shape[0] * x_BTD.shape[1])
 
 
 def _is_standard(layer: DecoderLayer) -> bool:
@@ -416,6 +427,22 @@ class DecoderStep:
         if cache.source.native is None or not cache.source.native.is_of(projected.keys, mask):
             cache.source.native = Source(projected.keys, projected.values, mask)
         return cache.source.native
+
+    def decode_whole(self, x_BTD: Tensor, context: Context) -> Tensor:
+        """Decode whole sentences, whose positions are hypotheses that see one another up to themselves.
+
+        Shape: (B,T,D) -> (B,T,D)
+        """
+        sentences, length, dim = x_BTD.shape
+        seen_B1TT = x_BTD.new_ones(length, length, dtype=torch.bool).tril().repeat(sentences, 1, 1, 1)
+        past = native.Past(sentences, sentences * length, length, seen_B1TT, None, sentences, length)
+        cache_2BHTK, source = x_BTD.new_empty(2, sentences, self._heads, length, self._head_dim), None
+        if self._cross is not None:
+            assert context.memory_BSD is not None and isinstance(context.mask, Tensor | None)
+            projected = context.source or self._cross.project(context.memory_BSD)
+            source = Source(projected.keys, projected.values, context.mask)
+        rows_R1D = native.decode([self.weights], x_BTD.reshape(-1, 1, dim), past, [cache_2BHTK], [source])
+        return rows_R1D.view(x_BTD.shape)
 
     @cached_property
     def weights(self) -> NativeLayer:

@@ -19,10 +19,12 @@ from deepspeed_nmt.errors import CheckpointError, ConfigError
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.native import library as native
 from deepspeed_nmt.native.library import AroundSublayer, NativeError, NativeLayer, Panels, Past, Source
-from deepspeed_nmt.nn.layers import DecoderLayer
+from deepspeed_nmt.nn.layers import DecoderLayer, DecoderStep
 from deepspeed_nmt.nn.linear import pack_weights
+from deepspeed_nmt.search.alignment import watched
 from deepspeed_nmt.search.base import Hypothesis
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
+from deepspeed_nmt.search.forced import token_log_probs
 from deepspeed_nmt.search.models import Ensemble, resolve_native, resolve_precision
 from tests.models import add_noise
 
@@ -121,6 +123,25 @@ def test_many_rows_are_as_by_torch() -> None:
         source_BS[row, length - 1] = 2
     ours, theirs = both(model_of("pre"))
     assert_same(translated(ours, 4, source_BS), translated(theirs, 4, source_BS))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_whole_sentences_are_as_by_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forced decoding, whose layers are native where nobody looks at their parts."""
+    ours, theirs = both(model_of(name))
+    calls, whole = [], DecoderStep.decode_whole
+    monkeypatch.setattr(DecoderStep, "decode_whole", lambda *args: calls.append(1) or whole(*args))
+    texts = [[[5, 6, 7], [8]], [], [[9, 10], [11, 12, 13, 14, 15]]]
+    scores = [token_log_probs([model], VOCABULARY, SOURCE_BS, True, texts) for model in (ours, theirs)]
+    for one, other in zip(*([each for of in side for each in of] for side in scores), strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+    assert served(ours) == FAMILIES[name][1]
+    applications = len(calls)
+    attention = next((part.cross_attention for part in ours.modules() if hasattr(part, "cross_attention")), None)
+    if FAMILIES[name][1] and attention is not None:
+        with watched([attention]) as seen:
+            token_log_probs([ours], VOCABULARY, SOURCE_BS, True, texts)
+        assert list(seen) == [attention] and applications <= len(calls) < 2 * applications
 
 
 def test_int8_uses_threads() -> None:
