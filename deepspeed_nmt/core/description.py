@@ -18,7 +18,6 @@ from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.layers import (
     Activation,
     DecoderBlock,
-    DecoderLayer,
     EncoderLayer,
     FeedForward,
     LayerNorm,
@@ -151,8 +150,8 @@ def _connections(stack: LayerStack, side: str) -> tuple[NormStyle, float]:
 
 
 def _standard(layer: nn.Module, which: str) -> nn.Module:
-    standard = layer.in_inference() if isinstance(layer, DecoderBlock) else layer
-    if not isinstance(standard, DecoderLayer) and type(standard) is not EncoderLayer:
+    standard = layer.in_inference() if isinstance(layer, DecoderBlock | EncoderLayer) else None
+    if standard is None:
         raise NotStandardError(f"{which} is no standard layer")
     for around in _modules(standard, Residual):
         if around.not_standard:

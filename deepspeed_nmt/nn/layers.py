@@ -241,7 +241,7 @@ class AttentionRecord:
         self.weights: dict[nn.Module, Tensor] = {}
 
 
-class EncoderLayer(nn.Module):
+class EncoderLayer(nn.Module, UsesPackedWeights):
     """Self-attention, then feed-forward, each within a residual connection."""
 
     def __init__(self, parts: LayerParts) -> None:
@@ -254,10 +254,17 @@ class EncoderLayer(nn.Module):
     def forward(self, x_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Encode. An encoder caches nothing. Shape: (B,S,D) -> (B,S,D)."""
         assert cache is None
+        if (step := _whole_step(self, x_BSD, context)) is not None:
+            assert isinstance(context.mask, Tensor | None)
+            return step.whole(x_BSD, context, context.mask)
         bottom_BSD, last = x_BSD, self.feed_forward_residual
         x_BSD = self.self_residual(x_BSD, lambda h: self.self_attention(h, h, context.mask))
         x_BSD = last(x_BSD, self.feed_forward, last.branch_of(x_BSD, bottom_BSD))
         return x_BSD
+
+    def in_inference(self) -> EncoderLayer | None:
+        """Return this layer. A class derived from it computes something else."""
+        return self if type(self) is EncoderLayer else None
 
 
 class DecoderBlock(nn.Module):
@@ -354,10 +361,11 @@ class DecoderLayer(DecoderBlock, UsesPackedWeights):
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Decode whole sentences, (B,T,D) -> (B,T,D), or with ``cache`` the next positions, (R,1,D) -> (R,1,D)."""
-        if cache is not None and (step := self.native_step(x_BTD.shape[0])) is not None:
+        if cache is not None and (step := native_step(self, x_BTD.shape[0])) is not None:
             return decode_natively([step], x_BTD, context, [cache])
-        if cache is None and (step := self._whole_step(x_BTD, context)) is not None:
-            return step.decode_whole(x_BTD, context)
+        if cache is None and (step := _whole_step(self, x_BTD, context)) is not None:
+            length = x_BTD.shape[1]
+            return step.whole(x_BTD, context, x_BTD.new_ones(length, length, dtype=torch.bool).tril())
         bottom_BTD, last = x_BTD, self.feed_forward_residual
         x_BTD = self.self_residual(x_BTD, lambda h: self.self_attention(h, h, context.target_mask, True, cache))
         x_BTD = self.cross(x_BTD, context, cache)
@@ -368,30 +376,32 @@ class DecoderLayer(DecoderBlock, UsesPackedWeights):
         """Return this layer. A class derived from it computes something else unless it says otherwise."""
         return self if type(self) is DecoderLayer else None
 
-    def native_step(self, rows: int) -> DecoderStep | None:
-        """Return the native step of a standard layer with packed weights; None if there is none for so many rows."""
-        packed = self.packed
-        if packed is None or packed.native is None or self._forward_hooks or self._forward_pre_hooks:
-            return None
-        if self not in packed.steps:
-            layer = self.in_inference()
-            packed.steps[self] = None if layer is None or not _is_standard(layer) else DecoderStep(layer, packed)
-        step: DecoderStep | None = packed.steps[self]
-        return step if step is not None and packed.steps_natively(rows, step.largest) else None
 
-    def _whole_step(self, x_BTD: Tensor, context: Context) -> DecoderStep | None:
-        """Return the native step for whole sentences; None if there is none, or hooks look at a part of the layer."""
-        is_plain = context.target_mask is None and context.weights is None and isinstance(context.mask, Tensor | None)
-        if self.packed is None or self.training or not is_plain:
-            return None
-        if any(part._forward_hooks or part._forward_pre_hooks for part in self.modules()):
-            return None
-        return self.native_step(x_BTD.shape[0] * x_BTD.shape[1])
+def native_step(layer: EncoderLayer | DecoderLayer, rows: int) -> NativeStep | None:
+    """Return the native step of a standard layer with packed weights; None if there is none for so many rows."""
+    packed = layer.packed
+    if packed is None or packed.native is None or layer._forward_hooks or layer._forward_pre_hooks:
+        return None
+    if layer not in packed.steps:
+        standard = layer.in_inference()
+        packed.steps[layer] = None if standard is None or not _is_standard(standard) else NativeStep(standard, packed)
+    step: NativeStep | None = packed.steps[layer]
+    return step if step is not None and packed.steps_natively(rows, step.largest) else None
 
 
-def _is_standard(layer: DecoderLayer) -> bool:
-    """Return True if all parts of a layer have exactly the classes whose arithmetic :class:`DecoderStep` repeats."""
-    kinds = (DecoderLayer, MultiHeadAttention, FeedForward, Residual, LayerNorm, Linear)
+def _whole_step(layer: EncoderLayer | DecoderLayer, x_BTD: Tensor, context: Context) -> NativeStep | None:
+    """Return the native step for whole sentences; None if there is none, or hooks look at a part of the layer."""
+    is_plain = context.target_mask is None and context.weights is None and isinstance(context.mask, Tensor | None)
+    if layer.packed is None or layer.training or not is_plain:
+        return None
+    if any(part._forward_hooks or part._forward_pre_hooks for part in layer.modules()):
+        return None
+    return native_step(layer, x_BTD.shape[0] * x_BTD.shape[1])
+
+
+def _is_standard(layer: EncoderLayer | DecoderLayer) -> bool:
+    """Return True if all parts of a layer have exactly the classes whose arithmetic :class:`NativeStep` repeats."""
+    kinds = (EncoderLayer, DecoderLayer, MultiHeadAttention, FeedForward, Residual, LayerNorm, Linear)
     parts = list(layer.modules())
     widths = {part.head_dim for part in parts if isinstance(part, MultiHeadAttention)}
     dtypes = {weight.dtype for weight in layer.parameters()}
@@ -400,19 +410,19 @@ def _is_standard(layer: DecoderLayer) -> bool:
     return is_plain and len(widths) == 1 and dtypes == {torch.float32}
 
 
-class DecoderStep:
-    """Weights and caches of a standard decoder layer, as native code reads them; see :func:`decode_natively`.
+class NativeStep:
+    """Weights and caches of a standard layer, as native code reads them; see :func:`decode_natively`.
 
     Attributes:
         largest: elements of the largest weight.
     """
 
-    def __init__(self, layer: DecoderLayer, weights: PackedWeights) -> None:
+    def __init__(self, layer: EncoderLayer | DecoderLayer, weights: PackedWeights) -> None:
         own = layer.self_attention
         self.largest = layer.feed_forward.up_proj.weight.numel()
         self._layer, self._weights = layer, weights
         self._head_dim, self._heads = own.head_dim, own.q_proj.out_features // own.head_dim
-        self._cross = None if layer.cross_residual is None else layer.cross_attention
+        self._cross = layer.cross_attention if isinstance(layer, DecoderLayer) else None
 
     def reserve(self, x_R1D: Tensor, cache: LayerCache) -> Tensor:
         """Make room in the cache for the next position of each hypothesis; see :meth:`LayerCache.reserve`."""
@@ -428,13 +438,13 @@ class DecoderStep:
             cache.source.native = Source(projected.keys, projected.values, mask)
         return cache.source.native
 
-    def decode_whole(self, x_BTD: Tensor, context: Context) -> Tensor:
-        """Decode whole sentences, whose positions are hypotheses that see one another up to themselves.
+    def whole(self, x_BTD: Tensor, context: Context, mask_B1TT: Tensor | None) -> Tensor:
+        """Apply the layer to whole sentences, whose positions are hypotheses that see one another by a mask.
 
         Shape: (B,T,D) -> (B,T,D)
         """
         sentences, length, dim = x_BTD.shape
-        seen_B1TT = x_BTD.new_ones(length, length, dtype=torch.bool).tril().repeat(sentences, 1, 1, 1)
+        seen_B1TT = None if mask_B1TT is None else mask_B1TT.expand(sentences, 1, length, length).contiguous()
         past = native.Past(sentences, sentences * length, length, seen_B1TT, None, sentences, length)
         cache_2BHTK, source = x_BTD.new_empty(2, sentences, self._heads, length, self._head_dim), None
         if self._cross is not None:
@@ -451,7 +461,7 @@ class DecoderStep:
         own, cross, network = layer.self_attention, self._cross, layer.feed_forward
         products = [of(own.k_proj, own.v_proj, own.q_proj), of(own.out_proj)]
         around = [layer.self_residual]
-        if cross is not None and layer.cross_residual is not None:
+        if cross is not None and isinstance(layer, DecoderLayer) and layer.cross_residual is not None:
             products += [of(cross.q_proj), of(cross.out_proj)]
             around.append(layer.cross_residual)
         products += [of(network.up_proj), of(network.down_proj)]
@@ -467,7 +477,7 @@ class DecoderStep:
 
 
 def decode_natively(
-    steps: Sequence[DecoderStep], x_R1D: Tensor, context: Context, caches: Sequence[LayerCache]
+    steps: Sequence[NativeStep], x_R1D: Tensor, context: Context, caches: Sequence[LayerCache]
 ) -> Tensor:
     """Decode the next position of each hypothesis by standard layers, in one call of native code.
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed_nmt.nn.cache import LayerCache
-from deepspeed_nmt.nn.layers import Context, DecoderBlock, DecoderLayer, decode_natively
+from deepspeed_nmt.nn.layers import Context, DecoderBlock, DecoderLayer, decode_natively, native_step
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class LayerStack(nn.Module):
         """Apply the applications from ``start`` to before ``stop``, natively in one call if possible."""
         layers = list(self.layers)
         applied = [layers[index] for index in self.order.indices[start:stop]]
-        steps = [layer.native_step(len(x_R1D)) if isinstance(layer, DecoderLayer) else None for layer in applied]
+        steps = [native_step(layer, len(x_R1D)) if isinstance(layer, DecoderLayer) else None for layer in applied]
         if steps and all(steps):
             return decode_natively([step for step in steps if step], x_R1D, context, caches[start:stop])
         for layer, cache in zip(applied, caches[start:stop], strict=True):
