@@ -21,11 +21,14 @@ import shutil
 import stat
 import subprocess
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from ctypes import c_double, c_int64, c_void_p
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
 from tempfile import TemporaryDirectory
+from threading import Thread
 from typing import NamedTuple
 
 import torch
@@ -359,12 +362,38 @@ def _in_threads(call: Callable[[int, int], int], count: int, of_a_thread: int) -
     """
     parts = max(1, min(torch.get_num_threads(), count // of_a_thread))
     bounds = [count * part // parts for part in range(parts + 1)]
-    return max((_threads().map if parts > 1 else map)(call, bounds[:-1], bounds[1:]))
+    if parts == 1:
+        return call(0, count)
+    futures = [_threads().submit(call, *pair) for pair in pairwise(bounds)]
+    return max(future.result() for future in futures)
+
+
+class _Threads:
+    """Threads that make calls until the process ends; an executor takes none once the main thread has ended."""
+
+    def __init__(self, count: int) -> None:
+        self._calls: SimpleQueue[tuple[Future[int], Callable[[int, int], int], int, int]] = SimpleQueue()
+        for _ in range(count):
+            Thread(target=self._work, name="native", daemon=True).start()
+
+    def submit(self, call: Callable[[int, int], int], first: int, end: int) -> Future[int]:
+        future: Future[int] = Future()
+        self._calls.put((future, call, first, end))
+        return future
+
+    def _work(self) -> None:
+        while True:
+            future, call, *bounds = self._calls.get()
+            try:
+                future.set_result(call(*bounds))
+            except BaseException as error:
+                future.set_exception(error)
+            del future, call  # and what it refers to
 
 
 @cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(torch.get_num_threads(), "native")
+def _threads() -> _Threads:
+    return _Threads(torch.get_num_threads())
 
 
 os.register_at_fork(after_in_child=_threads.cache_clear)  # a child has none of the threads

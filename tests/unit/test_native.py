@@ -159,6 +159,15 @@ def test_int8_uses_threads() -> None:
         assert sorted(calls) == [(0, 66), (66, 133), (133, 200)]
 
 
+def test_threads_work_on_when_the_main_one_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An executor would refuse; of an error in one of them the caller learns."""
+    monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
+    torch.set_num_threads(2)
+    assert native._in_threads(lambda first, end: end, 40, 16) == 40
+    with pytest.raises(ZeroDivisionError):
+        native._in_threads(lambda first, end: end // first, 40, 16)
+
+
 def rounded(x: torch.Tensor) -> torch.Tensor:
     """Round each row to the integers from -127 to 127 times its scale."""
     scale = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 127.0
