@@ -29,7 +29,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 from threading import Thread
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -201,7 +201,7 @@ class Panels:
         rows = y.numel() // self.outputs
         of_x, of_y = _pointer(x.view(-1, self.inputs), (rows, self.inputs)), _pointer(y, y.shape)
 
-        def multiply(first: int, end: int) -> int:
+        def multiply(first: int, end: int, kept: Any = (x, y)) -> int:
             part = self.structure, of_x + 4 * first * self.inputs, end - first, of_y + 4 * first * self.outputs
             return int(self._library.multiply_rows(*part))
 
@@ -346,7 +346,7 @@ def decode(
     of_states = _pointer(states, (past.rows, 1, dim))
     arguments = *arrays, count, past.structure, of_states
 
-    def decode_sentences(first: int, end: int) -> int:
+    def decode_sentences(first: int, end: int, kept: Any = (past, caches, sources, states)) -> int:
         return int(layers[0].library.decode_layers(*arguments, first, end))
 
     problem = _in_threads(decode_sentences, past.sentences, -(-_ROWS_OF_A_THREAD * past.sentences // past.rows))
@@ -358,7 +358,7 @@ def decode(
 def _in_threads(call: Callable[[int, int], int], count: int, of_a_thread: int) -> int:
     """Call for the range from 0 to ``count`` in as many threads as torch uses, each for at least ``of_a_thread``.
 
-    Return the largest result.
+    Return the largest result. Ctrl+C leaves the threads at work, so ``call`` must refer to all memory that it uses.
     """
     parts = max(1, min(torch.get_num_threads(), count // of_a_thread))
     bounds = [count * part // parts for part in range(parts + 1)]

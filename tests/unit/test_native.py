@@ -3,6 +3,7 @@
 import copy
 import os
 import stat
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,30 @@ def test_threads_work_on_when_the_main_one_has_ended(monkeypatch: pytest.MonkeyP
     assert native._in_threads(lambda first, end: end, 40, 16) == 40
     with pytest.raises(ZeroDivisionError):
         native._in_threads(lambda first, end: end // first, 40, 16)
+
+
+def test_threads_that_ctrl_c_leaves_at_work_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[Any] = []
+
+    def interrupted(call: Any, *_: int) -> int:
+        left.append(call)
+        raise KeyboardInterrupt
+
+    panels = Panels(native.library(), torch.eye(8), None)
+    around = [AroundSublayer(torch.ones(8), torch.zeros(8), 1e-5, 1.0, True)] * 2
+    joint = Panels(native.library(), torch.eye(8).repeat(3, 1), None)
+    layer = NativeLayer(native.library(), 1, "relu", around, [joint, *[panels] * 3])
+    x, cache, seen = torch.ones(1, 1, 8), torch.zeros(2, 1, 1, 3, 8), torch.ones(1, 1, 1, 3, dtype=torch.bool)
+    monkeypatch.setattr(native, "_in_threads", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        panels(x)
+    with pytest.raises(KeyboardInterrupt):
+        native.decode([layer], x.clone(), Past(1, 1, 3, seen, None, 1, 3), [cache], [None])
+    used = [weakref.ref(one) for one in (x, cache, seen)]
+    del x, cache, seen
+    assert all(one() is not None for one in used)
+    left.clear()
+    assert all(one() is None for one in used)
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
