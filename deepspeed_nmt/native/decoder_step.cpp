@@ -186,7 +186,7 @@ struct Bytes {
         int32_t sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t i = 0; i < count; i++) {
-            rounded[i] = static_cast<int8_t>(bits_of(input[i] * inverse + 12582912.0f));  // 1.5 2^23: no fraction
+            rounded[i] = static_cast<int8_t>(bits_of(std::fma(input[i], inverse, 12582912.0f)));  // 1.5 2^23: no fraction
             sum += rounded[i];
         }
         std::fill(rounded + count, rounded + inputs, int8_t{0});

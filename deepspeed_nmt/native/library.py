@@ -58,6 +58,8 @@ _BUILD_S = 300.0
 """Seconds after which a compiler is given up."""
 _GROUP, _OFFSET = 4, 128
 """Inputs of an output that are adjacent in int8, and what is added to weights, as in the code."""
+_MOST_INPUTS = 1 << 17
+"""Inputs of a product in int8 up to which no sum is beyond 32 bits."""
 _WIDE = 16
 """Outputs of a panel of AVX2's vectors."""
 _ACTIVATIONS = ("relu", "gelu", "swish")
@@ -144,8 +146,8 @@ class Library:
         self.multiply_rows.argtypes = (ctypes.POINTER(_Product), c_void_p, c_int64, c_void_p)
         self._largest.argtypes = (c_void_p, c_void_p, *[c_int64] * 4, c_void_p, c_void_p)
         self._log_sums.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
-        weight = torch.arange(-7.0, 8.0).repeat(9)[:130].view(26, 5)
-        x = torch.arange(35.0).view(7, 5)
+        x = torch.arange(35, dtype=torch.float32, device="cpu").view(7, 5)
+        weight = (x.flatten()[:15] - 7.0).repeat(9)[:130].view(26, 5)
         if not torch.equal(Panels(self, weight, None)(x), x @ weight.t()):
             raise NativeError("the compiled code multiplies wrongly")
 
@@ -180,6 +182,8 @@ class Panels:
     def __init__(self, library: Library, weight_ED: Tensor, bias_E: Tensor | None, int8: bool = False) -> None:
         weight, self._library = weight_ED.detach().float(), library
         self.outputs, self.inputs = weight.shape
+        if int8 and self.inputs > _MOST_INPUTS:
+            raise ValueError(f"a product of {self.inputs} inputs is beyond the integers of int8")
         scale_E, group = weight.new_ones(self.outputs), _GROUP if int8 else 1
         if int8:
             scale_E = (weight.abs().amax(dim=1) / 127.0).clamp(min=1e-12)

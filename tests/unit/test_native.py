@@ -341,6 +341,26 @@ def test_activations(activation: str, capability: str) -> None:
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6)
 
 
+def test_integers_of_int8_are_those_of_all_vectors_and_fit() -> None:
+    """Rounded once, also on a CPU whose products and sums are two operations."""
+    x, weight = torch.randn(40, 16384, generator=torch.Generator().manual_seed(7)), torch.ones(1, 16384)
+    found = [Panels(native.build(one, native.kept_directory()), weight, None, int8=True)(x) for one in CAPABLE]
+    step_R1 = x.abs().amax(dim=1, keepdim=True) / 127.0
+    assert all(((one - found[0]).abs() < 0.1 * step_R1).all() for one in found)
+    with pytest.raises(ValueError, match="beyond the integers"):
+        Panels(native.library(), torch.ones(1, 133145), None, int8=True)
+
+
+def test_a_library_loads_whatever_tensors_a_program_makes_by_default() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        native.Library(native.library().file)
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+
 def test_the_largest_of_sentences_are_those_of_torch() -> None:
     torch.manual_seed(6)
     code = native.library()
