@@ -74,7 +74,7 @@ class ModelConfig(PartConfig):
             grown.
         learning_fields: settings that affect training only; those of a warm start's run may differ.
         shape_fields: settings that determine what the weights compute; those of a warm start's run must be equal.
-        depth_fields: settings that are a number of layers; layers that a warm start's run lacks are initialised.
+        depth_fields: numbers and sizes of parts; those parts that a warm start's run lacks are initialised.
     """
 
     name: str
@@ -113,7 +113,10 @@ class ModelConfig(PartConfig):
         """Refuse to grow the run in directory ``where``, by a ConfigError. Called if :attr:`grown_prefix` is set."""
 
     def begins_as(self, name: str, other: ModelConfig) -> str | None:
-        """Return the parameter of a shallower model as which one begins that it lacks; None: by no such rule."""
+        """Return the parameter of another model as which one begins that it lacks; None: there is no such rule.
+
+        "" is that it begins as initialised.
+        """
         return None
 
     def ways_to_grow(self) -> Sequence[str]:

@@ -43,7 +43,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from typing_extensions import override
 
-from deepspeed_nmt.core.parts import MAX_LAYERS, MAX_WIDTH, Stages
+from deepspeed_nmt.core.parts import MAX_LAYERS, MAX_WIDTH, ModelConfig, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels import torch_ops
 from deepspeed_nmt.methods.stabilisers import PLAIN
@@ -82,6 +82,7 @@ class RecurrentConfig(TransformerShape):
         description="rank of a map of each loop's own that the state passes after it; 0: there are none",
     )
 
+    depth_fields: ClassVar[frozenset[str]] = TransformerShape.depth_fields | {"loop_rank"}
     # A layer that is applied several times has no single number (layernorm_scaling), and no single input (admin).
     known_norms: ClassVar[frozenset[str]] = frozenset({*PLAIN, "b2t", "peri", "layer_scale"})
 
@@ -115,6 +116,10 @@ class RecurrentConfig(TransformerShape):
             layer_order(self.sharing, self.encoder_layers, self.encoder_loops, self.repeat_input),
             layer_order(self.sharing, self.decoder_layers, self.decoder_loops, self.repeat_input),
         )
+
+    @override
+    def begins_as(self, name: str, other: ModelConfig) -> str | None:
+        return "" if ".links." in name else None  # maps that change nothing
 
     def exit_stages(self) -> tuple[Stages, Stages] | None:
         """Return the loops of encoder and decoder as stages."""

@@ -73,6 +73,8 @@ class SDTConfig(CombinedShape):
         period = self.stack_layers if match[1] == "layers" else 1
         known = other.encoder_layers // (1 if match[1] == "layers" else other.stack_layers)
         number = int(match[2])
+        if number < known:
+            return None
         return f"encoder.{match[1]}.{known - period + (number - known) % period}.{name[match.end() :]}"
 
 

@@ -30,7 +30,7 @@ from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.parts import LikelihoodConfig
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.training import DataOption, TrainingData
-from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
+from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError, counted
 from deepspeed_nmt.files import (
     atomic_write_text,
     atomic_writer,
@@ -428,9 +428,14 @@ def _copy(model: TranslationModel, checkpoint: Checkpoint, source: Run, prefix: 
     weights = {prefix + name: weight for name, weight in checkpoint.weights().items()}
     expected = {name for name in own if name.startswith(prefix)}
     likelihoods = [part for part in config.objective.values() if isinstance(part, LikelihoodConfig)]
-    added = {name: origin for part in likelihoods for name in own if (origin := part.begins_as(name)) is not None}
-    lacking = expected - set(weights) - set(added)
-    missing = {name for name in lacking if grow or not _above(name, weights)}
+    lacking = expected - set(weights)
+    begins = {
+        name: origin
+        for name in lacking
+        for origin in (config.model.begins_as(name, source.config.model), *(of.begins_as(name) for of in likelihoods))
+        if origin is not None
+    }
+    missing = {name for name in lacking - set(begins) if grow or not _above(name, weights)}
     differences = [
         *(f"{name} is {list(weights[name].shape)} instead of {list(own[name].shape)}"
           for name in sorted(expected & set(weights)) if weights[name].shape != own[name].shape),
@@ -443,16 +448,16 @@ def _copy(model: TranslationModel, checkpoint: Checkpoint, source: Run, prefix: 
             f"{differences[0].removeprefix(prefix)} (one of {len(differences)} differences); make the model.* and "
             f"layer.* settings those of {source.path / 'config.yaml'}"
         )
-    for name in lacking:
-        if (likeness := config.model.begins_as(name, source.config.model)) is not None:
-            weights[name] = weights[likeness]
-    weights |= {name: weights[origin] for name, origin in added.items() if name not in weights and origin in weights}
+    weights |= {name: weights[origin] for name, origin in begins.items() if origin in weights}
     fresh = sorted(name for name in expected - set(weights) if not own[name].requires_grad)
     if fresh and not grow:
         raise ConfigError(
             f"{source.path} lacks {fresh[0]}, which is frozen here; use BERTs of its depth, or start without "
             "--init-from"
         )
+    if lacking:
+        count = sum(own[name].numel() for name in lacking)
+        logger.info("%s are new: %s lacks them", counted(count, "parameters"), source.path)
     with torch.no_grad():
         for name in expected & set(weights):
             own[name].copy_(weights[name])

@@ -186,7 +186,7 @@ class Grown:
         own = name if is_known else self._after.begins_as(name, self._before)
         match = _LAYER.match(name)
         if match is None or (own is not None and not is_known):
-            return {} if own is None else {own: 1.0}
+            return {own: 1.0} if own else {}
         before, after = (getattr(config, f"{match[1]}_layers") for config in (self._before, self._after))
         sums = begins_as(int(match[2]), before, after, self._by)
         return {f"{match[1]}.layers.{number}.{name[match.end() :]}": factor for number, factor in sums.items()}

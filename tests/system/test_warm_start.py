@@ -104,6 +104,18 @@ def variant(run: Path, to: Path, **sections: dict[str, object]) -> Path:
 RECURRENT: dict[str, object] = {"name": "recurrent", "encoder_loops": 2}
 
 
+def test_maps_of_loops_that_a_run_lacks_begin_as_the_identity(
+    data: Path, bottom: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    loops, run = variant(bottom, tmp_path / "loops", model=RECURRENT), tmp_path / "mapped"
+    settings = ["model.name=recurrent", "model.encoder_loops=2", "model.decoder_loops=2", "model.loop_rank=3"]
+    still = ["optimizer.lr=1e-20", "schedule.initial_lr=0", "training.max_updates=1", "--init-from", str(loops)]
+    assert main(train_words(data, run, *small, *settings, *still)) == 0
+    error = capsys.readouterr().err
+    assert f"768 parameters are new: {loops} lacks them" in error and "different network" not in error
+    assert translated(data, run, tmp_path) == translated(data, loops, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("option", "sections", "settings", "expected"),
     [

@@ -66,6 +66,7 @@ def test_parameters_are_those_of_the_papers_table(layers: int, vocabulary: int, 
         ("encoder.layers.23.self_residual.norm.weight", "encoder.layers.11.self_residual.norm.weight"),
         ("encoder.links.norms.3.weight", "encoder.links.norms.1.weight"),
         ("encoder.links.sums.3.weight", None),
+        ("encoder.layers.3.self_residual.norm.weight", None),
         ("decoder.layers.7.cross_attention.q_proj.weight", None),
     ],
 )
