@@ -107,6 +107,13 @@ class LayerCombination(Links):
         self.norms = nn.ModuleList(LayerNorm(dim) for _ in points[1:])
 
     @override
+    def until(self, number: int) -> LayerCombination:
+        points = [point for point in self.points if point <= number]
+        cut = LayerCombination(1, points, self.normalises)
+        cut.sums, cut.norms = self.sums[: len(points)], self.norms[: len(points) - 1]
+        return cut
+
+    @override
     def read(self, x_BTD: Tensor, number: int, kept: list[Tensor]) -> Tensor:
         if number not in self.points:
             return x_BTD

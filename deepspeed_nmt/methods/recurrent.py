@@ -36,7 +36,7 @@ Legend: D model width, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -148,10 +148,15 @@ def layer_order(sharing: Sharing, layers: int, loops: int, repeat_input: bool = 
 class LoopMaps(Links):
     """Maps x + U_t V_t x of the state after each loop t, which ends after ``ends[t - 1]`` applications."""
 
-    def __init__(self, ends: Sequence[int], dim: int, rank: int) -> None:
+    def __init__(self, ends: Sequence[int], maps: Iterable[nn.Module]) -> None:
         super().__init__()
         self.ends = tuple(ends)
-        self.maps = nn.ModuleList(LowRank(dim, rank) for _ in ends)
+        self.maps = nn.ModuleList(maps)
+
+    @override
+    def until(self, number: int) -> LoopMaps:
+        ends = [end for end in self.ends if end <= number]
+        return LoopMaps(ends, self.maps[: len(ends)])
 
     @override
     def changes(self, number: int) -> bool:
@@ -177,7 +182,8 @@ def build_recurrent(
     model = build_transformer(config, vocabulary, make_layer, config.layer_orders())
     if config.loop_rank:
         for stack in (model.encoder, model.decoder):
-            stack.links = LoopMaps(stack.order.stages, config.dim, config.loop_rank)
+            ends = stack.order.stages
+            stack.links = LoopMaps(ends, [LowRank(config.dim, config.loop_rank) for _ in ends])
     return model
 
 

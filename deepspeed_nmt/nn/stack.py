@@ -63,6 +63,10 @@ class Links(nn.Module, ABC):
         Shape: (B,T,D) -> (B,T,D)
         """
 
+    @abstractmethod
+    def until(self, number: int) -> Links:
+        """Return the connections up to so many applications, with the same weights."""
+
     def changes(self, number: int) -> bool:
         """Return True if :meth:`read` may return another state after so many applications, or keep one."""
         return True
@@ -109,7 +113,8 @@ class LayerStack(nn.Module):
     def until(self, stage: int) -> LayerStack:
         """Return a stack with the same weights, and the exits below, that ends at exit ``stage``, counted from 1."""
         order = self.order.until(stage)
-        cut = LayerStack(list(self.layers)[: max(order.indices) + 1], order, self.norm_at(stage), self.links)
+        links = None if self.links is None else self.links.until(len(order.indices))
+        cut = LayerStack(list(self.layers)[: max(order.indices) + 1], order, self.norm_at(stage), links)
         cut.exits.update({number: norm for number, norm in self.exits.items() if int(number) < stage})
         return cut
 

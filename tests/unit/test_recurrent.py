@@ -157,6 +157,8 @@ def test_decoding_step_by_step_is_teacher_forcing_at_each_number_of_loops(settin
     with torch.no_grad():
         for n, m in product((1, 2), (1, 2, 3)):
             at_exit = model.at_exit(f"{n}-{m}")
+            fewer_loops = recurrent(encoder_loops=n, decoder_loops=m, **settings)
+            assert at_exit.state_dict().keys() == fewer_loops.state_dict().keys()
             states_BTD = at_exit(data)
             memory, cache = at_exit.encode(data.source_BS), at_exit.begin()
             steps = [at_exit.step(tokens_B, memory, cache) for tokens_B in data.target_input_BT.T]
