@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from deepspeed_nmt.data.mixture import Phase
 from deepspeed_nmt.registry import Config
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 """Number that is read from a file."""
+
+
+BadMeasurements = Annotated[dict[str, Count], BeforeValidator(lambda value: {} if isinstance(value, int) else value)]
+"""Counts by tag. Checkpoints once had a single one of all tags, which begins anew."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Progress:
         skipped: number of consecutive skipped updates up to this one.
         retries: number of rollbacks since the run last passed ``failed_at``.
         failed_at: update at which the run failed last; 0 before the first rollback.
-        bad_measurements: number of consecutive bad measurements of the collapse monitor.
+        bad_measurements: numbers of consecutive bad measurements of the collapse monitor, by tag of what was bad.
         monitored_nll: loss of its last measurement; None before the first.
         drop_ratio: that of layers that adapt it to its measurements; None before the first that counts.
         phases: mixtures of corpora that the run was trained on, the last one in force; none for a single corpus.
@@ -52,7 +56,7 @@ class Progress:
     rollbacks: Count = 0
     retries: Count = 0
     failed_at: Count = 0
-    bad_measurements: Count = 0
+    bad_measurements: BadMeasurements = field(default_factory=dict)
     monitored_nll: float | None = None
     drop_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
     phases: tuple[Phase, ...] = ()
