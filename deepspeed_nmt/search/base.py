@@ -42,11 +42,13 @@ class Request:
         line: number of the sentence in its text, from 0. The random choices for a sentence are a function of it.
         prefix: tokens with which the translation begins.
         constraints: phrases, each a sequence of tokens, that the translation contains.
+        tags: number of tokens at the beginning of the prefix that do not count in the translation's length.
     """
 
     line: int = 0
     prefix: tuple[int, ...] = ()
     constraints: tuple[tuple[int, ...], ...] = ()
+    tags: int = 0
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class LeftToRightSettings(SearchConfig):
     """Settings of searches that decode one token after another.
 
     A translation has at least ``min_length`` tokens and at most ``int(max_length_ratio * source tokens) +
-    max_length_extra``, and never more than ``max_length``. EOS counts on both sides.
+    max_length_extra``, and never more than ``max_length``. EOS counts on both sides, a target's tag does not.
     """
 
     takes: ClassVar[frozenset[str]] = frozenset({"line", "prefix"})
@@ -75,14 +75,14 @@ class LeftToRightSettings(SearchConfig):
         return self
 
     def limit(self, source_tokens: int, request: Request, most: int | None) -> int:
-        """Return the most tokens that a translation may have, EOS included.
+        """Return the most tokens that a translation may have, EOS and tags included.
 
         The bound is raised to the shortest translation that is possible: ``min_length``, or the prefix, the
         constraints and EOS. The model reads at most ``most`` tokens (None: any number).
         """
         bound = length_bound(source_tokens, self.max_length_ratio, self.max_length_extra, self.max_length)
         needed = len(request.prefix) + sum(map(len, request.constraints)) + 1
-        limit = max(bound, self.min_length, needed)
+        limit = max(request.tags + max(bound, self.min_length), needed)
         return limit if most is None else min(limit, most)
 
 
@@ -105,7 +105,7 @@ class TokenRules:
         device: torch.device,
     ) -> None:
         self._eos = vocabulary.eos
-        self._least = settings.min_length
+        self._least = settings.min_length + min((request.tags for request in requests), default=0)
         self._ngram = settings.no_repeat_ngram
         never = {*vocabulary.unpredicted, *(() if model.mask is None else (model.mask,))}
         self._never = torch.tensor(sorted(never), device=device)

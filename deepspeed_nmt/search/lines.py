@@ -286,13 +286,13 @@ class LineInputs:
                 return
             number = self.first + read * self.step
             if not given:
-                yield line, Request(number, tag)
+                yield line, Request(number, tag, tags=len(tag))
                 continue
             texts = [given.get("prefix", ""), *given.get("constraints", ())]
             reader.check_utf8(number + 1, "prefix", texts[0])
             reader.check_utf8(number + 1, "constraints", *texts[1:])
             begin, *phrases = _target_tokens(tokenizer, [text.strip() for text in texts])
-            request = Request(number, (*tag, *begin), tuple(phrase for phrase in phrases if phrase))
+            request = Request(number, (*tag, *begin), tuple(phrase for phrase in phrases if phrase), len(tag))
             tokens = [token for phrase in (request.prefix, *request.constraints) for token in phrase]
             if longest_target is not None and len(tokens) >= longest_target:
                 raise MisalignedError(

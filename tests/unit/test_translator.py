@@ -82,6 +82,14 @@ def test_a_translation_begins_with_its_prefix_and_contains_its_constraints() -> 
         assert not line or (text.startswith(begin) and all(phrase.strip() in text for phrase in phrases))
 
 
+@pytest.mark.parametrize("prefix", [None, ["q"] * len(LINES)])
+def test_the_tag_of_a_target_does_not_count_in_the_length(prefix: list[str] | None) -> None:
+    search = config("sampling", samples=1, min_length=5, max_length=5)
+    for tags in (NO_TAGS, Tags(target="z")):
+        found = opened(search, tags=tags).translate(LINES, prefix=prefix)
+        assert {len(each.text.replace(" ", "")) for each in found if each.text} == {4}, "four tokens and EOS"
+
+
 def test_a_line_without_words_stays_empty_behind_a_tag() -> None:
     class Normalising(Letters):
         def encode_batch(self, texts: Sequence[str], side: str, threads: int = 1) -> list[list[int]]:
