@@ -145,9 +145,11 @@ def run(arguments: argparse.Namespace) -> int:
         recipe, precision, update_s = recipe or str(file), None, None
         vocabulary = planned_vocabulary(arguments.vocab_size, config, None if data is None else data.main)
         trained, count, states = plans.parameters(config, vocabulary)
-        kept = config.training
+        kept, validation = config.training, config.validation
+        chooser = validation.commands.get(validation.best_measure)
+        late_keep = validation.late_keep if chooser is not None and chooser.late else 0
         size = checkpoint_bytes(trained, count - trained, states)
-        checkpoints = CheckpointPlan(size, kept.keep_last, kept.keep_best, arguments.write_speed)
+        checkpoints = CheckpointPlan(size, kept.keep_last, kept.keep_best, late_keep, arguments.write_speed)
         result: dict[str, Any] = {"point": number} if arguments.sweep is not None else {}
         result |= {"recipe": recipe, "vocab_size": vocabulary.size, "parameters": count}
         result |= {"trained": trained} if trained != count else {}

@@ -108,18 +108,20 @@ class IntervalPlan:
 class CheckpointPlan:
     """Disk space and time of a run's checkpoints: the newest ``keep_last``, and with ``keep_best`` the best one.
 
-    A checkpoint has tensors of ``size`` bytes: fp32 weights and optimizer states.
+    Of older ones ``late_keep`` may wait for a score that comes late; 0 if none chooses the best. A checkpoint has
+    tensors of ``size`` bytes: fp32 weights and optimizer states.
     """
 
     size: int
     keep_last: int
     keep_best: bool
+    late_keep: int
     mb_per_s: float
 
     @property
     def disk_bytes(self) -> int:
         """Room for all of them, and for the one being written."""
-        return self.size * (self.keep_last + int(self.keep_best) + 1)
+        return self.size * (self.keep_last + int(self.keep_best) + self.late_keep + 1)
 
     @property
     def seconds(self) -> float:
@@ -133,8 +135,9 @@ class CheckpointPlan:
 
     def __str__(self) -> str:
         best = ", the best one" if self.keep_best else ""
+        late = f", validation.late_keep={self.late_keep}" if self.late_keep else ""
         return (
             f"a checkpoint has {shown_bytes(self.size)} and is written in {self.seconds:,.0f} s at "
-            f"{self.mb_per_s:g} MB/s (--write-speed); training.keep_last={self.keep_last}{best} and the one being "
-            f"written need {shown_bytes(self.disk_bytes)} of disk"
+            f"{self.mb_per_s:g} MB/s (--write-speed); training.keep_last={self.keep_last}{best}{late} and the one "
+            f"being written need {shown_bytes(self.disk_bytes)} of disk"
         )

@@ -249,6 +249,21 @@ def test_few_tokens_for_a_gpu_are_noted(
     assert all(phrase in notes[0] for phrase in phrases)
 
 
+@pytest.mark.parametrize(
+    ("chooser", "checkpoints", "named"), [("auto", 11, ", validation.late_keep=4"), ("loss", 7, ""), ("bleu", 7, "")]
+)
+def test_disk_space_is_for_checkpoints_that_await_late_scores(
+    capsys: pytest.CaptureFixture[str], chooser: str, checkpoints: int, named: str
+) -> None:
+    late = ["validation.metrics=[late:/opt/comet,bleu]", f"validation.best_by={chooser}", "validation.late_keep=4"]
+    words = ["plan", "--recipe", "deep_decoder_base_30", *NARROW, *SHALLOW, *late, "--vocab-size", "500"]
+    assert main([*words, "layer.drop_depth=1"]) == 0
+    assert f"training.keep_last=5, the best one{named} and the one being written" in capsys.readouterr().out
+    assert main([*words, "layer.drop_depth=1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["disk_bytes"] == checkpoints * found["checkpoint_bytes"]
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     own = [*NARROW, *SHALLOW, "layer.drop_depth=1", "objective.ald.every=5", "training.max_updates=1000"]
     own += ["layer.drop_ratio=0.5", "growth.at=[600]", "growth.decoder_layers=[1]"]
