@@ -102,6 +102,8 @@ class BacktranslateOptions(ExecutorOptions):
             raise ValueError("no smallest score for --score-run; give --min-score, for example -3")
         if self.min_score is not None and self.score_run is None:
             raise ValueError("no run that scores the pairs for --min-score; give --score-run")
+        if self.translation.detokenise is not None:
+            raise ValueError("--detokenise gives translations another form than their text has; leave it out")
         if self.gpus_per_task and self.executor == "local":
             raise ValueError("--gpus-per-task is for --executor slurm; leave it out, since all GPUs here translate")
         return self

@@ -249,6 +249,7 @@ def test_mistakes_are_named_before_anything_is_translated(
         (["--min-score", -3], "--min-score", "--score-run"),
         (["--", "--nbest", 2], "--nbest", "after --"),
         (["--", "--no-option"], "--no-option"),
+        (["--", "--detokenise", "de"], "--detokenise gives translations another form than their text"),
         (["--data", data], "'<bt>'"),
         (["--tag", "<no>"], "'<no>'"),
         (["--weight", "much"], "much"),
