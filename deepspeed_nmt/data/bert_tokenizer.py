@@ -53,12 +53,12 @@ class BertTokenizer(Tokenizer):
         self.vocabulary = target if one else replace(target, own_source=source)
 
     @classmethod
-    def from_berts(cls, names: str, option: str = "--tokenizer") -> BertTokenizer:
+    def from_berts(cls, names: str) -> BertTokenizer:
         """Load the tokenizers of pretrained models: ``BERT`` for both sides, or ``BERT,BERT``."""
         parts = [part.strip() for part in names.split(",")]
         if len(parts) > 2 or not all(parts):
-            raise ConfigError(f"{option} is {PREFIX}{names}, not {PREFIX}BERT or {PREFIX}BERT,BERT")
-        loaded = [huggingface.load_vocabulary(part, option) for part in (parts[0], parts[-1])]
+            raise ConfigError(f"--tokenizer is {PREFIX}{names}, not {PREFIX}BERT or {PREFIX}BERT,BERT")
+        loaded = [huggingface.load_vocabulary(part, "--tokenizer") for part in (parts[0], parts[-1])]
         sides: dict[Side, huggingface.TokenizerFile] = dict(zip(SIDES, loaded, strict=True))
         return cls({s: of.content for s, of in sides.items()}, {s: of.special for s, of in sides.items()})
 

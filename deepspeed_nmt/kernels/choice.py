@@ -338,13 +338,13 @@ class Kernels:
         """Return itself: a copied model shares its kernels with the original."""
         return self
 
-    def implementation(self, operation: str, x: Tensor, dtype: torch.dtype | None = None) -> Function:
-        """Return the chosen backend's function for an operation where ``x`` is, in ``dtype`` or that of ``x``."""
-        return self._choice(operation, x, dtype)[1]
+    def implementation(self, operation: str, x: Tensor) -> Function:
+        """Return the chosen backend's function for an operation where ``x`` is, in the dtype of ``x``."""
+        return self._choice(operation, x)[1]
 
-    def backend(self, operation: str, x: Tensor, dtype: torch.dtype | None = None) -> str:
+    def backend(self, operation: str, x: Tensor) -> str:
         """Return the name of the backend chosen for an operation; see :meth:`implementation`."""
-        return self._choice(operation, x, dtype)[0]
+        return self._choice(operation, x)[0]
 
     def choices(self, device: torch.device, dtype: torch.dtype) -> Choices:
         """Return the backend of every operation on a device."""
@@ -374,12 +374,12 @@ class Kernels:
         """
         return torch.is_grad_enabled() and self.device_type(x) != "cpu"
 
-    def _choice(self, operation: str, x: Tensor, dtype: torch.dtype | None) -> tuple[str, Function]:
+    def _choice(self, operation: str, x: Tensor) -> tuple[str, Function]:
         if torch.compiler.is_compiling():  # the compiler fuses torch's operations itself
             return "torch", getattr(torch_ops, operation)
-        key = (operation, x.device.type, dtype or x.dtype)
+        key = (operation, x.device.type, x.dtype)
         if key not in self._chosen:
-            name = self._choose(operation, x.device, key[2])
+            name = self._choose(operation, x.device, x.dtype)
             self._chosen[key] = name, load(operation, name)
         return self._chosen[key]
 

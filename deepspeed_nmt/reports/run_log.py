@@ -109,14 +109,14 @@ class Series(dict[int, float]):
         pairs = self.finite.items()
         return (max if higher_is_better else min)(pairs, key=lambda pair: pair[1], default=None)
 
-    def thinned(self, most: int = _MAX_POINTS) -> Series:
-        """Return at most about ``most`` points: the extremes of equal parts of the series, and its first and last.
+    def thinned(self) -> Series:
+        """Return at most about _MAX_POINTS points: the extremes of equal parts of the series, and its first and last.
 
         A part with a value that is not finite keeps one of them, so that the gap stays visible.
         """
-        if len(self) <= most:
+        if len(self) <= _MAX_POINTS:
             return self
-        updates, parts = list(self), max(1, most // 3)
+        updates, parts = list(self), _MAX_POINTS // 3
         kept = {updates[0], updates[-1]}
         for part in range(parts):
             inside = updates[part * len(self) // parts : (part + 1) * len(self) // parts]
