@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -321,10 +321,6 @@ class Kernels:
         """Return the same kernels with these backends for some operations, regardless of settings and environment."""
         fixed = {**self._fixed, **choices}
         return Kernels(self._setting, self._attention, fixed=fixed, capability=self._capability)
-
-    def fall_back_to_torch(self, operations: Iterable[str]) -> Kernels:
-        """Return the same kernels with torch for some of the operations, regardless of settings and environment."""
-        return self.fixing(dict.fromkeys(operations, "torch"))
 
     def planned_for(self, capability: Capability | None) -> Kernels:
         """Return the same kernels, allocating on the meta device as on a GPU of this capability; None for a CPU."""

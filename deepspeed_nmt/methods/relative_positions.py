@@ -26,15 +26,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from deepspeed_nmt.core.parts import MAX_INNER_WIDTH
-from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels import torch_ops
 from deepspeed_nmt.kernels.segments import Mask, SegmentPair, attention_by_rows
 from deepspeed_nmt.methods.stabilisers import Norm
-from deepspeed_nmt.methods.transformer import SMALL, Side, Transformer, TransformerShape, build_transformer
+from deepspeed_nmt.methods.transformer import SMALL, Side, TransformerShape, build_transformer
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import KeysValues
 from deepspeed_nmt.nn.embedding import PositionName
-from deepspeed_nmt.nn.layers import MakeDecoderLayer, make_decoder_layer
 from deepspeed_nmt.registry import Entry, SelfTest
 
 Edges = Literal["layer", "head"]
@@ -127,17 +125,10 @@ class RelativeAttention(MultiHeadAttention):
         return found.view(*found.shape[:-1], -1, self.head_dim) if self.of_heads else found
 
 
-def build_relative_positions(
-    config: RelativePositionsConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer = make_decoder_layer
-) -> Transformer:
-    """Build a freshly initialised Transformer with relative positions."""
-    return build_transformer(config, vocabulary, make_layer)
-
-
 ENTRY = Entry(
     "relative_positions",
     RelativePositionsConfig,
-    build_relative_positions,
+    build_transformer,
     SelfTest(
         "relative_positions",
         {"model": {"name": "relative_positions", **SMALL, "norm": "post", "clip_distance": 3}},

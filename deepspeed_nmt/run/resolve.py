@@ -291,7 +291,7 @@ def agree_on_kernels(kernels: Kernels, world: World, dtypes: Iterable[torch.dtyp
     if not differing:
         return kernels
     logger.warning("%s: all ranks fall back to torch, because some have no other kernel", ", ".join(differing))
-    return kernels.fall_back_to_torch(differing)
+    return kernels.fixing(dict.fromkeys(differing, "torch"))
 
 
 def check_room(run: Path, config: RunConfig, data: TrainingData) -> None:

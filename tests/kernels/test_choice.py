@@ -179,13 +179,11 @@ def test_a_trial_works_in_any_mode_of_autograd(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("variable", ["auto", "softmax=triton"])
-def test_fall_back_to_torch_overrides_all_settings(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
+def test_fixing_overrides_all_settings(machine: Machine, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     machine((8, 0), {"triton"})
     monkeypatch.setenv(ENVIRONMENT, variable)
     kernels = Kernels()
-    derived = kernels.fall_back_to_torch(["softmax"]).fall_back_to_torch(["cross_entropy"])
+    derived = kernels.fixing({"softmax": "torch"}).fixing({"cross_entropy": "torch"})
     expected = chosen(kernels) | {"softmax": "torch", "cross_entropy": "torch"}
     assert chosen(kernels)["softmax"] == "triton" and chosen(derived) == expected
     assert chosen(derived.planned_for((8, 0)), META) == expected

@@ -10,8 +10,8 @@ from torch import Tensor
 from deepspeed_nmt.build import build_model
 from deepspeed_nmt.config import validate
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.methods.relative_positions import RelativePositionsConfig, build_relative_positions
-from deepspeed_nmt.methods.transformer import Transformer
+from deepspeed_nmt.methods.relative_positions import RelativePositionsConfig
+from deepspeed_nmt.methods.transformer import Transformer, build_transformer
 from tests import transformer_equations as equations
 from tests.equations import attend, linear
 from tests.models import add_noise, assert_as_transcribed, two_pairs
@@ -23,7 +23,7 @@ SHAPE = {"dim": 12, "ffn_dim": 20, "heads": 2, "encoder_layers": 2, "decoder_lay
 def relative(**settings: object) -> Transformer:
     torch.manual_seed(1)
     config = RelativePositionsConfig.model_validate({**SHAPE, "clip_distance": 2, **settings})
-    model = build_relative_positions(config, V).double()
+    model = build_transformer(config, V).double()
     add_noise(model)  # biases and LayerNorms start at 0 and 1, which would hide mistakes
     return model
 
@@ -115,7 +115,7 @@ def test_hypotheses_that_are_dropped_and_continued_keep_their_distances(edges: s
 def test_parameters_are_those_of_the_papers_table(millions: float, vocabulary: int, recipe: str) -> None:
     shape = {"dim": 1024, "ffn_dim": 4096, "heads": 16, "clip_distance": 8}
     with torch.device("meta"):
-        model = build_relative_positions(RelativePositionsConfig.model_validate(shape), Vocabulary(vocabulary))
+        model = build_transformer(RelativePositionsConfig.model_validate(shape), Vocabulary(vocabulary))
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(millions * 1e6, rel=0.01)
 
 
