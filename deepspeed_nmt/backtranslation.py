@@ -215,7 +215,6 @@ class Backtranslation(Preparation):
 
     @override
     def run(self, stage: str, task: int, new: Path) -> PairsRecord:
-        """Run the function of a stage."""
         return _TASKS[stage](self, task, new) if stage in _TASKS else super().run(stage, task, new)
 
     def begins(self, name: str) -> Any:

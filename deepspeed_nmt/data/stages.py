@@ -140,7 +140,6 @@ class Preparation(Work[PairsRecord]):
     @property
     @override
     def stages(self) -> dict[str, int]:
-        """Names of the stages, in order, with their numbers of tasks."""
         return {
             "index": len(self.options.training_sets),
             "clean": self.tasks,
@@ -151,7 +150,6 @@ class Preparation(Work[PairsRecord]):
 
     @override
     def run(self, stage: str, task: int, new: Path) -> PairsRecord:
-        """Run the function of a stage."""
         return (
             find_repetitions(self, task, new, stage) if stage in self.repetitions else _TASKS[stage](self, task, new)
         )
