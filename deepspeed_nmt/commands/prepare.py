@@ -80,7 +80,7 @@ def read_options(values: Mapping[str, Any]) -> PrepareOptions:
     from deepspeed_nmt.data.clean import CleaningConfig
     from deepspeed_nmt.data.options import PrepareOptions
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     cleaning = {name: values[name] for name in CleaningConfig.model_fields if name in values}
     known = {name: values[name] for name in PrepareOptions.model_fields if name in values}
     options: PrepareOptions = validated(PrepareOptions, {"workers": cores, **known, "cleaning": cleaning})
