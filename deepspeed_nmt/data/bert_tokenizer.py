@@ -23,7 +23,6 @@ from deepspeed_nmt.files import read_regular
 PREFIX = "hf:"
 """Prefix of ``prepare --tokenizer``: hf:BERT, or hf:BERT,BERT for source and target."""
 
-Contents = dict[Side, str]
 Special = dict[Side, dict[str, int]]
 
 
@@ -33,7 +32,7 @@ class BertTokenizer(Tokenizer):
     ``special`` has the special tokens by side and by name in :data:`deepspeed_nmt.huggingface.SPECIAL`.
     """
 
-    def __init__(self, contents: Contents, special: Special) -> None:
+    def __init__(self, contents: dict[Side, str], special: Special) -> None:
         tokenizers = import_optional("tokenizers", "a vocabulary of BERTs", huggingface.EXTRA)
         self._contents, self._special = contents, special
         try:

@@ -72,15 +72,12 @@ Part = Literal["encoding", "embeddings", "encoder"]
 _FIRST_LEARNED_SCALE = 0.5
 
 
-FusionScale = Annotated[float, Field(gt=0.0, le=1.0)] | Literal["learned"]
-
-
 class BertDecoderConfig(BertPair):
     """Settings of a model initialised from two BERTs."""
 
     name: Literal["bert"] = "bert"
     decoder: Decoder = Field(default="parallel", description="decoder layer that the target's BERT is made into")
-    fusion_scale: FusionScale = Field(
+    fusion_scale: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["learned"] = Field(
         default=1.0,
         description="factor of the sums of decoder=parallel, above 0 and at most 1; learned: two for each layer",
     )

@@ -43,7 +43,6 @@ from deepspeed_nmt.search.beam import BeamSearch, BeamSettings
 from deepspeed_nmt.search.forced import token_log_probs
 
 StoppingRule = Literal["confidence", "agreement"]
-Rule = Literal[StoppingRule, "rerank", "consensus"]
 
 
 class ChoosingExitsConfig(BeamSettings):
@@ -54,7 +53,7 @@ class ChoosingExitsConfig(BeamSettings):
         default=(1,),
         description="decoder stages to choose from, shallowest first",
     )
-    rule: Rule = Field(
+    rule: Literal[StoppingRule, "rerank", "consensus"] = Field(
         default="confidence",
         description="confidence or agreement: stop at the first exit that they accept; rerank or consensus: the best "
         "of all exits",

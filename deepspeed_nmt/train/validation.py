@@ -19,9 +19,6 @@ from deepspeed_nmt.engine.contract import Engine
 from deepspeed_nmt.train.events import Detail, Events
 from deepspeed_nmt.train.progress import Progress
 
-IsSignificantlyBetter = Callable[[int, int], bool]
-"""Function of two updates, True if the first one's translations are significantly better."""
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -110,7 +107,7 @@ class Validator(Protocol):
 
 
 def update_best(
-    progress: Progress, validation: Validation, is_significantly_better: IsSignificantlyBetter
+    progress: Progress, validation: Validation, is_significantly_better: Callable[[int, int], bool]
 ) -> tuple[Progress, bool]:
     """Return the progress after a validation, and True if it is the best so far.
 
