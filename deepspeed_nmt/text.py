@@ -199,11 +199,11 @@ def plain_form(text: TextForm, language: str, owner: Path) -> TextForm:
     return form
 
 
-def tokenise(lines: Iterable[str], language: str) -> Iterable[str]:
-    """Yield raw lines tokenised and escaped by the rules of Moses' tokenizer.perl."""
+def tokenise(lines: Iterable[str], language: str, dashes: bool = False) -> Iterable[str]:
+    """Yield raw lines tokenised and escaped by the rules of Moses' tokenizer.perl; ``dashes`` is its option -a."""
     tokenizer = sacremoses().MosesTokenizer(language)
     for line in lines:
-        yield tokenizer.tokenize(line, return_str=True, escape=True)
+        yield tokenizer.tokenize(line, aggressive_dash_splits=dashes, return_str=True, escape=True)
 
 
 def detokenise(lines: Iterable[str], language: str) -> list[str]:

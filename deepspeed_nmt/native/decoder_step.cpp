@@ -1,4 +1,4 @@
-// The newest positions of hypotheses through decoder layers on a CPU, and products of few rows.
+// Layers of encoders and decoders on a CPU, for the newest positions of hypotheses or whole sentences, and products.
 //
 // `library.py` compiles this file for the vectors of the CPU, and checks the length of whatever is passed. All sizes
 // are in elements. Weights are in panels: of PANEL outputs, those of one input are adjacent, and then those of the
@@ -7,7 +7,8 @@
 // In int8 a row of inputs is rounded, too, with a scale of its own. Sums are of integers, so they are equal on all CPUs,
 // and do not depend on other rows. A row with NaN or infinity becomes NaN.
 //
-// Rows are hypotheses, those of a sentence adjacent and equally many for each sentence.
+// Rows are hypotheses, those of a sentence adjacent and equally many for each sentence. The positions of a whole
+// sentence are hypotheses that see one another, in a decoder up to themselves.
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,4 @@
-"""The native code of decoding on a CPU: built at its first use on a machine, called with tensors.
+"""The native code of encoding and decoding on a CPU: built at its first use on a machine, called with tensors.
 
 `decoder_step.cpp` is compiled by the compiler that is there, for the vectors of this CPU. The library is kept in a
 directory of this user alone, under a name that is a hash of source, compiler and flags, and ends in a hash of its
@@ -273,7 +273,7 @@ class Source:
 
 
 class NativeLayer:
-    """The weights of a decoder layer of self-attention, cross-attention if there is one, and feed-forward.
+    """The weights of a layer of self-attention, cross-attention if there is one, and feed-forward.
 
     Args:
         library: the compiled code.

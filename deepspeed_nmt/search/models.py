@@ -130,15 +130,15 @@ def resolve_precision(precision: str, device: torch.device) -> str:
     reason = "CPUs multiply fp16 slowly" if precision == "fp16" else _obstacle_to_packing(precision)
     if reason is not None and precision != "fp32":
         able = ["fp32", *(other for other in ("bf16", "int8") if _obstacle_to_packing(other) is None)]
-        raise ConfigError(
-            f"{name} is {precision}, but {reason}{', or' if precision == 'int8' else ';'} use {' or '.join(able)}"
-        )
+        raise ConfigError(f"{name} is {precision}, but {reason}; use {' or '.join(able)}")
     return precision
 
 
 def _obstacle_to_packing(precision: str) -> str | None:
     """Return the reason why weights cannot be packed in a precision on this CPU, or None."""
-    return native.obstacle() if precision == "int8" else onednn_ops.obstacle(precision)
+    if precision != "int8":
+        return onednn_ops.obstacle(precision)
+    return None if (reason := native.obstacle()) is None else f"it needs native code ({reason})"
 
 
 def resolve_native(choice: NativeChoice, device: torch.device, precision: str) -> bool:

@@ -483,7 +483,7 @@ def test_without_a_compiler_torch_decodes(
     assert "install g++" in caplog.text
     with pytest.raises(ConfigError, match=r"`native` is on, .*install g\+\+"):
         resolve_native("on", CPU, "fp32")
-    with pytest.raises(ConfigError, match=r"`precision` is int8, but .*install g\+\+, or use fp32"):
+    with pytest.raises(ConfigError, match=r"`precision` is int8, but .*install g\+\+\); use fp32"):
         resolve_precision("int8", CPU)
     with pytest.raises(ConfigError, match="only native code decodes in int8"):
         resolve_native("off", CPU, "int8")
