@@ -27,6 +27,8 @@ from deepspeed_nmt.nn.linear import Linear, PackedWeights, Product, Sliceable, U
 
 NormStyle = Literal["pre", "post", "deepnorm"]
 Activation = Literal["relu", "gelu", "swish"]
+_LONGEST_WHOLE = 512
+"""Positions of whole sentences up to which a layer is native: its memory and time grow with their square."""
 
 
 class LayerNorm(nn.Module, UsesKernels):
@@ -392,7 +394,7 @@ def native_step(layer: EncoderLayer | DecoderLayer, rows: int) -> NativeStep | N
 def _whole_step(layer: EncoderLayer | DecoderLayer, x_BTD: Tensor, context: Context) -> NativeStep | None:
     """Return the native step for whole sentences; None if there is none, or hooks look at a part of the layer."""
     is_plain = context.target_mask is None and context.weights is None and isinstance(context.mask, Tensor | None)
-    if layer.packed is None or layer.training or not is_plain:
+    if layer.packed is None or layer.training or not is_plain or x_BTD.shape[1] > _LONGEST_WHOLE:
         return None
     if any(part._forward_hooks or part._forward_pre_hooks for part in layer.modules()):
         return None

@@ -145,6 +145,17 @@ def test_whole_sentences_are_as_by_torch(name: str, monkeypatch: pytest.MonkeyPa
         assert list(seen) == [attention] and applications <= len(calls) < 2 * applications
 
 
+def test_long_sentences_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native code lists what each position sees, in memory that grows with the square of the length."""
+    ours, theirs = both(model_of("pre"))
+    calls, whole = [], NativeStep.whole
+    monkeypatch.setattr(NativeStep, "whole", lambda *args: calls.append(args[1].shape[1]) or whole(*args))
+    source_BS = torch.tensor([[5] * 700 + [2]])
+    scores = [token_log_probs([model], VOCABULARY, source_BS, False, [[[5, 6, 7]]]) for model in (ours, theirs)]
+    assert scores[0][0][0] == pytest.approx(scores[1][0][0], abs=1e-5, rel=5e-6)
+    assert calls == [4, 4, 4]
+
+
 def test_int8_uses_threads() -> None:
     """Rows and sentences that several threads share; each computes the same as alone."""
     model = model_of("pre")
