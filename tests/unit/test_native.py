@@ -229,8 +229,8 @@ def test_int8_rounds_weights_and_inputs(monkeypatch: pytest.MonkeyPatch) -> None
             expected_RV = plain.step(tokens_R, expected_memory, other)
             differences.append(float((logits_RV - expected_RV).abs().max() / expected_RV.std()))
             tokens_R = expected_RV.argmax(dim=1)
-    # Where a number is between two integers, the last digit of it decides, so that one product can differ by a step.
-    assert sorted(differences)[1] < 1e-4 and max(differences) < 0.1
+    # Where a number is between two integers, its last digit decides, and a product can differ by a step.
+    assert max(differences) < 0.02  # without rounding: 0.05 to 0.09
     monkeypatch.undo()
     exact = translated(model_of("pre"), 1)
     assert sum(one.tokens[:2] == two.tokens[:2] for one, two in zip(translated(model, 1), exact, strict=True)) >= 2
