@@ -30,7 +30,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED_DATA = Path(os.environ.get("DEEPSPEED_NMT_SHARED", REPOSITORY.parent / "shared"), "data")
 """Real text, which is not part of the repository."""
 FAST_FILES = ("test_architecture.py", "test_readme.py", "test_troubleshooting.py")
-"""Files of `launch/test.sh --fast` other than the unit tests and a run from raw text to BLEU."""
+"""Files of `launch/test.sh --fast` other than the unit tests and a run from raw text to BLEU.
+
+Tests marked long are left out of it.
+"""
 LONGEST_FIRST = ("test_slurm.py", "test_engines.py", "slurm", "parity", "system", "kernels", "distributed")
 """Files and directories in the order in which they start, so that two workers end at about the same time.
 
@@ -67,7 +70,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of `launch/test.sh --fast`, and sort the longest files first."""
     for item in items:
-        if item.path.parent.name == "unit" or item.path.name in FAST_FILES:
+        is_quick = item.path.parent.name == "unit" or item.path.name in FAST_FILES
+        if is_quick and item.get_closest_marker("long") is None:
             item.add_marker("fast")
     items.sort(key=_start)
 

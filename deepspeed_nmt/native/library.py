@@ -1,6 +1,6 @@
 """The native code of encoding and decoding on a CPU: built at its first use on a machine, called with tensors.
 
-`decoder_step.cpp` is compiled by the compiler that is there, for the vectors of this CPU. The library is kept in a
+`layers.cpp` is compiled by the compiler that is there, for the vectors of this CPU. The library is kept in a
 directory of this user alone, under a name that is a hash of source, compiler and flags, and ends in a hash of its
 content. Without a compiler, or where no such directory can be made, there is no native code, and torch decodes.
 
@@ -41,7 +41,7 @@ from deepspeed_nmt.files import atomic_write_bytes, read_regular
 
 FEW_ROWS = 16
 """Rows up to which the products are faster than oneDNN's in any case."""
-_SOURCE = Path(__file__).with_name("decoder_step.cpp")
+_SOURCE = Path(__file__).with_name("layers.cpp")
 _FLAGS = (
     *("-std=c++17", "-shared", "-fPIC", "-Wno-psabi", "-O3", "-fopenmp-simd", "-ffp-contract=fast"),
     "-fno-tree-pre",  # which would keep the sums of products in memory

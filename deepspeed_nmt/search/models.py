@@ -166,11 +166,11 @@ _log_once = cache(logger.info)
 
 
 def prepare_to_decode(model: nn.Module, device: torch.device, precision: str, natively: bool = False) -> None:
-    """Bring a model in eval mode to a device for good.
+    """Bring a model in eval mode to a device for good, without gradients, which packed weights would not pass on.
 
     ``precision`` and ``natively`` are results of :func:`resolve_precision` and :func:`resolve_native`.
     """
-    model.to(device, DTYPES.get(precision, torch.float32))  # int8 is packed from fp32
+    model.requires_grad_(False).to(device, DTYPES.get(precision, torch.float32))  # int8 is packed from fp32
     if device.type == "cpu" and _obstacle_to_packing(precision) is None:
         pack_weights(model, precision == "int8", native.library() if natively else None)
 

@@ -188,6 +188,7 @@ def test_tables_are_up_to_date(name: str, table: str, monkeypatch: pytest.Monkey
     assert tables.with_table(page, getattr(tables, table)()) == page, "run `python launch/docs/tables.py`"
 
 
+@pytest.mark.long
 def test_the_plans_of_a_large_model_are_up_to_date() -> None:
     """Compute the plans in a process without Triton's interpreter, which allocates differently."""
     pytest.importorskip("triton")

@@ -24,6 +24,8 @@ from deepspeed_nmt.nn.compiled import check_compiler
 from deepspeed_nmt.nn.layers import AttentionRecord, DecoderLayer, Draw, LayerParts
 from tests.varlen import use_varlen_on_a_cpu
 
+pytestmark = pytest.mark.long
+
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 V = Vocabulary(30)
 CONFIG = TransformerConfig(dim=16, ffn_dim=32, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0)

@@ -97,3 +97,4 @@ def test_weights_are_packed_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -
         model = build_transformer(config, vocabulary).eval()
         prepare_to_decode(model, torch.device("cpu"), "fp32")
         assert (packing_of(model) is None) == (reason is not None)
+        assert not model.encode(torch.tensor([[5, 6, 7]]), None).states_BSD.requires_grad  # it would lack some

@@ -264,6 +264,7 @@ def test_disk_space_is_for_checkpoints_that_await_late_scores(
     assert found["disk_bytes"] == checkpoints * found["checkpoint_bytes"]
 
 
+@pytest.mark.long
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     own = [*NARROW, *SHALLOW, "layer.drop_depth=1", "objective.ald.every=5", "training.max_updates=1000"]
     own += ["layer.drop_ratio=0.5", "growth.at=[600]", "growth.decoder_layers=[1]"]
@@ -295,6 +296,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "engine.tensor_parallel is 2, which does not divide --num-gpus 3" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_plan_with_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = str(prepare_sample(tmp_path, 300, train=100, valid=5, test=5))
     config = tmp_path / "own.yaml"
@@ -337,6 +339,7 @@ def test_the_settings_that_a_plan_prints_fit_those_given(
     assert uses_deepspeed(followed.engine, gpus) == (gpus == 8)
 
 
+@pytest.mark.long
 def test_recomputation_by_a_memory_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: dict[tuple[int, RecomputedLayers], Work] = {}
 

@@ -186,6 +186,7 @@ def _noisy(tmp_path: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_any_number_of_workers_makes_the_same_directory(
     texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -483,6 +484,7 @@ def test_weights_stay_with_their_pairs(texts: dict[str, Any], tmp_path: Path) ->
         Corpus(texts["out"], "train")
 
 
+@pytest.mark.long
 def test_scores_stay_with_their_pairs(texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (inputs, stages):
         monkeypatch.setattr(module, "PIECE_BYTES", 700)
