@@ -71,18 +71,14 @@ class ParameterState:
 class EngineScalars:
     """The part of an engine's state that is not tensors: steps without skipped ones, and fp16's loss scale.
 
-    ``good_updates`` are those since the scale last changed, and ``hysteresis`` the overflows that halve it next.
+    The scale is None in another precision, after which fp16 has it still to find. ``good_updates`` are those since it
+    last changed, and ``hysteresis`` the overflows that halve it next.
     """
 
     optimizer_step: int = 0
-    loss_scale: float = 1.0
+    loss_scale: float | None = None
     good_updates: int = 0
     hysteresis: int = 1
-
-    @property
-    def has_scale(self) -> bool:
-        """True if they are of fp16; after another precision it has its scale still to find."""
-        return self.loss_scale != 1.0 or self.good_updates > 0
 
 
 class SavedState(Protocol):

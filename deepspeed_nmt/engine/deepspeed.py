@@ -240,7 +240,7 @@ class DeepSpeedEngine(Engine):
     def scalars(self) -> EngineScalars:
         step, scaler = steps_of(self._optimizer) if self._stepped else 0, self._scaler()
         if scaler is None:
-            return EngineScalars(step, self._loss_scale())
+            return EngineScalars(step)
         good = scaler.cur_iter - scaler.last_overflow_iter - 1
         # At the end of a window, not 0: the next good update then doubles the scale.
         good = good and (good - 1) % scaler.scale_window + 1
@@ -261,7 +261,7 @@ class DeepSpeedEngine(Engine):
                     self._put(state, parameter, which)
         set_steps(self._optimizer, scalars.optimizer_step)
         scaler = self._scaler()
-        if scaler is not None and scalars.has_scale:
+        if scaler is not None and scalars.loss_scale is not None:
             scaler.cur_scale, scaler.cur_hysteresis = scalars.loss_scale, scalars.hysteresis
             scaler.cur_iter, scaler.last_overflow_iter = scalars.good_updates, -1
         self._stepped = True

@@ -115,7 +115,8 @@ class PlainEngine(Engine):
 
     @override
     def scalars(self) -> EngineScalars:
-        return EngineScalars(steps_of(self._optimizer), self._scale, self._good_updates)
+        scale = self._scale if self._precision == "fp16" else None
+        return EngineScalars(steps_of(self._optimizer), scale, self._good_updates)
 
     @override
     def restore(self, saved: SavedState, scalars: EngineScalars) -> None:
@@ -128,7 +129,7 @@ class PlainEngine(Engine):
             for which in self._saved_names(parameter, scalars):
                 state[which].copy_(scatter(saved.optimizer_state(name, which), parameter))
         set_steps(self._optimizer, scalars.optimizer_step)
-        if self._precision == "fp16" and scalars.has_scale:
+        if self._precision == "fp16" and scalars.loss_scale is not None:
             self._scale, self._good_updates = scalars.loss_scale, scalars.good_updates
 
     def _narrow(self, dtype: torch.dtype) -> dict[str, nn.Parameter]:

@@ -86,7 +86,7 @@ class TrainingLoop:
         self._window.restore(self.log, self.world, self.engine.device)
         self._spikes = SpikeWatch(self.config.spike_factor, self.config.norm_spike_factor, *self.log[:1])
         self._parameters = [name for name, _ in self.engine.module.model.named_parameters()]
-        self._loss_scale = self.engine.scalars().loss_scale
+        self._loss_scale = self.engine.scalars().loss_scale or 1.0
 
     def run(self, progress: Progress) -> Progress | None:
         """Train until the end or a requested stop, and save.

@@ -122,7 +122,10 @@ def stays(engine: Engine, update: Update) -> bool:
 
 
 def loss_scales(engine_name: str, world: World, directory: Path, update: Update) -> list[Any]:
-    """Return an engine's scalars at the end of a window, and the next loss scales, without and with a resume."""
+    """Return an engine's scalars at the end of a window, and the next loss scales, without and with a resume.
+
+    The third item is the scale after a resume after an overflow at a scale of 1.
+    """
     engine = build("vanilla", engine_name, world, directory)
     engine.update(update.micro_batches, update.target_tokens, 0.0)
     scaler = engine._scaler()  # type: ignore[attr-defined]
@@ -132,12 +135,14 @@ def loss_scales(engine_name: str, world: World, directory: Path, update: Update)
     for resume in (False, True):
         if resume:
             engine = build("vanilla", engine_name, world, directory, weights=saved.weights)
+            engine.restore(saved, replace(scalars, loss_scale=1.0, good_updates=0))
+            least = engine.scalars().loss_scale
             engine.restore(saved, scalars)
         before = engine.scalars()
         results = [engine.update(update.micro_batches, update.target_tokens, 0.0) for _ in range(2)]
         found.append([vars(before), [result.loss_scale for result in results]])
         engine.close()
-    return found
+    return [*found, least]
 
 
 def after_a_growth(

@@ -233,8 +233,9 @@ def test_a_skipped_update_leaves_weights_and_states_alone(reports: Reports, name
 
 
 def test_the_loss_scale_of_deepspeed_goes_on_after_a_resume(reports: Reports) -> None:
-    straight, resumed = reports("vanilla", 2)["zero2:fp16"]["scales"]
+    straight, resumed, least = reports("vanilla", 2)["zero2:fp16"]["scales"]
     assert straight == resumed and straight[1] == [256.0, 512.0], "it doubles after the window"
+    assert least == 1.0
 
 
 @pytest.mark.parametrize("name", SIXTEEN_BIT)
