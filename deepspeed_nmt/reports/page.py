@@ -194,15 +194,18 @@ class RunPage:
         """Return the reason why the decoder counts as collapsed, "" if it does not: the monitor has not warned."""
         collapse = self.config.collapse
         warned = max((event.update or 0 for event in self.events if event.kind == "collapse"), default=0)
-        for tag, lacks in ((SOURCE_RELIANCE, "its source: source"), (PREFIX_RELIANCE, "what it has written: prefix")):
-            last = [*self.log.series(tag).items()][-collapse.patience :]
-            is_low = all(x < collapse.threshold for _, x in last)
-            if len(last) == collapse.patience and last[0][0] <= warned and is_low:
-                return (
-                    f"the decoder ignores {lacks} reliance is {last[-1][1]:.3f} nats a token, below "
-                    f"{collapse.threshold:g} in the last {counted(len(last), 'measurements')}"
-                )
-        return ""
+        sources, prefixes = self.log.series(SOURCE_RELIANCE), self.log.series(PREFIX_RELIANCE)
+        last = [(update, x, prefixes.get(update, x)) for update, x in sources.items()][-collapse.patience :]
+        is_low = all(min(both) < collapse.threshold for _, *both in last)
+        if len(last) < collapse.patience or last[0][0] > warned or not is_low:
+            return ""
+        _, source, prefix = last[-1]
+        is_blind = source < collapse.threshold
+        lacks = "its source: source" if is_blind else "what it has written: prefix"
+        return (
+            f"the decoder ignores {lacks} reliance is {source if is_blind else prefix:.3f} nats a token; source or "
+            f"prefix reliance was below {collapse.threshold:g} in the last {counted(len(last), 'measurements')}"
+        )
 
     def _best(self) -> Best | None:
         """Return the best validation: as `choose-best` or the checkpoint records it, or else by the log."""

@@ -126,42 +126,36 @@ class CollapseMonitor:
         is_falling = not self._config.grace and fall > 0.0 and fast
         return update > self._grace and not is_falling
 
-    def check(
-        self, update: int, values: dict[str, float], bad: dict[str, int], before: float | None
-    ) -> tuple[dict[str, int], str]:
+    def check(self, update: int, values: dict[str, float], bad: int, before: float | None) -> tuple[int, str]:
         """Check a measurement.
 
-        With ``action=warn``, warn after ``patience`` measurements in a row of which the same value is bad, and again
-        after as many more. With ``action=stop``, ask for a stop after ``patience`` of them, and again after each
-        further one: a run that is resumed without a remedy stops at its next measurement.
+        With ``action=warn``, warn after ``patience`` bad measurements in a row, and again after as many more. With
+        ``action=stop``, ask for a stop after ``patience`` of them, and again after each further one: a run that is
+        resumed without a remedy stops at its next measurement. The reason is that of the newest, since a decoder may
+        alternate between losing its source and its prefix.
 
         ``before`` is that of :meth:`counts`.
 
         Returns:
-            Bad measurements in a row including this one, of which ``bad`` came before, by tag, and the reason to stop
-            or "".
+            Bad measurements in a row including this one, of which ``bad`` came before, and the reason to stop or "".
         """
-        if not self.counts(update, values, before):
-            return {}, ""
-        config, patience = self._config, self._config.patience
-        low = {tag: values.get(tag, math.inf) < config.threshold for tag in (RELIANCE, PREFIX_RELIANCE)}
-        is_bad = {NLL: values[NLL] > self._guessing, **low}
-        bad = {tag: bad.get(tag, 0) + 1 for tag in is_bad if is_bad[tag]}
-        due = [tag for tag, n in bad.items() if n >= patience and (config.action == "stop" or n % patience == 0)]
-        if not due:
+        config, lost = self._config, values[NLL] > self._guessing
+        blind, adrift = (values.get(tag, math.inf) < config.threshold for tag in (RELIANCE, PREFIX_RELIANCE))
+        if not (self.counts(update, values, before) and (blind or adrift or lost)):
+            return 0, ""
+        bad += 1
+        if bad < config.patience or (config.action == "warn" and bad % config.patience):
             return bad, ""
-        count, adrift = bad[due[0]], PREFIX_RELIANCE in bad
-        bound = f"(collapse.threshold is {config.threshold:g}), in {count} measurements in a row:"
-        if due[0] == NLL:
+        bound = f"(collapse.threshold is {config.threshold:g}):"
+        if lost:
             what = (
                 f"the decoder predicts worse than guessing. Its validation loss is {values[NLL]:.2f} nats a token "
-                f"(guessing: {self._guessing:.2f}) after {count} bad measurements in a row, and its training loss "
-                "does not show it."
+                f"(guessing: {self._guessing:.2f}), and its training loss does not show it."
             )
             if adrift:
                 what += " It does not read what it has written: exchanged prefixes change nothing."
             remedies = [*(_FOR_PREFIXES if adrift else ["model.norm=pre"]), *_FOR_ANY, "optimizer.clip_norm=1"]
-        elif due[0] == RELIANCE:
+        elif blind:
             what = (
                 "the decoder ignores its source. With the sources shuffled among the sentences, its loss rises by "
                 f"only {values[RELIANCE]:.3f} nats a token {bound} it is turning into a language model, and its BLEU "
@@ -175,9 +169,10 @@ class CollapseMonitor:
                 "the source and its position alone, and its BLEU will be low."
             )
             remedies = [*_FOR_PREFIXES, *_FOR_ANY]
-        message = f"update {update}: {what} Remedies: {', '.join(remedies)}, or fewer model.decoder_layers"
+        what += f" Bad measurements in a row, in this or another way: {bad}. Remedies: {', '.join(remedies)}"
+        message = f"update {update}: {what}, or fewer model.decoder_layers"
         tags = [tag for tag in (RELIANCE, PREFIX_RELIANCE, NLL) if tag in values]
-        measured = {**{tag.partition("/")[2]: values[tag] for tag in tags}, "bad_measurements": count}
+        measured = {**{tag.partition("/")[2]: values[tag] for tag in tags}, "bad_measurements": bad}
         self._events.record("collapse", update, message, action=config.action, **measured)
         if config.action == "stop":
             return bad, message

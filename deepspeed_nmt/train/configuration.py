@@ -152,7 +152,7 @@ class CollapseConfig(Config):
         description="updates before the first judgement; 0: twice the warm-up, and as long as the loss falls as at "
         "the start",
     )
-    patience: int = Field(default=2, ge=1, description="measurements in a row of which the same value must be bad")
+    patience: int = Field(default=2, ge=1, description="measurements in a row that must be bad")
     action: Literal["warn", "stop"] = Field(
         default="warn", description="what to do then: warn, or save and stop the run"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -14,8 +14,8 @@ Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 """Number that is read from a file."""
 
 
-BadMeasurements = Annotated[dict[str, Count], BeforeValidator(lambda value: {} if isinstance(value, int) else value)]
-"""Counts by tag. Checkpoints once had a single one of all tags, which begins anew."""
+BadMeasurements = Annotated[Count, BeforeValidator(lambda value: 0 if isinstance(value, dict) else value)]
+"""A count. Checkpoints once had one for each tag, which begin anew."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Progress:
         skipped: number of consecutive skipped updates up to this one.
         retries: number of rollbacks since the run last passed ``failed_at``.
         failed_at: update at which the run failed last; 0 before the first rollback.
-        bad_measurements: numbers of consecutive bad measurements of the collapse monitor, by tag of what was bad.
+        bad_measurements: number of consecutive bad measurements of the collapse monitor.
         monitored_nll: loss of its last measurement; None before the first.
         drop_ratio: that of layers that adapt it to its measurements; None before the first that counts.
         phases: mixtures of corpora that the run was trained on, the last one in force; none for a single corpus.
@@ -56,7 +56,7 @@ class Progress:
     rollbacks: Count = 0
     retries: Count = 0
     failed_at: Count = 0
-    bad_measurements: BadMeasurements = field(default_factory=dict)
+    bad_measurements: BadMeasurements = 0
     monitored_nll: float | None = None
     drop_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
     phases: tuple[Phase, ...] = ()

@@ -90,37 +90,52 @@ def test_it_warns_after_grace_and_patience_and_again_if_the_collapse_persists(
     check = monitor(tmp_path).check
     caplog.set_level(logging.WARNING, logger="deepspeed_nmt")
     low, good, lost = {RELIANCE: 0.01, NLL: 2.0}, {RELIANCE: 0.9, NLL: 2.0}, {RELIANCE: 0.9, NLL: 4.0}
-    bad: dict[str, int] = {}
+    bad = 0
     for update, values in ((100, low), (200, low), (300, good), (400, low)):
         bad, fatal = check(update, values, bad, 2.0)
         assert not fatal
     assert not caplog.messages, "no warning in the grace period, nor without two bad measurements in a row"
-    assert check(500, low, bad, 2.0) == ({RELIANCE: 2}, "")
+    assert check(500, low, bad, 2.0) == (2, "")
     assert "update 500: the decoder ignores its source" in caplog.messages[0]
-    assert "rises by only 0.010 nats a token (collapse.threshold is 0.2), in 2 measurements" in caplog.messages[0]
-    assert check(600, low, {RELIANCE: 2}, 2.0) == ({RELIANCE: 3}, "")
-    assert check(700, lost, {NLL: 1, RELIANCE: 3}, 2.0) == ({NLL: 2}, "")
+    assert "rises by only 0.010 nats a token (collapse.threshold is 0.2): it is turning" in caplog.messages[0]
+    assert check(600, low, 2, 2.0) == (3, "")
+    assert check(700, lost, 3, 2.0) == (4, "")
     assert "the decoder predicts worse than guessing. Its validation loss is 4.00 nats" in caplog.messages[1]
     assert "(guessing: 3.91)" in caplog.messages[1] and "layer.drop_ratio=1" not in caplog.messages[1]
-    assert check(800, {**lost, PREFIX_RELIANCE: 0.9}, {NLL: 5}, 2.0) == ({NLL: 6}, "")
+    assert check(800, {**lost, PREFIX_RELIANCE: 0.9}, 5, 2.0) == (6, "")
     assert "prefixes" not in caplog.messages[2]
-    assert check(900, {**lost, PREFIX_RELIANCE: 0.1}, {NLL: 7}, 2.0) == ({NLL: 8, PREFIX_RELIANCE: 1}, "")
-    assert "exchanged prefixes change nothing. Remedies: model.init=depth_scaled or" in caplog.messages[3]
+    assert check(900, {**lost, PREFIX_RELIANCE: 0.1}, 7, 2.0) == (8, "")
+    assert "exchanged prefixes change nothing." in caplog.messages[3]
+    assert "Remedies: model.init=depth_scaled or" in caplog.messages[3]
     adrift = {**good, PREFIX_RELIANCE: 0.1}
-    assert check(1000, adrift, {RELIANCE: 1}, 2.0) == ({PREFIX_RELIANCE: 1}, ""), "another value than before"
-    assert check(1100, adrift, {PREFIX_RELIANCE: 1}, 2.0) == ({PREFIX_RELIANCE: 2}, "")
+    assert check(1000, adrift, 0, 2.0) == (1, "") and check(1100, adrift, 1, 2.0) == (2, "")
     assert "update 1100: the decoder does not read what it has written. With the prefixes" in caplog.messages[4]
     assert "rises by only 0.100 nats a token" in caplog.messages[4] and "(layer.drop_ratio=1)" in caplog.messages[4]
+
+
+def test_a_decoder_that_alternates_between_faults_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    check, bad = monitor(tmp_path, patience=3).check, Progress().bad_measurements
+    for update, values in (
+        (500, {RELIANCE: 0.01, PREFIX_RELIANCE: 0.9, NLL: 2.0}),
+        (600, {RELIANCE: 0.9, PREFIX_RELIANCE: 0.02, NLL: 2.0}),
+        (700, {RELIANCE: 0.03, PREFIX_RELIANCE: 0.9, NLL: 2.0}),
+    ):
+        assert not caplog.messages
+        bad, _ = check(update, values, bad, 2.0)
+    (message,) = caplog.messages
+    assert "update 700: the decoder ignores its source" in message and "only 0.030 nats a token" in message
+    assert "Bad measurements in a row, in this or another way: 3." in message
 
 
 def test_a_resumed_run_stops_at_the_next_bad_measurement(tmp_path: Path) -> None:
     check = monitor(tmp_path, action="stop", patience=3).check
     low, good = {RELIANCE: 0.0, NLL: 1.0}, {RELIANCE: 0.9, NLL: 1.0}
-    stops = [bool(check(500, low, {RELIANCE: bad}, 1.0)[1]) for bad in range(5)]
-    assert stops == [False, False, True, True, True]
-    assert check(500, good, {RELIANCE: 4}, 1.0) == ({}, "")
-    earlier = State.model_validate({"progress": {"bad_measurements": 4}, "engine": {}})
-    assert earlier.progress == Progress(), "a count of a checkpoint that had one for all values"
+    assert [bool(check(500, low, bad, 1.0)[1]) for bad in range(5)] == [False, False, True, True, True]
+    assert check(500, good, 4, 1.0) == (0, "")
+    earlier = State.model_validate({"progress": {"bad_measurements": {RELIANCE: 4}}, "engine": {}})
+    assert earlier.progress == Progress(), "counts of a checkpoint that had one for each value"
 
 
 # Measured every 20 updates, on the sample corpus and on the same with shuffled training sources, warm-up 60.
@@ -133,7 +148,7 @@ def test_there_is_no_alarm_while_the_loss_falls_as_at_the_start(tmp_path: Path) 
         """Return the updates at which a monitor with a grace of 20 updates stops, of a vocabulary of 700."""
         subject = monitor(tmp_path, action="stop", every=20, **settings)
         subject._grace, subject._validation.vocabulary = 20, Vocabulary(700)
-        stops, bad, before = [], {}, 4.448
+        stops, bad, before = [], 0, 4.448
         for update, (nll, reliance) in zip(range(100, 220, 20), measured, strict=True):
             bad, fatal = subject.check(update, {RELIANCE: reliance, NLL: nll}, bad, before)
             before = nll

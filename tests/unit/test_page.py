@@ -179,6 +179,12 @@ def test_a_run_has_collapsed_if_the_monitor_has_warned(tmp_path: Path, reliance:
     assert status.state == "collapsed" and f"the decoder ignores {lacks} reliance is 0.150" in status.sentence
     append_log(run, [{"update": update, SOURCE_RELIANCE: 1.0, PREFIX_RELIANCE: 1.0} for update in (220, 240)])
     assert RunPage(run).status().state == "running", "it has recovered"
+    append_log(run, [{"update": 260, SOURCE_RELIANCE: 0.1, PREFIX_RELIANCE: 1.0}])
+    append_log(run, [{"update": 280, SOURCE_RELIANCE: 1.0, PREFIX_RELIANCE: 0.1}])
+    assert RunPage(run).status().state == "running", "the monitor has not warned of these"
+    write_events(run, ("collapse", 280, "the decoder"))
+    status = RunPage(run).status()
+    assert status.state == "collapsed" and "what it has written: prefix reliance is 0.100" in status.sentence
 
 
 def test_one_directory_with_two_tags_is_two_corpora(tmp_path: Path) -> None:
