@@ -171,6 +171,11 @@ class Translator:
         """Names of the trained exits, the top last; the top alone if the model is of no run."""
         return [TOP] if self._opened is None else self._opened.exits(members_of(self.model))
 
+    @property
+    def aligning(self) -> dict[str, list[int]]:
+        """Layers that align best, one of each model, by exit; empty until they have been chosen."""
+        return {} if self._opened is None else self._opened.aligning
+
     def identity(self) -> dict[str, Any]:
         """Return all that translations depend on besides the options and the text."""
         models = {"the vocabulary": self.tokenizer.digest, "the weights": self.digests}

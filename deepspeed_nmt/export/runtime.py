@@ -116,6 +116,7 @@ class ExportedTranslator:
         if self.tokenizer.digest != certificate.hashes["vocabulary"]:
             raise DataError(f"{place} has another vocabulary than its certificate records; export again")
         self.text = info.text
+        self.aligning: dict[str, list[int]] = {}
         self.digests = (certificate.hashes["weights"], *(file.sha256 for file in certificate.files.values()))
         self.precision = info.precision
         self.longest_line, self._longest_source = info.longest_line, info.longest

@@ -94,6 +94,10 @@ class LineTranslator(Protocol):
     text: TextForm
     tokenizer: Tokenizer
 
+    @property
+    def aligning(self) -> dict[str, list[int]]:
+        """Layers that align best, by exit. ``stream`` uses those that are in it, and adds what it chooses."""
+
     def identity(self) -> dict[str, Any]:
         """Return all that translations depend on besides the options and the text: settings, weights, device."""
 
@@ -426,9 +430,10 @@ class Pieces:
             self._warnings = SourceCounts()
             if self._options.alignment:  # a model that cannot align is refused before anything is written
                 deque(self._translator.stream([], **self._keywords), maxlen=0)
+                self._job["the layer of alignments"] = self._translator.aligning
             self._restart()
             before = self._prepare()
-            work.announce(self._digest)
+            work.announce([self._digest, self._translator.aligning])
             with counting("translate", "sentences", texts.lines, before) as self._progress:
                 self._translate_all()
                 self._report()
@@ -446,11 +451,13 @@ class Pieces:
         """Translate with the other ranks, until all is translated."""
         self._work = work
         rank = work.place.rank
-        if work.announced() != self._digest:
+        digest, aligning = work.announced()
+        if digest != self._digest:
             raise ConfigError(
                 f"rank {rank} translates another text, run or options than rank 0; if the run is being trained, name "
                 "the checkpoint; if GPUs differ, give --precision; if only some hosts have a compiler, --native off"
             )
+        self._translator.aligning.update(aligning)  # measured: on other devices others may seem best
         deadline = time.monotonic() + _VISIBLE_S
         while not (self.path / _JOB_FILE).exists() and not work.is_complete():
             if time.monotonic() > deadline:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from deepspeed_nmt.interruption import Interrupted
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.parallel.launched import RankPlace
 from deepspeed_nmt.parallel.shared_work import SharedWork
-from deepspeed_nmt.run import translation
+from deepspeed_nmt.run import opening, translation
 from deepspeed_nmt.run.opening import Opened
 from deepspeed_nmt.run.translation import (
     Pieces,
@@ -327,6 +327,27 @@ def test_any_number_of_ranks_writes_the_same(
     in_ranks(monkeypatch, 3, lambda rank: statuses.append(translate(translator, source)))
     assert statuses == [0] * 3 and source.with_name("target").read_text() == expected
     assert caplog.text.count("its end is not translated") == 1
+
+
+@pytest.mark.timeout(20)
+def test_rank_0_chooses_the_layer_that_aligns(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(opening, "alignment_layer", lambda run, model: chosen.append(len(chosen) + 1) or chosen[-1])
+    monkeypatch.setattr(Pieces, "remove", lambda self: None)
+    sizes = {"dim": 16, "ffn_dim": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 2}
+    model = build_transformer(TransformerConfig(**sizes, share_embeddings="none"), Vocabulary(30)).eval()
+    runs: Any = (None,)
+    openeds = [Opened(runs, "best", "top", ("w",)) for _ in range(3)]
+    search, tokenizer, cpu = BeamConfig(beam=2, max_length_extra=3), cast(Any, Letters()), torch.device("cpu")
+    ranks = [Translator(copy.deepcopy(model), tokenizer, search, cpu, opened=opened) for opened in openeds]
+    links = str(source.with_name("links"))
+    with monkeypatch.context() as patch:
+        in_ranks(patch, 2, lambda rank: translate(ranks[rank], source, alignment=links) and None)
+    assert chosen == [1] and [opened.aligning for opened in openeds] == [{"top": [1]}, {"top": [1]}, {}]
+    with pytest.raises(DataError, match="the layer of alignments was another one"):
+        translate(ranks[2], source, alignment=links)
 
 
 @pytest.mark.timeout(20)
