@@ -213,6 +213,12 @@ class Objective:
         """Return the regularizers that are computed in an update."""
         return tuple(part for part in self._regularizers if update % part.every == 0)
 
+    def deepest(self, model: TranslationModel, batch: Batch) -> tuple[int, int]:
+        """Return the deepest stages of encoder and decoder that the likelihood requests, without running them."""
+        passes = Passes(model, batch)
+        self._likelihood.request_passes(passes)
+        return max(passes.encoder_exits), max(passes.decoder_exits)
+
     def check_model(self, model: TranslationModel) -> None:
         """Refuse a model that a regularizer cannot be computed with, by a ConfigError."""
         for part in self._regularizers:

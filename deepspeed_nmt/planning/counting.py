@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -144,27 +145,37 @@ class Rates(NamedTuple):
 
 
 _UPDATES = 1000
-"""Updates of which is counted how often regularizers are due that are not computed in all of them."""
+"""Updates of which is counted how often regularizers are due that are not computed in all of them, and how deep they
+run if that is drawn."""
 
 
 def count_rates(model: TranslationModel, objective: Objective, vocabulary: Vocabulary) -> Rates:
     """Count the work of a model on the meta device, as the mean over updates.
 
-    Of updates with the same regularizers two are run, whose random choices differ, and stand for all of these.
+    Of updates with the same regularizers and depth two are run, whose random choices differ, and stand for all of
+    these. If depths are drawn, only the extreme ones are run: work is affine in the depths of encoder and decoder.
     """
     module = TrainModule(model, objective).train()
-    alike: dict[tuple[str, ...], list[int]] = {}
+    alike: dict[tuple[str, ...], dict[tuple[int, int], list[int]]] = {}
     for update in range(1, _UPDATES + 1):
-        alike.setdefault(tuple(part.name for part in objective.due(update)), []).append(update)
+        names = tuple(part.name for part in objective.due(update))
+        depth = objective.deepest(model, _batch(LENGTH, vocabulary, update))
+        alike.setdefault(names, {}).setdefault(depth, []).append(update)
     tokens, flops = 8 * LENGTH, []
     for source_length in (LENGTH, 2 * LENGTH):
-        mean = 0.0
-        for updates in alike.values():
-            with Tally() as tally:
-                for update in (run := updates[:2]):
-                    module(_batch(tokens, vocabulary, update, source_length)).loss.backward()
-            mean += tally.flops / len(run) * len(updates) / _UPDATES
-        flops.append(mean)
+        total = 0.0
+        for by_depth in alike.values():
+            swapped = [(decoder, -encoder) for encoder, decoder in by_depth]
+            corners = {min(by_depth), max(by_depth), *((-e, d) for d, e in (min(swapped), max(swapped)))}
+            works = []
+            for depth in corners:
+                with Tally() as tally:
+                    for update in (run := by_depth[depth][:2]):
+                        module(_batch(tokens, vocabulary, update, source_length)).loss.backward()
+                works.append(tally.flops / len(run))
+            plane, *_ = np.linalg.lstsq([(1, *depth) for depth in corners], works, rcond=None)
+            total += sum(len(updates) * float(plane @ (1, *depth)) for depth, updates in by_depth.items())
+        flops.append(total / _UPDATES)
     source = (flops[1] - flops[0]) / tokens
     return Rates(source, flops[0] / tokens - source)
 

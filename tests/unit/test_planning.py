@@ -145,6 +145,20 @@ def test_work_of_a_regularizer_counts_as_often_as_it_is_due() -> None:
     assert fifth == pytest.approx(plain + (always - plain) / 5) and plain < fifth
 
 
+def test_work_of_a_random_number_of_loops_is_that_of_the_mean_number() -> None:
+    """On either side 1, 2 or 3 loops are drawn, and every loop has the same work."""
+
+    def work(encoder: int, decoder: int, *settings: str) -> float:
+        sizes = ["model.encoder_layers=1", "model.decoder_layers=1", "model.share_embeddings=none"]
+        loops = [f"model.encoder_loops={encoder}", f"model.decoder_loops={decoder}"]
+        config = load_config(settings=["model.name=recurrent", *NARROW, *sizes, *loops, *settings])
+        return sum(count_rates(build_meta_model(config, V), build_objective(config, V), V))
+
+    drawn = ("exits=1x1", "full_depth=false")
+    settings = ["objective.label_smoothed=null", *(f"objective.multi_softmax.{setting}" for setting in drawn)]
+    assert work(3, 3, *settings) == pytest.approx(work(2, 2), rel=0.02)
+
+
 def test_exits_that_are_added_count_beside_an_equal_model_without() -> None:
     """A report lists a run with added exits beside the one that it began with."""
     exits = ["objective.label_smoothed=null", "objective.added_exits.exits=[1]"]
