@@ -109,7 +109,7 @@ class OwnProgram:
         result = []
         for source, target in zip(sources, targets, strict=True):
             source_BS = torch.tensor([[*source, self._vocabulary.source.eos]])
-            scored = token_log_probs([self._model], self._vocabulary, source_BS, False, [[list(target)]])
+            scored = token_log_probs(self._model, self._vocabulary, source_BS, False, [[list(target)]])
             result.append(scored[0][0])
         return result
 

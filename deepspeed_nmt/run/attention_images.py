@@ -67,7 +67,7 @@ class AttentionImages:
                 weights.update({number: [rows[place] for rows in of_layers] for place, number in enumerate(numbers)})
 
             references = [[target] for _, target in self._pairs]
-            token_log_probs([model], self._tokenizer.vocabulary, source_BS, padded, references, None, keep)
+            token_log_probs(model, self._tokenizer.vocabulary, source_BS, padded, references, keep)
         titles = [f"decoder layer {layer}" for layer in layers]
         images: Images = {}
         for number, (_, target) in enumerate(self._pairs):

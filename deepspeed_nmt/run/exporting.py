@@ -389,7 +389,7 @@ def reason_of(
         return None, LEFT_OUT
     model, vocabulary = subject.model, subject.vocabulary
     source_BS: Tensor = torch.tensor([[*source, vocabulary.source.eos]])
-    scored = token_log_probs([model], vocabulary, source_BS, False, [[own.tokens, other.tokens]])[0]
+    scored = token_log_probs(model, vocabulary, source_BS, False, [[own.tokens, other.tokens]])[0]
     scores = [math.fsum(log_probs) / penalty(len(log_probs)) for log_probs in scored]
     margins = {"the two translations": abs(scores[0] - scores[1])}
     ended = ([*own.tokens, vocabulary.eos], [*other.tokens, vocabulary.eos])

@@ -239,7 +239,7 @@ def _links(
             watch = AttentionWatch([[(layer, 1.0)] for layer in layers], source_BS, vocabulary)
             with watch.watching():
                 targets = [[pairs[number][1]] for number in bucket]
-                token_log_probs([model], vocabulary, source_BS, padded, targets, None, watch.decoded)
+                token_log_probs(model, vocabulary, source_BS, padded, targets, watch.decoded)
         for place, number in enumerate(bucket):
             source, target = rows[place], pairs[number][1]
             for layer in range(len(layers)):

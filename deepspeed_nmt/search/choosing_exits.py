@@ -155,7 +155,7 @@ class ChoosingExits:
         penalty = LengthPenalty.parse(self.config.length_penalty)
         different = [{tuple(one.tokens): one for one in of}.values() for of in of_sentences]
         texts = [[one.tokens for one in of] for of in different]
-        scores = token_log_probs([self.models[-1]], self.vocabulary, source_BS, padded, texts)
+        scores = token_log_probs(self.models[-1], self.vocabulary, source_BS, padded, texts)
         return [
             sorted(
                 (

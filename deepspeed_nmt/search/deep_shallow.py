@@ -32,7 +32,6 @@ from deepspeed_nmt.deep_shallow_score import ALPHA, EXITS, EXPONENT, total_of
 from deepspeed_nmt.search.base import MAX_EXPONENT, Hypothesis, Request
 from deepspeed_nmt.search.beam import BeamSearch, BeamSettings
 from deepspeed_nmt.search.forced import token_log_probs
-from deepspeed_nmt.search.models import members_of, weights_of
 
 
 class DeepShallowConfig(BeamSettings):
@@ -74,8 +73,7 @@ class DeepShallow:
             missing = [
                 [tokens for tokens in other if tokens not in known] for known, other in zip(ours, theirs, strict=True)
             ]
-            members, weights = members_of(model), weights_of(model)
-            scored = token_log_probs(members, self.vocabulary, source_BS, padded, missing, weights)
+            scored = token_log_probs(model, self.vocabulary, source_BS, padded, missing)
             sums = (dict(zip(new, map(math.fsum, p), strict=True)) for new, p in zip(missing, scored, strict=True))
             totals.append([known | new for known, new in zip(ours, sums, strict=True)])
         results = []

@@ -14,7 +14,7 @@ from itertools import islice, zip_longest
 import torch
 from torch import Tensor
 
-from deepspeed_nmt.core.model import DecodableModel, TranslationModel
+from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import DataError, counted
 from deepspeed_nmt.search.base import MisalignedError
@@ -40,36 +40,35 @@ def pad_sources(sources: Sequence[Sequence[int]], pad: int, device: torch.device
 
 @torch.inference_mode()
 def token_log_probs(
-    models: Sequence[TranslationModel],
+    model: DecodableModel,
     vocabulary: Vocabulary,
     source_BS: Tensor,
     padded: bool,
     translations: Sequence[Sequence[Sequence[int]]],
-    weights: Sequence[float] | None = None,
     decoded: Callable[[list[int], Tensor, Tensor], None] = lambda numbers, rows_N, real_NT: None,
 ) -> list[list[list[float]]]:
     """Compute the log-probabilities (nats) of the tokens of translations and of the EOS after them.
 
     Args:
-        models: a model at the exit that is to score, or the models of an ensemble, in eval mode.
+        model: a model at the exit that is to score, or an ensemble, in eval mode.
         source_BS: source tokens, as in :meth:`~deepspeed_nmt.search.base.Search.search`.
         padded: False promises that no position is padding.
         translations: for each sentence any number of translations, without BOS and EOS.
-        weights: of the models, whose sum is 1; None for equal weights.
-        decoded: called after the models have read some of the translations at once, with their numbers, counted over
+        decoded: called after the model has read some of the translations at once, with their numbers, counted over
             all sentences, their rows in ``source_BS``, and True for the positions that are not padding.
 
     Returns:
         In the shape of ``translations``, one number for each token and one for the EOS.
     """
-    assert not any(model.training for model in models), "call model.eval() first: dropout would change the scores"
+    members, weights = members_of(model), weights_of(model)
+    assert not any(member.training for member in members), "call model.eval() first: dropout would change the scores"
     bos, eos, pad = vocabulary.bos, vocabulary.eos, vocabulary.pad
-    memories = [model.encode(source_BS, padded) for model in models]
+    memories = [member.encode(source_BS, padded) for member in members]
     flat = [(row, tokens) for row, of_source in enumerate(translations) for tokens in of_source]
     # Translations of similar length are scored together, so that there is little padding.
     order = sorted(range(len(flat)), key=lambda number: -len(flat[number][1]))
     scores: list[list[float]] = [[] for _ in flat]
-    start, at_once = 0, max(1, _LOGITS_AT_ONCE[source_BS.device.type] // models[0].vocab_size)
+    start, at_once = 0, max(1, _LOGITS_AT_ONCE[source_BS.device.type] // model.vocab_size)
     while start < len(order):
         length = len(flat[order[start]][1]) + 1
         numbers = order[start : start + max(1, max(_POSITIONS_AT_ONCE, at_once) // length)]
@@ -82,11 +81,11 @@ def token_log_probs(
         rows_N = torch.tensor([flat[number][0] for number in numbers], device=source_BS.device)
         inputs_NT, outputs_NT = inputs_NT.to(source_BS.device), outputs_NT.to(source_BS.device)
         by_model = []
-        for model, memory in zip(models, memories, strict=True):
-            states_NTD = model.decode(inputs_NT, memory.select(rows_N))[0]
+        for member, memory in zip(members, memories, strict=True):
+            states_NTD = member.decode(inputs_NT, memory.select(rows_N))[0]
             parts = (torch.split(x, at_once) for x in (states_NTD.flatten(0, 1), outputs_NT.view(-1, 1)))
             log_p = [
-                model.projection(states_ND).float().log_softmax(1).gather(1, outputs_N1)
+                member.projection(states_ND).float().log_softmax(1).gather(1, outputs_N1)
                 for states_ND, outputs_N1 in zip(*parts, strict=True)
             ]
             by_model.append(torch.cat(log_p).view_as(outputs_NT))
@@ -98,11 +97,10 @@ def token_log_probs(
 
 
 def blind_log_probs(
-    models: Sequence[TranslationModel],
+    model: DecodableModel,
     tokenizer: LineTokenizer,
     blind: str,
     translations: Sequence[Sequence[int]],
-    weights: Sequence[float] | None,
     device: torch.device | str,
 ) -> list[list[float]]:
     """Compute the log-probabilities (nats) of translations given a source without words, as :func:`token_log_probs`.
@@ -112,7 +110,7 @@ def blind_log_probs(
     """
     vocabulary = tokenizer.vocabulary
     nothing_1S, _ = pad_sources([[*tokenizer.encode(blind), vocabulary.source.eos]], vocabulary.pad, device)
-    return token_log_probs(models, vocabulary, nothing_1S, False, [translations], weights)[0]
+    return token_log_probs(model, vocabulary, nothing_1S, False, [translations])[0]
 
 
 def check_targets(model: DecodableModel, tokenizer: LineTokenizer, tags: Tags, lines: Iterable[str]) -> None:
@@ -173,7 +171,6 @@ def score_lines(
     reader = SourceLines(tokenizer, options.longest_line(), model.longest_source, options.strict, counts)
     pairs = zip_longest(sources, translations)
     lock, vocabulary, before = lock or nullcontext(), tokenizer.vocabulary, 0
-    members, weights = members_of(model), weights_of(model)
     problem: MisalignedError | None = None
     while problem is None and (buffer := list(islice(pairs, options.buffer_lines or BUFFER_LINES))):
         rows, texts = [], []
@@ -200,11 +197,11 @@ def score_lines(
             texts_of = [[targets[number] for number in numbers] for numbers in numbers_of.values()]
             with lock:
                 source_BS, padded = pad_sources(list(numbers_of), vocabulary.pad, device)
-                scores = token_log_probs(members, vocabulary, source_BS, padded, texts_of, weights)
+                scores = token_log_probs(model, vocabulary, source_BS, padded, texts_of)
                 unseen: dict[int, list[float]] = {}
                 if blind is not None:
                     of_bucket = [targets[number] for number in bucket]
-                    values = blind_log_probs(members, tokenizer, blind, of_bucket, weights, device)
+                    values = blind_log_probs(model, tokenizer, blind, of_bucket, device)
                     unseen = dict(zip(bucket, values, strict=True))
             for numbers, of_source in zip(numbers_of.values(), scores, strict=True):
                 for number, log_probs in zip(numbers, of_source, strict=True):

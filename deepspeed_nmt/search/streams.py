@@ -72,15 +72,15 @@ class DetailsReader:
         layers: Sequence[int] | None,
         tags: Tags,
     ) -> None:
-        self._members, self._weights = members_of(model), weights_of(model)
-        self._tokenizer, self._tags = tokenizer, tags
+        self._model, self._tokenizer, self._tags = model, tokenizer, tags
         self._token_scores, self._reliance = options.token_scores, bool(options.reliance)
         self._aligning: list[tuple[MultiHeadAttention, float]] | None = None
         if layers is not None:
-            weights = self._weights or [1.0] * len(self._members)
+            members = members_of(model)
+            weights = weights_of(model) or [1.0] * len(members)
             self._aligning = [
                 (cross_attention(member.cross_attentions(), layer), weight)
-                for member, layer, weight in zip(self._members, layers, weights, strict=True)
+                for member, layer, weight in zip(members, layers, weights, strict=True)
             ]
         links = None if layers is None else ()
         self.nothing = Translation(
@@ -103,14 +103,12 @@ class DetailsReader:
         watch = AttentionWatch([] if self._aligning is None else [self._aligning], source_BS, vocabulary)
         if self._aligning is not None or ((self._token_scores or self._reliance) and not is_scored):
             with watch.watching():
-                forced = token_log_probs(
-                    self._members, vocabulary, source_BS, padded, tokens, self._weights, watch.decoded
-                )
+                forced = token_log_probs(self._model, vocabulary, source_BS, padded, tokens, watch.decoded)
             scores = [list(of_best) for of_best in forced]
         unseen: list[list[float]] = []
         if self._reliance:
             flat, blind = [of_one for of_best in tokens for of_one in of_best], self._tags.source or ""
-            unseen = blind_log_probs(self._members, self._tokenizer, blind, flat, self._weights, source_BS.device)
+            unseen = blind_log_probs(self._model, self._tokenizer, blind, flat, source_BS.device)
         numbers = count()
         detailed: list[_Best] = []
         for (line, source), best, of_best in zip(lines, found, scores, strict=True):

@@ -28,8 +28,8 @@ def test_links_are_the_largest_weights_of_each_layer(method: str) -> None:
     assert list(attentions) == list(model.cross_attending())
     watch = AttentionWatch([[(each, 1.0)] for each in attentions.values()], SOURCE, VOCABULARY)
     with torch.inference_mode(), watch.watching():
-        scores = token_log_probs([model], VOCABULARY, SOURCE, True, ASKED, None, watch.decoded)
-    assert scores == token_log_probs([model], VOCABULARY, SOURCE, True, ASKED), "watching changes nothing"
+        scores = token_log_probs(model, VOCABULARY, SOURCE, True, ASKED, watch.decoded)
+    assert scores == token_log_probs(model, VOCABULARY, SOURCE, True, ASKED), "watching changes nothing"
     for number, (row, tokens) in enumerate([(0, (4, 5, 6)), (0, (14, 15)), (1, (9, 20, 21, 22))]):
         source = [token for token in SOURCE[row].tolist() if token != VOCABULARY.pad]
         for place, attention in enumerate(attentions.values()):

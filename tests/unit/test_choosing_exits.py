@@ -88,7 +88,7 @@ def test_agreement_stops_where_two_exits_agree() -> None:
 def test_reranking_and_consensus_choose_among_all_exits() -> None:
     exits = of_exits()
     texts = [[one.tokens for one in of] for of in exits]
-    scores = token_log_probs([MODEL], V, padded(SOURCES), True, texts)
+    scores = token_log_probs(MODEL, V, padded(SOURCES), True, texts)
     penalised = [[sum(p) / ((5 + len(p)) / 6) ** 0.6 for p in of] for of in scores]
     reranked = chosen(rule="rerank")
     assert_best(reranked, [of[values.index(max(values))] for of, values in zip(exits, penalised, strict=True)])

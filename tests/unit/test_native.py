@@ -133,7 +133,7 @@ def test_whole_sentences_are_as_by_torch(name: str, monkeypatch: pytest.MonkeyPa
     calls, whole = [], NativeStep.whole
     monkeypatch.setattr(NativeStep, "whole", lambda *args: calls.append(1) or whole(*args))
     texts = [[[5, 6, 7], [8]], [], [[9, 10], [11, 12, 13, 14, 15]]]
-    scores = [token_log_probs([model], VOCABULARY, SOURCE_BS, True, texts) for model in (ours, theirs)]
+    scores = [token_log_probs(model, VOCABULARY, SOURCE_BS, True, texts) for model in (ours, theirs)]
     for one, other in zip(*([each for of in side for each in of] for side in scores), strict=True):
         assert one == pytest.approx(other, abs=1e-5, rel=5e-6)
     assert served(ours) == FAMILIES[name][1]
@@ -141,7 +141,7 @@ def test_whole_sentences_are_as_by_torch(name: str, monkeypatch: pytest.MonkeyPa
     attention = next((part.cross_attention for part in ours.modules() if hasattr(part, "cross_attention")), None)
     if FAMILIES[name][1] and attention is not None:
         with watched([attention]) as seen:
-            token_log_probs([ours], VOCABULARY, SOURCE_BS, True, texts)
+            token_log_probs(ours, VOCABULARY, SOURCE_BS, True, texts)
         assert list(seen) == [attention] and applications <= len(calls) < 2 * applications
 
 
@@ -151,7 +151,7 @@ def test_long_sentences_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, whole = [], NativeStep.whole
     monkeypatch.setattr(NativeStep, "whole", lambda *args: calls.append(args[1].shape[1]) or whole(*args))
     source_BS = torch.tensor([[5] * 700 + [2]])
-    scores = [token_log_probs([model], VOCABULARY, source_BS, False, [[[5, 6, 7]]]) for model in (ours, theirs)]
+    scores = [token_log_probs(model, VOCABULARY, source_BS, False, [[[5, 6, 7]]]) for model in (ours, theirs)]
     assert scores[0][0][0] == pytest.approx(scores[1][0][0], abs=1e-5, rel=5e-6)
     assert calls == [4, 4, 4]
 

@@ -48,12 +48,12 @@ def test_token_log_probs_are_those_of_the_equations(at_once: int, monkeypatch: p
     monkeypatch.setattr(forced, "_LOGITS_AT_ONCE", {"cpu": at_once})
     monkeypatch.setattr(forced, "_POSITIONS_AT_ONCE", at_once // 40)
     model = plain(1)
-    found = token_log_probs([model], V, SOURCE, True, ASKED)
+    found = token_log_probs(model, V, SOURCE, True, ASKED)
     for row, each in enumerate(ASKED):
         source = [token for token in SOURCE[row].tolist() if token != V.pad]
         for tokens, log_probs in zip(each, found[row], strict=True):
             assert log_probs == pytest.approx(expected(model, source, tokens), rel=1e-5)
-    assert token_log_probs([model], V, SOURCE, True, [[], [], []]) == [[], [], []]
+    assert token_log_probs(model, V, SOURCE, True, [[], [], []]) == [[], [], []]
 
 
 @pytest.mark.parametrize("models", [[1], [1, 2]])
@@ -104,6 +104,6 @@ def test_what_cannot_be_scored_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_forced_scores_are_those_of_the_beam() -> None:
     model = plain(3)
     found = BeamSearch(BeamConfig(beam=3), model, V).search(SOURCE)
-    again = token_log_probs([model], V, SOURCE, True, [[each.tokens for each in row] for row in found])
+    again = token_log_probs(model, V, SOURCE, True, [[each.tokens for each in row] for row in found])
     for row, each in zip(found, again, strict=True):
         assert [math.fsum(values) for values in each] == pytest.approx([h.log_prob for h in row], rel=1e-5)

@@ -73,7 +73,7 @@ def test_batches_and_the_cache_change_nothing(method: str, rules: dict[str, Any]
         search = searcher(name, model, **settings, **rules)
         together = search.search(padded(rows), True, REQUESTS)
         forced = token_log_probs(
-            [model], VOCABULARY, padded(rows), True, [[each.tokens for each in found] for found in together]
+            model, VOCABULARY, padded(rows), True, [[each.tokens for each in found] for found in together]
         )
         for row, request, found, log_probs in zip(rows, REQUESTS, together, forced, strict=True):
             (alone,) = search.search(torch.tensor([row]), False, [request])
@@ -144,7 +144,7 @@ def test_a_wide_constrained_beam_equals_exhaustive_search(phrases: tuple[tuple[i
     model, (source,), limit = sharp_transformer(4, vocab_size=7), random_sources([5], vocab_size=7), 5
     every = [list(words) for length in range(limit) for words in product(range(3, 7), repeat=length)]
     every = [tokens for tokens in every if all(contains(tokens, phrase) for phrase in phrases)]
-    (scores,) = token_log_probs([model], Vocabulary(7), torch.tensor([source]), False, [every])
+    (scores,) = token_log_probs(model, Vocabulary(7), torch.tensor([source]), False, [every])
     totals = sorted(zip(map(math.fsum, scores), every, strict=True), reverse=True)
     settings = {"beam": 600, "length_penalty": "none", "max_length_ratio": 0.0, "max_length_extra": limit}
     search = searcher("constrained_beam", model, **settings)
