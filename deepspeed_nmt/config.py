@@ -26,7 +26,7 @@ from deepspeed_nmt.plugins import load_plugins, plugins_of
 from deepspeed_nmt.recipes import load_recipe
 from deepspeed_nmt.recipes.reading import MAX_DEPTH, merge, parse_yaml, read_yaml
 from deepspeed_nmt.registry import Config, Entry, Registry, problem_of
-from deepspeed_nmt.search import SEARCHES
+from deepspeed_nmt.search.searches import SEARCHES
 from deepspeed_nmt.train.configuration import CollapseConfig, TrainingConfig, ValidationConfig
 from deepspeed_nmt.train.growth import GrowthConfig
 from deepspeed_nmt.train.optimizers import OPTIMIZERS

@@ -33,7 +33,7 @@ from deepspeed_nmt.files import sha256_of
 from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, REGULARIZERS, self_tests
 from deepspeed_nmt.parallel.launched import place
 from deepspeed_nmt.registry import Config, Entry, Registry
-from deepspeed_nmt.search import SEARCHES
+from deepspeed_nmt.search.searches import SEARCHES
 from deepspeed_nmt.train.optimizers import OPTIMIZERS
 
 PLUGIN_API = 1

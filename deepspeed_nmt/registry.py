@@ -1,7 +1,7 @@
 """Registries: tables from the name of a part of a run to its configuration class and its builder.
 
 Each table is an explicit list in the package that owns it (:mod:`deepspeed_nmt.methods`,
-:mod:`deepspeed_nmt.search`). Importing a module registers nothing.
+:mod:`deepspeed_nmt.search.searches`). Importing a module registers nothing.
 """
 
 from __future__ import annotations

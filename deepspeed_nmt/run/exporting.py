@@ -49,11 +49,11 @@ from deepspeed_nmt.planning.counting import sizes
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.run.opening import cut_at
 from deepspeed_nmt.run.start import recorded_data
-from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.base import Hypothesis, LengthPenalty
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch, BeamSentence
 from deepspeed_nmt.search.forced import token_log_probs
 from deepspeed_nmt.search.left_to_right import Live, largest
+from deepspeed_nmt.search.searches import SEARCHES
 from deepspeed_nmt.train.checkpoint import Checkpoint
 
 FORMATS: Mapping[str, type[Format]] = {format.name: format for format in (CTranslate2Format, HuggingFaceFormat)}

@@ -22,11 +22,11 @@ from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import ConfigError, DataError, counted, did_you_mean, option, shown
 from deepspeed_nmt.registry import problems_of
 from deepspeed_nmt.run.directory import DataRecord, Run
-from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.alignment import AttentionWatch, cross_attention
 from deepspeed_nmt.search.decode_options import DecodeOptions, check_unicode
 from deepspeed_nmt.search.forced import pad_sources, token_log_probs
 from deepspeed_nmt.search.lines import length_buckets
+from deepspeed_nmt.search.searches import SEARCHES
 from deepspeed_nmt.text import Tags
 
 

@@ -18,7 +18,7 @@ from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.registry import Entry
-from deepspeed_nmt.search import Hypothesis
+from deepspeed_nmt.search.base import Hypothesis
 
 
 class FixedLengthConfig(SearchConfig):

@@ -19,7 +19,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.loader import Cursor
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.parity import VOCABULARY, methods, settings_of
-from deepspeed_nmt.search import SEARCHES
+from deepspeed_nmt.search.searches import SEARCHES
 from tests.models import two_pairs
 from tests.support import batch_of
 

@@ -16,7 +16,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.parity import settings_of
-from deepspeed_nmt.search import SEARCHES
+from deepspeed_nmt.search.searches import SEARCHES
 from tests import family_equations, transformer_equations
 from tests.models import padded, random_sources, two_pairs
 

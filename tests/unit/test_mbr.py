@@ -10,8 +10,7 @@ from sacrebleu.metrics.chrf import CHRF
 
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
-from deepspeed_nmt.search import Hypothesis
-from deepspeed_nmt.search.base import Translation
+from deepspeed_nmt.search.base import Hypothesis, Translation
 from deepspeed_nmt.search.decode_options import DecodeOptions
 from deepspeed_nmt.search.lines import LineInputs
 from deepspeed_nmt.search.mbr import MinimumBayesRisk, MinimumBayesRiskConfig, UtilityName, pairwise

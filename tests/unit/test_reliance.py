@@ -10,9 +10,9 @@ from deepspeed_nmt.api import Translator
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods.depth_growing import DepthGrowingConfig, build_depth_growing
-from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.models import Ensemble
 from deepspeed_nmt.search.reliance import Reliance, ScoredTranslation, repetition
+from deepspeed_nmt.search.searches import SEARCHES
 from deepspeed_nmt.text import shared_words
 from tests.models import Letters, sharp_transformer, sharpened
 

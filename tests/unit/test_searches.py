@@ -15,9 +15,9 @@ from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import CheckpointError
 from deepspeed_nmt.parity import VOCABULARY, methods, settings_of
-from deepspeed_nmt.search import SEARCHES, Hypothesis
-from deepspeed_nmt.search.base import Request, RequestSearch
+from deepspeed_nmt.search.base import Hypothesis, Request, RequestSearch
 from deepspeed_nmt.search.forced import token_log_probs
+from deepspeed_nmt.search.searches import SEARCHES
 from tests.models import BOS, EOS, PAD, padded, random_sources, sharp_transformer, sharpened
 
 UNK = 3

@@ -19,9 +19,9 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.run.opening import search_settings
-from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.search.models import Ensemble
+from deepspeed_nmt.search.searches import SEARCHES
 from deepspeed_nmt.text import NO_TAGS, Tags, text_of
 
 V = Vocabulary(30)
