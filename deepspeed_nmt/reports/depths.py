@@ -4,30 +4,38 @@ On request also by how much the translations of a depth rely on the source, and 
 decoder layers draft which the whole decoder accepts.
 
 A system translates at several depths: one model with many exits, or many models with one depth each.
+
+The rules by which a model stops at one of its exits, sentence by sentence, are fitted on the translations at each. A
+rule and its threshold are a point of BLEU and time beside the fixed depths. The time of a sentence is the sum over
+the exits that its rule climbs, each with its measured time for the text divided by the number of sentences; the
+encoder, which :mod:`deepspeed_nmt.search.choosing_exits` runs once, is counted at each exit.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise, product
 from pathlib import Path
-from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from statistics import fmean, median, quantiles
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from deepspeed_nmt.api import Translator
 from deepspeed_nmt.console import cell, logger, table
 from deepspeed_nmt.core.model import exit_name
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.evaluate.metrics import Scorer
-from deepspeed_nmt.reports.exit_rules import ExitRule, fastest, rules
+from deepspeed_nmt.files import atomic_write_text
 from deepspeed_nmt.reports.pictures import picture
 from deepspeed_nmt.reports.run_log import run_names
 from deepspeed_nmt.reports.text_scores import ParallelText
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.search.base import Translation
+from deepspeed_nmt.search.choosing_exits import StoppingRule, accepts
 from deepspeed_nmt.search.lines import SourceCounts
 
 if TYPE_CHECKING:
@@ -36,6 +44,8 @@ if TYPE_CHECKING:
 
 _WARM_UP_SENTENCES = 8
 """Number of sentences translated at each depth before it is timed: the first batch has start-up costs."""
+_SHARES = [0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
+"""Thresholds of the agreement that are tried; those of the confidence are its quantiles."""
 Pair = tuple[int, int]
 """Numbers of stages of the encoder and of the decoder."""
 
@@ -74,6 +84,29 @@ class Oracle:
         """Share of sentences that a depth or one before it translates best, by name."""
         sums = list(accumulate(self.sentences.values()))
         return {name: count / sums[-1] for name, count in zip(self.sentences, sums, strict=True)}
+
+
+@dataclass(frozen=True)
+class ExitRule:
+    """A rule, the decoder stages that it climbs, and what is expected of it: seconds, and sentences by stage."""
+
+    rule: StoppingRule
+    exits: tuple[int, ...]
+    threshold: float
+    bleu: float
+    seconds: float
+    sentences: Mapping[int, int]
+
+    def write(self, file: Path) -> None:
+        """Write the file that `translate --choose-exits` takes."""
+        atomic_write_text(file, json.dumps(asdict(self), indent=1))
+
+    def __str__(self) -> str:
+        at = ", ".join(f"{number}: {count}" for number, count in self.sentences.items())
+        return (
+            f"{self.rule} of {self.threshold:.4g} or more: BLEU {self.bleu:.2f}, {self.seconds:.1f} s expected; "
+            f"sentences by exit {at}"
+        )
 
 
 @dataclass(frozen=True)
@@ -326,6 +359,58 @@ def _exits(system: Members) -> list[Pair]:
             "give a run of many exits, or add some by `train --add-exits`"
         )
     return exits
+
+
+def climb(
+    rule: StoppingRule, threshold: float, exits: Sequence[int], proposed: Mapping[int, Sequence[Translation]]
+) -> list[int]:
+    """Return the exit at which a rule stops, for each sentence, given the translations at each exit."""
+    stops = []
+    for number in range(len(proposed[exits[0]])):
+        before = None
+        for exit in exits:
+            here = proposed[exit][number]
+            if exit == exits[-1] or accepts(rule, threshold, here, before):
+                break
+            before = here
+        stops.append(exit)
+    return stops
+
+
+def rules(
+    proposed: Mapping[int, Sequence[Translation]],
+    seconds: Mapping[int, float],
+    bleu: Callable[[list[str]], float],
+) -> Iterator[ExitRule]:
+    """Yield all rules that are tried: those that climb all exits, and those of one exit and the deepest.
+
+    Args:
+        proposed: translations of all sentences by exit, two exits at least.
+        seconds: time to translate all sentences by exit.
+        bleu: function of the translations of all sentences.
+    """
+    every = sorted(proposed)
+    sets = dict.fromkeys([tuple(every), *((exit, every[-1]) for exit in every[:-1])])
+    for exits in sets:
+        means = [one.log_prob / (len(one.tokens) + 1) for exit in exits[:-1] for one in proposed[exit]]
+        confidences = quantiles(means, n=20, method="inclusive") if len(means) > 1 else means
+        thresholds = {"confidence": confidences, "agreement": _SHARES}
+        for rule in get_args(StoppingRule):
+            if rule == "agreement" and len(exits) < 3:  # the deepest exit has translated before any can agree
+                continue
+            for threshold in sorted(set(thresholds[rule])):
+                stops = climb(rule, threshold, exits, proposed)
+                texts = [proposed[exit][number].text for number, exit in enumerate(stops)]
+                costs = {exit: sum(seconds[lower] for lower in exits if lower <= exit) for exit in exits}
+                expected = sum(costs[exit] for exit in stops) / len(stops)
+                counts = Counter(stops)
+                yield ExitRule(rule, exits, threshold, bleu(texts), expected, {exit: counts[exit] for exit in exits})
+
+
+def fastest(tried: Sequence[ExitRule], least_bleu: float) -> ExitRule:
+    """Return the fastest rule with at least this BLEU; without any, that of the best BLEU."""
+    enough = [rule for rule in tried if rule.bleu >= least_bleu]
+    return min(enough, key=lambda rule: rule.seconds) if enough else max(tried, key=lambda rule: rule.bleu)
 
 
 def draw_depths(systems: Sequence[System], out: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from deepspeed_nmt.config import validate
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.reports.exit_rules import climb, fastest, rules
+from deepspeed_nmt.reports.depths import climb, fastest, rules
 from deepspeed_nmt.search.base import Hypothesis, Translation
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from deepspeed_nmt.search.choosing_exits import ChoosingExits, ChoosingExitsConfig
