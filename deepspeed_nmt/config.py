@@ -204,6 +204,11 @@ def validate(merged: Mapping[str, Any], problems: Sequence[str] = ()) -> RunConf
     config = RunConfig(**sections)
     contradictions = config.parts.contradictions()
     contradictions += config.growth.contradictions(config.parts, config.training.max_updates)
+    if config.model.custom_layers() is None and config.layer.name != LAYERS.default:
+        contradictions.append(
+            f"layer.name={config.layer.name} makes layers of a Transformer, but model.name={config.model.name} has "
+            f"its own; use layer.name={LAYERS.default}"
+        )
     if config.engine.tensor_parallel > 1 and not config.model.sliceable:
         contradictions.append(
             f"engine.tensor_parallel is {config.engine.tensor_parallel}, but no ranks can share the layers of "

@@ -93,7 +93,6 @@ class AbNetConfig(BertPair):
 
     def contradictions(self, run: Parts) -> Iterator[str]:
         """Refuse objectives and searches that predict from left to right."""
-        yield from super().contradictions(run)
         if not any(isinstance(part, MaskedTokensConfig) for part in run.objective.values()):
             yield (
                 "model.name=abnet is trained by objective.masked_tokens; set that, and the other likelihood to null"

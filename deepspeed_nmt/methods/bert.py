@@ -14,7 +14,7 @@ Legend: D model width, V vocabulary, P positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -24,10 +24,9 @@ from torch import Tensor, nn
 
 from deepspeed_nmt import huggingface
 from deepspeed_nmt.console import logger
-from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH, DataVocabulary, ModelConfig, Parts
+from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH, DataVocabulary, ModelConfig
 from deepspeed_nmt.core.vocabulary import Side, Vocabulary
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.methods.transformer import refuse_other_layers
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform, Projection
 from deepspeed_nmt.nn.layers import EncoderLayer, FeedForward, LayerParts, Residual
@@ -89,10 +88,6 @@ class BertPair(ModelConfig):
     def berts(self) -> dict[Side, str]:
         """Folder or name of the BERT of each side; "" if not set."""
         return {"source": self.source_encoder, "target": self.target_encoder}
-
-    def contradictions(self, parts: Parts) -> Iterator[str]:
-        """Refuse decoder layers other than BERT's."""
-        yield from refuse_other_layers(self, parts)
 
     def own_vocabulary(self) -> Vocabulary | None:
         """Return the vocabularies of the two BERTs; None unless both are set."""

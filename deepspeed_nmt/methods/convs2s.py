@@ -32,7 +32,6 @@ R rows = B x W, W hypotheses of a sentence, N queries of a sentence.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -43,11 +42,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from deepspeed_nmt.core.model import Exits, Memory, StackedModel
-from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH, ModelConfig, Parts
+from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH, ModelConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.choice import UsesKernels
 from deepspeed_nmt.kernels.segments import Segments
-from deepspeed_nmt.methods.transformer import refuse_other_layers
 from deepspeed_nmt.nn.cache import DecoderCache, LayerCache
 from deepspeed_nmt.nn.embedding import Projection
 from deepspeed_nmt.nn.layers import Context, Draw, Dropout
@@ -111,10 +109,6 @@ class ConvS2SConfig(ModelConfig):
     def decoder_layers(self) -> int:
         """Number of blocks of the decoder."""
         return sum(blocks for blocks, _, _ in self.decoder_convolutions)
-
-    def contradictions(self, parts: Parts) -> Iterator[str]:
-        """Refuse decoder layers of Transformers."""
-        yield from refuse_other_layers(self, parts)
 
 
 def _normalised(v_ED: Tensor, g_E: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ W hypotheses of a sentence, P cached positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 import torch
@@ -31,7 +30,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from deepspeed_nmt.core.model import Exits, Memory, TranslationModel
-from deepspeed_nmt.core.parts import Parts, Stages
+from deepspeed_nmt.core.parts import Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.segments import Segments
 from deepspeed_nmt.methods.transformer import (
@@ -41,7 +40,6 @@ from deepspeed_nmt.methods.transformer import (
     build_embeddings,
     initialise_layers,
     layer_parts,
-    refuse_other_layers,
 )
 from deepspeed_nmt.nn.cache import KeysValues, LayerCache
 from deepspeed_nmt.nn.layers import Context, EncoderLayer, LayerNorm, LayerParts
@@ -80,10 +78,6 @@ class CoordinationConfig(TransformerShape):
     @override
     def exit_stages(self) -> tuple[Stages, Stages] | None:
         return None
-
-    def contradictions(self, parts: Parts) -> Iterator[str]:
-        """Refuse other decoder layers."""
-        yield from refuse_other_layers(self, parts)
 
 
 class CoordinatedLayer(EncoderLayer):

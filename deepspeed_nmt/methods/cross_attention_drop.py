@@ -110,7 +110,7 @@ class CrossAttentionDropConfig(LayerConfig):
         """Refuse a drop depth above the decoder's depth, and decoders without any cross-attention."""
         made = parts.model.custom_layers()
         if made is None:
-            return  # Models that build their own layers refuse this setting.
+            return  # A model that builds its own layers cannot have this setting at all.
         setting, depth = made
         if self.adapts and not (self.drop_depth and self.min_ratio <= self.drop_ratio <= self.max_ratio):
             yield (

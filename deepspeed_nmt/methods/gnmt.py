@@ -33,7 +33,6 @@ sentence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 import torch
@@ -42,10 +41,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from deepspeed_nmt.core.model import Exits, Memory, StackedModel
-from deepspeed_nmt.core.parts import MAX_LAYERS, MAX_WIDTH, ModelConfig, Parts
+from deepspeed_nmt.core.parts import MAX_LAYERS, MAX_WIDTH, ModelConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.segments import Segments
-from deepspeed_nmt.methods.transformer import refuse_other_layers
 from deepspeed_nmt.nn.cache import DecoderCache, KeysValues, LayerCache
 from deepspeed_nmt.nn.embedding import Projection
 from deepspeed_nmt.nn.layers import Context, Draw, Dropout
@@ -76,10 +74,6 @@ class GnmtConfig(ModelConfig):
     learning_fields: ClassVar[frozenset[str]] = frozenset({"dropout", "init_range"})
     shape_fields: ClassVar[frozenset[str]] = frozenset({"dim"})
     depth_fields: ClassVar[frozenset[str]] = frozenset({"encoder_layers", "decoder_layers"})
-
-    def contradictions(self, parts: Parts) -> Iterator[str]:
-        """Refuse decoder layers of Transformers."""
-        yield from refuse_other_layers(self, parts)
 
 
 class RecurrentLayer(nn.Module):

@@ -16,7 +16,7 @@ Legend: B sentences, S source length, T target length, D model width, V vocabula
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from deepspeed_nmt.core.description import NotStandardError, StandardTransformer, describe
 from deepspeed_nmt.core.model import TOP, Exits, Memory, Rates, SplitDecoder, StackedModel, TranslationModel
-from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH, LayerConfig, ModelConfig, Parts, Stages
+from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH, LayerConfig, ModelConfig, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.segments import Segments, mask_between
@@ -203,15 +203,6 @@ class StandardLayerConfig(LayerConfig):
     """Standard decoder layers (Vaswani et al. 2017), which have no settings."""
 
     name: Literal["standard"] = "standard"
-
-
-def refuse_other_layers(model: ModelConfig, parts: Parts) -> Iterator[str]:
-    """Yield a sentence if ``layer`` makes decoder layers, for a model that has only its own."""
-    if parts.layer.name != StandardLayerConfig().name:
-        yield (
-            f"layer.name={parts.layer.name} makes layers of a Transformer, but model.name={model.name} has its own; "
-            f"use layer.name={StandardLayerConfig().name}"
-        )
 
 
 # The gradient of a ReLU is discontinuous at 0: rounding differences between engines would change gradients.

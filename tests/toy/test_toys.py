@@ -13,6 +13,7 @@ from deepspeed_nmt.build import build_model, build_objective
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.config import validate
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.plugins import registry_of
 from deepspeed_nmt.train.checkpoint import Checkpoint
@@ -45,6 +46,12 @@ def test_toys_are_trained_resumed_and_used_to_translate(recipe: str, data: Path,
     assert logged["train/state_norm"] > 0.0 and logged["valid/loss"] < entries[0]["train/loss"]
     first, empty = Translator.open(tmp_path / "straight", checkpoint="last").translate(["The dog sleeps.", ""])
     assert len(first.tokens) == 5 and empty.text == ""
+
+
+def test_decoder_layers_of_others_are_refused_for_a_model_that_makes_its_own() -> None:
+    message = r"layer.name=cross_attention_drop .* model.name=toy .* layer.name=standard"
+    with pytest.raises(ConfigError, match=message):
+        validate({"model": {"name": "toy"}, "layer": {"name": "cross_attention_drop", "drop_ratio": 0.5}})
 
 
 @pytest.mark.parametrize("engine", ["plain", "zero2"])
