@@ -29,7 +29,7 @@ from pydantic import model_validator
 from torch import Tensor
 from typing_extensions import override
 
-from deepspeed_nmt.core.model import Exits, Memory, TranslationModel
+from deepspeed_nmt.core.model import Exits, Memory
 from deepspeed_nmt.core.parts import Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.segments import Segments
@@ -135,11 +135,7 @@ class CoordinatedTransformer(Transformer):
     """Transformer of layers that both sides share. Its :class:`Memory` has the states of each, (B,N,S,D)."""
 
     not_standard = "its decoder layers attend to the source and to the target by one softmax"
-
-    @property
-    @override
-    def stages(self) -> tuple[int, int]:
-        return 1, 1
+    has_exits = False
 
     @override
     def encode(
@@ -150,10 +146,6 @@ class CoordinatedTransformer(Transformer):
         exits = range(1, self.encoder.stages + 1)
         states = self.encoder(self.source_embedding(source_BS), Context(mask=mask), exits=exits)
         return Memory(torch.stack(states, dim=1), mask)
-
-    @override
-    def at_exit(self, name: str) -> TranslationModel:
-        return TranslationModel.at_exit(self, name)
 
 
 def build_coordination(config: CoordinationConfig, vocabulary: Vocabulary) -> CoordinatedTransformer:

@@ -213,6 +213,8 @@ SMALL = {"dim": 32, "ffn_dim": 64, "heads": 4, "encoder_layers": 2, "decoder_lay
 class Transformer(StackedModel):
     """Encoder-decoder Transformer. Built by :func:`build_transformer`."""
 
+    has_exits: ClassVar[bool] = True
+    """False if the top is the only exit, because decoder layers read more of the encoder than its top."""
     transfer: Transfer | None = None
     """Rules of CompleteP for the optimizer, if the model has them."""
 
@@ -238,7 +240,7 @@ class Transformer(StackedModel):
     @property
     @override
     def stages(self) -> tuple[int, int]:
-        return self.encoder.stages, self.decoder.stages
+        return (self.encoder.stages, self.decoder.stages) if self.has_exits else super().stages
 
     @override
     def rates(self) -> Mapping[nn.Parameter, Rates]:
@@ -283,8 +285,8 @@ class Transformer(StackedModel):
 
     @override
     def at_exit(self, name: str) -> TranslationModel:
-        if name == TOP:
-            return self
+        if name == TOP or not self.has_exits:
+            return super().at_exit(name)
         encoder, _, decoder = name.partition("-")
         n, m = (int(part) if part.isascii() and part.isdecimal() else 0 for part in (encoder, decoder))
         if not (1 <= n <= self.encoder.stages and 1 <= m <= self.decoder.stages):

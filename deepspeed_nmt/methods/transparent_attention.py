@@ -30,7 +30,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from typing_extensions import override
 
-from deepspeed_nmt.core.model import Exits, Memory, TranslationModel
+from deepspeed_nmt.core.model import Exits, Memory
 from deepspeed_nmt.core.parts import Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.segments import Segments, mask_between
@@ -82,13 +82,10 @@ class MixtureLayer(nn.Module):
 
         Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
         """
-        states_BTD: Tensor = self.layer(x_BTD, self._context(context), cache)
-        return states_BTD
-
-    def _context(self, context: Context) -> Context:
-        """Return the context with this layer's mixture."""
         assert context.memory_BSD is not None
-        return replace(context, memory_BSD=context.memory_BSD[:, self.number])
+        own = replace(context, memory_BSD=context.memory_BSD[:, self.number])
+        states_BTD: Tensor = self.layer(x_BTD, own, cache)
+        return states_BTD
 
 
 class TransparentTransformer(Transformer):
@@ -98,6 +95,7 @@ class TransparentTransformer(Transformer):
     """
 
     not_standard = "its decoder layers attend to different mixtures of the encoder's layers"
+    has_exits = False
 
     def __init__(self, transformer: Transformer, dropout_p: float) -> None:
         encoder, decoder = transformer.encoder, transformer.decoder
@@ -105,11 +103,6 @@ class TransparentTransformer(Transformer):
         embeddings = transformer.source_embedding, transformer.target_embedding
         super().__init__(*embeddings, encoder, decoder, transformer.projection, transformer.pad)
         self.mixtures = Mixtures(encoder.applications + 1, decoder.applications, dropout_p)
-
-    @property
-    @override
-    def stages(self) -> tuple[int, int]:
-        return 1, 1
 
     @override
     def encode(
@@ -132,10 +125,6 @@ class TransparentTransformer(Transformer):
         segments: Segments | None = None,
     ) -> list[Tensor]:
         return super().decode(target_input_BT, memory, draw, segments=segments)
-
-    @override
-    def at_exit(self, name: str) -> TranslationModel:
-        return TranslationModel.at_exit(self, name)  # each decoder layer attends to all encoder layers
 
 
 def build_transparent_attention(
