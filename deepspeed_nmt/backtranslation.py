@@ -37,13 +37,13 @@ from deepspeed_nmt.data.preparation import check_options, differences, set_up
 from deepspeed_nmt.data.stages import PairsRecord, Preparation
 from deepspeed_nmt.data.tasks import resumed, run_stages
 from deepspeed_nmt.data.training import DataOption
-from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.errors import ConfigError, DataError, typed
 from deepspeed_nmt.files import remove
 from deepspeed_nmt.manifest import DamagedRecordError, FileRecord, read_record, write_record
 from deepspeed_nmt.parallel.hardware import uses_cuda
 from deepspeed_nmt.registry import Config, problems_of
 from deepspeed_nmt.run.translation import piece_lines, stream_keywords
-from deepspeed_nmt.search.decode_options import DecodeOptions, read_rule, typed
+from deepspeed_nmt.search.decode_options import DecodeOptions, read_rule
 from deepspeed_nmt.search.lines import LINES_OF_A_FORM, SourceCounts, warn_of_form
 from deepspeed_nmt.text import TextForm, text_of
 

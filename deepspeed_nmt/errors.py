@@ -110,9 +110,14 @@ def options_as_typed() -> Iterator[None]:
         _AS_TYPED.reset(token)
 
 
-def option(name: str, typed: str | None = None) -> str:
+def typed(name: str) -> str:
+    """Return an option as it is typed on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def option(name: str, in_command: str | None = None) -> str:
     """Return the name of an option for a message: ``--max-tokens`` in a command, ```max_tokens``` in Python."""
-    return f"--{(typed or name).replace('_', '-')}" if _AS_TYPED.get() else f"`{name}`"
+    return typed(in_command or name) if _AS_TYPED.get() else f"`{name}`"
 
 
 def shown(value: object) -> str:

@@ -16,7 +16,7 @@ from signal import SIGUSR1
 from typing import TYPE_CHECKING
 
 from deepspeed_nmt.console import logger, output
-from deepspeed_nmt.errors import EXIT_STOPPED, ConfigError
+from deepspeed_nmt.errors import EXIT_STOPPED, ConfigError, typed
 from deepspeed_nmt.interruption import Interrupted, interruptible
 
 if TYPE_CHECKING:
@@ -75,13 +75,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _translation(arguments: argparse.Namespace) -> DecodeOptions:
     """Return the options of the translation: runs and checkpoint, and the arguments after --."""
     from deepspeed_nmt.cli import Parser
-    from deepspeed_nmt.commands.flags import add_flags, flag
+    from deepspeed_nmt.commands.flags import add_flags
     from deepspeed_nmt.search.decode_options import DecodeOptions
 
     parser = Parser(prog="deepspeed-nmt backtranslate", add_help=False, allow_abbrev=False)
     add_flags(parser, DecodeOptions, [name for name in DecodeOptions.model_fields if name not in _OWN])
     parsed, others = parser.parse_known_args(arguments.beyond)
-    if own := sorted({word for word in others if word.partition("=")[0] in map(flag, _OWN)}):
+    if own := sorted({word for word in others if word.partition("=")[0] in map(typed, _OWN)}):
         raise ConfigError(
             f"{own[0]} cannot come after --, because each sentence gets one translation by --run; leave it out"
         )

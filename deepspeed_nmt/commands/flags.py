@@ -15,15 +15,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.errors import ConfigError, typed
 from deepspeed_nmt.registry import Config, problems_of
 
 _METAVARS: Mapping[Any, str] = {int: "N", float: "P", Path: "F", Path | str: "F"}
-
-
-def flag(name: str) -> str:
-    """Return the flag of a field."""
-    return f"--{name.replace('_', '-')}"
 
 
 def add_flags(
@@ -52,7 +47,7 @@ def add_flags(
         if (group := extra.get("group", "")) not in groups:
             groups[group] = parser.add_argument_group(group)
         groups[group].add_argument(
-            flag(name),
+            typed(name),
             *extra.get("aliases", ()),
             dest=name,
             default=defaults.get(name, argparse.SUPPRESS),
@@ -96,6 +91,6 @@ def validated(config: type[Any], settings: Mapping[str, Any]) -> Any:
     except ValidationError as error:
 
         def named(place: str) -> str:
-            return flag([part for part in place.split(".") if not part.isdigit()][-1])
+            return typed([part for part in place.split(".") if not part.isdigit()][-1])
 
         raise ConfigError(problems_of(error, named)) from error

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_nmt.console import logger, output
-from deepspeed_nmt.errors import ConfigError, shown
+from deepspeed_nmt.errors import ConfigError, shown, typed
 
 if TYPE_CHECKING:
     from deepspeed_nmt.config import RunConfig
@@ -92,7 +92,7 @@ def _check(arguments: argparse.Namespace) -> None:
     sizes = (arguments.vocab_size or "4").split(",")
     is_size = [text.isascii() and text.isdecimal() and 4 <= int(text[:20]) <= MAX_VOCABULARY for text in sizes]
     times = ("run", "saving_time", "restart_time")
-    unused = [f"--{name.replace('_', '-')}" for name in times if getattr(arguments, name) is not None]
+    unused = [typed(name) for name in times if getattr(arguments, name) is not None]
     problems = {
         "nothing to plan is named; give --recipe, --config or --sweep":
             arguments.recipe is arguments.sweep is arguments.config is None,

@@ -17,7 +17,7 @@ from deepspeed_nmt.data.filters import FILTERS, Filter, PairFilters, read_filter
 from deepspeed_nmt.data.inputs import STANDARD_INPUT, FileSet, Inputs
 from deepspeed_nmt.data.tokenizer import ALPHA, SPACE, SampledSegmentations, Tokenizer
 from deepspeed_nmt.data.vocabulary_training import DEFAULT_NORMALIZATION, Normalization, VocabularyType
-from deepspeed_nmt.errors import counted, shown
+from deepspeed_nmt.errors import counted, shown, typed
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.text import NO_TAGS, Tags, TextForm, check_language
 
@@ -81,7 +81,7 @@ class ExecutorOptions(Config):
     def _check_executor(self) -> ExecutorOptions:
         for name in ("tasks", "array", "partition"):
             if self.executor == "local" and getattr(self, name) is not None:
-                raise ValueError(f"--{_flag(name)} is for --executor slurm; add it, or leave --{_flag(name)} out")
+                raise ValueError(f"{typed(name)} is for --executor slurm; add it, or leave {typed(name)} out")
         if self.executor == "slurm" and self.tasks is None:
             raise ValueError("--executor slurm needs a number of tasks; give --tasks, for example 64")
         return self
@@ -234,7 +234,7 @@ class PrepareOptions(ExecutorOptions):
         ):
             others = [other for other in excluded if other in given]
             if name in given and others:
-                yield f"--{_flag(name)} {fact}; leave out {', '.join(f'--{_flag(other)}' for other in others)}"
+                yield f"{typed(name)} {fact}; leave out {', '.join(map(typed, others))}"
 
     def _wrong_vocabulary(self) -> Iterator[str]:
         """Yield messages about vocabulary, tags and languages."""
@@ -295,7 +295,7 @@ class PrepareOptions(ExecutorOptions):
         for name in ("out", "vocab_from", "sentencepiece"):
             paths = getattr(self, name) if name == "sentencepiece" else (getattr(self, name),)
             if any(_URL.match(str(path)) for path in paths):
-                yield f"--{_flag(name)} is a URL, by which only text is read; give a path"
+                yield f"{typed(name)} is a URL, by which only text is read; give a path"
         for split in ("train", "valid", "test"):
             source, target = map(len, self.paths(split))
             if source != target:
@@ -372,7 +372,3 @@ class PrepareOptions(ExecutorOptions):
 def input_option(name: str) -> str:
     """Return the option that names input files, by their name in :attr:`PrepareOptions.inputs`."""
     return "--tsv" if name == "train.tsv" else f"--{name.replace('.', '-')}"
-
-
-def _flag(name: str) -> str:
-    return name.replace("_", "-")

@@ -54,7 +54,7 @@ from deepspeed_nmt.data.tasks import TaskRecord, Work
 from deepspeed_nmt.data.tokenizer import Count, SampledSegmentations, Tokenizer, TokenLists, split_name
 from deepspeed_nmt.data.vocabulary_training import DEFAULT_NORMALIZATION, train_subwords, train_words
 from deepspeed_nmt.data.word_alignments import token_links, tokens_of_words
-from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.errors import DataError, typed
 from deepspeed_nmt.files import open_text, replacing, resolved, staged, text_lines
 from deepspeed_nmt.manifest import FileRecord, check_own, write_record
 from deepspeed_nmt.text import NO_TAGS, Tags, looks_tokenised, normalise_whitespace, warn_of_missing_rules
@@ -170,7 +170,7 @@ class Preparation(Work[PairsRecord]):
         """Return this work, or raise a DataError if its tasks are of other options, or the text has changed."""
         own = {"overwrite", *FREE}
         old, new = (each.model_dump(exclude=own) for each in (self.options, options))
-        if differing := [f"--{name.replace('_', '-')}" for name in old if old[name] != new[name]]:
+        if differing := [typed(name) for name in old if old[name] != new[name]]:
             raise DataError(
                 f"{self.directory} holds tasks of another {', '.join(differing)}; remove it, or choose another --out"
             )

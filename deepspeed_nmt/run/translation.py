@@ -34,7 +34,7 @@ from pydantic import BaseModel, Field
 
 from deepspeed_nmt import __version__
 from deepspeed_nmt.console import counting, logger
-from deepspeed_nmt.errors import EXIT_STOPPED, ConfigError, DataError, ReportedError, shown
+from deepspeed_nmt.errors import EXIT_STOPPED, ConfigError, DataError, ReportedError, shown, typed
 from deepspeed_nmt.evaluate.nbest import Candidate
 from deepspeed_nmt.files import (
     atomic_write_bytes,
@@ -56,7 +56,7 @@ from deepspeed_nmt.manifest import recorded_directory
 from deepspeed_nmt.parallel.launched import place, requeued
 from deepspeed_nmt.parallel.shared_work import SharedWork
 from deepspeed_nmt.search.base import MisalignedError, Translation
-from deepspeed_nmt.search.decode_options import STREAM, DecodeOptions, typed
+from deepspeed_nmt.search.decode_options import STREAM, DecodeOptions
 from deepspeed_nmt.search.lines import LINES_OF_A_FORM, SourceCounts, refuse_damaged, warn_of_form
 from deepspeed_nmt.text import TextForm
 

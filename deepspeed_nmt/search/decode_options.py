@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_
 
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.deep_shallow_score import ALPHA, EXPONENT
-from deepspeed_nmt.errors import ConfigError, finite_number, option, shown
+from deepspeed_nmt.errors import ConfigError, finite_number, option, shown, typed
 from deepspeed_nmt.files import parse_json, read_regular
 from deepspeed_nmt.registry import Config, problem_of
 
@@ -384,11 +384,6 @@ def identity_of(search: SearchConfig, device: str, precision: str) -> dict[str, 
     names = {"name": typed("search"), **{name: typed(name) for name in marked("setting")}}
     settings = {names.get(key, f"search.{key}"): value for key, value in search.model_dump(mode="json").items()}
     return {**settings, "--precision": precision, "the device": device}  # auto differs from one GPU to another
-
-
-def typed(name: str) -> str:
-    """Return an option as it is typed on the command line."""
-    return f"--{name.replace('_', '-')}"
 
 
 def check_type(name: str, value: object, types: tuple[type, ...], requirement: str) -> None:
