@@ -41,7 +41,7 @@ from deepspeed_nmt.errors import ConfigError, DataError, typed
 from deepspeed_nmt.files import remove
 from deepspeed_nmt.manifest import DamagedRecordError, FileRecord, read_record, write_record
 from deepspeed_nmt.parallel.hardware import uses_cuda
-from deepspeed_nmt.registry import Config, problems_of
+from deepspeed_nmt.registry import Config, validated
 from deepspeed_nmt.run.translation import piece_lines, stream_keywords
 from deepspeed_nmt.search.decode_options import DecodeOptions, read_rule
 from deepspeed_nmt.search.lines import LINES_OF_A_FORM, SourceCounts, warn_of_form
@@ -531,10 +531,7 @@ def _preparation(options: BacktranslateOptions, data: DataDirectory) -> PrepareO
         values |= {f"{side}_lang": getattr(form, f"{side}_lang"), f"tag_{side}": data.meta.tags.of(side)}
     if options.score_run is not None:
         values["train_scores"] = (options.out / SCORES,)
-    try:
-        return PrepareOptions.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(problems_of(error, lambda place: typed(place.split(".")[0]))) from error
+    return validated(PrepareOptions, values)
 
 
 def _workers(options: BacktranslateOptions) -> tuple[int, list[dict[str, str]]]:

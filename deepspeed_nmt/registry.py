@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
+from deepspeed_nmt.errors import ConfigError, did_you_mean, shown, typed
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -24,6 +24,9 @@ class Config(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, defer_build=True
     )
+
+
+C = TypeVar("C", bound=Config)
 
 
 def number_or_auto(least: int, most: int) -> BeforeValidator:
@@ -78,6 +81,19 @@ def problems_of(error: ValidationError, named: Callable[[str], str] = str, whole
         problem_of(problem, named(".".join(map(str, problem["loc"]))) if problem["loc"] else whole)
         for problem in error.errors()
     ]
+
+
+def option_at(place: str) -> str:
+    """Return the option of a command that gives the value at a dotted place."""
+    return typed([part for part in place.split(".") if not part.isdigit()][-1])
+
+
+def validated(config: type[C], values: Mapping[str, Any], named: Callable[[str], str] = option_at) -> C:
+    """Return the configuration of some values, or raise a ConfigError with :func:`problems_of` the values."""
+    try:
+        return config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(problems_of(error, named)) from error
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Make the corpus, and print what was removed, what is left, and how to train on it."""
     from deepspeed_nmt.backtranslation import BacktranslateOptions, Backtranslation, backtranslate
-    from deepspeed_nmt.commands.flags import validated
     from deepspeed_nmt.commands.prepare import report
+    from deepspeed_nmt.registry import validated
 
     if arguments.status is not None:
         from deepspeed_nmt.data.cluster import status

@@ -12,11 +12,10 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from deepspeed_nmt.errors import ConfigError, typed
-from deepspeed_nmt.registry import Config, problems_of
+from deepspeed_nmt.errors import typed
+from deepspeed_nmt.registry import Config
 
 _METAVARS: Mapping[Any, str] = {int: "N", float: "P", Path: "F", Path | str: "F"}
 
@@ -82,15 +81,3 @@ def _form(field: FieldInfo, extra: Mapping[str, Any], required: bool) -> dict[st
         kind = get_args(kind)[0]
     types = {"type": kind} if kind in (int, float, Path) else {}
     return {**form, **types, "metavar": metavar or _METAVARS.get(kind, "S")}
-
-
-def validated(config: type[Any], settings: Mapping[str, Any]) -> Any:
-    """Return the configuration that options give; the messages of a ConfigError name the flags."""
-    try:
-        return config.model_validate(settings)
-    except ValidationError as error:
-
-        def named(place: str) -> str:
-            return typed([part for part in place.split(".") if not part.isdigit()][-1])
-
-        raise ConfigError(problems_of(error, named)) from error

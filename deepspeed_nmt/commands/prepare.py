@@ -76,14 +76,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def read_options(values: Mapping[str, Any]) -> PrepareOptions:
     """Return the options of a command line; others are ignored. Without ``workers`` all cores work."""
-    from deepspeed_nmt.commands.flags import validated
     from deepspeed_nmt.data.clean import CleaningConfig
     from deepspeed_nmt.data.options import PrepareOptions
+    from deepspeed_nmt.registry import validated
 
     cores = len(os.sched_getaffinity(0))
     cleaning = {name: values[name] for name in CleaningConfig.model_fields if name in values}
     known = {name: values[name] for name in PrepareOptions.model_fields if name in values}
-    options: PrepareOptions = validated(PrepareOptions, {"workers": cores, **known, "cleaning": cleaning})
+    options = validated(PrepareOptions, {"workers": cores, **known, "cleaning": cleaning})
     if options.vocab_from is not None:
         verify_vocabulary(options.vocab_from)
     return options

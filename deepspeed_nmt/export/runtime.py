@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from deepspeed_nmt.data.data_directory import open_tokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import ConfigError, DataError, check_installed, option
@@ -20,7 +18,7 @@ from deepspeed_nmt.export.ctranslate2_search import (
     ExportBeamSettings,
     import_ctranslate2,
 )
-from deepspeed_nmt.registry import problems_of
+from deepspeed_nmt.registry import validated
 from deepspeed_nmt.search.base import Translation
 from deepspeed_nmt.search.decode_options import DecodeOptions, identity_of, marked
 from deepspeed_nmt.search.lines import (
@@ -183,7 +181,4 @@ def changed_settings(settings: ExportBeamSettings, changes: Mapping[str, Any]) -
             f"{option(unknown[0])} is no option of the beam search of CTranslate2; leave it out, or translate by the "
             "run with torch"
         )
-    try:
-        return ExportBeamSettings.model_validate({**settings.model_dump(), **given})
-    except ValidationError as error:
-        raise ConfigError(problems_of(error, option)) from error
+    return validated(ExportBeamSettings, {**settings.model_dump(), **given}, option)

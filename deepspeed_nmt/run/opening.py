@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TOP, TranslationModel, exit_name
@@ -20,7 +19,7 @@ from deepspeed_nmt.core.vocabulary import SIDES
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import ConfigError, DataError, counted, did_you_mean, option, shown
-from deepspeed_nmt.registry import problems_of
+from deepspeed_nmt.registry import validated
 from deepspeed_nmt.run.directory import DataRecord, Run
 from deepspeed_nmt.search.alignment import AttentionWatch, cross_attention
 from deepspeed_nmt.search.decode_options import DecodeOptions, check_unicode
@@ -52,10 +51,8 @@ def search_settings(runs: Sequence[Run], changes: Mapping[str, Any], exits: Sequ
             f"{option(unknown[0])} is no option of search.name={name}, which decodes here"
             f"{', but of ' * bool(having)}{' and '.join(having)}; leave it out"
         )
-    try:
-        search = kind.model_validate({key: value for key, value in settings.items() if key in kind.model_fields})
-    except ValidationError as error:
-        raise ConfigError(problems_of(error, option)) from error
+    known = {key: value for key, value in settings.items() if key in kind.model_fields}
+    search = validated(kind, known, option)
     assert isinstance(search, SearchConfig)
     if not set(search.needs_exits) <= set(run.config.model.named_exits):
         raise ConfigError(
