@@ -16,8 +16,6 @@ from deepspeed_nmt.console import output, table
 from deepspeed_nmt.errors import UserError
 
 HELP = "list the named experiments"
-HEAD = ["recipe", "layers", "D", "norm", "dropout", "peak lr", "warm-up", "tokens an update", "updates"]
-"""Columns of a name and its :func:`cells`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,14 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the recipes by group, each with layers, width and description."""
+    from deepspeed_nmt.config import load_config
     from deepspeed_nmt.recipes import recipe_files
 
     groups: dict[str, list[list[str]]] = {}
     for name, file in recipe_files().items():
         about, group = description(file.read_text(encoding="utf-8")), file.parent.name
         if all(word.lower() in f"{name} {group} {about}".lower() for word in arguments.words):
-            layers, dim, *_ = cells(name)
-            groups.setdefault(group, []).append([name, f"{layers}, D {dim}", about])
+            model = load_config(name).model
+            groups.setdefault(group, []).append([name, f"{layers(model)}, D {width(model)}", about])
     if not groups:
         raise UserError(f"no recipe has {' '.join(arguments.words)}; `deepspeed-nmt recipes` lists all")
     for number, (group, rows) in enumerate(sorted(groups.items())):
@@ -53,31 +52,13 @@ def description(text: str) -> str:
     return re.split(r"(?<=[^.]{3}\.)\s+(?=[A-Z])", " ".join(lines))[0]
 
 
-def cells(name: str) -> list[str]:
-    """Return what a recipe has in the columns of :data:`HEAD` after its name."""
-    from deepspeed_nmt.config import load_config
-
-    config = load_config(name)
-    model: Any = config.model
-    return [
-        _layers(model),
-        f"{model.dim if hasattr(model, 'dim') else model.source.dim}",
-        _norms(model),
-        f"{model.dropout:g}",
-        f"{config.optimizer.lr:g}",
-        f"{config.schedule.warmup_updates:,}",
-        f"{config.batch.update_tokens:,}",
-        f"{config.training.max_updates:,}",
-    ]
+def width(model: Any) -> int:
+    """Return the width of a model's states, D."""
+    dim: int = (model if hasattr(model, "dim") else model.source).dim
+    return dim
 
 
-def _norms(model: Any) -> str:
-    if hasattr(model, "norms"):
-        return "/".join(dict.fromkeys(model.norms()))
-    return "post" if hasattr(model, "source") else "none"
-
-
-def _layers(model: Any) -> str:
+def layers(model: Any) -> str:
     """Return the layers of encoder and decoder, with loops after a cross and grown layers in brackets."""
     if hasattr(model, "source"):  # BERTs
         coordinator = f" + {model.coordinator_layers}" if getattr(model, "decoder", "") == "coordinator" else ""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import sys
 from pathlib import Path
+from typing import Any
 
-from deepspeed_nmt.commands.recipes import HEAD, cells
+from deepspeed_nmt.commands.recipes import layers, width
 from deepspeed_nmt.commands.settings import settings_reference
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.vocabulary import Vocabulary
@@ -59,8 +60,22 @@ them. (This page is generated: `python launch/docs/tables.py` writes it from the
 
 def recipe_table() -> str:
     """Return the table of all recipes."""
-    rows = [(f"`{name}`", *cells(name)) for name in recipes()]
-    return "".join(f"| {' | '.join(row)} |\n" for row in (HEAD, ["---"] * len(HEAD), *rows))
+    head = ["recipe", "layers", "D", "norm", "dropout", "peak lr", "warm-up", "tokens an update", "updates"]
+    rows = []
+    for name in recipes():
+        config = load_config(name)
+        model: Any = config.model
+        norm = "post" if hasattr(model, "source") else "none"
+        if hasattr(model, "norms"):
+            norm = "/".join(dict.fromkeys(model.norms()))
+        rows.append(
+            [
+                *(f"`{name}`", layers(model), f"{width(model)}", norm),
+                *(f"{model.dropout:g}", f"{config.optimizer.lr:g}", f"{config.schedule.warmup_updates:,}"),
+                *(f"{config.batch.update_tokens:,}", f"{config.training.max_updates:,}"),
+            ]
+        )
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
 
 
 def plan_table() -> str:
