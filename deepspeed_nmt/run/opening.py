@@ -54,11 +54,6 @@ def search_settings(runs: Sequence[Run], changes: Mapping[str, Any], exits: Sequ
     known = {key: value for key, value in settings.items() if key in kind.model_fields}
     search = validated(kind, known, option)
     assert isinstance(search, SearchConfig)
-    if not set(search.needs_exits) <= set(run.config.model.named_exits):
-        raise ConfigError(
-            f"search.name={search.name} needs a run whose model has the exits {' and '.join(search.needs_exits)}, "
-            f"but {run.path} has model.name={run.config.model.name}"
-        )
     parts = run.config.parts
     if wrong := set(replace(parts, search=search).contradictions()) - set(parts.contradictions()):
         raise ConfigError(sorted(wrong))

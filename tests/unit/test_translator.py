@@ -260,6 +260,8 @@ def test_an_option_of_another_search_is_refused_by_name() -> None:
     assert refusal("transformer_base", {"alpha": 0.5}).endswith(f"search.name=beam, {end}deep_shallow; leave it out")
     assert "search.name=mask_predict, which decodes here" in refusal("abnet_serial", {"beam": 4})
     assert refusal("depth_growing_big_8", {"alpha": 0.5}, "exit").endswith(f"{end}deep_shallow; leave it out")
+    needs = "needs a model with the exits deep and shallow, but model.name=transformer"
+    assert needs in refusal("transformer_base", {"name": "deep_shallow"})
 
 
 def test_a_damaged_target_is_named_and_refused_behind_a_tag(caplog: pytest.LogCaptureFixture) -> None:
