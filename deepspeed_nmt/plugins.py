@@ -106,16 +106,14 @@ def check_plugins(recorded: Mapping[str, str], run: Path) -> None:
         raise ConfigError(f"{run} was trained with the plug-in {plugins}; set {PLUGINS_VARIABLE}={all_names}")
     for name, before in recorded.items():
         if PLUGINS[name].sha256 != before and place().rank == 0:
-            _warn(run, name, before, PLUGINS[name].sha256)
+            _warn_once(
+                "%s was trained with another version of the plug-in %s (%s, now %s); bring that version back, unless "
+                "both compute the same",
+                *(run, name, before[:12], PLUGINS[name].sha256[:12]),
+            )
 
 
-@cache
-def _warn(run: Path, name: str, before: str, now: str) -> None:
-    logger.warning(
-        "%s was trained with another version of the plug-in %s (%s, now %s); bring that version back, unless "
-        "both compute the same",
-        *(run, name, before[:12], now[:12]),
-    )
+_warn_once = cache(logger.warning)
 
 
 def _imported(name: str) -> ModuleType:
