@@ -9,7 +9,7 @@ Legend: V vocabulary, D model width, T positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -91,9 +91,10 @@ def describe(
         for name, parameter in module.named_parameters()
     }
     weights |= {name: weight.detach() for side, stack in stacks.items() for name, weight in _weights(stack, side)}
+    layers = (*encoder.layers, *decoder.layers)
     common = {
         (attention.q_proj.out_features // attention.head_dim, network.activation, around.norm.eps)
-        for layer in (*encoder.layers, *decoder.layers)
+        for layer in layers
         for around in _modules(layer, Residual)
         for attention in _modules(layer, MultiHeadAttention)
         for network in _modules(layer, FeedForward)
@@ -105,13 +106,10 @@ def describe(
     encoder_norm, encoder_alpha = _connections(encoder, "encoder")
     decoder_norm, decoder_alpha = _connections(decoder, "decoder")
     norms, alphas = (encoder_norm, decoder_norm), (encoder_alpha, decoder_alpha)
-    relative = any(
-        attention.is_relative
-        for layer in (*encoder.layers, *decoder.layers)
-        for attention in _modules(layer, MultiHeadAttention)
+    relative = any(attention.is_relative for layer in layers for attention in _modules(layer, MultiHeadAttention))
+    return StandardTransformer(
+        weights, scale, positions, depths, heads, norms, activation, eps, alphas, relative=relative
     )
-    described = StandardTransformer(weights, scale, positions, depths, heads, norms, activation, eps, alphas)
-    return replace(described, relative=relative)
 
 
 def _weights(stack: LayerStack, side: str) -> Iterator[tuple[str, Tensor]]:
