@@ -27,7 +27,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -132,8 +132,8 @@ class ChoosingExits:
                 # Details of a translation are those of one model, whichever exit has proposed it.
                 here = {"exit": float(number)}
                 proposed[row].append([replace(one, features=here, token_log_probs=None) for one in beam])
-            if rule in get_args(StoppingRule):
-                climbing = [row for row in climbing if not self._stops(proposed[row])]
+            if rule == "confidence" or rule == "agreement":
+                climbing = [row for row in climbing if not self._stops(rule, proposed[row])]
             if not climbing:
                 break
         if rule == "rerank":
@@ -142,9 +142,7 @@ class ChoosingExits:
             return [_by_consensus([beam[0] for beam in beams]) for beams in proposed]
         return [beams[-1] for beams in proposed]
 
-    def _stops(self, beams: Sequence[Sequence[Hypothesis]]) -> bool:
-        rule = self.config.rule
-        assert rule == "confidence" or rule == "agreement"
+    def _stops(self, rule: StoppingRule, beams: Sequence[Sequence[Hypothesis]]) -> bool:
         before = beams[-2][0] if len(beams) > 1 else None
         return accepts(rule, self.config.threshold, beams[-1][0], before)
 
