@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Protocol, runtime_checkable
@@ -146,19 +145,12 @@ class RanksTexts(Protocol):
 
     def rank(
         self, hypotheses: Sequence[Hypothesis], texts: Sequence[str], language: str | None = None
-    ) -> list[tuple[Hypothesis, str]]:
+    ) -> list[Hypothesis]:
         """Rank the hypotheses of a sentence by their texts, in a language; None if it is not known.
 
-        Return different ones, best first, at least one.
+        Return one for each different text, best first, at least one.
         """
         ...
-
-
-@runtime_checkable
-class CountsDrafts(Protocol):
-    """A search that counts tokens and passes by name; see :mod:`deepspeed_nmt.search.speculative`."""
-
-    counts: Counter[str]
 
 
 MAX_EXPONENT = 10.0

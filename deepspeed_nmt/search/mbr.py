@@ -133,7 +133,7 @@ class MinimumBayesRisk(Sampling):
 
     def rank(
         self, hypotheses: Sequence[Hypothesis], texts: Sequence[str], language: str | None = None
-    ) -> list[tuple[Hypothesis, str]]:
+    ) -> list[Hypothesis]:
         """Rank different texts by expected utility, their score; see :meth:`RanksTexts.rank`.
 
         Of samples with the same text, the most probable one is returned. The feature ``samples`` is their number.
@@ -147,8 +147,8 @@ class MinimumBayesRisk(Sampling):
         weights = np.array(list(counts.values())) / len(texts)
         expected = pairwise(self.config.utility, list(counts), language) @ weights
         ranked = [
-            (replace(best[text], score=float(utility), features={"samples": float(count)}), text)
+            replace(best[text], score=float(utility), features={"samples": float(count)})
             for (text, count), utility in zip(counts.items(), expected, strict=True)
         ]
         # Sums of equal numbers in another order differ by rounding, which must not decide.
-        return sorted(ranked, key=lambda pair: (-round(pair[0].score, 9), -pair[0].log_prob))
+        return sorted(ranked, key=lambda one: (-round(one.score, 9), -one.log_prob))

@@ -25,7 +25,7 @@ from deepspeed_nmt.search.alignment import (
     without_tags,
     word_links,
 )
-from deepspeed_nmt.search.base import CountsDrafts, Hypothesis, RanksTexts, RequestSearch, Translation
+from deepspeed_nmt.search.base import Hypothesis, RanksTexts, RequestSearch, Translation
 from deepspeed_nmt.search.decode_options import DecodeOptions
 from deepspeed_nmt.search.forced import blind_log_probs, pad_sources, token_log_probs
 from deepspeed_nmt.search.lines import (
@@ -42,6 +42,7 @@ from deepspeed_nmt.search.lines import (
 from deepspeed_nmt.search.models import members_of, weights_of
 from deepspeed_nmt.search.reliance import Reliance, ScoredTranslation
 from deepspeed_nmt.search.searches import SEARCHES
+from deepspeed_nmt.search.speculative import Speculative
 from deepspeed_nmt.text import Tags
 
 _Best = list[Translation]
@@ -186,7 +187,7 @@ def translate_lines(
     def best_of(hypotheses: list[Hypothesis]) -> _Best:
         if isinstance(search, RanksTexts):
             texts = [tags.untagged(tokenizer.decode(one.tokens)) for one in hypotheses]  # all have the tag in common
-            hypotheses = [one for one, _ in search.rank(hypotheses, texts, target_lang)]
+            hypotheses = search.rank(hypotheses, texts, target_lang)
         return [
             Translation(
                 tokenizer.decode(one.tokens), one.score, one.tokens, one.log_prob, one.features, one.token_log_probs
@@ -207,7 +208,7 @@ def translate_lines(
                     lists = cast(RequestSearch, search).search(source_BS, padded, requests)
                 else:
                     lists = search.search(source_BS, padded)
-                if isinstance(search, CountsDrafts):
+                if isinstance(search, Speculative):
                     reader.counts.add_drafts(search.counts)
                     search.counts.clear()
                 texts = [(buffer[number][0], sources[number]) for number in numbers]

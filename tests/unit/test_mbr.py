@@ -45,7 +45,7 @@ def test_bleu_divides_text_as_the_target_language_needs() -> None:
     assert pairwise("bleu", texts)[0, 1] == 0.0 < expected[0][1], "13a takes a sentence for a word"
     samples = [Hypothesis([4 + number], -1.0, -1.0) for number in range(3)]
     ranked = search(utility="bleu").rank(samples, texts, "zh")
-    assert [one.score for one, _ in ranked] == pytest.approx(sorted(np.mean(expected, axis=1), reverse=True))
+    assert [one.score for one in ranked] == pytest.approx(sorted(np.mean(expected, axis=1), reverse=True))
 
 
 def search(**settings: object) -> MinimumBayesRisk:
@@ -59,7 +59,8 @@ def search(**settings: object) -> MinimumBayesRisk:
 def test_texts_are_ranked_by_expected_utility(name: UtilityName) -> None:
     samples = [0, 1, 1, 3, 6, 0, 0, 2]
     hypotheses = [Hypothesis([place], -float(place), -float(place)) for place, _ in enumerate(samples)]
-    ranked = search(utility=name).rank(hypotheses, [TEXTS[number] for number in samples])
+    texts = [TEXTS[number] for number in samples]
+    ranked = [(one, texts[one.tokens[0]]) for one in search(utility=name).rank(hypotheses, texts)]
     expected = {
         TEXTS[number]: sum(METRICS[name].sentence_score(TEXTS[number], [TEXTS[other]]).score for other in samples) / 8
         for number in samples
