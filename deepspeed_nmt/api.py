@@ -48,7 +48,7 @@ from deepspeed_nmt.search.decode_options import (
     identity_of,
 )
 from deepspeed_nmt.search.forced import score_lines
-from deepspeed_nmt.search.lines import LineInputs, SourceCounts, SourceLines, warn_of_form
+from deepspeed_nmt.search.lines import LineInputs, SourceCounts, SourceLines, in_plain_text, warn_of_form
 from deepspeed_nmt.search.models import Ensemble, members_of, prepare_to_decode, resolve_native, resolve_precision
 from deepspeed_nmt.search.reliance import ScoredTranslation
 from deepspeed_nmt.search.streams import translate_lines
@@ -279,7 +279,7 @@ class Translator:
             lock=self._lock,
             target_lang=self.text.target_lang,
         )
-        return translations if self.detokenise is None else _plain(translations, self.detokenise)
+        return translations if self.detokenise is None else in_plain_text(translations, self.detokenise)
 
     def _line_options(self, options: Mapping[str, Any], names: Collection[str]) -> DecodeOptions:
         """Check keywords, among ``names`` alone, and return the options with the bound of lines that holds here."""
@@ -366,10 +366,3 @@ class Translator:
             ScoredTranslation(pair.tokens[1:], pair.log_probs[1:], pair.blind_log_probs and pair.blind_log_probs[1:])
             for pair in scored
         )
-
-
-def _plain(translations: Iterable[list[Translation]], form: TextForm) -> Iterator[list[Translation]]:
-    """Yield translations with plain text."""
-    for best in translations:
-        lines = form.convert("plain", [translation.text for translation in best])
-        yield [replace(translation, text=line) for translation, line in zip(best, lines, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from deepspeed_nmt.search.lines import (
     SourceCounts,
     SourceLines,
     check_nbest,
+    in_plain_text,
     translated,
     warn_of_form,
 )
@@ -150,23 +151,20 @@ class ExportedTranslator:
 
         def search(_: list[Line], sources: list[list[int]]) -> Iterator[list[Found]]:
             for number, hypotheses in self._search.search(sources, self.search, chosen.max_tokens):
-                yield [(number, self._translations(hypotheses[: chosen.nbest]))]
+                best = [
+                    Translation(self.tokenizer.decode(one.tokens), one.score, one.tokens, one.log_prob)
+                    for one in hypotheses[: chosen.nbest]
+                ]
+                yield [(number, best)]
 
         requests = LineInputs(first=first_line, tags=self._tags).requests(lines, reader, None)
-        return translated(requests, search, reader, Translation("", 0.0, []), chosen, advance, self._tags)
+        nothing = Translation("", 0.0, [])
+        translations = translated(requests, search, reader, nothing, chosen, advance, self._tags)
+        return translations if self._plain is None else in_plain_text(translations, self._plain)
 
     def _reader(self, options: DecodeOptions, counts: SourceCounts | None = None, before: int = 0) -> SourceLines:
         longest = options.longest_line(self.longest_line)
         return SourceLines(self.tokenizer, longest, self._longest_source, options.strict, counts, before)
-
-    def _translations(self, hypotheses: Sequence[Any]) -> list[Translation]:
-        texts = [self.tokenizer.decode(hypothesis.tokens) for hypothesis in hypotheses]
-        if self._plain is not None:
-            texts = self._plain.convert("plain", texts)
-        return [
-            Translation(text, hypothesis.score, hypothesis.tokens, hypothesis.log_prob)
-            for text, hypothesis in zip(texts, hypotheses, strict=True)
-        ]
 
 
 def changed_settings(settings: ExportBeamSettings, changes: Mapping[str, Any]) -> ExportBeamSettings:

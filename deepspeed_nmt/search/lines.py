@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any, Protocol
 
@@ -401,6 +401,13 @@ def translated(
     reader.warn_at_end()
     if problem is not None:
         raise problem
+
+
+def in_plain_text(translations: Iterable[list[Translation]], form: TextForm) -> Iterator[list[Translation]]:
+    """Yield translations of lines with plain text, given the form in which the model writes."""
+    for best in translations:
+        texts = form.convert("plain", [one.text for one in best])
+        yield [replace(one, text=text) for one, text in zip(best, texts, strict=True)]
 
 
 def check_nbest(nbest: int, search: SearchConfig) -> None:
