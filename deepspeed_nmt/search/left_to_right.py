@@ -56,7 +56,9 @@ class LeftToRightSettings(SearchConfig):
     )
     suppress_unknown: bool = Field(default=False, description="never predict the unknown token")
     suppress_tokens: tuple[int, ...] = Field(
-        default=(), max_length=100_000, description="numbers of tokens that are never predicted"
+        default=(),
+        max_length=100_000,
+        description="numbers of tokens that are never predicted; EOS and numbers beyond the vocabulary are ignored",
     )
 
     @model_validator(mode="after")
