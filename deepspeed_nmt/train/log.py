@@ -89,7 +89,7 @@ class Metrics:
         self._file = path.open("a", encoding="utf-8")
         self._run, self._max_updates = run, max_updates
         self._board: SummaryWriter | None = None
-        self._purge_from = update + 1 if update else None
+        self._purge_from = None if update is None else update + 1
         self._settings, self._measures = settings, measures
         self._reported = False
         without_bar = None if update is not None else True  # None: on a terminal there is one

@@ -108,4 +108,19 @@ def test_settings_are_in_tensorboard_for_comparisons(tmp_path: Path) -> None:
     assert [info.name.tag for info in HParamsPluginData.FromString(content).experiment.metric_infos] == ["valid/bleu"]
 
 
+@pytest.mark.parametrize("update", [0, 2])
+def test_a_curve_has_nothing_of_updates_that_are_made_again(tmp_path: Path, update: int) -> None:
+    """A run that was killed before its first checkpoint begins again, with 0 updates made."""
+    board = tmp_path / "tensorboard"
+    for first, value in ((0, 1.0), (update, 2.0)):
+        with Metrics(tmp_path, True, first, 9) as metrics:
+            for number in range(first + 1, 6):
+                metrics.log(Progress(update=number), {"train/loss": value})
+        # The names of one second and process need not be in order.
+        newest = max(board.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+        newest.rename(board / f"events.out.tfevents.{value}")
+    points = EventAccumulator(str(board)).Reload().Scalars("train/loss")
+    assert [(point.step, point.value) for point in points] == [(n, 1.0 + (n > update)) for n in range(1, 6)]
+
+
 BLACK, WHITE = 0, 255
