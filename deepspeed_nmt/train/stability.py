@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from deepspeed_nmt.console import logger
@@ -25,7 +24,7 @@ from deepspeed_nmt.data.loader import Update
 from deepspeed_nmt.data.mixture import rolled_back
 from deepspeed_nmt.engine.contract import UpdateResult
 from deepspeed_nmt.errors import CheckpointError, TrainingError, listed
-from deepspeed_nmt.parallel.collectives import fail_together, from_main, gather_lists, sum_over_data_ranks
+from deepspeed_nmt.parallel.collectives import fail_together, gather_lists, sum_over_data_ranks
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.events import NO_EVENTS, Events
@@ -68,7 +67,7 @@ def report_skip(
     Of the named ``parameters``, culprits are listed from the last, as the backward pass reaches them. ``attributed``
     is the cause found by computing the update again.
     """
-    sums = sum_of_losses(result.sums, world)
+    sums = sum_over_data_ranks({name: float(value) for name, value in result.sums.items()}, world)
     losses = [name for name, value in sums.items() if not math.isfinite(value)]
     culprits = set(gather_lists(list(result.culprits), world))
     layers = list(dict.fromkeys(layer_of(name) for name in reversed(parameters) if name in culprits))
@@ -94,11 +93,6 @@ def report_spike(
         logger.warning("%s", text)
 
 
-def sum_of_losses(sums: Mapping[str, Tensor], world: World) -> dict[str, float]:
-    """Return an update's sums over all ranks. All ranks call it together."""
-    return sum_over_data_ranks({name: float(value) for name, value in sums.items()}, world)
-
-
 def roll_back(
     store: CheckpointStore,
     progress: Progress,
@@ -113,10 +107,11 @@ def roll_back(
     All ranks call it together. ``progress`` is that after the last skipped update. If there is no such checkpoint, or
     ``max_rollbacks`` is reached, the training has failed.
     """
-    result = _roll_back(store, progress, max_rollbacks, update_tokens, events) if world.is_main else None
-    problem, remedies = from_main(result, world)
-    if problem:
-        with fail_together(world):
+    with fail_together(world):
+        problem, remedies = "", ""
+        if world.is_main:
+            problem, remedies = _roll_back(store, progress, max_rollbacks, update_tokens, events)
+        if problem:
             raise TrainingError(
                 f"{progress.skipped} updates in a row, up to update {progress.update}, had no finite gradient "
                 f"({cause}), and {problem}. The training has diverged. {remedies}"
@@ -194,9 +189,9 @@ class SpikeWatch:
         watched = [name for name, factor in self._factors.items() if factor > 0.0]
         if not watched:
             return None
-        known = {"loss": result.sums["loss"], "norm": torch.tensor(result.grad_norm, dtype=torch.float64)}
+        known: dict[str, Tensor | float] = {"loss": result.sums["loss"], "norm": result.grad_norm}
         # Also of the norm, so that all ranks judge the same value even if a device has computed another one.
-        sums = sum_of_losses({name: known[name] for name in watched}, world)
+        sums = sum_over_data_ranks({name: float(known[name]) for name in watched}, world)
         values = {
             "loss": sums.get("loss", 0.0) / update.target_tokens,
             "norm": sums.get("norm", 0.0) / world.data_ranks,
