@@ -12,7 +12,6 @@ from deepspeed_nmt.build import build_kernels, build_meta_model, build_objective
 from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.data_directory import DataDirectory
-from deepspeed_nmt.data.loader import check_lengths
 from deepspeed_nmt.data.training import TrainingData
 from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine_for
 from deepspeed_nmt.errors import ConfigError
@@ -20,14 +19,21 @@ from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.kernels.precision import Precision
 from deepspeed_nmt.planning.counting import Counts, count_model, count_rates, sizes
 from deepspeed_nmt.planning.gpus import Gpu
-from deepspeed_nmt.planning.layouts import LayoutEstimate, estimates, prefers_padded
 from deepspeed_nmt.planning.planner import Planner, layout_of
-from deepspeed_nmt.run.batches import layout_on, update_order_of
+from deepspeed_nmt.run.batches import (
+    LAYOUTS,
+    LayoutEstimate,
+    estimates,
+    layout_on,
+    prefers_padded,
+    update_order_of,
+)
 from deepspeed_nmt.train.goodput import STARTING, Entry
 
 VOCAB_SIZE = "32000"
 """Size of a vocabulary that nothing determines."""
-LAYOUTS = ("padded", "packed")
+_SAMPLED_UPDATES = 50
+"""Updates that are divided in either layout."""
 
 
 class Planned(NamedTuple):
@@ -154,9 +160,7 @@ def layout_estimates(config: RunConfig, data: TrainingData, num_gpus: int) -> li
     check_tensor_ranks(config, num_gpus)
     ranks = num_gpus // config.engine.tensor_parallel
     order = update_order_of(data.corpora(config.mixture), config, data)
-    longest = check_lengths(order.corpora, config.batch)
-    layouts = LAYOUTS if config.model.packed else LAYOUTS[:1]
-    return estimates(order.sample(), longest, config.batch, ranks, layouts)
+    return estimates(order, config.batch, ranks, LAYOUTS if config.model.packed else LAYOUTS[:1], _SAMPLED_UPDATES)
 
 
 def layout_notes(

@@ -18,9 +18,8 @@ from deepspeed_nmt.data.packing import Ladder, PackedPart, divide, pack_update, 
 from deepspeed_nmt.data.update_order import Cursor, EpochOrder
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.planning.layouts import LayoutEstimate
 from deepspeed_nmt.run import batches
-from deepspeed_nmt.run.batches import layout_on
+from deepspeed_nmt.run.batches import LayoutEstimate, layout_on
 from tests.support import LengthsOnly, epoch_window, random_corpus, write_mixture
 from tests.unit.test_update_order import lengths
 
