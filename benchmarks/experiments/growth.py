@@ -55,8 +55,7 @@ COLUMNS = {
 def flops_of(config: RunConfig, update: int) -> float:
     """Return the FLOPs of a source and a target token in an update."""
     vocabulary, config = Vocabulary(2000), config.for_update(update)
-    rates = count_rates(build_meta_model(config, vocabulary), build_objective(config, vocabulary), vocabulary)
-    return rates.source + rates.target
+    return sum(count_rates(build_meta_model(config, vocabulary), build_objective(config, vocabulary), vocabulary))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

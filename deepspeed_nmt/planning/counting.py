@@ -10,7 +10,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -137,23 +137,17 @@ def count_update(
     return Work(batch.target_tokens, kept[0], tally.peak_bytes - kept[0], tally.flops, exchange.bytes)
 
 
-class Rates(NamedTuple):
-    """Work of training in operations for each token, forward and backward, without recomputation."""
-
-    source: float
-    target: float
-
-
 _UPDATES = 1000
 """Updates of which is counted how often regularizers are due that are not computed in all of them, and how deep they
 run if that is drawn."""
 
 
-def count_rates(model: TranslationModel, objective: Objective, vocabulary: Vocabulary) -> Rates:
-    """Count the work of a model on the meta device, as the mean over updates.
+def count_rates(model: TranslationModel, objective: Objective, vocabulary: Vocabulary) -> tuple[float, float]:
+    """Return the operations of training for each source and each target token, as the mean over updates.
 
-    Of updates with the same regularizers and depth two are run, whose random choices differ, and stand for all of
-    these. If depths are drawn, only the extreme ones are run: work is affine in the depths of encoder and decoder.
+    They are counted on the meta device, forward and backward, without recomputation. Of updates with the same
+    regularizers and depth two are run, whose random choices differ, and stand for all of these. If depths are drawn,
+    only the extreme ones are run: work is affine in the depths of encoder and decoder.
     """
     module = TrainModule(model, objective).train()
     alike: dict[tuple[str, ...], dict[tuple[int, int], list[int]]] = {}
@@ -177,7 +171,7 @@ def count_rates(model: TranslationModel, objective: Objective, vocabulary: Vocab
             total += sum(len(updates) * float(plane @ (1, *depth)) for depth, updates in by_depth.items())
         flops.append(total / _UPDATES)
     source = (flops[1] - flops[0]) / tokens
-    return Rates(source, flops[0] / tokens - source)
+    return source, flops[0] / tokens - source
 
 
 def _batch(tokens: int, vocabulary: Vocabulary, update: int, source_length: int | None = None) -> Batch:

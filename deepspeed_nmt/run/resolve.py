@@ -323,5 +323,4 @@ def workload_of(config: RunConfig, resolved: Resolved, objective: Objective, wor
         logger.info("perf/mfu is not logged: the peak of %s is not known", name)
         return None
     model = build_meta_model(config, resolved.vocabulary, resolved.kernels)
-    rates = count_rates(model, objective, resolved.vocabulary)
-    return Workload(rates.source, rates.target, kind.tflops * 1e12)
+    return Workload(*count_rates(model, objective, resolved.vocabulary), kind.tflops * 1e12)
