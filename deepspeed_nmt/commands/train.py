@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed_nmt.console import log_to, logger, setup_logging
 from deepspeed_nmt.errors import EXIT_STOPPED, ConfigError, ReportedError
 from deepspeed_nmt.files import check_utf8_name
-from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, requeued
+from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, requeued, restarts
 
 if TYPE_CHECKING:
     from deepspeed_nmt.config import RunConfig
@@ -97,7 +97,6 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     from deepspeed_nmt.parallel.collectives import fail_together
     from deepspeed_nmt.parallel.watchdog import Watchdog
     from deepspeed_nmt.parallel.world import join_world, leave_world
-    from deepspeed_nmt.parallel.world import restart as restarts
     from deepspeed_nmt.run.directory import LOGS
     from deepspeed_nmt.run.resolve import check_ranks_agree, check_room
     from deepspeed_nmt.run.start import begin, check_trusted, run_lock

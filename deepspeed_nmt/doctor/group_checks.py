@@ -20,8 +20,8 @@ from deepspeed_nmt.doctor.findings import Finding, JobContext, fault, ok, run_pr
 from deepspeed_nmt.doctor.host_checks import judge, lock_problem, scratch
 from deepspeed_nmt.doctor.trial import Outcome, run_trial
 from deepspeed_nmt.errors import TrainingError, listed
-from deepspeed_nmt.parallel.launched import RankPlace, expanded
-from deepspeed_nmt.parallel.world import check_launcher, connect, listed_ranks, restart
+from deepspeed_nmt.parallel.launched import RankPlace, expanded, restarts
+from deepspeed_nmt.parallel.world import check_launcher, connect, listed_ranks
 
 _CLOCK_S = 1.0
 """Difference of clocks in seconds from which on logs and files are confusing."""
@@ -38,7 +38,7 @@ class Exchange:
 
     def __init__(self, place: RankPlace, store: Any) -> None:
         self.place, self.store = place, store
-        self._prefix = f"exchange/{restart()}"
+        self._prefix = f"exchange/{restarts()}"
 
     @classmethod
     def join(cls, place: RankPlace, timeout_s: float) -> Exchange:

@@ -61,6 +61,11 @@ def requeued() -> bool:
     return _number("SLURM_RESTART_COUNT") > 0
 
 
+def restarts() -> str:
+    """Return the number of restarts by torchrun, whose store outlives ranks: keys of each restart must differ."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
 def _number(name: str) -> int:
     text = os.environ.get(name, "0")
     if not (text.isascii() and text.isdecimal()):
@@ -113,7 +118,7 @@ def isolate_extension_builds() -> None:
     if "TORCH_EXTENSIONS_DIR" in os.environ:
         return
     start = os.getpid() if place().ranks == 1 else os.getppid()
-    name = f"torch_extensions-{os.getuid()}-{start}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    name = f"torch_extensions-{os.getuid()}-{start}-{restarts()}"
     directory = Path(tempfile.gettempdir(), name)
     with suppress(FileExistsError):
         directory.mkdir(mode=0o700)

@@ -33,11 +33,11 @@ import torch.distributed as dist
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import EXIT_RANK_LOST, ReportedError, first_line
 from deepspeed_nmt.parallel import collectives
+from deepspeed_nmt.parallel.launched import restarts
 from deepspeed_nmt.parallel.world import World
 
 _PACKAGE = Path(__file__).parents[1]
-# Under torchrun the store outlives ranks that it restarts. A key per restart keeps them apart.
-_KEY = f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+_KEY = f"watchdog/{restarts()}"
 _VERDICT = f"{_KEY}/verdict"
 _GONE = "rank 0, which hosts the TCP store, is gone or stopped: {}"
 _GRACE = 1.5
@@ -54,7 +54,6 @@ class Watchdog:
         silent_s: seconds without a heartbeat after which a rank is lost; 0 disables the watchdog.
         stuck_s: time limit of a step in seconds.
         slow_s: time limit of a slow step (saving, validating) in seconds.
-        leave: function that ends the process with a status.
         failed: called on rank 0 with the verdict, in another thread than the main one, before the process ends.
     """
 
@@ -64,10 +63,9 @@ class Watchdog:
         silent_s: float,
         stuck_s: float,
         slow_s: float,
-        leave: Callable[[int], Any] = os._exit,
         failed: Callable[[str], object] = lambda verdict: None,
     ) -> None:
-        self._world, self._leave, self._report_failure = world, leave, failed
+        self._world, self._report_failure = world, failed
         self._silent_s, self._stuck_s, self._slow_s = silent_s, stuck_s, slow_s
         self._interval_s = silent_s / 6
         self._at = ("starting", 0, time.monotonic(), slow_s)
@@ -222,7 +220,7 @@ class Watchdog:
         # Rank 0 exits last, because it hosts the store. The timer ends the process even if logging blocks.
         stay_s = _GRACE * self._interval_s if self._world.is_main else 0.0
         report_s = _REPORT_S if self._world.is_main else 0.0
-        threading.Timer(stay_s + report_s + 5.0, self._leave, [EXIT_RANK_LOST]).start()
+        threading.Timer(stay_s + report_s + 5.0, os._exit, [EXIT_RANK_LOST]).start()
         reporting = threading.Thread(target=self._report_failure, args=[verdict], daemon=True)
         if self._world.is_main:
             reporting.start()
@@ -232,7 +230,7 @@ class Watchdog:
         time.sleep(stay_s)
         if self._world.is_main:
             reporting.join(report_s)
-        self._leave(EXIT_RANK_LOST)
+        os._exit(EXIT_RANK_LOST)
 
 
 def _main_thread() -> tuple[bool, str]:

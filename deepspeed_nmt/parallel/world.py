@@ -26,7 +26,7 @@ import torch.distributed as dist
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import EXIT_STOPPED, ConfigError, ReportedError, TrainingError, counted, listed, shown
 from deepspeed_nmt.parallel.hardware import prepare_gpu, uses_cuda
-from deepspeed_nmt.parallel.launched import RankPlace, once_per_host, place, pointing_to_doctor
+from deepspeed_nmt.parallel.launched import RankPlace, once_per_host, place, pointing_to_doctor, restarts
 
 _FIRST_REPORT_S, _REPORT_EVERY_S = 10.0, 60.0
 """Seconds of waiting before the missing ranks are logged for the first time, and between later times."""
@@ -185,7 +185,7 @@ def meet(place: RankPlace, timeout_s: float, stop_requested: Callable[[], object
         TrainingError: if a rank is missing after ``timeout_s``.
         ReportedError: if a stop was requested of a rank before all had registered; all registered ranks raise it.
     """
-    waiting, key = _Wait(place, timeout_s, stop_requested), f"rendezvous/{restart()}"
+    waiting, key = _Wait(place, timeout_s, stop_requested), f"rendezvous/{restarts()}"
     while True:
         store = connect(place, waiting.pause, timeout_s)
         try:
@@ -244,11 +244,6 @@ def _missing(store: Any, key: str, ranks: int) -> str:
 def listed_ranks(ranks: list[int]) -> str:
     """Return the first of some ranks, and the number of further ones, as text: "ranks 1, 2"."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks, 8)}"
-
-
-def restart() -> str:
-    """Return the number of this restart by torchrun: its store outlives ranks, so keys of restarts must differ."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def connect(place: RankPlace, pause: Callable[[str], None], timeout_s: float) -> Any:
