@@ -20,6 +20,7 @@ from deepspeed_nmt.errors import ConfigError
 class AdamConfig(OptimizerConfig):
     """Adam, by torch's fused kernels."""
 
+    kernels: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adam
     decoupled: ClassVar[bool] = False
     """True if weight decay is no part of the gradient."""
     states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
@@ -49,7 +50,7 @@ class AdamConfig(OptimizerConfig):
 
     @override
     def build(self, groups: Groups) -> torch.optim.Optimizer:
-        return eager(torch.optim.Adam)(groups, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps, fused=True)
+        return eager(self.kernels)(groups, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps, fused=True)
 
     @override
     def squared_changes(
@@ -86,10 +87,7 @@ class AdamConfig(OptimizerConfig):
 class AdamWConfig(AdamConfig):
     """AdamW, by torch's fused kernels."""
 
+    kernels: ClassVar[type[torch.optim.Optimizer]] = torch.optim.AdamW
     decoupled: ClassVar[bool] = True
 
     name: Literal["adamw"] = "adamw"  # type: ignore[assignment]
-
-    @override
-    def build(self, groups: Groups) -> torch.optim.Optimizer:
-        return eager(torch.optim.AdamW)(groups, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps, fused=True)

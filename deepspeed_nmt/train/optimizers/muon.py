@@ -76,9 +76,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             settings: dict[str, Any] = {"momentum": config.momentum, "adjust_lr_fn": "match_rms_adamw"}
             self._parts.append(eager(torch.optim.Muon)(kinds[True], lr=config.lr, **settings))
         if kinds[False]:
-            betas = (config.beta1, config.beta2)
-            adamw = eager(torch.optim.AdamW)(kinds[False], lr=config.lr, betas=betas, eps=config.eps, fused=True)
-            self._parts.append(adamw)
+            self._parts.append(AdamWConfig.build(config, kinds[False]))
         for part in self._parts:
             part.state = self.state
 
