@@ -99,9 +99,8 @@ class Run:
 
     @property
     def checkpoints(self) -> CheckpointStore:
-        """Checkpoints of the run."""
-        training = self.config.training
-        return CheckpointStore(self.path / CHECKPOINTS, training.keep_last, training.keep_best)
+        """Checkpoints of the run, to read and choose from."""
+        return CheckpointStore(self.path / CHECKPOINTS)
 
     @property
     def longest_line(self) -> int:

@@ -211,12 +211,9 @@ class Checkpoint:
 
     def load_into(self, model: nn.Module) -> None:
         """Copy the weights into a model; raise a CheckpointError if names or shapes differ."""
-        with self.held_open():
-            self._load_into(model)
-
-    def _load_into(self, model: nn.Module) -> None:
-        shapes = {name: self._shape(name) for name in self._where["weights"]}
         own = dict(model.named_parameters())
+        with self.held_open():
+            shapes = {name: self._shape(name) for name in self.names}
         expected = {name: tuple(parameter.shape) for name, parameter in own.items()}
         differences = [f"{name} is missing" for name in sorted(own.keys() - shapes.keys())]
         differences += [f"{name} is unexpected" for name in sorted(shapes.keys() - own.keys())]
@@ -227,7 +224,7 @@ class Checkpoint:
                 f"{self.path} holds the weights of another model: {differences[0]} ({len(differences)} differences); "
                 "open it with its own run's config.yaml"
             )
-        with torch.no_grad():
+        with self.held_open(), torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(self.weight(name))  # one at a time: all at once would double the host memory
 
