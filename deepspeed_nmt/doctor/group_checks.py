@@ -132,7 +132,7 @@ def versions(group: Group) -> Iterator[Finding]:
 def clocks(group: Group) -> Iterator[Finding]:
     """Compare the clocks of all hosts with that of rank 0."""
     exchange, rank, limit_s = group.exchange, group.context.place.rank, group.context.limit_s
-    others, largest = group.first_ranks[1:], 0.0
+    others, largest, compared = group.first_ranks[1:], 0.0, False
     if rank in others:
         exchange.get(f"time for {rank}", 0, limit_s)
         exchange.put("time", time.time())
@@ -146,6 +146,7 @@ def clocks(group: Group) -> Iterator[Finding]:
         except TimeoutError as error:
             yield warning(f"the clock of {group.host(rank)} could not be compared ({error})")
             continue
+        compared = True
         uncertainty = (time.time() - began) / 2
         offset = theirs - (began + uncertainty)
         largest = max(largest, abs(offset) + uncertainty)
@@ -153,7 +154,7 @@ def clocks(group: Group) -> Iterator[Finding]:
             side = "ahead of" if offset > 0 else "behind"
             text = f"the clock of {group.host(rank)} is {abs(offset):.1f} s {side} that of {group.host(0)}"
             yield fault(f"{text}; start a time service (chrony) on both")
-    if largest <= _CLOCK_S:
+    if compared and largest <= _CLOCK_S:
         yield ok(f"clocks agree within {1e3 * largest:.0f} ms")
 
 
@@ -185,11 +186,14 @@ def directory(group: Group) -> Iterator[Finding]:
         if not sees:
             text = f"{group.host(rank)} does not see in {theirs} what {main} writes to {place}"
             yield fault(f"{text}; use a run directory that all hosts share")
+    if silent := [group.host(rank) for rank in others if rank not in answers]:
+        text = f"{_some(silent)} did not answer within {limit_s:.0f} s, so {place} could not be compared there"
+        yield warning(f"{text}; look there for a message")
     unlocked = [group.host(rank) for rank, (_, _, can) in answers.items() if locked and can]
     if unlocked:
         text = f"{_some(unlocked)} can lock what {main} has locked, so nothing prevents a second training of a run"
         yield warning(f"{text}; mount {place} with locks across hosts (Lustre: -o flock; NFS: without nolock)")
-    elif all(sees for _, sees, _ in answers.values()):
+    elif answers and all(sees for _, sees, _ in answers.values()):
         yield ok(f"{place} is the same on {_some([group.host(rank) for rank in answers])} and {main}")
 
 

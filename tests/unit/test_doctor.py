@@ -343,6 +343,13 @@ def test_locks_must_hold_on_other_hosts(tmp_path: Path, monkeypatch: pytest.Monk
     assert finding.level == "warning" and "node1 can lock what node0 has locked" in finding.text
 
 
+def test_a_host_that_does_not_answer_is_not_said_to_agree(tmp_path: Path) -> None:
+    main, _ = groups([tmp_path] * 2, limit_s=0.2)
+    for check in (hosts.clocks, hosts.directory):
+        (finding,) = check(main)
+        assert finding.level == "warning" and "node1" in finding.text and "within 0 s" in finding.text
+
+
 def test_a_host_that_cannot_connect_reports_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examination, "examine_alone", lambda context: [])
 
