@@ -290,7 +290,9 @@ def total_norm(parameters: list[nn.Parameter], gradients: list[Tensor], world: W
         return norm
     sliced = [g for p, g in zip(parameters, gradients, strict=True) if hasattr(p, SLICE)]
     common = [g for p, g in zip(parameters, gradients, strict=True) if not hasattr(p, SLICE)]
-    squares = [torch.nn.utils.get_total_norm(part).double() ** 2 for part in (sliced, common)]
+    # The norm of no gradients is on the CPU, as of a model whose trained parameters are all replicated.
+    norms = [torch.nn.utils.get_total_norm(part).to(world.device) for part in (sliced, common)]
+    squares = [part.double() ** 2 for part in norms]
     dist.all_reduce(squares[0], group=world.tensor_group)
     return (squares[0] + squares[1]).sqrt().to(norm.dtype)
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
-from deepspeed_nmt.parallel.tensor import parallelize
+from deepspeed_nmt.parallel.tensor import parallelize, total_norm
 from deepspeed_nmt.parallel.world import World
 from tests.support import ROOT, random_corpus, run_ranks
 
@@ -56,6 +58,15 @@ def test_an_attention_of_ones_own_is_sliced_by_heads_if_it_has_no_weights_of_its
 
 def test_attention_weights_are_the_mean_of_the_heads_of_all_ranks(report: dict[str, Any]) -> None:
     assert len(report["attention_weights"]) == 5 and max(report["attention_weights"]) < 1e-12
+
+
+def test_the_norm_is_reduced_on_the_device_also_without_a_trained_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL takes no tensor on the CPU, where torch has the norm of no gradients."""
+    places: list[str] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group: places.append(x.device.type))
+    world, weight = World(0, 2, 0, torch.device("meta"), 2), nn.Parameter(torch.ones(3, device="meta"))
+    total_norm([weight], [torch.ones(3, device="meta")], world)
+    assert places == ["meta"]
 
 
 def test_indivisible_dimensions_are_refused() -> None:
