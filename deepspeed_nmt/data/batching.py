@@ -122,7 +122,7 @@ def divide_update(
 def _balanced_cut(s: Indices, t: Indices, groups: int) -> Indices:
     """Cut into at most ``groups`` contiguous groups whose largest padded size is (nearly) as small as possible."""
     low, high = int(np.maximum(s, t).max()), int(max(s.max(), t.max())) * len(s)
-    best = np.array([0, len(s)], dtype=np.int64) if groups == 1 else None
+    best = np.array([0, len(s)], dtype=np.int64)  # of size ``high`` at most
     while low < high:
         middle = (low + high) // 2
         bounds = _greedy_cut(s, t, middle, groups)
@@ -132,9 +132,6 @@ def _balanced_cut(s: Indices, t: Indices, groups: int) -> Indices:
             high, best = middle, bounds
             if high - low < high // 64:
                 break
-    if best is None:
-        best = _greedy_cut(s, t, high, groups)
-        assert best is not None
     return best
 
 
