@@ -144,14 +144,15 @@ def row_sizes(updates: Window, longest: int, ranks: int, config: BatchConfig) ->
     # The sample has updates with few and with many source tokens.
     number = max(4, min(_SAMPLED_UPDATES, _SAMPLED_TOKENS // max(1, int(np.median(totals[1])))))
     ranked = full[np.argsort(totals[0, full], kind="stable")]
-    sample = ranked[np.unique(np.linspace(0, len(ranked) - 1, number).astype(int))]
-
-    even = _even_divisions(updates, sample.tolist(), ranks, config)
-    ladder, needed = _ladder(even, config.bound)
+    sample = [
+        lengths_of(updates[update], updates.source, updates.target, config)
+        for update in ranked[np.unique(np.linspace(0, len(ranked) - 1, number).astype(int))].tolist()
+    ]
+    even = [_loads(lengths, *_divide_evenly(lengths, ranks, config.bound)) for lengths in sample]
+    ladder, needed = _ladder(np.concatenate(even), config.bound)
     two = _two_shapes(totals[0, full], totals, longest, ranks, config)
     taken = failed = 0
-    for update in sample.tolist():
-        lengths = lengths_of(updates[update], updates.source, updates.target, config)
+    for lengths in sample:
         if (division := _divide_into_two_shapes(lengths, ranks, config.bound, two)) is not None:
             taken += int(division[1].sum())
         elif (failed := failed + 1) >= _FAILED:
@@ -184,15 +185,6 @@ def _two_shapes(full: Indices, totals: Sizes, longest: int, ranks: int, config: 
 
     best: tuple[int, int] = min(pairs, key=positions)
     return Ladder(best, (rows,), two_shapes=True)
-
-
-def _even_divisions(updates: Window, sample: list[int], ranks: int, config: BatchConfig) -> Sizes:
-    """Return the tokens of each micro-batch of some evenly divided updates. Shape: (micro_batches, 2)."""
-    loads = []
-    for update in sample:
-        lengths = lengths_of(updates[update], updates.source, updates.target, config)
-        loads.append(_loads(lengths, *_divide_evenly(lengths, ranks, config.bound)))
-    return np.concatenate(loads)
 
 
 def _ladder(loads: Sizes, bound: int) -> tuple[Ladder, int]:
