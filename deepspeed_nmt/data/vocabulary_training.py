@@ -138,9 +138,8 @@ def train_subwords(
         DataError: if there is no text, or it has too many characters or too few different words for ``vocab_size``.
     """
     with _trainer_settings(normalization) as rules:
-        tokenizer = _train(
+        model = _train(
             lines,
-            segmented=False,
             symbols=symbols,
             model_type=vocabulary_type,
             vocab_size=vocab_size,
@@ -148,8 +147,9 @@ def train_subwords(
             **({"byte_fallback": True} if byte_fallback else {}),
             **rules,
         )
+    tokenizer = SentencePieceTokenizer(_named(model, normalization), symbols=symbols)
     _check_size(tokenizer, vocab_size)
-    return SentencePieceTokenizer(_named(tokenizer.model, normalization), symbols=symbols)
+    return tokenizer
 
 
 def train_words(
@@ -176,9 +176,8 @@ def train_words(
     counts.update({symbol: most + 1 - counts[symbol] for symbol in symbols})  # to be kept in any case
     # SentencePiece is given each word with its frequency instead of the text.
     table = (f"{word}\t{count}" for word, count in sorted(counts.items()))
-    tokenizer = _train(
+    model = _train(
         table,
-        segmented=True,
         symbols=(),  # its own symbols would be there twice, with and without a space
         model_type="word",
         input_format="tsv",
@@ -186,14 +185,13 @@ def train_words(
         normalization_rule_name="identity",
         character_coverage=1.0,
     )
+    tokenizer = SentencePieceTokenizer(model, segmented=True, symbols=symbols)
     if vocab_size is not None:
         _check_size(tokenizer, vocab_size)
-    return SentencePieceTokenizer(tokenizer.model, segmented=True, symbols=symbols)
+    return tokenizer
 
 
-def _train(
-    lines: Iterable[str], segmented: bool, symbols: Sequence[str], vocab_size: int, **settings: Any
-) -> SentencePieceTokenizer:
+def _train(lines: Iterable[str], symbols: Sequence[str], vocab_size: int, **settings: Any) -> bytes:
     iterator: Iterator[str] = iter(lines)
     first = next(iterator, None)
     if first is None:
@@ -205,7 +203,7 @@ def _train(
     if symbols:
         settings["user_defined_symbols"] = list(symbols)
     try:
-        model = _train_model(
+        return _train_model(
             chain([first], iterator),
             vocab_size=vocab_size,
             hard_vocab_limit=False,  # too small a vocabulary is reported by `_check_size`
@@ -226,7 +224,6 @@ def _train(
             f"--vocab-size is {sizes.group(1)}, but the characters of the text and {others} are {sizes.group(2)}; "
             "raise it, or lower --character-coverage (0.9995 for large scripts)"
         ) from error
-    return SentencePieceTokenizer(model, segmented, symbols=symbols)
 
 
 def _check_size(tokenizer: SentencePieceTokenizer, vocab_size: int) -> None:
