@@ -20,7 +20,7 @@ from deepspeed_nmt.data.tokenizer import INFO_FILE, Count, Tokenizer, Vocabulary
 from deepspeed_nmt.errors import DataError, UserError
 from deepspeed_nmt.files import check_utf8_name, read_regular
 from deepspeed_nmt.manifest import MANIFEST_FILE, DamagedRecordError, FileRecord, PlainName, read_files, read_record
-from deepspeed_nmt.registry import Config, problem_of
+from deepspeed_nmt.registry import Config, problems_of
 from deepspeed_nmt.text import Tags, TextForm
 
 
@@ -112,20 +112,14 @@ def open_tokenizer(path: Path) -> Tokenizer:
                 return FairseqTokenizer.read(path)
         return SentencePieceTokenizer.read(path, info)
     except ValidationError as error:
-        raise DataError(
-            f"a JSON file of the vocabulary in {path} is damaged ({_first_problem(error)}); restore it"
-        ) from error
+        problem = problems_of(error, whole="the file")[0]
+        raise DataError(f"a JSON file of the vocabulary in {path} is damaged ({problem}); restore it") from error
     except UserError:
         raise
     except (OSError, ValueError) as error:
         raise DataError(
             f"no vocabulary in {path} ({error}); give a directory that `prepare` has made, or import the model again"
         ) from error
-
-
-def _first_problem(error: ValidationError) -> str:
-    first = error.errors()[0]
-    return problem_of(first, ".".join(map(str, first["loc"])) or "the file")
 
 
 class DataDirectory:
@@ -149,7 +143,7 @@ class DataDirectory:
             raise DataError(f"{error}; restore {path}, or move it away and run `prepare` again") from error
         except ValidationError as error:
             raise DataError(
-                f"{meta_path} is not what this version's `prepare` writes: {_first_problem(error)} "
+                f"{meta_path} is not what this version's `prepare` writes: {problems_of(error, whole='the file')[0]} "
                 f"({error.error_count()} such); move it away and run `prepare` again"
             ) from error
         directory = cls(path, meta)
