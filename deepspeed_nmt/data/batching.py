@@ -10,8 +10,6 @@ and padding within ``max_padding``. For the packed layout see :mod:`deepspeed_nm
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import numpy as np
@@ -161,9 +159,3 @@ def _padding(s: Indices, t: Indices, bounds: Indices) -> float:
     """Compute the share of positions, source and target together, that hold padding."""
     widths = np.maximum.reduceat(s, bounds[:-1]) + np.maximum.reduceat(t, bounds[:-1])
     return 1.0 - float(s.sum() + t.sum()) / float((widths * np.diff(bounds)).sum())
-
-
-def shares(count: int, ranks: int) -> Sequence[range]:
-    """Divide 0..count-1 into contiguous ranges of nearly equal size, one for each rank."""
-    bounds = [count * rank // ranks for rank in range(ranks + 1)]
-    return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
