@@ -12,6 +12,7 @@ each corpus continues where it was. After a rollback one begins with the sentenc
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -139,8 +140,7 @@ class Shares:
 
     def segment(self, update: int) -> int:
         """Return the number of the segment of an update."""
-        firsts = [segment.first for segment in self.segments]
-        return int(np.searchsorted(firsts, update, side="right")) - 1
+        return bisect_right(self.segments, update, key=lambda segment: segment.first) - 1
 
     def window_updates(self, segment: Segment) -> int:
         """Compute the number of updates in a window: so few that none has a sentence much more often than once.
