@@ -67,8 +67,6 @@ def symbols_of(content: bytes, path: Path) -> list[str]:
     return symbols
 
 
-KIND = "fairseq"
-"""Value of ``kind`` in INFO_FILE."""
 _MOST_FOREIGN = 0.1
 """Share of a dictionary's symbols that its SentencePiece model may lack."""
 DICTIONARY_FILES: Mapping[Side, str] = {"source": "vocabulary.source.txt", "target": "vocabulary.target.txt"}
@@ -132,7 +130,7 @@ class FairseqTokenizer(Tokenizer):
         if self._models is not None:
             models = dict(zip(SIDES, self._models, strict=True))
             files |= {MODEL_FILES[side]: models[side] for side in SIDES[: 1 if len(set(self._models)) == 1 else 2]}
-        info = {"kind": KIND, "segmented": self.segmented, "size": self.size}
+        info = {"kind": "fairseq", "segmented": self.segmented, "size": self.size}
         return {**files, INFO_FILE: (json.dumps(info, indent=2) + "\n").encode()}
 
     @override

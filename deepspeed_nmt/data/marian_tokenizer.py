@@ -18,8 +18,6 @@ from deepspeed_nmt.data.tokenizer import INFO_FILE, SPACE, UNKNOWN_TEXT, Count, 
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import read_regular
 
-KIND = "marian"
-"""Value of ``kind`` in INFO_FILE."""
 MODEL_FILES: Mapping[Side, str] = {"source": "vocabulary.source.spm", "target": "vocabulary.target.spm"}
 NUMBERS_FILES: Mapping[Side, str] = {"source": "vocabulary.numbers.json", "target": "vocabulary.target_numbers.json"}
 _NUMBERS = TypeAdapter(dict[str, Count])
@@ -77,7 +75,7 @@ class MarianTokenizer(Tokenizer):
         files = dict(self._model_files)
         for side in SIDES[: 1 if self._shared else 2]:
             files[NUMBERS_FILES[side]] = json.dumps(self._numbers[side], ensure_ascii=False, indent=0).encode()
-        info = {"kind": KIND, "special": self._special, "size": self.size}
+        info = {"kind": "marian", "special": self._special, "size": self.size}
         return {**files, INFO_FILE: (json.dumps(info, indent=2) + "\n").encode()}
 
     @override
