@@ -389,15 +389,16 @@ def backtranslate(options: BacktranslateOptions) -> Meta | str:
     prepared = _preparation(options, data)
     to_come = [options.out / name for name in (TEXT, TRANSLATIONS, SCORES)]
     place, vocabulary, sampling = check_options(prepared, to_come)
+    recorded = prepared.recorded(vocabulary, sampling)
     is_made = {TEXT, *made} <= {*present}
     if is_made and (place / META_FILE).exists():
-        meta, differing = differences(place, prepared, vocabulary, sampling)
+        meta, differing = differences(place, prepared, recorded)
         if not differing:
             logger.info("%s is made of the same text by the same options: nothing to do", options.out)
             return meta
 
     new = {"own": options, "made": made, "present": present, "fingerprint": data.fingerprint, "options": prepared}
-    new["recorded"] = recorded = prepared.recorded(vocabulary, sampling)
+    new["recorded"] = recorded
 
     def make(directory: Path) -> Backtranslation:
         preparation = set_up(directory, prepared, vocabulary, sampling, options.tasks or 1)

@@ -8,8 +8,9 @@ directory beside the result, renamed at the end.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.vocabulary import SIDES
@@ -48,7 +49,7 @@ def prepare(options: PrepareOptions) -> Meta:
     out, vocabulary, sampling = check_options(options)
     with replacing_data(out):
         if (out / META_FILE).exists() and not options.overwrite:  # another process may have made it
-            return same_or_refuse(out, options, vocabulary, sampling)
+            return same_or_refuse(out, options, options.recorded(vocabulary, sampling))
         with staged_data(out) as staging:
             work = set_up(staging / ".work", options, vocabulary, sampling)
             meta = join(run_stages(work, options.workers), staging)
@@ -71,7 +72,7 @@ def submit(options: PrepareOptions) -> Meta | str:
     out, vocabulary, sampling = check_options(options)
     with replacing_data(out):
         if (out / META_FILE).exists() and not options.overwrite:
-            return same_or_refuse(out, options, vocabulary, sampling)
+            return same_or_refuse(out, options, options.recorded(vocabulary, sampling))
         return cluster.submit(
             Preparation,
             options,
@@ -181,11 +182,9 @@ def _existing_vocabulary(options: PrepareOptions) -> Tokenizer | None:
     return tokenizer
 
 
-def same_or_refuse(
-    out: Path, options: PrepareOptions, vocabulary: Tokenizer | None, sampling: SampledSegmentations | None
-) -> Meta:
+def same_or_refuse(out: Path, options: PrepareOptions, recorded: Mapping[str, Any]) -> Meta:
     """Open an existing data directory if it was made from the same text with the same options; refuse others."""
-    meta, differing = differences(out, options, vocabulary, sampling)
+    meta, differing = differences(out, options, recorded)
     if differing:
         raise DataError(
             f"--out {out} holds data that differs in {', '.join(differing)}; give --overwrite to replace it, or "
@@ -196,11 +195,9 @@ def same_or_refuse(
     return meta
 
 
-def differences(
-    out: Path, options: PrepareOptions, vocabulary: Tokenizer | None, sampling: SampledSegmentations | None
-) -> tuple[Meta, list[str]]:
-    """Return the record of a data directory, and the options and texts in which it differs."""
-    recorded, inputs = options.recorded(vocabulary, sampling), inspect_inputs(options.inputs)
+def differences(out: Path, options: PrepareOptions, recorded: Mapping[str, Any]) -> tuple[Meta, list[str]]:
+    """Return the record of a data directory, and the ``recorded`` options and texts in which it differs."""
+    inputs = inspect_inputs(options.inputs)
     meta = DataDirectory.open(out).meta
     differing = [name for name in sorted({*recorded, *meta.options}) if recorded.get(name) != meta.options.get(name)]
     for name in sorted({*inputs, *meta.inputs}):
