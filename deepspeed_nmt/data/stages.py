@@ -17,7 +17,7 @@ from __future__ import annotations
 import errno
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -150,9 +150,8 @@ class Preparation(Work[PairsRecord]):
 
     @override
     def run(self, stage: str, task: int, new: Path) -> PairsRecord:
-        return (
-            find_repetitions(self, task, new, stage) if stage in self.repetitions else _TASKS[stage](self, task, new)
-        )
+        tasks = {"index": index, "clean": clean, "vocabulary": make_vocabulary, "encode": encode}
+        return tasks[stage](self, task, new) if stage in tasks else find_repetitions(self, task, new, stage)
 
     @override
     def join(self) -> Meta:
@@ -628,11 +627,3 @@ def _warn_of_tokens(path: Path) -> None:
             f"{path.name}: {count:,} of {len(lines):,} lines end in ' .' and look tokenised, so BLEU would not be "
             "comparable; give --text moses and the languages, or --text tokenised"
         )
-
-
-_TASKS: Mapping[str, Callable[[Preparation, int, Path], PairsRecord]] = {
-    "index": index,
-    "clean": clean,
-    "vocabulary": make_vocabulary,
-    "encode": encode,
-}
