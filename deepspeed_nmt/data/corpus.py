@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from numpy.typing import NDArray
 
 from deepspeed_nmt import randomness
@@ -92,7 +91,7 @@ class Corpus:
             )
         path = directory / f"{split}.weights.bin"
         # Factors of the pairs' losses, a read-only view of the file; None if the split has none. Shape: (N,)
-        self.weights: npt.NDArray[Any] | None = _map(path, _WEIGHT) if path.is_file() else None
+        self.weights: NDArray[Any] | None = _map(path, _WEIGHT) if path.is_file() else None
         if self.weights is not None and len(self.weights) != len(self):
             raise DataError(
                 f"{path} holds {len(self.weights)} weights of {len(self)} pairs; it was damaged: run `prepare` again"
@@ -107,33 +106,33 @@ class Corpus:
     def __len__(self) -> int:
         return len(self._source)
 
-    def source(self, index: int) -> npt.NDArray[np.integer]:
+    def source(self, index: int) -> NDArray[np.integer]:
         """Return the source tokens of one pair, without EOS, as a read-only view of the file. Shape: -> (S-1,)."""
         return self._source[index]
 
-    def target(self, index: int) -> npt.NDArray[np.integer]:
+    def target(self, index: int) -> NDArray[np.integer]:
         """Return the target tokens of one pair, without EOS, as a read-only view of the file. Shape: -> (T-1,)."""
         return self._target[index]
 
-    def sources(self, indices: npt.NDArray[np.int64]) -> Tokens:
+    def sources(self, indices: Indices) -> Tokens:
         """Copy the source tokens of some pairs, without EOS. Shape: indices (B,)."""
         return self._source.copy_of(indices)
 
-    def targets(self, indices: npt.NDArray[np.int64]) -> Tokens:
+    def targets(self, indices: Indices) -> Tokens:
         """Copy the target tokens of some pairs, without EOS. Shape: indices (B,)."""
         return self._target.copy_of(indices)
 
     @property
-    def source_lengths(self) -> npt.NDArray[np.int32]:
+    def source_lengths(self) -> Lengths:
         """Source lengths in tokens, including the EOS that a batch adds. Shape: -> (N,)."""
         return self._source.lengths
 
     @property
-    def target_lengths(self) -> npt.NDArray[np.int32]:
+    def target_lengths(self) -> Lengths:
         """Target lengths in tokens, including the EOS that a batch adds. Shape: -> (N,)."""
         return self._target.lengths
 
-    def weights_of(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float32] | None:
+    def weights_of(self, indices: Indices) -> NDArray[np.float32] | None:
         """Return the weights of some pairs; None if the split has none. Shape: (B,) -> (B,)."""
         return None if self.weights is None else self.weights[indices]
 
@@ -160,7 +159,7 @@ class Corpus:
             f"{self._links.path.parent} has links of tokens that its pairs lack; it was damaged: run `prepare` again"
         )
 
-    def lengths(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    def lengths(self, indices: Indices) -> tuple[Lengths, Lengths]:
         """Return source and target lengths of some pairs, EOS included. Shape: (B,) -> (B,), (B,)."""
         return self._source.lengths_of(indices), self._target.lengths_of(indices)
 
@@ -221,18 +220,18 @@ class _Side:
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
-    def __getitem__(self, index: int) -> npt.NDArray[np.integer]:
+    def __getitem__(self, index: int) -> NDArray[np.integer]:
         if not 0 <= index < len(self):  # a negative index would silently give an empty sentence
             raise IndexError(f"sentence {index} of {len(self)}")
         return self.tokens[self._offsets[index] : self._offsets[index + 1]]
 
-    def copy_of(self, indices: npt.NDArray[np.int64]) -> Tokens:
+    def copy_of(self, indices: Indices) -> Tokens:
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"sentences {indices.min()} to {indices.max()} of {len(self)}")
         starts, lengths = self.places_of(indices)
         return Tokens(self.tokens[places(starts, lengths)], lengths)
 
-    def lengths_of(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    def lengths_of(self, indices: Indices) -> Lengths:
         wait(self.read_offsets("lengths", indices))
         return (self.places_of(indices)[1] + 1).astype(np.int32)
 
@@ -256,7 +255,7 @@ class _Side:
         return starts, lengths
 
     @cached_property
-    def lengths(self) -> npt.NDArray[np.int32]:
+    def lengths(self) -> Lengths:
         lengths = np.diff(self._offsets)
         lengths += 1
         return lengths.astype(np.int32)
@@ -276,7 +275,7 @@ class _Side:
         return SideStats(tokens=len(self.tokens), unknown=unknown, longest=longest)
 
 
-def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
     size = path.stat().st_size
     if size % dtype.itemsize:
         raise DataError(
@@ -292,7 +291,7 @@ def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     return np.frombuffer(pages, dtype)
 
 
-def _reads(what: Reading, values: npt.NDArray[Any], *indices: Indices) -> list[Future[Any]]:
+def _reads(what: Reading, values: NDArray[Any], *indices: Indices) -> list[Future[Any]]:
     """Begin to read the pages of a large file with some of its values into memory, many at a time.
 
     A thread that reads a page waits as long as the file system needs, and reads no other meanwhile. Shape: (B,) each.
@@ -308,14 +307,14 @@ def _reads(what: Reading, values: npt.NDArray[Any], *indices: Indices) -> list[F
 class Tokens(NamedTuple):
     """Sentences of one side, end to end, without BOS and EOS. Shape: numbers (tokens,), lengths (N,)."""
 
-    numbers: npt.NDArray[Any]
-    lengths: npt.NDArray[np.int64]
+    numbers: NDArray[Any]
+    lengths: Indices
 
 
-def places(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def places(starts: Indices, lengths: Indices) -> Indices:
     """Return the places of the tokens of sentences that begin at ``starts``. Shape: (N,), (N,) -> (tokens,)."""
     before = np.cumsum(lengths) - lengths
-    within: npt.NDArray[np.int64] = np.repeat(starts - before, lengths)
+    within: Indices = np.repeat(starts - before, lengths)
     within += np.arange(len(within))
     return within
 
@@ -339,7 +338,7 @@ class CorpusWriter:
         self,
         sources: Sequence[Sequence[int]],
         targets: Sequence[Sequence[int]],
-        weights: npt.NDArray[np.floating] | None = None,
+        weights: NDArray[np.floating] | None = None,
         links: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Append pairs of token numbers, without BOS and EOS. Shape of weights: (N,).
