@@ -1,7 +1,9 @@
 """The interface of tokenizers, which turn text of both sides into token numbers and back.
 
-Implementations are :mod:`deepspeed_nmt.data.sentencepiece` and :mod:`deepspeed_nmt.data.bert_tokenizer`;
-:func:`deepspeed_nmt.data.data_directory.open_tokenizer` opens the one that a directory holds.
+Implementations are :mod:`deepspeed_nmt.data.sentencepiece`, and for models of other programs
+:mod:`deepspeed_nmt.data.bert_tokenizer`, :mod:`deepspeed_nmt.data.marian_tokenizer` and
+:mod:`deepspeed_nmt.data.fairseq`; :func:`deepspeed_nmt.data.data_directory.open_tokenizer` opens the one that a
+directory holds.
 """
 
 from __future__ import annotations
