@@ -43,6 +43,8 @@ class BertTokenizer(Tokenizer):
             tokenizer.encode_special_tokens = True  # "[SEP]" in a text stays text
             tokenizer.no_truncation()
             tokenizer.no_padding()
+            if max(tokenizer.get_vocab().values(), default=-1) >= tokenizer.get_vocab_size():
+                raise DataError("a tokenizer of a BERT has tokens without text among its numbers; name another BERT")
         source, target = (Vocabulary.of_bert(self._sides[s].get_vocab_size(), special[s]) for s in SIDES)
         if source.pad != target.pad:
             raise DataError(

@@ -1,5 +1,6 @@
 """The tokenizer with the vocabularies of two BERTs."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -77,3 +78,11 @@ def test_a_tokenizer_with_few_of_the_tokens_is_refused(berts: tuple[Path, Path],
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"could not be loaded from .*: a file lacks 'added_tokens'"):
         huggingface.load_vocabulary(str(folder), "--tokenizer")
+
+
+def test_a_vocabulary_with_gaps_is_refused(both: BertTokenizer) -> None:
+    content = json.loads(both.files()["vocabulary.target.json"])
+    (piece,) = both.pieces([10])
+    assert content["model"]["vocab"].pop(piece) == 10
+    with pytest.raises(DataError, match="tokens without text among its numbers"):
+        BertTokenizer({"source": json.dumps(content), "target": json.dumps(content)}, both._special)
