@@ -42,10 +42,9 @@ from deepspeed_nmt.files import atomic_write_bytes, read_regular
 FEW_ROWS = 16
 """Rows up to which the products are faster than oneDNN's in any case."""
 _SOURCE = Path(__file__).with_name("layers.cpp")
-_FLAGS = (
-    *("-std=c++17", "-shared", "-fPIC", "-Wno-psabi", "-O3", "-fopenmp-simd", "-ffp-contract=fast"),
-    "-fno-tree-pre",  # which would keep the sums of products in memory
-)
+_FLAGS = ("-std=c++17", "-shared", "-fPIC", "-Wno-psabi", "-O3", "-fopenmp-simd", "-ffp-contract=fast")
+_FLAG_OF_GCC = "-fno-tree-pre"
+"""Without it GCC keeps the sums of products in memory. Clang refuses it, and does not."""
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma")
 CAPABILITIES = {
     "AVX512_VNNI": (*_AVX512, "-mavx512vnni"),
@@ -454,10 +453,11 @@ def build(capability: str, directory: Path) -> Library:
         NativeError: if it cannot be compiled, kept or loaded, or computes something else.
     """
     compiler = _compiler()
-    command = [*compiler, *_FLAGS, *CAPABILITIES[capability], str(_SOURCE)]
     try:
         _make_private(directory)
         version, source = _output_of([*compiler, "--version"]), _SOURCE.read_text(encoding="utf-8")
+        own = () if "clang" in version.lower() else (_FLAG_OF_GCC,)
+        command = [*compiler, *_FLAGS, *own, *CAPABILITIES[capability], str(_SOURCE)]
         made_of = [platform.machine(), version, *command[:-1], source]
         file = directory / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]}.so"
         if not _is_whole(file):

@@ -415,13 +415,13 @@ def test_nothing_hides_nan() -> None:
 
 
 class FakeCompiler:
-    """A compiler that copies a library, and counts its calls."""
+    """A compiler that copies a library, and keeps its calls."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls, self.program, made = directory / "calls", directory / "compiler", directory / "made.so"
+        self.made_by, self.program, made = directory / "calls", directory / "compiler", directory / "made.so"
         made.write_bytes(native.library().file.read_bytes())
         self.program.write_text(
-            f'#!/bin/sh\nif [ "$1" = --version ]; then echo fake 1; exit; fi\necho call >>"{self.calls}"\n'
+            f'#!/bin/sh\nif [ "$1" = --version ]; then echo fake 1; exit; fi\necho "$*" >>"{self.made_by}"\n'
             f'for last; do :; done\ncp "{made}" "$last"\n',
             encoding="utf-8",
         )
@@ -429,8 +429,8 @@ class FakeCompiler:
         monkeypatch.setenv("CXX", str(self.program))
 
     @property
-    def count(self) -> int:
-        return len(self.calls.read_text().splitlines()) if self.calls.exists() else 0
+    def calls(self) -> list[str]:
+        return self.made_by.read_text().splitlines() if self.made_by.exists() else []
 
 
 def test_a_library_is_compiled_once_and_again_if_it_is_damaged(
@@ -439,7 +439,7 @@ def test_a_library_is_compiled_once_and_again_if_it_is_damaged(
     compiler, kept = FakeCompiler(tmp_path, monkeypatch), tmp_path / "kept"
     for _ in range(2):
         native.build("DEFAULT", kept)
-    assert compiler.count == 1 and stat.S_IMODE(kept.stat().st_mode) == 0o700
+    assert len(compiler.calls) == 1 and stat.S_IMODE(kept.stat().st_mode) == 0o700
     (file,) = kept.iterdir()
     whole = file.read_bytes()
     for content in (b"", b"no library", whole[:-40], b"\x7fELF" + whole[4:-1] + b"!"):
@@ -447,11 +447,12 @@ def test_a_library_is_compiled_once_and_again_if_it_is_damaged(
         file.write_bytes(content)
         native.build("DEFAULT", kept)
         assert file.read_bytes() == whole
-    assert compiler.count == 5
+    assert len(compiler.calls) == 5
     native.build("DEFAULT", tmp_path / "other")
-    compiler.program.write_text(compiler.program.read_text().replace("fake 1", "fake 2"))
+    compiler.program.write_text(compiler.program.read_text().replace("fake 1", "clang version 2"))
     native.build("DEFAULT", kept)
-    assert compiler.count == 7 and len(list(kept.iterdir())) == 2
+    assert len(compiler.calls) == 7 and len(list(kept.iterdir())) == 2
+    assert ["-fno-tree-pre" in call for call in compiler.calls] == [True] * 6 + [False]  # which clang refuses
 
 
 def test_a_directory_of_somebody_else_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
