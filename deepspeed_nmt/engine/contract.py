@@ -28,6 +28,7 @@ from deepspeed_nmt.engine.hashes import GradientHashes
 from deepspeed_nmt.engine.norms import Squares, settings_by_parameter
 from deepspeed_nmt.engine.optimizer import OptimizerConfig
 from deepspeed_nmt.engine.transfer import HostBuffer, on_device
+from deepspeed_nmt.kernels.torch_ops import keep_freed_memory
 from deepspeed_nmt.parallel.world import World
 
 WEIGHT = "weight"
@@ -110,6 +111,8 @@ class Engine(ABC):
     def __init__(self, module: TrainModule, optimizer: OptimizerConfig, world: World) -> None:
         self.module = module
         self.device = world.device
+        if world.device.type == "cpu":
+            keep_freed_memory()
         self._world = world
         self._method = optimizer
         self._optimizer = optimizer.over(module)

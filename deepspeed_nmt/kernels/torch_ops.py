@@ -9,6 +9,9 @@ vocabulary that are held.
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import suppress
+from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -17,6 +20,21 @@ from torch import Tensor
 
 Taught = Literal["kl", "symmetric"]
 """Divergence of a prediction p from the q that teaches it: KL(q || p), or 1/2 [KL(p || q) + KL(q || p)]."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's ``mallopt``."""
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Have this process keep the memory that it frees, up to half a GiB, if its C library is glibc.
+
+    On a CPU an update, or a search, frees its tensors and takes as much again, and the system would fill their pages
+    with zeros each time.
+    """
+    with suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_MMAP_THRESHOLD, 32 << 20)  # the most that there may be
+        mallopt(_TRIM_THRESHOLD, 512 << 20)
 
 
 class VocabularySlice(Protocol):

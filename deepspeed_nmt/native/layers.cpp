@@ -17,9 +17,6 @@
 #include <limits>
 #include <memory>
 #include <new>
-#ifdef __GLIBC__
-#include <malloc.h>
-#endif
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
@@ -628,15 +625,6 @@ struct Largest {
 extern "C" {
 
 int64_t panel_outputs() { return PANEL; }
-
-// Have the process keep the memory that it frees, up to half a GiB: a search frees its caches and takes as much again,
-// and the system would fill their pages with zeros each time.
-void keep_memory() {
-#ifdef __GLIBC__
-    mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the most that there may be
-    mallopt(M_TRIM_THRESHOLD, 512 << 20);
-#endif
-}
 
 // Return 0, or 1 if there is no memory.
 int64_t multiply_rows(const Product* product, const float* input, int64_t rows, float* output) {

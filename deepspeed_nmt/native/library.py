@@ -4,8 +4,7 @@
 directory of this user alone, under a name that is a hash of source, compiler and flags, and ends in a hash of its
 content. Without a compiler, or where no such directory can be made, there is no native code, and torch decodes.
 
-The code starts no threads, and has no state, but that the process keeps memory that it frees. Rows and sentences are
-shared among as many threads as torch uses.
+The code starts no threads, and has no state. Rows and sentences are shared among as many threads as torch uses.
 
 Legend: B sentences, W hypotheses of a sentence, R rows = B x W, D model width, E outputs, H heads, K head width,
 P positions of a sentence, C capacity of a cache in positions, S source length.
@@ -138,8 +137,6 @@ class Library:
             self._largest.restype = self._log_sums.restype = None
             self.panel_outputs = int(code.panel_outputs())
             self.is_wide = self.panel_outputs >= _WIDE
-            code.keep_memory.restype = None
-            code.keep_memory()
         except (OSError, AttributeError) as error:  # such as a file system from which nothing may be run
             raise NativeError(f"the compiled code cannot be loaded ({error})") from error
         self.decode_layers.argtypes = (*[c_void_p] * 3, c_int64, ctypes.POINTER(_Past), c_void_p, *[c_int64] * 2)

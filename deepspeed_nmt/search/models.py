@@ -19,6 +19,7 @@ from deepspeed_nmt.core.model import DecodableModel, Memory, TranslationModel
 from deepspeed_nmt.errors import ConfigError, option
 from deepspeed_nmt.kernels import onednn_ops
 from deepspeed_nmt.kernels.precision import DTYPES, native_precision
+from deepspeed_nmt.kernels.torch_ops import keep_freed_memory
 from deepspeed_nmt.native import library as native
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.linear import pack_weights, unpack_weights
@@ -171,8 +172,10 @@ def prepare_to_decode(model: nn.Module, device: torch.device, precision: str, na
     ``precision`` and ``natively`` are results of :func:`resolve_precision` and :func:`resolve_native`.
     """
     model.requires_grad_(False).to(device, DTYPES.get(precision, torch.float32))  # int8 is packed from fp32
-    if device.type == "cpu" and _obstacle_to_packing(precision) is None:
-        pack_weights(model, precision == "int8", native.library() if natively else None)
+    if device.type == "cpu":
+        keep_freed_memory()
+        if _obstacle_to_packing(precision) is None:
+            pack_weights(model, precision == "int8", native.library() if natively else None)
 
 
 @contextmanager

@@ -1,5 +1,8 @@
 """The plain torch operations against their formulas in float64, and their gradients against finite differences."""
 
+import platform
+import resource
+
 import pytest
 import torch
 
@@ -71,3 +74,15 @@ def test_a_fully_masked_query_gets_zeros(dtype: torch.dtype, score: float) -> No
 
 def test_no_rows() -> None:
     assert torch_ops.softmax(torch.empty(0, 2, 3, 4), None, False, 1.0).shape == (0, 2, 3, 4)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep memory as they will")
+def test_memory_that_is_freed_is_kept_for_the_next_update() -> None:
+    torch_ops.keep_freed_memory()
+    faults = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        tensors = [torch.zeros(1 << 21) for _ in range(40)]  # 81,920 pages
+        del tensors
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    assert sum(faults[1:]) < 81_920, "twice that if they were given back"
