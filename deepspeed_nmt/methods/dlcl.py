@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods.transformer import SMALL, Transformer, TransformerShape, build_transformer
-from deepspeed_nmt.nn.layers import LayerNorm, MakeDecoderLayer
+from deepspeed_nmt.nn.layers import LayerNorm, MakeDecoderLayer, make_decoder_layer
 from deepspeed_nmt.nn.stack import Links
 from deepspeed_nmt.registry import Entry, SelfTest
 
@@ -123,7 +123,9 @@ class LayerCombination(Links):
         return total if self.normalises or point == 0 else self.norms[point - 1](total)
 
 
-def build_dlcl(config: DLCLConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer) -> Transformer:
+def build_dlcl(
+    config: DLCLConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer = make_decoder_layer
+) -> Transformer:
     """Build a freshly initialised Transformer whose layers read combinations of all layers below."""
     model = build_transformer(config, vocabulary, make_layer)
     for stack, norm in zip((model.encoder, model.decoder), config.norms(), strict=True):

@@ -32,7 +32,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.dlcl import CombinedShape, LayerCombination
 from deepspeed_nmt.methods.transformer import SMALL, Transformer, build_transformer
-from deepspeed_nmt.nn.layers import MakeDecoderLayer
+from deepspeed_nmt.nn.layers import MakeDecoderLayer, make_decoder_layer
 from deepspeed_nmt.registry import Entry, SelfTest
 
 _COPIED = re.compile(r"encoder\.(layers|links\.norms)\.(\d+)\.")
@@ -78,7 +78,9 @@ class SDTConfig(CombinedShape):
         return f"encoder.{match[1]}.{known - period + (number - known) % period}.{name[match.end() :]}"
 
 
-def build_sdt(config: SDTConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer) -> Transformer:
+def build_sdt(
+    config: SDTConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer = make_decoder_layer
+) -> Transformer:
     """Build a freshly initialised Transformer with sparse connections between the stacks of its encoder."""
     model = build_transformer(config, vocabulary, make_layer)
     encoder_norm, decoder_norm = (norm == "pre" for norm in config.norms())

@@ -36,7 +36,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.segments import Segments, mask_between
 from deepspeed_nmt.methods.transformer import SMALL, Transformer, TransformerShape, build_transformer
 from deepspeed_nmt.nn.cache import LayerCache
-from deepspeed_nmt.nn.layers import Context, Draw, Dropout, MakeDecoderLayer
+from deepspeed_nmt.nn.layers import Context, Draw, Dropout, MakeDecoderLayer, make_decoder_layer
 from deepspeed_nmt.registry import Entry, SelfTest
 
 
@@ -128,7 +128,7 @@ class TransparentTransformer(Transformer):
 
 
 def build_transparent_attention(
-    config: TransparentAttentionConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer
+    config: TransparentAttentionConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer = make_decoder_layer
 ) -> TransparentTransformer:
     """Build a freshly initialised Transformer with transparent attention."""
     return TransparentTransformer(build_transformer(config, vocabulary, make_layer), config.mixture_dropout)
