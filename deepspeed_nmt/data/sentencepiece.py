@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from operator import add
 from pathlib import Path
@@ -51,9 +51,10 @@ Word = tuple[int, ...]
 
 
 class SegmentationSampler(ABC):
-    """A sampler of segmentations, by the numbers of ordinary tokens' texts."""
+    """A sampler of segmentations, by SentencePiece's processor and the numbers of ordinary tokens' texts."""
 
-    def __init__(self, pieces: dict[str, int]) -> None:
+    def __init__(self, processor: Any, pieces: dict[str, int]) -> None:
+        self._processor = processor
         self._numbers = pieces
         self._texts = {number: text for text, number in pieces.items()}
         self._begins = frozenset(number for text, number in pieces.items() if text.startswith(SPACE))
@@ -87,8 +88,8 @@ class BpeSampler(SegmentationSampler):
     probability that one is skipped.
     """
 
-    def __init__(self, pieces: dict[str, int], scores: dict[str, float], dropout: float) -> None:
-        super().__init__(pieces)
+    def __init__(self, processor: Any, pieces: dict[str, int], scores: dict[str, float], dropout: float) -> None:
+        super().__init__(processor, pieces)
         self._scores, self._dropout = scores, dropout
         self._possible = lru_cache(_CACHED_WORDS)(self._find_possible)
         self._merges = lru_cache(_CACHED_WORDS)(self._find_merges)
@@ -137,12 +138,12 @@ def _merged(parts: tuple[str, ...], place: int) -> tuple[str, ...]:
 class UnigramSampler(SegmentationSampler):
     """Subword regularization (Kudo 2018): a segmentation of each word is drawn from its best ones.
 
-    ``alpha`` is the exponent of their probabilities, which SentencePiece's ``processor`` gives.
+    ``alpha`` is the exponent of their probabilities.
     """
 
     def __init__(self, processor: Any, pieces: dict[str, int], alpha: float) -> None:
-        super().__init__(pieces)
-        self._processor, self._alpha = processor, alpha
+        super().__init__(processor, pieces)
+        self._alpha = alpha
         self._best = lru_cache(_CACHED_WORDS)(self._find_best)
 
     def _find_best(self, word: Word) -> tuple[list[float], list[Word]]:
@@ -185,7 +186,7 @@ def sampler_of(model: bytes, processor: Any, alpha: float) -> SegmentationSample
     pieces = {piece.piece: number for number, piece in enumerate(content.pieces) if piece.type == normal}
     if spec.model_type == spec.BPE:
         scores = {piece.piece: piece.score for piece in content.pieces if piece.type == normal}
-        return BpeSampler(pieces, scores, alpha)
+        return BpeSampler(processor, pieces, scores, alpha)
     if spec.model_type == spec.UNIGRAM:
         if spec.treat_whitespace_as_suffix or not content.normalizer_spec.add_dummy_prefix:
             raise DataError(
@@ -233,7 +234,7 @@ class SentencePieceModel:
         if lacking := [symbol for symbol in symbols if symbol not in self.numbers]:
             raise DataError(f"the vocabulary lacks its symbols {', '.join(lacking)}; restore its files")
         self._symbols = {symbol: self.numbers[symbol] for symbol in symbols}
-        self._sampler = lru_cache(1)(partial(sampler_of, model, processor))
+        self._sampler: tuple[float, SegmentationSampler] | None = None
         self._begins, self._symbol_numbers = tuple(self._symbols), frozenset(self._symbols.values())
 
     def encode(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
@@ -252,7 +253,9 @@ class SentencePieceModel:
         """Draw a segmentation of each line by its seed, in this thread."""
         if self._segmented:
             raise DataError("segmented text has one segmentation, but others are to be drawn; prepare the raw text")
-        sample = self._sampler(alpha).sample
+        if self._sampler is None or self._sampler[0] != alpha:
+            self._sampler = alpha, sampler_of(self.model, self._processor, alpha)
+        sample = self._sampler[1].sample
         return [sample(tokens, seed) for tokens, seed in zip(self.encode(texts), seeds, strict=True)]
 
     def _split(self, texts: Sequence[str]) -> tuple[dict[int, list[int]], list[str]]:
