@@ -204,6 +204,7 @@ sys.exit("torch._dynamo" in sys.modules)
 """
 
 
+@pytest.mark.long
 def test_steps_and_deepspeed_do_not_import_dynamo() -> None:
     assert subprocess.run([sys.executable, "-c", PROGRAM], timeout=120, check=False).returncode == 0
 

@@ -50,6 +50,7 @@ def test_a_sentence_that_fills_a_micro_batch_is_trained_on(tmp_path: Path, side:
     assert max(batch.padded_tokens for batch in update.micro_batches) == full
 
 
+@pytest.mark.long
 @settings(max_examples=25, derandomize=True, deadline=None)
 @given(
     seed=st.integers(0, 1000),

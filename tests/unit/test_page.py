@@ -217,6 +217,7 @@ def test_nothing_of_a_run_is_code_and_nothing_is_requested(tmp_path: Path) -> No
     assert f"'sha256-{digest}'" in policy
 
 
+@pytest.mark.long
 def test_page_of_a_run_that_has_hardly_begun(tmp_path: Path) -> None:
     bare = write_run(tmp_path / "bare", 0)
     (bare / "metrics.jsonl").unlink()
@@ -294,6 +295,7 @@ READ = (
 """Files of a run that its page shows, its log last."""
 
 
+@pytest.mark.long
 def test_links_out_of_a_run_and_pipes_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     secret = tmp_path / "secret"
     secret.write_text('{"event": "SECRET", "command": ["SECRET"], "update": 1, "SECRET": 1, "bleu": "SECRET"}\n' * 9)

@@ -72,6 +72,7 @@ def peak_allocation(config: RunConfig, recompute: int, tokens: int) -> int:
     return most
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipe", "settings", "recompute"),
     [
@@ -91,6 +92,7 @@ def test_planned_activations_and_logits_equal_the_allocation(
     assert work.activations + work.logits == pytest.approx(peak_allocation(config, recompute, 512), rel=0.1)
 
 
+@pytest.mark.long
 def test_other_sizes_are_interpolated_from_two_counts() -> None:
     config = load_config(
         "deep_decoder_base_30",
@@ -112,6 +114,7 @@ def test_other_sizes_are_interpolated_from_two_counts() -> None:
         assert followed.flops == pytest.approx(counted.flops, rel=0.05)
 
 
+@pytest.mark.long
 def test_logits_on_a_gpu_are_followed_through_the_size_of_a_chunk() -> None:
     """Up to 4,096 rows all logits are held at once, beyond that only a chunk of them."""
     config = load_config("transformer_base", settings=[*NARROW, *SHALLOW])
@@ -145,6 +148,7 @@ def test_work_of_a_regularizer_counts_as_often_as_it_is_due() -> None:
     assert fifth == pytest.approx(plain + (always - plain) / 5) and plain < fifth
 
 
+@pytest.mark.long
 def test_work_of_a_random_number_of_loops_is_that_of_the_mean_number() -> None:
     """On either side 1, 2 or 3 loops are drawn, and every loop has the same work."""
 
@@ -333,6 +337,7 @@ def test_a_plan_with_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert slow in said("--gpu", "v100-16g", "batch.layout=packed", "engine.precision=fp32")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("gpus", "given", "engine"),
     [

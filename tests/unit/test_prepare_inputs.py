@@ -216,6 +216,7 @@ def _same_files(made: Path, expected: Path) -> None:
         assert (made / path.name).read_bytes() == path.read_bytes(), path.name
 
 
+@pytest.mark.long
 def test_any_number_of_tasks_makes_the_same_directory(
     texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

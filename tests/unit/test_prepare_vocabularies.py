@@ -59,6 +59,7 @@ def test_tags_are_in_the_corpus_and_not_in_the_text(text: Path, tmp_path: Path) 
     assert tokenizer.encode(f"<bt> {first}") == data.corpus("train").source(0).tolist()
 
 
+@pytest.mark.long
 def test_segmentations_are_of_the_same_pairs(text: Path, tmp_path: Path) -> None:
     options = ["--vocab-size", "300", "--segmentations", "3", "--segmentation-alpha", "0.3"]
     data = prepared(text, tmp_path / "a", *options, "--threads", "1")

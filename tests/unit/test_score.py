@@ -72,6 +72,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return captured.err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("system", WMT22_ENDE)
 def test_published_scores(system: str, shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = shared_data / "wmt22_ende"

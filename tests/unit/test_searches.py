@@ -58,6 +58,7 @@ RULED = [method for method in LEFT_TO_RIGHT if method == "vanilla" or settings_o
 """Rules are about log-probabilities, whatever the model; one with named exits has a search of its own."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("method", "rules"),
     [*((method, {}) for method in LEFT_TO_RIGHT), *((method, RULES) for method in RULED)],

@@ -19,6 +19,7 @@ from deepspeed_nmt.parity import Row, build, rows
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
 
+@pytest.mark.long
 def test_an_engine_with_other_results_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(method: str, engine: str, world: World, directory: Path, **options: object) -> Engine:
         found = build(method, engine, world, directory, **options)  # type: ignore[arg-type]

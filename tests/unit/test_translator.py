@@ -186,6 +186,7 @@ def test_weights_of_an_ensemble() -> None:
     assert exits.exits == ["top"] and exits._lock is mixed._lock
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["sampling", "constrained_beam"])
 def test_threads_translate_as_one(name: str) -> None:
     """The threads read ahead and write by turns; a model used by two at once would mix up its states."""
