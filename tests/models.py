@@ -29,7 +29,7 @@ class Letters:
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text], "source")[0]
 
-    def encode_batch(self, texts: Sequence[str], side: str, threads: int = 1) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str], side: str) -> list[list[int]]:
         return [[4 + ord(each) - ord("a") if "a" <= each <= "z" else 3 for each in text.strip()] for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:

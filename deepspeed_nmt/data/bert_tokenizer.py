@@ -86,7 +86,7 @@ class BertTokenizer(Tokenizer):
         return {name: text.encode() for name, text in texts.items()}
 
     @override
-    def encode_batch(self, texts: Sequence[str], side: Side, threads: int = 1) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str], side: Side) -> list[list[int]]:
         # A source begins with [CLS]. The library decides on threads.
         encodings = self._sides[side].encode_batch(list(texts), add_special_tokens=False)
         tokens = [list(encoding.ids) for encoding in encodings]

@@ -134,9 +134,9 @@ class FairseqTokenizer(Tokenizer):
         return {**files, INFO_FILE: (json.dumps(info, indent=2) + "\n").encode()}
 
     @override
-    def encode_batch(self, texts: Sequence[str], side: Side, threads: int = 1) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str], side: Side) -> list[list[int]]:
         if self._processors:
-            pieces = self._processors[side].encode(list(texts), out_type=str, num_threads=threads)
+            pieces = [self._processors[side].encode(text, out_type=str) for text in texts]
         else:
             pieces = [text.split() for text in texts]  # at any white space, as fairseq does
         number_of = self._words[side].get

@@ -79,12 +79,12 @@ class MarianTokenizer(Tokenizer):
         return {**files, INFO_FILE: (json.dumps(info, indent=2) + "\n").encode()}
 
     @override
-    def encode_batch(self, texts: Sequence[str], side: Side, threads: int = 1) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str], side: Side) -> list[list[int]]:
         processor, number_of, unk = self._processors[side], self._numbers[side].get, self.vocabulary.unk
         languages = [_LANGUAGE.match(text) if side == "source" else None for text in texts]
         fronts = ["" if language is None else language[0] for language in languages]
         rests = [text.removeprefix(front) for text, front in zip(texts, fronts, strict=True)]
-        pieces = processor.encode(rests, out_type=str, num_threads=threads)
+        pieces = [processor.encode(rest, out_type=str) for rest in rests]
         return [
             [number_of(piece, unk) for piece in ([front] if front else []) + rest]
             for front, rest in zip(fronts, pieces, strict=True)

@@ -237,14 +237,15 @@ class SentencePieceModel:
         self._sampler: tuple[float, SegmentationSampler] | None = None
         self._begins, self._symbol_numbers = tuple(self._symbols), frozenset(self._symbols.values())
 
-    def encode(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
-        """Encode lines, raw ones with single spaces between words. Segmented text takes one thread."""
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode lines, raw ones with single spaces between words."""
         if self._segmented:
             number_of = self.numbers.get
             return [[number_of(word, UNK) for word in segmented_words(text)] for text in texts]
         # Some models keep white space that training text does not have.
         fronts, rests = self._split([normalise_whitespace(text) for text in texts])
-        encoded: list[list[int]] = self._processor.encode(rests, num_threads=threads)
+        # Line by line: for a list the library starts threads, which takes longer than a sentence.
+        encoded: list[list[int]] = [self._processor.encode(rest) for rest in rests]
         for place, front in fronts.items():
             encoded[place] = front + encoded[place]
         return encoded
@@ -351,8 +352,8 @@ class SentencePieceTokenizer(Tokenizer):
         return hashes[0] if self._shared else hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
     @override
-    def encode_batch(self, texts: Sequence[str], side: Side = "source", threads: int = 1) -> list[list[int]]:
-        return self._sides[side].encode(texts, threads)
+    def encode_batch(self, texts: Sequence[str], side: Side = "source") -> list[list[int]]:
+        return self._sides[side].encode(texts)
 
     @override
     def sample_batch(

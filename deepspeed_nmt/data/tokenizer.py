@@ -141,7 +141,7 @@ class Tokenizer(ABC):
         return self.encode_batch([text], "source")[0]
 
     @abstractmethod
-    def encode_batch(self, texts: Sequence[str], side: Side, threads: int = 1) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str], side: Side) -> list[list[int]]:
         """Encode many lines of one side, without EOS; a line without tokens gives none."""
 
     def sample_batch(

@@ -636,16 +636,40 @@ int64_t multiply_rows(const Product* product, const float* input, int64_t rows, 
     return 0;
 }
 
-// The `count` largest of x + offset in each of `sentences` blocks of `hypotheses` rows, which have an offset each.
-void largest_of_rows(const float* x, const float* offsets, int64_t sentences, int64_t hypotheses, int64_t entries,
-                     int64_t count, float* numbers, int64_t* places) {
-    for (int64_t sentence = 0; sentence < sentences; sentence++) {
-        Largest largest{numbers + sentence * count, places + sentence * count, count, 0};
-        for (int64_t hypothesis = 0; hypothesis < hypotheses; hypothesis++) {
-            const int64_t row = sentence * hypotheses + hypothesis;
-            largest.add_all(x + row * entries, entries, offsets[row], hypothesis * entries);
+// Extend each hypothesis of a sentence by any entry, to a number of x + its offset. Of the 2 x `beam` largest those by
+// `eos` among the first `beam` end, if they are above -inf; the first `beam` of the others live on. Return how many end,
+// which follow one another for all sentences, or -1 if there is no memory.
+int64_t extend_rows(const float* x, const float* offsets, int64_t sentences, int64_t hypotheses, int64_t entries,
+                    int64_t beam, int64_t eos, int64_t* ended_rows, float* ended_numbers, int64_t* rows,
+                    int64_t* tokens, float* numbers) {
+    const int64_t count = 2 * beam;
+    int64_t ended = 0;
+    try {
+        const std::unique_ptr<float[]> ranked(new float[count]);
+        const std::unique_ptr<int64_t[]> places(new int64_t[count]);
+        for (int64_t sentence = 0; sentence < sentences; sentence++) {
+            const int64_t first = sentence * hypotheses;
+            Largest largest{ranked.get(), places.get(), count, 0};
+            for (int64_t row = first; row < first + hypotheses; row++) {
+                largest.add_all(x + row * entries, entries, offsets[row], (row - first) * entries);
+            }
+            for (int64_t rank = 0, living = 0; living < beam; rank++) {
+                const int64_t row = first + places[rank] / entries, token = places[rank] % entries;
+                if (token != eos) {
+                    const int64_t at = sentence * beam + living++;
+                    rows[at] = row;
+                    tokens[at] = token;
+                    numbers[at] = ranked[rank];
+                } else if (rank < beam && ranked[rank] > -std::numeric_limits<float>::infinity()) {
+                    ended_rows[ended] = row;
+                    ended_numbers[ended++] = ranked[rank];
+                }
+            }
         }
+    } catch (const std::bad_alloc&) {
+        return -1;
     }
+    return ended;
 }
 
 void log_sums_of_rows(const float* x, int64_t rows, int64_t entries, float* log_sums) {

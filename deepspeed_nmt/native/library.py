@@ -132,16 +132,17 @@ class Library:
         try:
             self.file, code = file, ctypes.CDLL(str(file))
             self.decode_layers, self.multiply_rows = code.decode_layers, code.multiply_rows
-            self._largest, self._log_sums = code.largest_of_rows, code.log_sums_of_rows
-            code.panel_outputs.restype = self.decode_layers.restype = self.multiply_rows.restype = c_int64
-            self._largest.restype = self._log_sums.restype = None
+            self._extend, self._log_sums = code.extend_rows, code.log_sums_of_rows
+            for function in (code.panel_outputs, self.decode_layers, self.multiply_rows, self._extend):
+                function.restype = c_int64
+            self._log_sums.restype = None
             self.panel_outputs = int(code.panel_outputs())
             self.is_wide = self.panel_outputs >= _WIDE
         except (OSError, AttributeError) as error:  # such as a file system from which nothing may be run
             raise NativeError(f"the compiled code cannot be loaded ({error})") from error
         self.decode_layers.argtypes = (*[c_void_p] * 3, c_int64, ctypes.POINTER(_Past), c_void_p, *[c_int64] * 2)
         self.multiply_rows.argtypes = (ctypes.POINTER(_Product), c_void_p, c_int64, c_void_p)
-        self._largest.argtypes = (c_void_p, c_void_p, *[c_int64] * 4, c_void_p, c_void_p)
+        self._extend.argtypes = (*[c_void_p] * 2, *[c_int64] * 5, *[c_void_p] * 5)
         self._log_sums.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
         x = torch.arange(35, dtype=torch.float32, device="cpu").view(7, 5)
         weight = (x.flatten()[:15] - 7.0).repeat(9)[:130].view(26, 5)
@@ -154,20 +155,38 @@ class Library:
         self._log_sums(_pointer(x_RV, x_RV.shape), *x_RV.shape, log_sums_R.data_ptr())
         return log_sums_R
 
-    def largest(self, x_RV: Tensor, offset_R: Tensor, sentences: int, k: int) -> tuple[Tensor, Tensor]:
-        """Find the ``k`` largest of x + offset of each sentence, largest first, and their indices in its W x V.
+    def extend(
+        self, x_RV: Tensor, offset_R: Tensor, sentences: int, beam: int, eos: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Find the 2K largest extensions x + offset of each sentence's hypotheses, the first of equal ones first.
 
-        Shape: fp32 (R,V), (R,) -> (B,k), (B,k)
+        Those by EOS among the first K end, if they are above -inf; the first K of the others live on. Return rows and
+        numbers of the F that end, and rows, tokens and numbers of the others, largest first.
+
+        Shape: fp32 (R,V), (R,) -> (F,), (F,), (B,K), (B,K), (B,K)
         """
         rows, entries = x_RV.shape
         hypotheses = rows // sentences
-        if rows != sentences * hypotheses or not 0 < k <= hypotheses * entries:
-            raise ValueError(f"{k} entries of {rows} x {entries} for {sentences} sentences")
-        values_Bk, index_Bk = x_RV.new_empty(sentences, k), offset_R.new_empty(sentences, k, dtype=torch.int64)
-        inputs = _pointer(x_RV, (rows, entries)), _pointer(offset_R, (rows,))
-        outputs = values_Bk.data_ptr(), index_Bk.data_ptr()
-        self._largest(*inputs, sentences, hypotheses, entries, k, *outputs)
-        return values_Bk, index_Bk
+        if rows != sentences * hypotheses or not hypotheses <= beam <= hypotheses * entries // 2:
+            raise ValueError(f"{beam} extensions of {rows} x {entries} for {sentences} sentences")
+        index_3BK = x_RV.new_empty(3, sentences, beam, dtype=torch.int64)
+        numbers_2BK = x_RV.new_empty(2, sentences, beam)
+        inputs = (
+            _pointer(x_RV, (rows, entries)),
+            _pointer(offset_R, (rows,)),
+            sentences,
+            hypotheses,
+            entries,
+            beam,
+            eos,
+        )
+        of_index, of_numbers, part = index_3BK.data_ptr(), numbers_2BK.data_ptr(), sentences * beam
+        outputs = of_index, of_numbers, of_index + 8 * part, of_index + 16 * part, of_numbers + 4 * part
+        ended = self._extend(*inputs, *outputs)
+        if ended < 0:
+            raise MemoryError("no memory for a step of decoding")
+        (ended_BK, row_BK, token_BK), (ended_number_BK, number_BK) = index_3BK, numbers_2BK
+        return ended_BK.view(-1)[:ended], ended_number_BK.view(-1)[:ended], row_BK, token_BK, number_BK
 
 
 class Panels:

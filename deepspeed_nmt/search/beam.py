@@ -120,19 +120,16 @@ class BeamSearch(LeftToRightSearch[BeamSentence]):
     def extend(self, live: Live[BeamSentence], logits_RV: Tensor) -> Extensions:
         """Extend all groups by a token, one group after another; see :meth:`LeftToRightSearch.extend`."""
         size, sentences, vocabulary = self.size, live.sentences, logits_RV.shape[1]
-        ranked = self._ranked_natively(live, logits_RV)
-        total_RV = self.extended(live, logits_RV) if ranked is None else logits_RV
-        total_BWV = total_RV.view(len(sentences), live.width, vocabulary)
+        if self._is_native(live, logits_RV):
+            return self._extended_natively(live, logits_RV)
+        total_BWV = self.extended(live, logits_RV).view(len(sentences), live.width, vocabulary)
         used_BV: Tensor | None = None  # number of hypotheses of earlier groups that continue with a token
         parts = []
         for group in range(self.groups):
             first = 0 if live.length == 1 else group * size  # the groups begin with one hypothesis
             total_BNV = total_BWV[:, first : first + size]
-            if ranked is None:
-                ranked_BNV = total_BNV if used_BV is None else total_BNV - self.diversity * used_BV.unsqueeze(1)
-                rank_BC, index_BC = largest(ranked_BNV.flatten(1), vocabulary, 2 * size)
-            else:
-                rank_BC, index_BC = ranked
+            ranked_BNV = total_BNV if used_BV is None else total_BNV - self.diversity * used_BV.unsqueeze(1)
+            rank_BC, index_BC = largest(ranked_BNV.flatten(1), vocabulary, 2 * size)
             log_prob_BC = rank_BC
             if used_BV is not None:
                 log_prob_BC = total_BNV.flatten(1).gather(1, index_BC).masked_fill(rank_BC == -torch.inf, -torch.inf)
@@ -140,7 +137,11 @@ class BeamSearch(LeftToRightSearch[BeamSentence]):
             if first:
                 parent_BC = parent_BC + first
             ends_BC = token_BC == self.vocabulary.eos
-            self._record(live, group, ends_BC[:, :size], log_prob_BC, parent_BC)
+            # In most steps, only here the host waits for the device.
+            row_F, rank_F = (ends_BC & (log_prob_BC > -torch.inf))[:, :size].nonzero(as_tuple=True)
+            if len(row_F):
+                parent_F = row_F * live.width + parent_BC[row_F, rank_F]
+                self._record(live, group, parent_F, log_prob_BC[row_F, rank_F])
             done = [sentence.counts[group] >= size for sentence in sentences]
             if self.groups > 1 and any(done):
                 ends_BC = ends_BC | torch.tensor(done, device=ends_BC.device).unsqueeze(1)
@@ -156,8 +157,7 @@ class BeamSearch(LeftToRightSearch[BeamSentence]):
         parent_BK, token_BK, log_prob_BK = joined
         first_B = torch.arange(0, len(logits_RV), live.width, device=parent_BK.device)
         row_BK = parent_BK + first_B.unsqueeze(1)
-        unfinished = [sentence.limit > live.length and min(sentence.counts) < size for sentence in sentences]
-        return Extensions(unfinished, row_BK, token_BK, log_prob_BK)
+        return Extensions(self._unfinished(live), row_BK, token_BK, log_prob_BK)
 
     def finish(self, sentence: BeamSentence) -> list[Hypothesis]:
         """Return the best hypotheses of all groups."""
@@ -181,34 +181,32 @@ class BeamSearch(LeftToRightSearch[BeamSentence]):
         log_prob_RV[:, eos] = torch.where(closing_R, eos_R + log_prob_R, log_prob_RV[:, eos])
         return log_prob_RV
 
-    def _ranked_natively(self, live: Live[BeamSentence], logits_RV: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the best extensions of each sentence, as :func:`largest` does of :meth:`extended`.
+    def _is_native(self, live: Live[BeamSentence], logits_RV: Tensor) -> bool:
+        """Return True if native code decodes, and can extend: one group, and no hypothesis at its limit."""
+        if self.native is None or self.groups > 1 or not logits_RV.is_contiguous():
+            return False
+        return 2 * self.size <= live.width * logits_RV.shape[1] and not any(_closing(live))
 
-        The log-probabilities of all extensions are not written. Return None if native code does not decode, or
-        cannot: several groups, or hypotheses at their limit.
-        """
-        count, entries = 2 * self.size, live.width * logits_RV.shape[1]
-        is_able = self.groups == 1 and count <= entries and logits_RV.is_contiguous() and not any(_closing(live))
-        if self.native is None or not is_able:
-            return None
+    def _extended_natively(self, live: Live[BeamSentence], logits_RV: Tensor) -> Extensions:
+        """Extend as :meth:`extend` does. The log-probabilities of all extensions are not written."""
+        assert self.native is not None
         offset_R = live.log_prob_RT[:, -1] - self.native.log_sums(logits_RV)
         live.forbid(logits_RV)
-        return self.native.largest(logits_RV, offset_R, len(live.sentences), count)
+        arguments = logits_RV, offset_R, len(live.sentences), self.size, self.vocabulary.eos
+        row_F, log_prob_F, *extensions = self.native.extend(*arguments)
+        if len(row_F):
+            self._record(live, 0, row_F, log_prob_F)
+        return Extensions(self._unfinished(live), *extensions)
 
-    def _record(
-        self, live: Live[BeamSentence], group: int, ends_BN: Tensor, log_prob_BC: Tensor, parent_BC: Tensor
-    ) -> None:
-        """Record the hypotheses of a group that finish: the best N extensions, as far as they are by EOS."""
-        ends_BN = ends_BN & (log_prob_BC[:, : self.size] > -torch.inf)
-        # In most steps, only here the host waits for the device.
-        row_F, rank_F = ends_BN.nonzero(as_tuple=True)
-        if row_F.shape[0] == 0:
-            return
-        penalty = self.penalty(live.length)
-        log_probs = log_prob_BC[row_F, rank_F].tolist()
-        ended = live.ended(row_F * live.width + parent_BC[row_F, rank_F], log_probs)
+    def _unfinished(self, live: Live[BeamSentence]) -> list[bool]:
+        return [sentence.limit > live.length and min(sentence.counts) < self.size for sentence in live.sentences]
+
+    def _record(self, live: Live[BeamSentence], group: int, row_F: Tensor, log_prob_F: Tensor) -> None:
+        """Record the hypotheses of a group that finish, which are those of these rows and EOS."""
+        penalty, log_probs = self.penalty(live.length), log_prob_F.tolist()
+        ended = live.ended(row_F, log_probs)
         for row, (tokens, by_token), log_prob in zip(row_F.tolist(), ended, log_probs, strict=True):
-            sentence = live.sentences[row]
+            sentence = live.sentences[row // live.width]
             sentence.counts[group] += 1
             hypothesis = Hypothesis(tokens, log_prob / penalty, log_prob, token_log_probs=by_token)
             sentence.finished.setdefault(tuple(tokens), hypothesis)

@@ -50,7 +50,7 @@ class LineTokenizer(Protocol):
     def encode(self, text: str, /) -> list[int]:
         """Encode a source sentence as tokens, without EOS."""
 
-    def encode_batch(self, texts: Sequence[str], side: Side, threads: int = 1) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str], side: Side) -> list[list[int]]:
         """Encode lines of one side as tokens, without EOS."""
 
     def decode(self, tokens: list[int], /) -> str:

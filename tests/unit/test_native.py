@@ -372,26 +372,37 @@ def test_a_library_loads_whatever_tensors_a_program_makes_by_default() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_the_largest_of_sentences_are_those_of_torch() -> None:
+def test_extensions_are_the_largest_that_torch_finds() -> None:
     torch.manual_seed(6)
-    code = native.library()
-    for sentences, hypotheses, entries, k in ((1, 1, 1, 1), (3, 2, 200, 8), (2, 1, 130, 130), (2, 4, 1000, 3)):
-        x = torch.randn(sentences * hypotheses, entries).round(decimals=1 if k == 8 else 6)  # with equal ones
-        offset = torch.randn(len(x))
-        values, index = code.largest(x, offset, sentences, k)
-        total = (x + offset.unsqueeze(1)).view(sentences, -1)
-        assert torch.equal(values, total.topk(k, dim=1).values) and torch.equal(total.gather(1, index), values)
-        assert all(len(set(row)) == k for row in index.tolist())
+    code, eos = native.library(), 2
+    for sentences, hypotheses, entries, beam in ((1, 1, 3, 1), (3, 2, 200, 4), (2, 1, 130, 65), (2, 4, 1000, 4)):
+        x = torch.randn(sentences * hypotheses, entries).round(decimals=1 if beam == 4 else 6)  # with equal ones
+        x[:, eos] += 2.0
+        x[-1, eos] = -torch.inf
+        offset = torch.randn(len(x)).round(decimals=1)
+        rows_F, numbers_F, *living = code.extend(x, offset, sentences, beam, eos)
+        ranked = (x + offset.unsqueeze(1)).view(sentences, -1).sort(dim=1, descending=True, stable=True)
+        ended, others = [], []
+        for sentence, (numbers, places) in enumerate(zip(*(part.tolist() for part in ranked), strict=True)):
+            found = [
+                (sentence * hypotheses + at // entries, at % entries, x)
+                for at, x in zip(places, numbers, strict=True)
+            ]
+            ended += [(row, number) for row, token, number in found[:beam] if token == eos and number > -torch.inf]
+            others += [one for one in found[: 2 * beam] if one[1] != eos][:beam]
+        assert list(zip(rows_F.tolist(), numbers_F.tolist(), strict=True)) == ended
+        assert list(zip(*(part.flatten().tolist() for part in living), strict=True)) == others
         torch.testing.assert_close(code.log_sums(30.0 * x), (30.0 * x).logsumexp(dim=1), rtol=1e-6, atol=1e-6)
     x = torch.full((2, 150), -torch.inf)
-    x[0, 70], x[1, 100] = torch.nan, 1.0
-    values, index = code.largest(x, torch.zeros(2), 1, 3)
-    assert values[0, 0].isnan() and values[0, 1:].tolist() == [1.0, -torch.inf] and index[0, :2].tolist() == [70, 250]
+    x[0, 70], x[1, 100], x[1, eos] = torch.nan, 1.0, torch.nan
+    rows_F, _, row_BK, token_BK, number_BK = code.extend(x, torch.zeros(2), 1, 2, eos)
+    assert len(rows_F) == 0 and row_BK.tolist() == [[0, 1]] and token_BK.tolist() == [[70, 100]]
+    assert number_BK[0, 0].isnan() and number_BK[0, 1] == 1.0
+    x[1, eos] = -torch.inf
     assert code.log_sums(x)[0].isnan() and code.log_sums(x)[1] == 1.0
-    with pytest.raises(ValueError):
-        code.largest(x, torch.zeros(2), 1, 301)
-    with pytest.raises(ValueError):
-        code.largest(x, torch.zeros(3), 1, 3)
+    for offset, beam in ((torch.zeros(2), 151), (torch.zeros(2), 1), (torch.zeros(3), 2)):
+        with pytest.raises(ValueError):
+            code.extend(x, offset, 1, beam, eos)
 
 
 @pytest.fixture(autouse=True)

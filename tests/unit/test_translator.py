@@ -36,7 +36,7 @@ class Letters:
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text], "source")[0]
 
-    def encode_batch(self, texts: Sequence[str], side: str, threads: int = 1) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str], side: str) -> list[list[int]]:
         return [
             [4 + ord(each) - ord("a") if each.isalpha() else 3 for each in text.replace(" ", "")] for text in texts
         ]
@@ -92,8 +92,8 @@ def test_the_tag_of_a_target_does_not_count_in_the_length(prefix: list[str] | No
 
 def test_a_line_without_words_stays_empty_behind_a_tag() -> None:
     class Normalising(Letters):
-        def encode_batch(self, texts: Sequence[str], side: str, threads: int = 1) -> list[list[int]]:
-            return super().encode_batch([text.replace("\u200b", "") for text in texts], side, threads)
+        def encode_batch(self, texts: Sequence[str], side: str) -> list[list[int]]:
+            return super().encode_batch([text.replace("\u200b", "") for text in texts], side)
 
     model = plain(1)
     for tags in (NO_TAGS, Tags(source="z")):

@@ -180,7 +180,7 @@ def test_bpe_round_trip_with_fixed_special_tokens() -> None:
         assert tokenizer.decode([1, *tokens, 2, 0, 0]) == line
         assert tokenizer.reference(line) == line
     assert tokenizer.encode("") == []
-    assert tokenizer.encode_batch(RAW, threads=2) == [tokenizer.encode(line) for line in RAW]
+    assert tokenizer.encode_batch(RAW, "source") == [tokenizer.encode(line) for line in RAW]
 
 
 def test_segmented_text_is_not_segmented_again() -> None:
