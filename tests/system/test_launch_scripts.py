@@ -188,6 +188,63 @@ def test_a_job_is_queued_again_by_its_status(
     assert (tmp_path / "calls").read_text().splitlines() == calls
 
 
+def batch(
+    script: str, *words: str, place: Path, status: int = 0, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a batch script, as if it stood in `place`, with programs in place of SLURM's."""
+    place.mkdir(exist_ok=True)
+    original = place / script
+    programs = {
+        "scontrol": f"echo '   Command={original} --like Command=/x my words'",
+        "srun": 'printf "<%s>" "$@"',
+        "train.sbatch": 'printf "<%s>" "$@"',
+    }
+    original.touch()
+    for name, content in programs.items():
+        (place / name).write_text(f"#!/usr/bin/env bash\n{content}\n")
+        (place / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_NODELIST": "x"}
+    path = f"{place}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch" / script), *words],
+        env=shell_environment(**{**job, "PATH": path, **variables}),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+def test_batch_scripts_find_those_beside_them_in_a_directory_with_spaces(tmp_path: Path) -> None:
+    place = tmp_path / "my scripts"
+    for script in ("doctor.sbatch", "translate.sbatch"):
+        assert batch(script, "--run", "my run", place=place).stdout == "<--run><my run>"
+    for script in ("prepare.sbatch", "train.sbatch"):
+        assert f"<{place}/container.sh>" in batch(script, place=place, CONTAINER="image.sif").stdout
+
+
+def test_a_sweep_trains_each_recipe_on_all_data_that_is_given(tmp_path: Path) -> None:
+    runs = ["--runs", "runs"]
+    words = ["--recipes", "a,b", "--data", "one", *runs, "--data", "two=3"]
+    said = batch("sweep.sbatch", *words, "optimizer.lr=1", place=tmp_path / "my scripts").stdout
+    assert said == "<--recipe><b><--data><one><--data><two=3><--run><runs/2><optimizer.lr=1>"
+    data = ["--data", "one"]
+    for wrong, message in (
+        ([*runs, *data, "--recipes"], "--recipes has no value"),
+        ([*runs, *data, "--recipes", "a,b", "--sweep", "depths"], "exclude one another"),
+        ([*runs, *data, "--recipes", "a"], "--array has 2, beyond the recipes"),
+        ([*runs, "--recipes", "a,b"], "--data or --runs is missing"),
+    ):
+        assert message in batch("sweep.sbatch", *wrong, place=tmp_path, status=2).stderr
+    zero = batch("sweep.sbatch", *runs, *data, "--recipes", "a", place=tmp_path, status=2, SLURM_ARRAY_TASK_ID="0")
+    assert zero.stderr == "error: --array has 0, beyond the recipes; see --help\n"
+
+
+def test_crashes_that_are_no_number_do_not_queue_a_job_again_for_ever(tmp_path: Path) -> None:
+    said = batch("train.sbatch", "--run", "x", place=tmp_path, status=2, CRASHES="3x")
+    assert "CRASHES is '3x', which is no whole number" in said.stderr and not said.stdout
+
+
 def test_a_port_in_use_is_named(data: Path, small: list[str], tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
