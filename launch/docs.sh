@@ -20,7 +20,7 @@ while [ $# -gt 0 ]; do
     case "$1" in
     -h | --help) print_help "${BASH_SOURCE[0]}" && exit ;;
     --serve) serve=yes ;;
-    --port) port="$(number "$1" "${2:-}")" && shift ;;
+    --port) port="$(number "$@")" || exit; shift ;;
     --wheelhouse) WHEELHOUSE="$(directory_named "$@")" || exit; shift ;;
     *) die "unknown option $1; see --help" ;;
     esac

@@ -2,6 +2,7 @@
 # Functions of the launch scripts: messages, options, the ranks, and the virtual environment. Sourced, never executed.
 # Compatible with bash 3.2 (macOS).
 
+unset CDPATH # by which `cd launch/..` may go elsewhere, and print where
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${VENV:-$ROOT/.venv}"
 case "$VENV" in /*) ;; *) VENV="$PWD/$VENV" ;; esac
@@ -127,8 +128,9 @@ stop_ranks() {
     fi
 }
 
-# Print one line "compute capability, driver version" per NVIDIA GPU.
+# Print one line "compute capability, driver version" per NVIDIA GPU; none if CUDA_VISIBLE_DEVICES hides all of them.
 list_gpus() {
+    [ -n "${CUDA_VISIBLE_DEVICES-all}" ] || return 0
     command -v nvidia-smi >/dev/null || return 0
     nvidia-smi --query-gpu=compute_cap,driver_version --format=csv,noheader 2>/dev/null | grep -E '^[0-9]+\.[0-9]+, *[0-9]' || true
 }

@@ -14,7 +14,7 @@
 #
 #   VENV                   virtual environment [.venv of this repository if it exists, otherwise the programs on PATH]
 #   OMP_NUM_THREADS        threads of each CPU rank [cores / ranks]
-#   CUDA_VISIBLE_DEVICES   numbers of the GPUs to use [all]
+#   CUDA_VISIBLE_DEVICES   numbers of the GPUs to use, empty for CPU ranks [all]
 
 set -euo pipefail
 # shellcheck source=launch/lib.sh
@@ -48,4 +48,6 @@ ranks="${ranks:-$gpus}"
 where=(--num_gpus "$ranks")
 [ "$gpus" = 0 ] || take_gpus
 say "$ranks ranks on $([ "$gpus" = 0 ] && echo CPU || echo GPU)"
-run_ranks deepspeed "${where[@]}" --log_level error --master_port "$(free_port)" --module deepspeed_nmt train "$@" ${settings[@]+"${settings[@]}"}
+# No hostfile: DeepSpeed would take /job/hostfile, and start on the hosts that it names. Settings of the user come last.
+run_ranks deepspeed "${where[@]}" --hostfile /dev/null --log_level error --master_port "$(free_port)" \
+    --module deepspeed_nmt train ${settings[@]+"${settings[@]}"} "$@"

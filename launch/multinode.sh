@@ -49,6 +49,15 @@ case "$node_rank" in *[!0-9]*) die "--node-rank is '$node_rank'; give a number f
     die "--node-rank is $node_rank, but $hostfile names $count hosts; give at most $((count - 1))"
 master="${master:-${hosts%%,*}}"
 
+# remote WORD: print WORD such that the remote shells read it as it is. pdsh replaces %n, %h and %u, and DeepSpeed puts
+# words with spaces in double quotes, and others in none.
+remote() {
+    case "$1" in
+    *" "*) sed 's/[\\$`]/\\&/g; s/%/%%/g' <<<"$1" ;;
+    *) printf '%q\n' "$1" | sed 's/%/%%/g' ;;
+    esac
+}
+
 use_venv
 make_scratch
 if [ -n "$interface" ]; then
@@ -59,12 +68,18 @@ if [ -n "$node_rank" ]; then
     launcher+=(--no_ssh --node_rank "$node_rank")
 else
     command -v pdsh >/dev/null || die "no pdsh, which starts ranks by ssh; install it, or use --node-rank on each host"
+    [ "$PWD" = "$(printf %q "$PWD")" ] ||
+        die "remote shells would not read the path of the working directory as it is: $PWD;" \
+            "start in another, or use --node-rank on each host"
     for host in $(tr ',' ' ' <<<"$hosts"); do
         ssh -o BatchMode=yes -o ConnectTimeout=10 "$host" true </dev/null 2>"$SCRATCH/ssh" ||
             die "ssh does not reach $host without a password: $(tail -n 1 "$SCRATCH/ssh");" \
                 "set up a key, or use --node-rank on each host"
     done
     launcher+=(--launcher pdsh --force_multi)
+    words=()
+    for word in "$@"; do words+=("$(remote "$word")"); done
+    set -- "${words[@]}"
     # The launcher passes NCCL's variables to the hosts by itself, and other variables only if this file has them.
     export DS_ENV_FILE="$SCRATCH/environment"
     for name in GLOO_SOCKET_IFNAME OMP_NUM_THREADS DEEPSPEED_NMT_KERNELS DEEPSPEED_NMT_PLUGINS \

@@ -36,7 +36,7 @@
 
 set -euo pipefail
 environment=() # to repeat in the command that trains on
-for name in OUT RECIPE RANKS VENV PYTHON WHEELHOUSE SKIP_INSTALL; do
+for name in OUT RECIPE RANKS VOCAB_SIZE LOCK VENV PYTHON WHEELHOUSE SKIP_INSTALL; do
     [ -z "${!name:-}" ] || environment+=("$name=${!name}")
 done
 # shellcheck source=launch/lib.sh
@@ -131,6 +131,8 @@ claim_out() {
     elif [ "$(cat "$MARKER")" != "$input" ]; then
         die "$OUT was made from other text; start over with --fresh, or set OUT"
     fi
+    [ -z "${VOCAB_SIZE:-}" ] || [ ! -e "$OUT/.done-prepare" ] || [ "$(cat "$OUT/.done-prepare")" = "$VOCAB_SIZE" ] ||
+        die "$OUT was prepared with another VOCAB_SIZE; start over with --fresh, or set OUT"
     printf '%s\n' "$input" >"$MARKER.new" && mv "$MARKER.new" "$MARKER" # never half of it
 }
 
@@ -288,8 +290,7 @@ pairs_of() { grep -cx "$1" "$TEXT/parts" || true; }
 
 # split_side FILE SUFFIX: copy line N of FILE to the file with SUFFIX that line N of $TEXT/parts names.
 split_side() {
-    LC_ALL=C awk -v parts="$TEXT/parts" -v text="$TEXT" -v suffix="$2" '
-        { getline part <parts; print >(text "/" part "." suffix) }' "$1"
+    (cd "$TEXT" && LC_ALL=C awk -v suffix="$2" '{ getline part <"parts"; print >(part "." suffix) }' "$1")
 }
 
 # plan COMMAND ARGUMENT...: print what the rules for own text say.
@@ -391,7 +392,10 @@ say_outlook() {
         ${lock_option[@]+"${lock_option[@]}"} ${SOURCE:+"$SOURCE" "$TARGET"} ${words[@]+-- "${words[@]}"})"
 }
 
-case "$OUT" in /*) ;; *) OUT="$PWD/$OUT" ;; esac # the launcher's processes may have another working directory
+# The launcher's processes may have another working directory, and awk takes a name such as lang=de for an assignment.
+for name in OUT SOURCE TARGET; do
+    case "${!name}" in '' | /*) ;; *) printf -v "$name" %s "$PWD/${!name}" ;; esac
+done
 TEXT="$OUT/text" RUN="$OUT/run" MARKER="$OUT/.quickstart" SOURCE_SUFFIX=en TARGET_SUFFIX=de
 LOG="$OUT/log" LAST=6 device=cpu planned="" metric=bleu
 [ -z "$SOURCE" ] || SOURCE_SUFFIX=source TARGET_SUFFIX=target
@@ -426,12 +430,13 @@ if [ ${#settings[@]} -gt 0 ]; then # a mistake in them should not show after min
 fi
 
 step corpus "" "$TEXT"/{train,valid,test}."$SOURCE_SUFFIX" "$TEXT"/{train,valid,test}."$TARGET_SUFFIX"
-step prepare "" "$OUT/data/meta.json"
+VOCAB_SIZE="${VOCAB_SIZE:-$(cat "$OUT/.done-prepare" 2>/dev/null || true)}"
+step prepare "$VOCAB_SIZE" "$OUT/data/meta.json"
 [ -z "$SOURCE" ] || metric="$(plan metric "$TEXT/valid.$TARGET_SUFFIX")"
 began="$SECONDS"
 [ -z "$planned" ] || step speed ""
 [ -z "$planned" ] || make_plan $((SECONDS - began))
-step train "$([ -z "$planned" ] || sed 1,2d "$OUT/plan")${settings[*]+${settings[*]}}" "$RUN/checkpoints"
+step train "$RECIPE$([ -z "$planned" ] || sed 1,2d "$OUT/plan")${settings[*]+${settings[*]}}" "$RUN/checkpoints"
 step translate "" "$OUT/test.translation"
 say "$LAST/$LAST score"
 attend_step score

@@ -154,11 +154,15 @@ def test_help_changes_nothing(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def run_script(name: str, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    own = {"SOURCE", "TARGET", "OUT", "RANKS", "RECIPE", "LOCK"}
+def run_script(
+    name: str, *arguments: str, cwd: Path | None = None, **settings: str
+) -> subprocess.CompletedProcess[str]:
+    own = {"SOURCE", "TARGET", "OUT", "RANKS", "RECIPE", "LOCK", "VOCAB_SIZE"}
     inherited = {name: value for name, value in os.environ.items() if name not in own}
     command = [str(ROOT / "launch" / name), *arguments]
-    return subprocess.run(command, env={**inherited, **settings}, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, env={**inherited, **settings}, cwd=cwd, capture_output=True, text=True, check=False
+    )
 
 
 STUB = """#!/usr/bin/env bash
@@ -244,6 +248,18 @@ def test_quickstart_resumes(stubs: dict[str, str]) -> None:
     (translations / "update-0000400.txt").touch()
     assert run_script("quickstart.sh", "--fresh", **stubs).returncode == 0
     assert len(commands(stubs)) == 5 and not translations.exists()
+
+
+def test_quickstart_does_not_leave_out_what_another_recipe_or_vocabulary_asks_for(stubs: dict[str, str]) -> None:
+    first = run_script("quickstart.sh", VOCAB_SIZE="700", **stubs)
+    assert first.returncode == 0 and "VOCAB_SIZE=700 LOCK=cpu " in first.stdout.splitlines()[-1], "to start over"
+    commands(stubs)
+    other = run_script("quickstart.sh", VOCAB_SIZE="900", **stubs)
+    assert other.returncode == 2 and "was prepared with another VOCAB_SIZE" in other.stderr
+    assert run_script("quickstart.sh", **stubs).returncode == 0
+    assert commands(stubs) == ["deepspeed-nmt score"], "the size is that of before"
+    assert run_script("quickstart.sh", RECIPE="sample_small", **stubs).returncode == 0
+    assert commands(stubs) == ["deepspeed --num_gpus", "deepspeed-nmt translate", "deepspeed-nmt score"]
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
@@ -345,13 +361,14 @@ def test_quickstart_forwards_a_signal(
 
 
 def test_quickstart_splits_off_held_out_text(stubs: dict[str, str], tmp_path: Path) -> None:
-    source = write_text(tmp_path / "a", 1000)
-    target = write_text(tmp_path / "b", 1000, "Wort")
+    source = write_text(tmp_path / "lang=en", 1000)  # awk takes such a name for an assignment
+    target = write_text(tmp_path / "lang=de", 1000, "Wort")
+    stubs["OUT"] += "\\new"
     with Path(source).open("a", encoding="utf-8") as more:
         more.write("word 9\n")  # repeats the source of the first held-out pair
     with Path(target).open("a", encoding="utf-8") as more:
         more.write("Wort again")  # a last line without a line feed
-    done = run_script("quickstart.sh", source, target, **stubs)
+    done = run_script("quickstart.sh", "lang=en", "lang=de", cwd=tmp_path, **stubs)
     assert done.returncode == 0, done.stderr
     parts = {
         part: [
@@ -442,7 +459,8 @@ def test_quickstart_refuses_what_it_cannot_use(stubs: dict[str, str], tmp_path: 
 def call_library(code: str, path: Path, **settings: str) -> subprocess.CompletedProcess[str]:
     """Run shell code that uses launch/lib.sh, with `path` first on PATH."""
     script = f'set -euo pipefail; . "{ROOT}/launch/lib.sh"; {code}'
-    variables = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}", **settings}
+    kept = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    variables = {**kept, "PATH": f"{path}:{os.environ['PATH']}", **settings}
     return subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True, check=False)
 
 
@@ -469,6 +487,23 @@ def test_lock_fits_the_gpus(tmp_path: Path) -> None:
         program.chmod(0o755)
         done = call_library("choose_lock", tmp_path)
         assert done.stdout.strip() == lock, (gpus, done.stderr)
+    program.write_text("#!/bin/sh\necho 9.0, 580.1\n", encoding="utf-8")
+    seen = {hidden: call_library("list_gpus", tmp_path, CUDA_VISIBLE_DEVICES=hidden).stdout for hidden in ("", "0")}
+    assert seen == {"": "", "0": "9.0, 580.1\n"}
+
+
+def test_the_root_is_that_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / "launch").mkdir()
+    code = 'cd "$1" && . launch/lib.sh && echo "$ROOT"'
+    variables = {**os.environ, "CDPATH": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", code, "-", ROOT], env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{ROOT}\n"
+
+
+def test_an_option_without_a_value_ends_a_script() -> None:
+    for name, option in (("docs.sh", "--port"), ("data/multi30k_multilingual.sh", "--out")):
+        done = run_script(name, option)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and option in done.stderr
 
 
 def test_missing_modules_of_python_are_named(tmp_path: Path) -> None:

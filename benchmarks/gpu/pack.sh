@@ -8,7 +8,7 @@
 # and what the tests on a GPU need of requirements/test.txt: pytest, in the version that is pinned. $PYTHON names the Python whose pip downloads (python3).
 set -euo pipefail
 case " $* " in *" --help "* | *" -h "*) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;; esac
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+CDPATH="" cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 directory="${1:-.gpu}" python="${PYTHON:-python3}" version="${PYTHON_VERSION:-3.12}"
 locks=(requirements/common.txt requirements/test.txt)
 provided=(absl-py click colorama contourpy cycler einops filelock fonttools fsspec grpcio jinja2 kiwisolver lxml

@@ -11,7 +11,7 @@
 set -uo pipefail
 case " $* " in *" --help "* | *" -h "*) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;; esac
 here="$PWD"
-cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
+CDPATH="" cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 python="${PYTHON:-python3}"
 parts=() options=() only=() out=""
 while [ $# -gt 0 ]; do

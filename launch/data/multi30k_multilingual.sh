@@ -22,9 +22,9 @@ from="" out="$ROOT/data/multi30k_multilingual" size=8000 options=()
 while [ $# -gt 0 ]; do
     case "$1" in
     -h | --help) print_help "${BASH_SOURCE[0]}" && exit ;;
-    --from) from="$(value "$@")" && shift ;;
-    --out) out="$(value "$@")" && shift ;;
-    --vocab-size) size="$(number "$@")" && shift ;;
+    --from) from="$(value "$@")" || exit; shift ;;
+    --out) out="$(value "$@")" || exit; shift ;;
+    --vocab-size) size="$(number "$@")" || exit; shift ;;
     *) options+=("$1") ;;
     esac
     shift

@@ -136,6 +136,57 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     assert "--node-rank is 2" in fails(multinode, *rest)
 
 
+# What DeepSpeed's launcher makes of arguments: by pdsh remote shells read them, and those with spaces are quoted.
+LAUNCHER = """#!/usr/bin/env bash
+echo "$*" | sed 's/ --module.*//' >"$LAUNCHED"
+until [ "$1" = --module ]; do shift; done
+for word in "${@:2}"; do
+    case "$word" in *" "*) word="\\"${word//\\"/\\\\\\"}\\"" ;; esac
+    words+=("$word")
+done
+if grep -q pdsh "$LAUNCHED"; then
+    sh -c "printf '<%s>' ${words[*]//%%/%}" >>"$LAUNCHED"
+else
+    printf '<%s>' "${@:2}" >>"$LAUNCHED"
+fi
+echo 0 >"$DEEPSPEED_NMT_STATUS"
+"""
+
+
+def launched(script: str, *words: str, programs: Path, cwd: Path | None = None) -> str:
+    """Return the options that a script gives DeepSpeed's launcher, and the arguments that ranks receive."""
+    programs.mkdir(exist_ok=True)
+    for name, content in (("deepspeed", LAUNCHER), ("ssh", ""), ("pdsh", "")):
+        (programs / name).write_text(content)
+        (programs / name).chmod(0o755)
+    path = f"{programs}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [str(ROOT / "launch" / script), *words],
+        env=shell_environment(VENV=str(programs / "none"), PATH=path, LAUNCHED=str(programs / "launched")),
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+    )
+    return (programs / "launched").read_text() if done.returncode == 0 else done.stderr
+
+
+def test_remote_shells_read_arguments_as_they_are(tmp_path: Path) -> None:
+    (hostfile := tmp_path / "hostfile").write_text("one slots=1\n")
+    words = ["d=1@<2de>", 'my $HOME run\\x "q" `id`', "it's", "[a, b]", "50%n", "a*b;c", "(1) 2"]
+    options = ["--hostfile", str(hostfile), "--", *words]
+    said = launched("multinode.sh", *options, programs=tmp_path / "bin")
+    assert said.endswith("".join(f"<{word}>" for word in ("deepspeed_nmt", "train", *words)))
+    (place := tmp_path / "a place").mkdir()
+    refused = launched("multinode.sh", *options, programs=tmp_path / "bin", cwd=place)
+    assert f"the path of the working directory as it is: {place}" in refused
+
+
+def test_local_trains_on_this_machine_by_the_settings_of_the_user(tmp_path: Path) -> None:
+    said = launched("local.sh", "--cpu", "--", "--run", "my run", "engine.device=auto", programs=tmp_path / "bin")
+    assert "--hostfile /dev/null" in said, "DeepSpeed's default may name other hosts"
+    assert said.endswith("<train><engine.device=cpu><--run><my run><engine.device=auto>")
+
+
 PROGRAMS = {
     # As at a time limit; the script passes the signal on, which ends this. Tasks of a preempted job get TERM, too.
     "srun": """case "$STATUS" in
