@@ -185,7 +185,7 @@ class Translator:
     def at_exit(self, name: str) -> Translator:
         """Return the translator that decodes from an exit. It shares the weights, and the lock of its threads."""
         other = copy.copy(self)
-        other.model = self.model.at_exit(name)
+        other.model, other.search = self.model.at_exit(name), self.search.from_one_exit()
         if self._opened is not None:
             other._opened = replace(self._opened, exit=name)
         return other

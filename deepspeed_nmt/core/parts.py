@@ -250,6 +250,10 @@ class SearchConfig(PartConfig):
         """Largest number of translations per sentence."""
         return 1 if self.width_setting is None else self.lists * int(getattr(self, self.width_setting))
 
+    def from_one_exit(self) -> SearchConfig:
+        """Return the settings of the search from an exit that a user has chosen: these, if they choose none."""
+        return self
+
     def contradictions(self, parts: Parts) -> Iterable[str]:
         """Refuse models without the exits in ``needs_exits``."""
         if not set(self.needs_exits) <= set(parts.model.named_exits):

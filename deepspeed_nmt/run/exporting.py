@@ -53,7 +53,6 @@ from deepspeed_nmt.search.base import Hypothesis, LengthPenalty
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch, BeamSentence
 from deepspeed_nmt.search.forced import token_log_probs
 from deepspeed_nmt.search.left_to_right import Live, largest
-from deepspeed_nmt.search.searches import SEARCHES
 from deepspeed_nmt.train.checkpoint import Checkpoint
 
 FORMATS: Mapping[str, type[Format]] = {format.name: format for format in (CTranslate2Format, HuggingFaceFormat)}
@@ -111,7 +110,7 @@ def export_run(
         raise ConfigError(
             f"{run.path} predicts masked tokens, and only runs that translate from left to right are exported"
         )
-    exit = request.exit or TOP
+    exit = TOP if request.exit is None else request.exit
     then = run.at(request.checkpoint)
     empty = cut_at(run, build_meta_model(then.config, run.tokenizer.vocabulary), exit)
     try:
@@ -266,7 +265,7 @@ def _info(run: Run, request: ExportRequest, model: TranslationModel) -> ExportIn
         precision=request.precision,
         longest=longest,
         longest_line=source - 1,
-        search_name=SEARCHES.default if request.exit is not None and search.needs_exits else search.name,
+        search_name=(search if request.exit is None else search.from_one_exit()).name,
         search=settings,
         rules=rules_of(run),
         text=run.text_form,

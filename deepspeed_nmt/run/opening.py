@@ -34,10 +34,10 @@ def search_settings(runs: Sequence[Run], changes: Mapping[str, Any], exits: Sequ
 
     ``exits`` are the options by which the user chooses an exit.
     """
-    run = runs[0]
-    settings = run.config.search.model_dump()
-    if (exits or len(runs) > 1) and run.config.search.needs_exits and changes.get("name") is None:
-        settings["name"] = SEARCHES.default  # decodes from one exit, although the run was validated with both
+    run, own = runs[0], runs[0].config.search
+    if changes.get("name") is None and (exits or (len(runs) > 1 and own.needs_exits)):
+        own = own.from_one_exit()  # although the run was validated with several
+    settings = own.model_dump()
     given = {key: value for key, value in changes.items() if value is not None}
     settings |= given
     name = settings["name"]
@@ -54,6 +54,10 @@ def search_settings(runs: Sequence[Run], changes: Mapping[str, Any], exits: Sequ
     known = {key: value for key, value in settings.items() if key in kind.model_fields}
     search = validated(kind, known, option)
     assert isinstance(search, SearchConfig)
+    if exits and search.from_one_exit() is not search:
+        raise ConfigError(
+            f"search.name={name} decodes from several exits, and {option(exits[0])} chooses one; give one of them"
+        )
     parts = run.config.parts
     if wrong := set(replace(parts, search=search).contradictions()) - set(parts.contradictions()):
         raise ConfigError(sorted(wrong))
@@ -144,7 +148,7 @@ def chosen_tags(run: Run, source: str | None, target: str | None) -> Tags:
 def chosen_exit(model: TranslationModel, options: DecodeOptions) -> str:
     """Return the name of the exit that a user has chosen; a side without a number of layers keeps all of them."""
     if options.encoder_layers is None and options.decoder_layers is None:
-        return options.exit or TOP
+        return TOP if options.exit is None else options.exit
     encoder, decoder = model.stages
     return exit_name(options.encoder_layers or encoder, options.decoder_layers or decoder)
 

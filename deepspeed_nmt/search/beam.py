@@ -31,6 +31,7 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
+from typing_extensions import override
 
 from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.parts import MAX_HYPOTHESES
@@ -62,6 +63,14 @@ class BeamConfig(BeamSettings):
     """Beam search with one model."""
 
     name: Literal["beam"] = "beam"
+
+
+class ExitsSettings(BeamSettings):
+    """Settings of searches that decode by a beam from several exits of a model."""
+
+    @override
+    def from_one_exit(self) -> BeamConfig:
+        return BeamConfig(**self.model_dump(include={*BeamSettings.model_fields}, exclude={"name"}))
 
 
 class DiverseBeamConfig(BeamSettings):

@@ -39,13 +39,13 @@ from deepspeed_nmt.core.parts import ExitStages, Parts
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.search.base import Hypothesis, LengthPenalty, Request, Translation
-from deepspeed_nmt.search.beam import BeamSearch, BeamSettings
+from deepspeed_nmt.search.beam import BeamSearch, ExitsSettings
 from deepspeed_nmt.search.forced import token_log_probs
 
 StoppingRule = Literal["confidence", "agreement"]
 
 
-class ChoosingExitsConfig(BeamSettings):
+class ChoosingExitsConfig(ExitsSettings):
     """Settings of the choice among exits."""
 
     name: Literal["choosing_exits"] = "choosing_exits"

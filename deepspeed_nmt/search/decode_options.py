@@ -119,10 +119,10 @@ class DecodeOptions(Config):
         exported=True,
     )
     encoder_layers: int | None = _option(
-        "N", "first layers or loops of the encoder to use (default: all)", stays=True, exported=True
+        "N", "first layers or loops of the encoder to use (default: all)", ge=1, stays=True, exported=True
     )
     decoder_layers: int | None = _option(
-        "M", "first layers or loops of the decoder to use (default: all)", stays=True, exported=True
+        "M", "first layers or loops of the decoder to use (default: all)", ge=1, stays=True, exported=True
     )
     tag: Tag = _option(
         "S",
@@ -287,11 +287,6 @@ class DecodeOptions(Config):
         exits = self.exits
         if len(exits) > 1 and exits[0] == "exit":
             raise ValueError(f"{option('exit')} and {option(exits[1])} both choose an exit; give one of them")
-        for name in self.given(("rerank", "choose_exits")):
-            if exits:
-                raise ValueError(
-                    f"{option(name)} decodes from several exits, {option(exits[0])} from one; give one of them"
-                )
         names = {name: search for name, search in self._searches.items() if search is not None}
         if len(set(names.values())) > 1:
             (first, one), (second, other) = list(names.items())[:2]

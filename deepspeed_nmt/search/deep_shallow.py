@@ -30,11 +30,11 @@ from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.deep_shallow_score import ALPHA, EXITS, EXPONENT, total_of
 from deepspeed_nmt.search.base import MAX_EXPONENT, Hypothesis, Request
-from deepspeed_nmt.search.beam import BeamSearch, BeamSettings
+from deepspeed_nmt.search.beam import BeamSearch, ExitsSettings
 from deepspeed_nmt.search.forced import token_log_probs
 
 
-class DeepShallowConfig(BeamSettings):
+class DeepShallowConfig(ExitsSettings):
     """Settings of deep-shallow decoding."""
 
     needs_exits: ClassVar[tuple[str, ...]] = EXITS

@@ -137,8 +137,6 @@ def test_a_file_of_a_rule_gives_the_settings_of_the_search(tmp_path: Path) -> No
             _ = DecodeOptions.of({"choose_exits": tmp_path / "bad.json"}).settings
     with pytest.raises(ConfigError, match="nope"):
         _ = DecodeOptions.of({"choose_exits": tmp_path / "nope"}).settings
-    with pytest.raises(ConfigError, match="decoder_layers"):
-        DecodeOptions.of({"choose_exits": tmp_path / "rule.json", "decoder_layers": 2})
 
 
 def test_an_ensemble_is_refused() -> None:

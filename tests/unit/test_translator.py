@@ -20,6 +20,7 @@ from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.run.opening import search_settings
 from deepspeed_nmt.search.beam import BeamConfig
+from deepspeed_nmt.search.decode_options import DecodeOptions
 from deepspeed_nmt.search.models import Ensemble
 from deepspeed_nmt.search.searches import SEARCHES
 from deepspeed_nmt.text import NO_TAGS, Tags, text_of
@@ -263,6 +264,26 @@ def test_an_option_of_another_search_is_refused_by_name() -> None:
     assert refusal("depth_growing_big_8", {"alpha": 0.5}, "exit").endswith(f"{end}deep_shallow; leave it out")
     needs = "needs a model with the exits deep and shallow, but model.name=transformer"
     assert needs in refusal("transformer_base", {"name": "deep_shallow"})
+    both = "search.name=choosing_exits decodes from several exits, and `exit` chooses one; give one of them"
+    assert refusal("transformer_base", {"name": "choosing_exits"}, "exit") == both
+
+
+def test_a_chosen_exit_is_decoded_although_the_run_chooses_among_several() -> None:
+    run: Any = StubRun(load_config("transformer_base", settings=("search.name=choosing_exits", "search.beam=7")))
+    search = search_settings([run], {}, ["exit"])
+    assert isinstance(search, BeamConfig) and search.beam == 7
+    exits = {"exits": (1,), "beam": 3}
+    found, expected = (
+        [each.score for each in opened(each).at_exit("2-2").translate(LINES)]
+        for each in (config("choosing_exits", **exits), BeamConfig(beam=3))
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", ["encoder_layers", "decoder_layers"])
+def test_no_layers_are_not_all(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        DecodeOptions.of({name: 0})
 
 
 def test_a_damaged_target_is_named_and_refused_behind_a_tag(caplog: pytest.LogCaptureFixture) -> None:
