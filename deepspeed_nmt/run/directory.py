@@ -167,6 +167,7 @@ class Run:
     def _model_of(self, checkpoint: Checkpoint) -> TranslationModel:
         """Build the model with the layers and weights of a checkpoint."""
         model = build_model(self.config.for_update(checkpoint.progress.update), self.tokenizer.vocabulary)
+        model.float()  # whatever a program's default tensors are: of fewer bits they would round the weights
         checkpoint.load_into(model)
         return model
 

@@ -147,7 +147,10 @@ class ConstrainedBeam(LeftToRightSearch[ConstrainedSentence]):
         columns = (
             (width * row + new.parent, new.token, new.log_prob) for row, beam in enumerate(chosen) for new in beam
         )
-        row_R, token_R, log_prob_R = (torch.tensor(column) for column in zip(*columns, strict=True))
+        kinds = torch.long, torch.long, torch.float32
+        row_R, token_R, log_prob_R = (
+            torch.tensor(column, dtype=kind) for column, kind in zip(zip(*columns, strict=True), kinds, strict=True)
+        )
         shape, device = (len(chosen), self.beam), logits_RV.device
         return Extensions(unfinished, *(x_R.view(shape).to(device) for x_R in (row_R, token_R, log_prob_R)))
 

@@ -292,7 +292,7 @@ class LeftToRightSearch(SentenceSearch[S]):
         live = Live(
             sentences,
             tokens_RT=torch.full((len(sentences), 1), self.vocabulary.bos, device=device),
-            log_prob_RT=torch.zeros(len(sentences), 1, device=device),
+            log_prob_RT=torch.zeros(len(sentences), 1, dtype=torch.float32, device=device),
             rules=rules,
         )
         while True:

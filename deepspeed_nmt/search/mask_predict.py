@@ -111,7 +111,7 @@ class MaskPredict:
         tokens_RT[:, 0] = vocabulary.bos
         tokens_RT.masked_fill_(place_T == length_R1 + 1, vocabulary.eos)
         masked_RT = words_RT
-        log_p_RT = torch.zeros(words_RT.shape, device=length_R.device)
+        log_p_RT = torch.zeros(words_RT.shape, dtype=torch.float32, device=length_R.device)
         total = self.config.iterations
         for iteration in range(1, total + 1):
             tokens_RT = tokens_RT.masked_fill(masked_RT, self.model.mask)

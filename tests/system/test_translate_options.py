@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from deepspeed_nmt.api import Translator
 from deepspeed_nmt.cli import main
@@ -22,6 +23,7 @@ from deepspeed_nmt.kernels import onednn_ops
 from deepspeed_nmt.methods.transformer import Transformer
 from deepspeed_nmt.native import library as native
 from deepspeed_nmt.parallel.shared_work import SharedWork
+from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.run.translation import Pieces
 from deepspeed_nmt.text import TextForm
 from tests import commands
@@ -142,6 +144,16 @@ def test_precisions_of_a_cpu(precision: str, run: Path, source: Path, tmp_path: 
     assert 0.0 < worst < 0.1
     same = sum(one.text == two.text for one, two in zip(exact, rounded, strict=True))
     assert same >= 5, "most translations of a model of little certainty are the same"
+
+
+def test_default_tensors_of_a_program_round_no_weights(run: Path) -> None:
+    expected = Run.open(run).model("best").state_dict()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        weights = Run.open(run).model("best").state_dict()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
 
 
 def test_native_code_finds_the_translations_of_torch(run: Path, source: Path, tmp_path: Path) -> None:

@@ -238,6 +238,16 @@ def test_mask_predict_follows_its_paper(recipe: str, penalty: str) -> None:
     assert len({frozenset(len(each.tokens) for each in row) for row in found}) > 1
 
 
+def test_default_tensors_of_a_program_change_nothing() -> None:
+    search = MaskPredict(MaskPredictConfig(iterations=2), small("abnet_serial"), V)
+    expected = search.search(pairs(2, 5).source_BS)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert search.search(pairs(2, 5).source_BS) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("part", ["target_embedding", "length"])
 def test_mask_predict_refuses_a_damaged_model_and_one_in_training(part: str) -> None:
     model, source_BS = small("abnet_serial"), pairs(2, 5).source_BS

@@ -18,10 +18,11 @@ from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.native import library as native
 from deepspeed_nmt.run.opening import search_settings
 from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.search.decode_options import DecodeOptions
-from deepspeed_nmt.search.models import Ensemble
+from deepspeed_nmt.search.models import Ensemble, prepare_to_decode
 from deepspeed_nmt.search.searches import SEARCHES
 from deepspeed_nmt.text import NO_TAGS, Tags, text_of
 
@@ -284,6 +285,19 @@ def test_a_chosen_exit_is_decoded_although_the_run_chooses_among_several() -> No
 def test_no_layers_are_not_all(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         DecodeOptions.of({name: 0})
+
+
+@pytest.mark.parametrize("name", ["beam", "constrained_beam"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_default_tensors_of_a_program_change_nothing(name: str, dtype: torch.dtype) -> None:
+    translator = opened(config(name))
+    prepare_to_decode(translator.model, translator.device, "fp32", native.obstacle() is None)
+    expected = [(each.text, each.score) for each in translator.translate(LINES)]
+    torch.set_default_dtype(dtype)
+    try:
+        assert [(each.text, each.score) for each in translator.translate(LINES)] == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_a_damaged_target_is_named_and_refused_behind_a_tag(caplog: pytest.LogCaptureFixture) -> None:
