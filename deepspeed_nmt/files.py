@@ -41,11 +41,13 @@ _LEFT = rf"(?:partial|old)-{_NUMBER}"
 """End of the hidden name of a directory that is written, or moved away."""
 MAX_LINE_BYTES = 1 << 26
 """Bound of a line of text, far above any sentence: a device can be one line without an end."""
+ZSTD = (b"\x28\xb5\x2f\xfd", *(bytes([first]) + b"\x2a\x4d\x18" for first in range(0x50, 0x60)))
+"""First bytes of data of Zstandard: of a frame, or of one that readers skip, with which pzstd begins."""
 _NOT_PLAIN = {
     b"\x1f\x8b": ("compressed with gzip", "gunzip -k"),
     b"BZh": ("compressed with bzip2", "bunzip2 -k"),
     b"\xfd7zXZ\x00": ("compressed with xz", "unxz -k"),
-    b"\x28\xb5\x2f\xfd": ("compressed with zstd", "unzstd"),
+    **dict.fromkeys(ZSTD, ("compressed with zstd", "unzstd")),
     b"PK\x03\x04": ("compressed with zip", "unzip"),
     BOM_UTF16_LE: ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
     BOM_UTF16_BE: ("UTF-16", "iconv -f UTF-16 -t UTF-8"),

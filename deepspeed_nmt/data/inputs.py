@@ -28,14 +28,14 @@ from deepspeed_nmt.console import progress
 from deepspeed_nmt.data.tokenizer import Count
 from deepspeed_nmt.data.word_alignments import check_links
 from deepspeed_nmt.errors import ConfigError, DataError, counted, did_you_mean, import_optional, shown
-from deepspeed_nmt.files import MAX_LINE_BYTES, check_plain, check_utf8_name, shown_name, skip_byte_order_mark
+from deepspeed_nmt.files import MAX_LINE_BYTES, ZSTD, check_plain, check_utf8_name, shown_name, skip_byte_order_mark
 from deepspeed_nmt.registry import Config
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 T = TypeVar("T")
-MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", **dict.fromkeys(ZSTD, "zstd")}
 """First bytes of compressed files."""
 _COMPRESSED_BYTES = 1 << 16  # that are decompressed at once
 _ZSTD_WINDOW_BYTES = 1 << 31  # largest window of Zstandard, that of its option --long=31
@@ -343,7 +343,7 @@ class InputText(io.RawIOBase):
 
     def _decompress(self, data: bytes) -> bytes:
         if self._decompressor is None:
-            if not data.strip(b"\0"):  # padding between members and after the last
+            if not (data := data.lstrip(b"\0")):  # padding between members and after the last
                 return b""
             self._decompressor = self._new()
         try:

@@ -25,10 +25,12 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.data import inputs, preparation, stages
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.data_directory import DataDirectory, Meta
+from deepspeed_nmt.data.inputs import InputText
 from deepspeed_nmt.data.options import PrepareOptions
 from deepspeed_nmt.data.stages import Preparation
 from deepspeed_nmt.data.tasks import run_task
 from deepspeed_nmt.errors import EXIT_USER_ERROR, DataError, UserError
+from deepspeed_nmt.files import open_text
 from tests.commands import prepare_with as _prepare
 from tests.commands import refused
 
@@ -71,6 +73,21 @@ def _tsv(texts: dict[str, Any], *paths: Path) -> dict[str, Any]:
 
 def _directories(tmp_path: Path) -> list[str]:
     return [path.name for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_frames_that_are_skipped_and_padding_are_no_text(tmp_path: Path) -> None:
+    skipped = b"\x5e\x2a\x4d\x18\x04\0\0\0size"  # as pzstd writes it before each frame
+    members = {kind: (compress(b"a\n"), compress(b"b")) for kind, compress in COMPRESS.items()}
+    for kind, content in (
+        ("zst", skipped.join([b"", *members["zst"], b""])),
+        *((kind, (b"\0" * 70_000).join([*both, b""])) for kind, both in members.items()),  # more than is read at once
+    ):
+        (path := tmp_path / f"text.{kind}").write_bytes(content)
+        with InputText(path) as text:
+            assert (text.stream.read(), text.lines) == (b"a\nb", 2)
+    (tmp_path / "skipped").write_bytes(skipped + members["zst"][0])
+    with pytest.raises(DataError, match="is compressed with zstd; run `unzstd"), open_text(tmp_path / "skipped"):
+        pass
 
 
 @pytest.mark.parametrize("kind", sorted(COMPRESS))
