@@ -191,7 +191,9 @@ def plain_form(text: TextForm, language: str, owner: Path) -> TextForm:
             f"{name} needs a run that records the form of its text, but {owner} is of an older version; if its text "
             "was tokenised by Moses, give the language, for example de"
         )
-    form.convert("plain", [])  # reports problems before anything is translated
+    if reason := form.problem("plain"):
+        raise ConfigError(f"{name}: {reason}; if Moses' tokenizer made it, give the language, for example de")
+    form.convert("plain", [])  # imports what it needs before anything is translated
     if language:
         warn_of_missing_rules(language, name)
     if not form.how("plain"):

@@ -153,8 +153,10 @@ def _converters(arguments: argparse.Namespace, tokenised: bool) -> tuple[Convert
     elif (arguments.like / "data.json").exists():
         from deepspeed_nmt.run.directory import DataRecord  # takes seconds
 
-        recorded = DataRecord.read(arguments.like).text
+        record = DataRecord.read(arguments.like)
+        recorded = record.common_text or record.text
     form = recorded or TextForm.unrecorded(tokenizer.segmented)
+    form = replace(form, target_lang=form.target_lang or language)
     kind: Kind = "tokenised" if tokenised else "plain"
     known = form.form != "unknown"  # otherwise the text is what the options say
     if known and (problem := form.problem(kind)):

@@ -20,7 +20,7 @@ from deepspeed_nmt.data.mixture import MixtureConfig, Phase, Stream, Weight
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import ConfigError, DataError, shown
 from deepspeed_nmt.registry import Config
-from deepspeed_nmt.text import NO_TAGS, Tags
+from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
 
 _WEIGHT = re.compile(r"([+-]?(?:[0-9.]+(?:e[+-]?[0-9]+)?|inf|nan))(?::([0-9]+)-([0-9]*))?", re.IGNORECASE)
 _FORM = "DIR, DIR=WEIGHT, DIR=WEIGHT:FIRST-LAST,WEIGHT:FIRST-LAST, each with @TAG or without"
@@ -149,6 +149,14 @@ class TrainingData:
         """Tags in front of all sentences; none if the data directories differ in them."""
         tags = {part.directory.tags for part in self.parts}
         return tags.pop() if len(tags) == 1 else NO_TAGS
+
+    @property
+    def common_form(self) -> TextForm:
+        """Form of all text, without languages in which the data directories differ."""
+        forms = [part.directory.text_form for part in self.parts]
+        sources, targets = ({form.source_lang for form in forms}, {form.target_lang for form in forms})
+        languages = (codes.pop() if len(codes) == 1 else None for codes in (sources - {None}, targets - {None}))
+        return TextForm(forms[0].form, *languages)
 
     @property
     def longest_source(self) -> int:

@@ -293,7 +293,7 @@ def measure(
     # All pairs in turn, so that a change of the machine's load affects them alike.
     for repetition, (run, of_run) in product(range(repeat), system.pairs):
         started = time.monotonic()
-        translator = Translator.open(run.path, checkpoint=checkpoint)
+        translator = Translator.open(run.path, checkpoint=checkpoint, **text.tags_for(run))
         to_load = time.monotonic() - started
         for pair in of_run:
             shallower = translator.at_exit(exit_name(*pair))
@@ -307,7 +307,7 @@ def measure(
     if with_signs:
         for run, of_run in system.pairs:
             texts_of = {pair: [one.text for one in translations[pair]] for pair in of_run}
-            signs = _signs(run, checkpoint, text.sources, texts_of)
+            signs = _signs(run, checkpoint, text, texts_of)
             depths = [
                 replace(depth, reliance=signs[pair][0], accepted=signs[pair][1]) if pair in signs else depth
                 for pair, depth in zip(pairs, depths, strict=True)
@@ -322,11 +322,12 @@ def measure(
 
 
 def _signs(
-    run: Run, checkpoint: str, sources: list[str], texts: Mapping[Pair, list[str]]
+    run: Run, checkpoint: str, text: ParallelText, texts: Mapping[Pair, list[str]]
 ) -> dict[Pair, tuple[float, float | None]]:
     """Return the mean reliance of translations at each depth, and the share of drafted tokens that are accepted."""
     signs: dict[Pair, tuple[float, float | None]] = {}
-    translator = Translator.open(run.path, checkpoint=checkpoint)
+    tags, sources = text.tags_for(run), text.sources
+    translator = Translator.open(run.path, checkpoint=checkpoint, **tags)
     encoder, decoder = max(texts)
     for (n, m), lines in texts.items():
         scored = translator.at_exit(exit_name(n, m)).score(sources, lines, warn=False, reliance=True)
@@ -334,7 +335,7 @@ def _signs(
         accepted = None
         if n == encoder and m < decoder:
             search, counts = {"name": "speculative", "draft_layers": m, "draft_tokens": 4}, SourceCounts()
-            drafting = Translator.open(run.path, checkpoint=checkpoint, **search)
+            drafting = Translator.open(run.path, checkpoint=checkpoint, **tags, **search)
             for _ in drafting.stream(sources, max_tokens=1, counts=counts):  # sentence by sentence, as drafts pay
                 pass
             if drafted := counts.drafts.get("drafted", 0):

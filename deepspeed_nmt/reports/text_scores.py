@@ -23,6 +23,7 @@ from deepspeed_nmt.files import atomic_write_text, open_text, shown_name, text_l
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.reports.run_log import read_file
 from deepspeed_nmt.run.directory import SCORES_FILE, Run
+from deepspeed_nmt.text import NO_TAGS, TextForm
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,17 @@ class ParallelText:
             raise DataError(f"{names} have {counts}; give files of the same sentences")
         return cls(shown_name(source), sources, references)
 
+    def form_of(self, run: Run) -> TextForm:
+        """Return the form of the references and of a run's translations: that of the run, in the target language."""
+        form, language = run.text_form, self.data and self.data.text_form.target_lang
+        return replace(form, target_lang=language or form.target_lang)
+
+    def tags_for(self, run: Run) -> dict[str, Any]:
+        """Return the tags of the data, where a run has others, as options of :class:`Translator`."""
+        tags = NO_TAGS if self.data is None else self.data.tags
+        changed = {"tag": (tags.source, run.tags.source), "tag_target": (tags.target, run.tags.target)}
+        return {name: tag for name, (tag, own) in changed.items() if tag not in (None, own)}
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 (hexadecimal) of both sides."""
@@ -73,23 +85,23 @@ def common_scorer(runs: Sequence[Run], text: ParallelText) -> Scorer:
     """
     if (data := text.data) is not None:
         for run in runs:
-            if run.text_form.contradicts(data.text_form):
+            if run.translation_form.contradicts(data.text_form):
                 raise ConfigError(
-                    f"{run.path} was trained on text of the form {run.text_form}, and that of --data {data.path} is "
-                    f"{data.text_form}; give the data of the run, or --input and --reference"
+                    f"{run.path} was trained on text of the form {run.translation_form}, and that of --data "
+                    f"{data.path} is {data.text_form}; give the data of the run, or --input and --reference"
                 )
         names = data.vocabulary
         if other := [str(run.path) for run in runs if {name: run.files.get(name) for name in names} != names]:
             question = "the vocabulary of %s is not that of %s: is it the right test set, and segmented alike?"
             logger.warning(question, data.path, ", ".join(other))
-    first, *others = runs
-    shared = [metric for metric in first.bleus if all(metric in run.bleus for run in others)]
-    scorer = first.scorer(text.references, shared)
-    for run in others:
-        conflict = run.text_form.contradicts(first.text_form)
-        if conflict or not run.scorer(text.references, shared).scores_as(scorer):
+    forms = [text.form_of(run) for run in runs]
+    bleus, *others = (run.bleus(form) for run, form in zip(runs, forms, strict=True))
+    shared = [metric for metric in bleus if all(metric in other for other in others)]
+    scorer = runs[0].scorer(text.references, forms[0], shared)
+    for run, form in zip(runs[1:], forms[1:], strict=True):
+        if form.contradicts(forms[0]) or not run.scorer(text.references, form, shared).scores_as(scorer):
             raise ConfigError(
-                f"{run.path} and {first.path} translate into text of different forms; compare them with `score`"
+                f"{run.path} and {runs[0].path} translate into text of different forms; compare them with `score`"
             )
     return scorer
 
@@ -98,7 +110,7 @@ class ScoreKey(Config):
     """Inputs of a score, of which equal ones give equal scores.
 
     They are digests of the sentences with references and of the checkpoint's weights, the metric's signature, and the
-    settings of the search.
+    settings of the search, with tags if they are not those of the run.
     """
 
     text: str
@@ -146,7 +158,8 @@ def score_text(
         CheckpointError: if there is no such checkpoint, or it is damaged.
     """
     checkpoint = run.checkpoints.open(which, verify=False)  # the translator verifies it
-    search = run.config.search.model_dump(mode="json")
+    tags = text.tags_for(run)
+    search = run.config.search.model_dump(mode="json") | tags
     keys = {
         metric.name: ScoreKey(
             text=text.digest, signature=metric.signature(), weights=checkpoint.weights_digest, search=search
@@ -157,7 +170,7 @@ def score_text(
     known = {score.metric: score for score in recorded if score.key == keys.get(score.metric)}
     if known.keys() == keys.keys():
         return tuple(known[name] for name in keys)
-    translator = Translator.open(run.path, checkpoint=checkpoint.path)
+    translator = Translator.open(run.path, checkpoint=checkpoint.path, **tags)
     with counting(f"{run.path}, {checkpoint.path.name}", "sentences", len(text.sources)) as advance:
         translated = translator.stream(text.sources, max_tokens=max_tokens, advance=advance)
         hypotheses = [best[0].text for best in translated]

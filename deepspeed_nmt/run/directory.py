@@ -109,30 +109,34 @@ class Run:
 
     @property
     def text_form(self) -> TextForm:
-        """Form of the text that the run was trained on, which is that of its translations."""
+        """Form of the text of the data that the run was trained on, the first one of a mixture."""
         return DataRecord.read(self.path).text or TextForm.unrecorded(self.tokenizer.segmented)
+
+    @property
+    def translation_form(self) -> TextForm:
+        """Form of the run's translations; of several languages, which a tag chooses, none is in it."""
+        return DataRecord.read(self.path).common_text or self.text_form
 
     @property
     def tags(self) -> Tags:
         """Symbols in front of all sentences of the data that the run was trained on."""
         return DataRecord.read(self.path).tags
 
-    @property
-    def bleus(self) -> tuple[Metric, ...]:
-        """BLEUs of the run's translations: those of its validation, then those that the form of its text allows."""
+    def bleus(self, text: TextForm) -> tuple[Metric, ...]:
+        """Return BLEUs of the run's translations into text of a form: of its validation, then others it allows."""
         (named, _), (usual, _) = (
-            validation.chosen(self.text_form) for validation in (self.config.validation, ValidationConfig())
+            validation.chosen(text) for validation in (self.config.validation, ValidationConfig())
         )
         bleus = [metric for metric in named if isinstance(metric, TextMetric) and metric.name.startswith("bleu")]
         return tuple(dict.fromkeys([*bleus, *usual]))
 
-    def scorer(self, references: Iterable[str], metrics: Sequence[Metric] = ()) -> Scorer:
-        """Return a scorer of the run's translations by metrics, or by its :attr:`bleus`.
+    def scorer(self, references: Iterable[str], text: TextForm, metrics: Sequence[Metric] = ()) -> Scorer:
+        """Return a scorer of the run's translations, which are text of a form, by metrics, or by its :meth:`bleus`.
 
-        The references, one of each sentence, have the form of the text that the run was trained on.
+        The references, one of each sentence, have that form, too.
         """
         lines = [self.tokenizer.reference(line) for line in references]
-        return Scorer(metrics or self.bleus, self.text_form, lines)
+        return Scorer(metrics or self.bleus(text), text, lines)
 
     def checkpoint(self, which: str, option: str = "") -> Checkpoint:
         """Open a checkpoint, which must be of this run; arguments as of :meth:`CheckpointStore.open`."""
@@ -241,6 +245,8 @@ class DataRecord(Config):
     Attributes:
         path: its directory, or the first one of a mixture.
         longest_source: tokens of its longest source sentence, without EOS; 0 if it is not known.
+        text: form of its text.
+        common_text: form of the text of all corpora, without languages in which they differ; None if it is ``text``.
         tags: symbols in front of all its sentences.
         corpora: corpora of a mixture; none if there is one corpus.
     """
@@ -249,6 +255,7 @@ class DataRecord(Config):
     fingerprint: str
     longest_source: int = 0
     text: TextForm | None = None
+    common_text: TextForm | None = None
     tags: Tags = NO_TAGS
     corpora: tuple[CorpusRecord, ...] = ()
 
@@ -260,6 +267,7 @@ class DataRecord(Config):
             fingerprint=data.main.fingerprint,
             longest_source=data.longest_source,
             text=data.main.text_form,
+            common_text=data.common_form,
             tags=data.tags,
             corpora=data.records,
         )

@@ -128,7 +128,7 @@ def export_run(
         )
     settings, longest = info.search, info.longest
     text = export_text(run, request, longest, request.sentences or SENTENCES)
-    scorer = None if text.references is None else run.scorer(text.references)
+    scorer = None if text.references is None else run.scorer(text.references, run.text_form)
     cut = run.model(request.checkpoint).at_exit(exit).eval()
 
     subject = Subject(cut, run.tokenizer, longest, request.precision, run.tags)
@@ -268,7 +268,7 @@ def _info(run: Run, request: ExportRequest, model: TranslationModel) -> ExportIn
         search_name=(search if request.exit is None else search.from_one_exit()).name,
         search=settings,
         rules=rules_of(run),
-        text=run.text_form,
+        text=run.translation_form,
         tags=run.tags,
         model={**run.config.model.model_dump(mode="json"), "exit": request.exit or TOP},
     )

@@ -101,8 +101,9 @@ def warn_of_differences(runs: Sequence[Run], search: SearchConfig, given: Mappin
             for name, own, other in tags
             if own != other and name not in chosen
         ]
-        if first.text_form.contradicts(run.text_form):
-            differences.append(f"the form of their text ({first.text_form} and {run.text_form})")
+        forms = first.translation_form, run.translation_form
+        if forms[0].contradicts(forms[1]):
+            differences.append(f"the form of their text ({forms[0]} and {forms[1]})")
         one, two = first.config.search.model_dump(), run.config.search.model_dump()
         names = {"name"} if "name" in fields and one["name"] != two["name"] else fields & one.keys() & two.keys()
         differences += [

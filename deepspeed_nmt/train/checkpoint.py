@@ -71,6 +71,7 @@ class RunRecord(Config):
     fingerprint: str
     longest_source: int = 0
     text: TextForm | None = None
+    common_text: TextForm | None = None
     tags: Tags = NO_TAGS
     corpora: tuple[CorpusRecord, ...] = ()
     vocabulary: dict[PlainName, FileRecord]

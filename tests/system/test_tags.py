@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -15,11 +17,12 @@ from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.errors import EXIT_USER_ERROR
 from deepspeed_nmt.export.certificate import Certificate
 from deepspeed_nmt.export.runtime import ExportedTranslator
+from deepspeed_nmt.reports.text_scores import ParallelText, common_scorer, score_text
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.run.exporting import ExportRequest, export_text
 from deepspeed_nmt.sample import write_sample
 from deepspeed_nmt.search.decode_options import DecodeOptions
-from deepspeed_nmt.text import NO_TAGS, Tags
+from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
 from tests.commands import logged, translate
 from tests.support import ROOT, prepare_sample
 from tests.system.conftest import SMALL
@@ -106,6 +109,20 @@ def test_validation_is_tagged_and_scored_without_tags(run: Path) -> None:
     for ours, whole in zip(scored, by_hand, strict=True):
         assert ours.tokens == whole.tokens[1:]
         assert ours.log_probs == pytest.approx(whole.log_probs[1:], abs=1e-5)
+
+
+def test_a_test_set_is_scored_with_its_own_tags_in_its_own_language(run: Path) -> None:
+    sides = [(run.parent / "text" / f"test.{code}").read_text(encoding="utf-8").splitlines() for code in ("en", "de")]
+    opened = Run.open(run)
+    assert opened.translation_form == opened.text_form == TextForm("raw")
+    data = SimpleNamespace(tags=Tags("<bt>"), text_form=TextForm("raw", target_lang="zh"), vocabulary={}, path=run)
+    text = ParallelText("test", *sides, data=cast(Any, data))
+    scorer = common_scorer([opened], text)
+    (score,) = score_text(opened, "last", text, scorer, 4096)
+    assert "tok:zh" in score.signature
+    translator = Translator.open(run, checkpoint="last", device="cpu", precision="fp32", tag="<bt>")
+    assert score.value == scorer([one.text for one in translator.translate(sides[0])])["bleu"]
+    assert score.key.search["tag"] == "<bt>" and "tag_target" not in score.key.search
 
 
 def test_exports_know_the_tags(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

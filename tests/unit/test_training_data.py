@@ -1,6 +1,7 @@
 """Data directories of a run: their tags, what must be equal in all of them, and when a weight holds."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,8 @@ import pytest
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.mixture import Weight
 from deepspeed_nmt.data.training import DataOption, TrainingData, _names
-from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
+from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.text import NO_TAGS, Tags, TextForm, plain_form
 
 FRENCH, ENGLISH = TextForm("raw", "en", "fr"), TextForm("raw", "en", "en")
 
@@ -38,6 +39,18 @@ def test_tags_are_those_of_all_directories(data: Any) -> None:
     assert data((FRENCH, french), (FRENCH, french)).tags == french
     assert data((FRENCH, french)).tags == french
     assert data((FRENCH, french), (ENGLISH, english)).tags == NO_TAGS
+
+
+def test_a_language_is_that_of_all_directories(data: Any) -> None:
+    german, unnamed = TextForm("moses", "en", "de"), TextForm("moses", "en")
+    french = replace(german, target_lang="fr")
+    for forms, common in (
+        ([german, unnamed], german), ([german, french], unnamed), ([german, TextForm("moses", "fr", "de")],
+        TextForm("moses", None, "de")),
+    ):  # fmt: skip
+        assert data(*((form, Tags(source=f"<{n}>")) for n, form in enumerate(forms))).common_form == common
+    with pytest.raises(ConfigError, match="its target language is not recorded; if Moses' tokenizer made it, give"):
+        plain_form(unnamed, "", Path("run"))
 
 
 def test_text_of_another_form_is_refused_and_of_another_language_needs_a_tag(
