@@ -7,6 +7,7 @@ files are in a hidden directory beside the result.
 from __future__ import annotations
 
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -65,6 +66,8 @@ def submit(kind: type[W], options: ExecutorOptions, make: Callable[[Path], W], a
     if shutil.which("sbatch") is None:
         raise ConfigError("--executor slurm needs sbatch, which is not installed here; run it on a login node")
     check_installed("datatrove", "--executor slurm", "`pip install 'datatrove<0.11'`")
+    if len(str(resolved(options.out)).split()) > 1:  # datatrove does not quote it
+        raise ConfigError(f"--out is {resolved(options.out)}, which SLURM would split; give a path without spaces")
     with resumed(kind, options, make, adopt) as (work, is_new):
         try:
             ids = _launch(work, options)
@@ -78,6 +81,7 @@ def submit(kind: type[W], options: ExecutorOptions, make: Callable[[Path], W], a
 
 def _launch(work: Work[Any], options: ExecutorOptions) -> list[str]:
     arrays: list[_Array] = []
+    programs = shlex.quote(str(Path(sys.executable).parent))
     for stage, tasks in {**work.stages, _JOIN: 1}.items():
         undone = work.undone(stage)
         for task in undone:
@@ -92,7 +96,7 @@ def _launch(work: Work[Any], options: ExecutorOptions) -> list[str]:
             workers=options.array or -1,
             job_name=f"{work.command}-{stage}",
             qos=None,
-            env_command=f"export PATH={Path(sys.executable).parent}:$PATH OMP_NUM_THREADS=${{OMP_NUM_THREADS:-1}}",
+            env_command=f"export PATH={programs}:$PATH OMP_NUM_THREADS=${{OMP_NUM_THREADS:-1}}",
             sbatch_args={"kill-on-invalid-dep": "yes"},
             logging_dir=str(work.directory / _LOGS / stage),
             depends=arrays[-1] if arrays else None,

@@ -58,7 +58,7 @@ def _submit(options: dict[str, Any], **changes: Any) -> Meta | str:
 
 
 def test_the_same_command_submits_what_is_not_done_and_reports_at_the_end(
-    texts: dict[str, Any], slurm: Path, tmp_path: Path
+    texts: dict[str, Any], slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from deepspeed_nmt.data import cluster
 
@@ -67,11 +67,14 @@ def test_the_same_command_submits_what_is_not_done_and_reports_at_the_end(
     texts["train_source"] = ("memory://bucket/train",)
     expected = prepare_with(texts, out=tmp_path / "local", executor="local", tasks=None)
     out, directory = texts["out"], tmp_path / ".data.tasks"
-    made = _submit(texts, array=2, partition="cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/my programs/python")
+        made = _submit(texts, array=2, partition="cpu")
     assert made == f"jobs 1 2 3 4 5 6; `deepspeed-nmt prepare --status {out}` shows their progress"
     calls, scripts = (slurm / "calls").read_text().splitlines(), (slurm / "scripts").read_text()
     assert "--dependency" not in calls[0]
     assert ["--dependency=afterok:1" in calls[1], "--dependency=afterok:5" in calls[5]] == [True, True]
+    assert scripts.count("export PATH='/my programs':$PATH ") == 6
     assert scripts.count("#SBATCH --array=0-2%2\n") == 3 and scripts.count("#SBATCH --partition=cpu\n") == 6
 
     for task in (0, 2):
@@ -155,6 +158,8 @@ def test_what_cannot_be_submitted(texts: dict[str, Any], slurm: Path, monkeypatc
     os.mkfifo(pipe := texts["out"].with_name("pipe"))
     with pytest.raises(DataError, match=r"pipe is a pipe; write it to a file"):
         _submit(texts, train_source=(pipe,))
+    with pytest.raises(ConfigError, match=r"my data, which SLURM would split; give a path without spaces"):
+        _submit(texts, out=texts["out"].with_name("my data"))
     with pytest.raises(DataError, match=r"no tasks of .*data; submit them"):
         cluster.status(Preparation, texts["out"])
     (slurm / "sbatch").write_text("#!/bin/sh\nexit 1\n")
