@@ -126,6 +126,7 @@ def _depths(arguments: argparse.Namespace) -> int:
     fastest one within --max-loss.
     """
     from deepspeed_nmt.reports.depths import draw_depths, measure, systems_of
+    from deepspeed_nmt.reports.pictures import check_out
     from deepspeed_nmt.reports.text_scores import common_scorer
     from deepspeed_nmt.run.directory import Run
 
@@ -134,10 +135,15 @@ def _depths(arguments: argparse.Namespace) -> int:
     if arguments.repeat < 1:
         raise ConfigError(f"--repeat is {arguments.repeat}; give a number of at least 1")
     text = _read_text(arguments, arguments.runs)
+    if arguments.fit is not None:
+        inputs = [*arguments.runs, arguments.data, arguments.input, arguments.reference]
+        check_out(arguments.fit, inputs, [arguments.fit.suffix.lower()], "--fit")
     if text is None:
         raise ConfigError("no text to translate; give --data, or --input and --reference")
     runs = [Run.open(path).at(arguments.checkpoint) for path in dict.fromkeys(arguments.runs)]
     systems = systems_of(runs)
+    if arguments.fit is not None and len(systems) > 1:
+        raise ConfigError(f"--fit is for one run, and {len(runs)} are given; leave it out")
     scorer = common_scorer(runs, text)
     logger.info("BLEU is %s (%s)", scorer.metrics[0].name, scorer.metrics[0].signature())
     if len(text.sources) < _FEW_SENTENCES:
@@ -149,8 +155,6 @@ def _depths(arguments: argparse.Namespace) -> int:
             "each pair; --repeat 3 steadies them"
         )
     options = {"checkpoint": arguments.checkpoint, "max_tokens": arguments.max_tokens, "repeat": arguments.repeat}
-    if arguments.fit is not None and len(systems) > 1:
-        raise ConfigError(f"--fit is for one run, and {len(runs)} are given; leave it out")
     extras = {"with_oracle": arguments.oracle, "with_rules": arguments.fit is not None, "with_signs": arguments.signs}
     measured = [measure(system, text, scorer, **options, **extras) for system in systems]
     draw_depths(measured, arguments.out)

@@ -24,8 +24,10 @@ _MAX_COLUMNS = 500
 """Bound on the updates in a heat map, as many as its pixels show."""
 
 
-def check_out(out: Path, inputs: Iterable[Path | None], suffixes: Collection[str] = ()) -> None:
-    """Check that a report can be written to ``--out`` without harm to the ``inputs``, before the work is done.
+def check_out(
+    out: Path, inputs: Iterable[Path | None], suffixes: Collection[str] = (), option: str = "--out"
+) -> None:
+    """Check that a file can be written to ``option`` without harm to the ``inputs``, before the work is done.
 
     Without ``suffixes`` those of pictures are allowed.
 
@@ -36,18 +38,20 @@ def check_out(out: Path, inputs: Iterable[Path | None], suffixes: Collection[str
     from matplotlib.backend_bases import FigureCanvasBase
 
     if out.is_dir():
-        raise ConfigError(f"--out {out} is a directory; give the name of a file in it")
+        raise ConfigError(f"{option} {out} is a directory; give the name of a file in it")
     if not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: there is no directory {out.parent}; make it first")
+        raise ConfigError(f"{option} {out}: there is no directory {out.parent}; make it first")
     # Without a suffix matplotlib would add one and write to another file than the user named.
     if out.suffix.lower() not in (suffixes or {f".{name}" for name in FigureCanvasBase.get_supported_filetypes()}):
         known = " or ".join(suffixes) or ".png, .svg, .pdf or another suffix that matplotlib writes"
-        raise ConfigError(f"--out {out} does not end in {known}")
+        raise ConfigError(f"{option} {out} does not end in {known}")
     for path in filter(None, inputs):
         if path.is_dir() and not any((path / name).exists() for name in (CONFIG_FILE, METRICS_FILE, META_FILE)):
             continue  # neither a run nor data, which its reader says
         if resolved(out).is_relative_to(resolved(path)):
-            raise ConfigError(f"--out {out} is {path}, or lies in it, which the report reads; choose another place")
+            raise ConfigError(
+                f"{option} {out} is {path}, or lies in it, which the report reads; choose another place"
+            )
 
 
 @contextmanager

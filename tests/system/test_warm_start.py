@@ -324,6 +324,8 @@ def test_a_model_of_many_exits_translates_at_each(
     assert 0.0 <= found["oracle"]["bleu"] < 5.0
     assert all(word in picture.read_text(encoding="utf-8") for word in ("<svg", "reliance on the source"))
     refused([word.replace(str(run), str(bottom)) for word in [*report, "--fit", str(rule)]], capsys, "--fit", "one")
+    refused([*report, "--fit", str(tmp_path / "none" / "rule")], capsys, "--fit", "there is no directory")
+    refused([*report, "--fit", str(text / "test.de")], capsys, "--fit", "which the report reads")
     rule.write_text(json.dumps({**found["rule"], "exits": [1, 3]}))
     refused(to_stdout(data, run, "--choose-exits", str(rule)), capsys, "search.exits has 3", "decoder_layers is 2")
     refused([*report[:-4], "--reference", str(text / "valid.de")], capsys, "20", "31")
