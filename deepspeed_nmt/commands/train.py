@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--restart", action="store_true",
         help="begin anew: what is in the run directory is set aside beside it (a job that SLURM or torchrun starts "
-        "again resumes all the same)",
+        "again resumes what it has begun)",
     )  # fmt: skip
     parser.add_argument(
         "--trust-run", action="store_true",
@@ -99,7 +99,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     from deepspeed_nmt.parallel.world import join_world, leave_world
     from deepspeed_nmt.run.directory import LOGS
     from deepspeed_nmt.run.resolve import check_ranks_agree, check_room
-    from deepspeed_nmt.run.start import begin, check_trusted, run_lock
+    from deepspeed_nmt.run.start import begin, check_trusted, is_of_this_job, run_lock
     from deepspeed_nmt.run.trainer import Trainer
     from deepspeed_nmt.run.validation_sets import SPLIT, check_commands, open_sets, warn_of_repeated
     from deepspeed_nmt.train.events import Events, Notifier, check_notify
@@ -107,7 +107,8 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     ledger.begin("data")
     with once_per_host():
         isolate_extension_builds()
-        restart = arguments.restart and not requeued() and restarts() == "0"
+        again = restarts() != "0" or (requeued() and is_of_this_job(arguments.run))
+        restart = arguments.restart and not again
         config, data, origin, recorded = _read(arguments, restart)
         sets = open_sets(config.validation, data.main)
     if config.engine.silent_s > 0.0:

@@ -74,6 +74,14 @@ def has_begun(path: Path) -> bool:
     return bool(CheckpointStore(path / CHECKPOINTS).names())
 
 
+def is_of_this_job(path: Path) -> bool:
+    """Return True if it was this job of SLURM that last began or resumed a run."""
+    entry = f'"SLURM_JOB_ID": {json.dumps(os.environ.get("SLURM_JOB_ID"))}'
+    with suppress(OSError):
+        return entry.encode() in read_regular(path / ENVIRONMENT_FILE)
+    return False
+
+
 def begin(path: Path, config: RunConfig, data: TrainingData, *, restart: bool = False) -> str:
     """Write the files of a new run, or check that a resumed one has the same fixed settings and the same data.
 
@@ -280,8 +288,11 @@ def environment() -> dict[str, Any]:
             versions[name] = metadata.version(name)
     git: str | None = None
     words, here = ["git", "describe", "--always", "--dirty"], Path(__file__).parent
+    # An installed package may lie in a repository of something else, as a virtual environment does.
+    variables = {**os.environ, "GIT_CEILING_DIRECTORIES": str(here.parents[2])}
     with suppress(OSError, subprocess.SubprocessError):
-        git = subprocess.run(words, cwd=here, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+        done = subprocess.run(words, cwd=here, env=variables, capture_output=True, text=True, timeout=5, check=True)
+        git = done.stdout.strip()
     return {
         "deepspeed_nmt": __version__,
         "python": platform.python_version(),

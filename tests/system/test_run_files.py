@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +148,22 @@ def test_a_job_that_is_started_again_resumes_although_it_was_to_begin_anew(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert main([*words(run, *SETTINGS), "--restart"]) == 0
-    assert (run / "checkpoints" / "update-0000002").is_dir() and not run.with_name("run.before-1").exists()
+    assert run.with_name("run.before-1").is_dir(), "its first start was lost before it had begun"
+    assert main([*words(run, *SETTINGS), "--restart"]) == 0
+    assert (run / "checkpoints" / "update-0000002").is_dir() and not run.with_name("run.before-2").exists()
+
+
+def test_the_recorded_commit_is_that_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "venv" / "site-packages" / "deepspeed_nmt" / "run"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(run_start, "__file__", str(package / "start.py"))
+    for place, is_its_own in ((tmp_path, False), (package.parents[1], True)):
+        git = ["git", "-C", str(place), "-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run([*git, "init", "-q"], check=True)
+        subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
+        assert (run_start.environment()["git"] is not None) == is_its_own
 
 
 def test_commands_that_somebody_else_has_recorded_are_named_and_not_run(
