@@ -311,7 +311,8 @@ class NativeLayer:
         joint, out, *of_source, up, down = products
         dim, has_source = joint.inputs, len(around) == 3
         self.library, self.dim, self.heads, self.has_source = library, dim, heads, has_source
-        self._kept = tuple(around), tuple(products)  # the structure points to their memory
+        # The structure points to their memory, which a parameter leaves when it changes its dtype or device.
+        self._kept = [(one.weight_D.detach(), one.bias_D.detach()) for one in around], tuple(products)
         shapes = [(3 * dim, dim), *[(dim, dim)] * (3 if has_source else 1), (up.outputs, dim), (dim, up.outputs)]
         if [(one.outputs, one.inputs) for one in products] != shapes or dim % heads:
             raise ValueError("the weights of a layer do not fit one another")

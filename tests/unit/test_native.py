@@ -105,6 +105,14 @@ def test_hooks_are_called_in_decoding() -> None:
     assert calls
 
 
+def test_weights_that_change_their_dtype_leave_no_pointer_behind() -> None:
+    model, _ = both(model_of("pre"))
+    expected = translated(model, 2)
+    model.double().float()
+    _ = [torch.full((24,), torch.nan) for _ in range(1000)]
+    assert_same(translated(model, 2), expected)
+
+
 def test_exits_and_ensembles_decode_natively() -> None:
     ours, theirs = both(model_of("pre"))
     assert_same(translated(ours.at_exit("1-2"), 3), translated(theirs.at_exit("1-2"), 3))
