@@ -8,7 +8,7 @@ vocabulary of 2,000, updates of some 2,050 target tokens, Glorot initialisation,
     mixed6-15_drop78, ...   pre-norm encoder, post-norm decoder of 15 or 27 layers, of which the lowest 0, 40, 63, 78
                             or 93% have no cross-attention (layer.drop_ratio=1); D=64, lr 2e-3, warm-up 400, 3,000
                             updates
-    mixed6-15_scaled        all layers have it, and the initialisation is depth-scaled
+    mixed6-15_scaled, ...   all layers have it, and the initialisation is depth-scaled
     post6-15, post15-6      post-norm on both sides, with the same settings
     memory_plain, ...       2,500 pairs, pre-norm 6-27, D=128, neither dropout nor label smoothing, 4,000 updates;
                             with CAD in 21 layers, ALD, or both; reliance is measured on the training text, too
@@ -60,6 +60,7 @@ PAIRS = 2500
 """Size of the training text to be memorised."""
 SHARES = (0, 40, 63, 78, 93)
 """Drop depths, in percent of the decoder's layers."""
+DEPTHS = ((6, 15), (15, 27))
 
 
 def layers(encoder: int, decoder: int) -> list[str]:
@@ -79,10 +80,17 @@ ARMS = {
             "model.decoder_norm=post",
             *dropped(round(decoder * share / 100)),
         ]
-        for encoder, decoder in ((6, 15), (15, 27))
+        for encoder, decoder in DEPTHS
         for share in SHARES
     },
-    "mixed6-15_scaled": [*layers(6, 15), "model.decoder_norm=post", "model.init=depth_scaled"],
+    **{
+        f"mixed{encoder}-{decoder}_scaled": [
+            *layers(encoder, decoder),
+            "model.decoder_norm=post",
+            "model.init=depth_scaled",
+        ]
+        for encoder, decoder in DEPTHS
+    },
     "post6-15": [*layers(6, 15), "model.norm=post"],
     "post15-6": [*layers(15, 6), "model.norm=post"],
     "memory_plain": MEMORY,
