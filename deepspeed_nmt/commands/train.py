@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed_nmt.console import log_to, logger, setup_logging
 from deepspeed_nmt.errors import EXIT_STOPPED, ConfigError, ReportedError
-from deepspeed_nmt.files import check_utf8_name
+from deepspeed_nmt.files import check_utf8_name, resolved
 from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, requeued, restarts
 
 if TYPE_CHECKING:
@@ -206,8 +206,10 @@ def _read(
     if begun:
         verify_run(arguments.run)
         before = recorded_config(arguments.run)
-    elif origin is not None:
-        Run.open(origin.run, origin.option)  # before anything is written
+    elif origin is not None:  # before anything is written
+        if resolved(origin.run) == resolved(arguments.run):
+            raise ConfigError(f"{origin.option} is {origin.run}, and so is --run; give --run a new directory")
+        Run.open(origin.run, origin.option)
     if arguments.recipe is None and base is None and begun:
         base = recorded  # without --recipe and --config, a resumed run keeps its settings
     settings, kept = list(arguments.settings), recorded if begun else None
@@ -215,7 +217,7 @@ def _read(
         if arguments.init_from is None:
             raise ConfigError("--add-exits needs a trained run, but --init-from is not given; give it")
         from_run = arguments.run if begun else arguments.init_from
-        settings[:0] = exits_settings(from_run, arguments.add_exits)
+        settings[:0] = exits_settings(from_run, which, arguments.add_exits)
         if not begun:
             options = options or list(recorded_data(from_run).options)
         if not begun and arguments.recipe is None and base is None:

@@ -62,6 +62,7 @@ from deepspeed_nmt.run.directory import (
 )
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
 from deepspeed_nmt.train.events import EVENTS_FILE, read_lines
+from deepspeed_nmt.train.growth import SIDES
 from deepspeed_nmt.train.log import METRICS_FILE
 from deepspeed_nmt.train.progress import Count
 
@@ -400,13 +401,22 @@ def load_first_weights(
     )
 
 
-def exits_settings(run: Path, exits: str) -> list[str]:
-    """Return settings, as on the command line, that add exits to a run; its programs are not started."""
+def exits_settings(run: Path, which: str, exits: str) -> list[str]:
+    """Return settings, as on the command line, that add exits to a checkpoint of a run; no programs are started.
+
+    Its model has the layers that the checkpoint has, and does not grow any more.
+    """
     own = next(entry.name for entry in LIKELIHOODS.values() if getattr(entry.config, "adds_exits", False))
-    others = [f"objective.{name}=null" for name in recorded_config(run).objective if name != own]
+    config, depths = recorded_config(run), []
+    if config.growth.at:
+        update = Run.open(run).checkpoint(which, "--from-checkpoint").progress.update
+        model = config.for_update(update).model
+        depths = [f"model.{side}={getattr(model, side)}" for side in SIDES]
+        depths.append("growth={at: [], encoder_layers: [], decoder_layers: []}")
+    others = [f"objective.{name}=null" for name in config.objective if name != own]
     # What is translated at full depth does not change, so the loss of the exits chooses the best checkpoint.
-    validation = ["validation.metrics=[]", "validation.best_by=loss", "training.notify="]
-    return [*others, f"objective.{own}.exits=[{exits}]", *validation]
+    validation = ["validation.metrics=[]", "validation.best_by=loss", "validation.significant=0", "training.notify="]
+    return [*depths, *others, f"objective.{own}.exits=[{exits}]", *validation]
 
 
 def check_origin(run: Path, origin: Origin) -> None:

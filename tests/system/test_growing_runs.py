@@ -10,7 +10,9 @@ import pytest
 
 from deepspeed_nmt.api import Translator
 from deepspeed_nmt.cli import main
+from deepspeed_nmt.config import load_config
 from deepspeed_nmt.run.directory import Run
+from deepspeed_nmt.run.start import exits_settings
 from tests.commands import log_of, refused, train_words
 from tests.support import assert_same
 from tests.system.conftest import SMALL
@@ -69,3 +71,10 @@ def test_every_command_reads_the_depth_that_a_checkpoint_has(
     assert (planned["until_update"], planned["parameters"]) == ({"3": shallow}, deep)
     later = [*SETTINGS, "growth.at=[4]", "training.max_updates=8"]
     refused(train_words(data, grown, *later), capsys, "growth.at is [4]", "stays at [3]")
+
+
+def test_exits_are_added_to_the_layers_that_a_checkpoint_has(grown: Path) -> None:
+    for which, depths in (("update-0000003", (1, 2)), ("last", (2, 3))):
+        config = load_config(file=grown / "config.yaml", settings=exits_settings(grown, which, "1"))
+        model = config.for_update(1).model
+        assert (model.encoder_layers, model.decoder_layers) == depths  # type: ignore[attr-defined]

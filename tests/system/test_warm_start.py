@@ -184,6 +184,8 @@ def test_the_origin_of_a_run_cannot_change(
     refused([*command, "--init-from", str(other)], capsys, f"--init-from {bottom.resolve()}", str(other))
     refused([*command, *start, "--from-checkpoint", "last"], capsys, "last")
     refused([*command, "--grow-from", str(bottom)], capsys, "--grow-from")
+    refused([*command, "--restart", "--init-from", str(run)], capsys, "and so is --run")
+    assert newest(run), "nothing is set aside"
     refused(train_words(data, other, *small, *start), capsys, "without it")
 
 
