@@ -208,7 +208,7 @@ class Trainer:
                 data.check_same()
         monitor = CollapseMonitor(
             config=config.collapse,
-            grace=2 * config.schedule.warmup_updates,
+            grace=2 * config.schedule.warmup_left,
             validation=validator.main,
             replica=replica,
             objective=objective,
@@ -326,13 +326,27 @@ class Trainer:
 
 
 def warn_of_early_end(config: RunConfig, progress: Progress, epoch_updates: int) -> None:
-    """Warn if training ends by its epochs, of ``epoch_updates`` each, before its schedule or its growth does."""
-    training, remedies = config.training, []
+    """Warn if training ends within its warm-up, or by its epochs, of ``epoch_updates``, before decay or growth.
+
+    Also warn of a decay that ends above the peak of the learning rate, as if that alone was lowered.
+    """
+    training, schedule, remedies = config.training, config.schedule, []
     end = progress.update + training.updates_left(progress, epoch_updates)
+    if progress.update < end <= schedule.warmup_left:
+        logger.warning(
+            "training ends after %d updates or so, within the warm-up of schedule.warmup_updates=%d, so that the "
+            "learning rate only rises; lower that, or train longer",
+            end, schedule.warmup_updates,
+        )  # fmt: skip
+    if schedule.final_lr > config.optimizer.lr:
+        logger.warning(
+            "schedule.final_lr=%g is above optimizer.lr=%g, so that the learning rate rises to it; lower it",
+            schedule.final_lr, config.optimizer.lr,
+        )  # fmt: skip
     if end >= training.max_updates:
         return
-    if config.schedule.needs_end:
-        remedies.append(f"training.max_updates={end}, up to which schedule.name={config.schedule.name} decays")
+    if schedule.needs_end:
+        remedies.append(f"training.max_updates={end}, up to which schedule.name={schedule.name} decays")
     if late := [update for update in config.growth.at if update >= end]:
         remedies.append(f"growth.at below that, instead of {late[0]}")
     if remedies:

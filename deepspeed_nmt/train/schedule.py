@@ -29,6 +29,11 @@ class ScheduleConfig(Config):
     )
 
     @property
+    def warmup_left(self) -> int:
+        """Updates of the warm-up that a run makes."""
+        return max(0, self.warmup_updates - self.skipped_updates)
+
+    @property
     def needs_end(self) -> bool:
         """True if the learning rate falls up to ``training.max_updates``."""
         return self.name in ("cosine", "linear", "wsd")

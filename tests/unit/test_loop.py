@@ -158,12 +158,18 @@ def test_nan_is_never_better() -> None:
         (["growth.at=[20,60]", "growth.encoder_layers=[2,4]"], "set growth.at below that, instead of 60"),
         (["growth.at=[20]", "growth.encoder_layers=[2]"], ""),
         (["schedule.name=linear", "training.max_epochs=0"], ""),
+        (["schedule.warmup_updates=45"], "after 45 updates or so, within the warm-up of schedule.warmup_updates=45"),
+        (["schedule.warmup_updates=45", "schedule.skipped_updates=1"], ""),
+        (
+            ["schedule.name=cosine", "training.max_updates=45", "schedule.final_lr=1e-4", "optimizer.lr=5e-5"],
+            "schedule.final_lr=0.0001 is above optimizer.lr=5e-05",
+        ),
     ],
 )
-def test_an_end_by_epochs_that_leaves_out_decay_or_growth_is_warned_of(
+def test_an_end_that_leaves_out_what_the_settings_say_is_warned_of(
     settings: list[str], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = load_config(settings=["training.max_epochs=5", *settings])
+    config = load_config(settings=["training.max_epochs=5", "schedule.warmup_updates=9", *settings])
     warn_of_early_end(config, Progress(update=5, epoch=0, epoch_update=10), 10)  # after a rollback
     warnings = [record.message for record in caplog.records]
     assert warnings == [] if not words else len(warnings) == 1 and words in warnings[0]

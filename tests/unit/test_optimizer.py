@@ -66,6 +66,7 @@ def test_a_schedule_that_is_ahead_begins_at_its_peak() -> None:
     ahead = ScheduleConfig(warmup_updates=8000, skipped_updates=8000)
     rates = [learning_rate(update, 2e-3, ahead, 10_000) for update in (1, 8000)]
     assert rates == pytest.approx([2e-3, 2e-3 / 2**0.5], rel=1e-3)
+    assert ahead.warmup_left == 0, "the collapse monitor waits for no warm-up"
     cosine = ahead.model_copy(update={"name": "cosine", "final_lr": 1e-4})
     assert [learning_rate(update, 2e-3, cosine, 100) for update in (50, 100)] == pytest.approx([1.05e-3, 1e-4])
 
