@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from deepspeed_nmt.build import build_model, build_objective
-from deepspeed_nmt.config import RunConfig
+from deepspeed_nmt.config import RunConfig, validate
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.data.data_directory import DataDirectory
@@ -110,7 +110,7 @@ class Trainer:
         """
         self.ledger.begin("restore")
         checkpoint = self._newest_checkpoint()
-        progress = Progress() if checkpoint is None else checkpoint.progress
+        progress = Progress() if checkpoint is None else with_comparable_best(checkpoint, self.config)
         if not again and not self.config.training.ends_at(progress):
             with fail_together(self.world):
                 if self.world.is_main:
@@ -323,6 +323,26 @@ class Trainer:
             limit = self.config.training.max_updates
             logger.warning("training.max_updates is %d, so that nothing was trained", limit)
         return 0
+
+
+def with_comparable_best(checkpoint: Checkpoint, config: RunConfig) -> Progress:
+    """Return a checkpoint's progress; its best score is that of another measure after a change of settings.
+
+    Scores of another search, or of other sentences, cannot be compared: the next one is the best so far.
+    """
+    progress, record = checkpoint.progress, checkpoint.run
+    by, score = progress.best_by or "", progress.best_score
+    if record is None or score is None or not math.isfinite(score) or by.partition(" ")[0].endswith("/loss"):
+        return progress
+    before = validate(record.config)
+    if (before.search, before.validation.max_sentences) == (config.search, config.validation.max_sentences):
+        return progress
+    logger.warning(
+        "search.* or validation.max_sentences have changed: scores are not compared with those up to update %d, and "
+        "the choice of the best checkpoint begins anew",
+        progress.update,
+    )
+    return replace(progress, best_by=f"{by} with other settings")
 
 
 def warn_of_early_end(config: RunConfig, progress: Progress, epoch_updates: int) -> None:

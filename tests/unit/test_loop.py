@@ -4,6 +4,7 @@ import math
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from deepspeed_nmt.data.loader import Update
 from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine.contract import UpdateResult
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.run.trainer import warn_of_early_end
+from deepspeed_nmt.run.trainer import warn_of_early_end, with_comparable_best
 from deepspeed_nmt.train.configuration import TrainingConfig
 from deepspeed_nmt.train.log import LogWindow, Workload
 from deepspeed_nmt.train.loop import TrainingLoop
@@ -142,6 +143,24 @@ def test_scores_by_another_measure_are_not_compared() -> None:
     assert progress.best_by == "valid/bleu"
     best_at, progress = validated((-2.0, 2.0), (-2.1, 2.1), progress=progress, by="valid/loss", least=math.inf)
     assert best_at == [1] and (progress.best_by, progress.best_score) == ("valid/loss", -2.0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "by", "best_at"),
+    [
+        ("validation.max_sentences=9", "valid/bleu", [1]),
+        ("search.beam=1", "valid/bleu", [1]),
+        ("search.beam=1", "valid/loss", []),
+        ("validation.max_tokens=99", "valid/bleu", []),
+    ],
+)
+def test_scores_of_other_translations_are_not_compared(setting: str, by: str, best_at: list[int]) -> None:
+    before = validated((31.0, 2.0), by=by)[1]
+    record = SimpleNamespace(config=load_config().model_dump(mode="json"))
+    checkpoint: Any = SimpleNamespace(progress=before, run=record)
+    assert with_comparable_best(checkpoint, load_config()) == before
+    progress = with_comparable_best(checkpoint, load_config(settings=[setting]))
+    assert validated((30.0, 2.5), progress=progress, by=by)[0] == best_at
 
 
 def test_nan_is_never_better() -> None:
