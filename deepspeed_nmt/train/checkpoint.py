@@ -435,7 +435,7 @@ class CheckpointStore:
 
     def _best(self, option: str, verify: bool) -> Checkpoint:
         try:
-            self.read(self.names()[-1], verify=False)  # it records which one is the best
+            progress = self.read(self.names()[-1], verify=False).progress  # it records which one is the best
             while (best := self.best()) is not None:
                 try:
                     return self.read(best, verify)
@@ -448,6 +448,9 @@ class CheckpointStore:
             ) from error
         raise CheckpointError(
             f"{self.directory} has no best checkpoint: the run was not validated yet; use {option} last"
+            if progress.best_score is None
+            else f"{self.directory} has no best checkpoint: that of update {progress.best_update} was not kept "
+            f"(training.keep_best); use {option} last"
         )
 
     def save(

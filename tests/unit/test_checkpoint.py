@@ -183,7 +183,11 @@ def test_a_missing_or_damaged_checkpoint_is_named(store: CheckpointStore) -> Non
     damage(store, 2)
     with pytest.raises(CheckpointError, match="is damaged"):
         store.open("best")
-    damage(store, 1)
+    without_best = CheckpointStore(store.directory, keep_last=1, keep_best=False)
+    save(without_best, 3, best=2)
+    with pytest.raises(CheckpointError, match=r"that of update 2 was not kept \(training\.keep_best\)"):
+        without_best.open("best")
+    damage(store, 3)
     with pytest.raises(CheckpointError, match=r"all checkpoints .* are damaged"):
         store.newest()
 
