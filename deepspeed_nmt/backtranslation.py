@@ -511,7 +511,8 @@ def _present(options: BacktranslateOptions, made: Mapping[str, Any]) -> tuple[st
 def _is_same(options: BacktranslateOptions, texts: Collection[IndexedText]) -> bool:
     """Return True if the text is the one that was read, by sizes and times, or by its hashes."""
     paths = [text.record.path for text in texts]
-    if paths == list(map(str, options.text)) and not any(text.is_changed() for text in texts):
+    is_known = all(text.state is not None and not text.is_changed() for text in texts)  # of a URL only the hash tells
+    if paths == list(map(str, options.text)) and is_known:
         return True
     now = inspect_inputs({"text": options.text})["text"]
     return [record.sha256 for record in now] == [text.record.sha256 for text in texts]

@@ -10,8 +10,10 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import fsspec
 import psutil
 import pytest
 
@@ -20,6 +22,7 @@ from deepspeed_nmt.api import Translator
 from deepspeed_nmt.backtranslation import BacktranslateOptions, Backtranslation
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.data.data_directory import DataDirectory
+from deepspeed_nmt.data.inputs import IndexedText, inspect_inputs
 from deepspeed_nmt.errors import EXIT_STOPPED, DataError
 from deepspeed_nmt.search.decode_options import DecodeOptions
 from tests.commands import await_until, pair_words, refused, shell_environment, translate
@@ -192,6 +195,16 @@ def test_other_options_repeat_only_what_depends_on_them(
         patched.setattr(Translator, "stream", None)
         assert main(words(*given, f"--min-score={bound:.9g}", "--", *SAMPLING)) == 0
     assert (whole / "scores").read_bytes() == old and not (whole.parent / ".out.tasks").exists()
+
+
+def test_text_that_has_changed_behind_its_url_is_another() -> None:
+    files, options = fsspec.filesystem("memory"), SimpleNamespace(text=("memory://mono/news.de",))
+    files.pipe("/mono/news.de", b"eins\nzwei\n")
+    (record,) = inspect_inputs({"text": options.text})["text"]
+    read = [IndexedText(record=record, start=0, state=None)]
+    assert backtranslation._is_same(cast(BacktranslateOptions, options), read)
+    files.pipe("/mono/news.de", b"drei\nvier\n")
+    assert not backtranslation._is_same(cast(BacktranslateOptions, options), read)
 
 
 def test_another_rule_of_exits_is_another_translation(
