@@ -15,9 +15,10 @@ sentence depend on its number: the result is the same for any number of tasks, a
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -57,6 +58,8 @@ MAX_TASKS = 4096
 """Tasks of a host at most: a task that is stopped begins anew."""
 MAX_TOKENS = 4096
 """Batch size of scores: pairs x longest side."""
+_MAX_CHARACTERS = 1 << 16
+"""Characters of a target that is scored; `prepare` removes pairs of far fewer."""
 _RECORD = "corpus.json"
 _BEGINS = "begins.npy"
 
@@ -323,10 +326,27 @@ def score(work: Backtranslation, task: int, new: Path) -> LinesRecord:
             sides = [_lines(work.place("text", 0) / TEXT, *begins[piece : piece + 2])]
             sides.insert(0, [text_of(lines.readline()) for _ in sides[0]])
             sources, targets = reversed(sides) if work.own.distill else sides
-            pairs = translator.score(sources, targets, max_tokens=MAX_TOKENS, warn=piece == 0)
-            file.writelines(f"{pair.mean_log_prob:.9g}\n" for pair in pairs)
+            file.writelines(f"{value:.9g}\n" for value in scores(translator, sources, targets, warn=piece == 0))
             read += len(sides[0])
     return LinesRecord(read=read)
+
+
+def scores(translator: Translator, sources: list[str], targets: list[str], warn: bool) -> Iterator[float]:
+    """Yield the mean log-probability of a token of each target; -inf for one that the model cannot read.
+
+    Monolingual text can have a file in base64 on a line. An error would lose the translations of all others.
+    """
+    longest = math.inf if translator.model.longest_target is None else translator.model.longest_target - 1
+    longest -= translator.tags.target is not None
+    beginnings = [text[: _MAX_CHARACTERS + 1] for text in targets]
+    too_long = [
+        len(text) > _MAX_CHARACTERS or len(tokens) > longest
+        for text, tokens in zip(beginnings, translator.tokenizer.encode_batch(beginnings, "target"), strict=True)
+    ]
+    read = ["" if is_left_out else text for text, is_left_out in zip(targets, too_long, strict=True)]
+    pairs = translator.score(sources, read, max_tokens=MAX_TOKENS, warn=warn)
+    for pair, is_left_out in zip(pairs, too_long, strict=True):
+        yield -math.inf if is_left_out else pair.mean_log_prob
 
 
 def collect(work: Backtranslation, task: int, new: Path) -> LinesRecord:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import signal
 import statistics
@@ -205,6 +206,16 @@ def test_text_that_has_changed_behind_its_url_is_another() -> None:
     assert backtranslation._is_same(cast(BacktranslateOptions, options), read)
     files.pipe("/mono/news.de", b"drei\nvier\n")
     assert not backtranslation._is_same(cast(BacktranslateOptions, options), read)
+
+
+def test_targets_that_no_model_reads_cost_no_other_scores(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    translator = Translator.open(trained, device="cpu", precision="fp32")
+    sources, targets = ["The dog sleeps."] * 4, ["Der Hund.", "Ein " * 99, "", "Hund" * 20_000]
+    monkeypatch.setattr(translator.model, "longest_target", 64)
+    found = list(backtranslation.scores(translator, sources, targets, warn=False))
+    readable = translator.score(sources[:2], [targets[0], targets[2]])
+    first, empty = (pair.mean_log_prob for pair in readable)
+    assert found == pytest.approx([first, -math.inf, empty, -math.inf], abs=1e-5)
 
 
 def test_another_rule_of_exits_is_another_translation(
