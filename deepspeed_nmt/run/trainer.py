@@ -328,18 +328,24 @@ class Trainer:
 def with_comparable_best(checkpoint: Checkpoint, config: RunConfig) -> Progress:
     """Return a checkpoint's progress; its best score is that of another measure after a change of settings.
 
-    Scores of another search, or of other sentences, cannot be compared: the next one is the best so far.
+    Scores of another search, of other sentences, or by another program of the same name cannot be compared: the next
+    one is the best so far.
     """
     progress, record = checkpoint.progress, checkpoint.run
     by, score = progress.best_by or "", progress.best_score
-    if record is None or score is None or not math.isfinite(score) or by.partition(" ")[0].endswith("/loss"):
+    measure = by.partition(" ")[0].rpartition("/")[2]
+    if record is None or score is None or not math.isfinite(score) or measure == "loss":
         return progress
-    before = validate(record.config)
-    if (before.search, before.validation.max_sentences) == (config.search, config.validation.max_sentences):
+    before, now = (
+        (of.search, of.validation.max_sentences, of.validation.commands.get(measure))
+        for of in (validate(record.config), config)
+    )
+    if before == now:
         return progress
-    logger.warning(
-        "search.* or validation.max_sentences have changed: scores are not compared with those up to update %d, and "
-        "the choice of the best checkpoint begins anew",
+    logger.info(
+        "search.*, validation.max_sentences or the program %s have changed: scores are not compared with those up to "
+        "update %d, and the choice of the best checkpoint begins anew",
+        measure,
         progress.update,
     )
     return replace(progress, best_by=f"{by} with other settings")

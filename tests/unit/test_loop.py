@@ -152,13 +152,15 @@ def test_scores_by_another_measure_are_not_compared() -> None:
         ("search.beam=1", "valid/bleu", [1]),
         ("search.beam=1", "valid/loss", []),
         ("validation.max_tokens=99", "valid/bleu", []),
+        ("validation.metrics=[command:/x/a]", "valid/a", []),
+        ("validation.metrics=[command:/x/a:lower]", "valid/a", [1]),
     ],
 )
 def test_scores_of_other_translations_are_not_compared(setting: str, by: str, best_at: list[int]) -> None:
     before = validated((31.0, 2.0), by=by)[1]
-    record = SimpleNamespace(config=load_config().model_dump(mode="json"))
-    checkpoint: Any = SimpleNamespace(progress=before, run=record)
-    assert with_comparable_best(checkpoint, load_config()) == before
+    began = load_config(settings=["validation.metrics=[command:/x/a]"])
+    checkpoint: Any = SimpleNamespace(progress=before, run=SimpleNamespace(config=began.model_dump(mode="json")))
+    assert with_comparable_best(checkpoint, began) == before
     progress = with_comparable_best(checkpoint, load_config(settings=[setting]))
     assert validated((30.0, 2.5), progress=progress, by=by)[0] == best_at
 
