@@ -124,6 +124,13 @@ class Outcome:
             return None
         return " ".join(str(corpus.option) for corpus in record.corpora) or record.path
 
+    @property
+    def fingerprint(self) -> str | None:
+        """Beginnings of the fingerprints of its data's directories, which tell their contents apart."""
+        if (record := self.data_record) is None:
+            return None
+        return " ".join(part.fingerprint[:12] for part in record.corpora or (record,))
+
     def best(self, measure: str) -> tuple[int, float] | None:
         """Return update and best value of a measure of validation: a metric, loss, or SET/ and one of them."""
         higher = self.config.validation.is_higher_better(measure)
@@ -149,6 +156,7 @@ class Outcome:
             "path": str(self.path),
             "settings": {key: flat.get(key) for key in settings},
             "data": self.data,
+            "fingerprint": self.fingerprint,
             "status": self.status,
             "updates": self.updates,
             "target_tokens": self.target_tokens,
@@ -192,8 +200,9 @@ def comparison_table(rows: Mapping[str, Mapping[str, Any]], measures: Sequence[s
     runs = list(rows.values())
     lines = [["", *rows]]
     lines += [[key, *(setting(row["settings"][key]) for row in runs)] for key in runs[0]["settings"]]
-    if len({row["data"] for row in runs}) > 1:
-        lines.append(["data", *(cell(row["data"]) for row in runs)])
+    for key, title in (("data", "data"), ("fingerprint", "fingerprint of the data")):
+        if len({row[key] for row in runs}) > 1:
+            lines.append([title, *(cell(row[key]) for row in runs)])
     lines.append(["status", *(row["status"] for row in runs)])
     lines += [[title, *(cell(row[key], digits) for row in runs)] for key, (title, digits, _) in _RESULTS.items()]
     for measure in measures:

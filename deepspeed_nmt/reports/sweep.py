@@ -162,7 +162,9 @@ def warn_of_differences(sweep: Sweep, chosen: Sequence[Outcome | None]) -> None:
         values = " ".join(f"{key}={setting(differences[0][key])}" for key in common)
         logger.info("all runs differ from the recipe of %s in %s", sweep.name, values)
     others = [key for key in keys if key not in common]
-    if len({run.data_record.fingerprint for _, run in trained if run.data_record is not None}) > 1:
+    data = [run.data_record for _, run in trained if run.data_record is not None]
+    parts = [[(part.fingerprint, part.weights, part.tag) for part in record.corpora] for record in data]
+    if len({(record.fingerprint, *part) for record, part in zip(data, parts, strict=True)}) > 1:
         others.append("the data")
     if others:
         text = "the runs of %s also differ in %s, and not only in the settings swept; compare them with `report runs`"

@@ -97,10 +97,14 @@ def test_of_several_runs_of_a_point_the_one_nearest_to_the_recipe_is_taken(tmp_p
     for name, more in (("1", ["optimizer.lr=1e-4"]), ("a", []), ("9", ["engine.name=plain"])):
         make_run(tmp_path / "runs" / name, "model.decoder_layers=1", *more, train_ppl=5.0)
     make_run(tmp_path / "runs" / "2", "model.decoder_layers=3", "model.dim=256", train_ppl=5.0)
+    for number, weight in (("9", 2.0), ("2", 3.0)):
+        record = {"path": "/data", "fingerprint": "a" * 64}
+        parts = [{**record, "weights": [{"value": weight}]}, {**record, "weights": [{"value": 1.0}]}]
+        (tmp_path / "runs" / number / "data.json").write_text(json.dumps({**record, "corpora": parts}))
     report = sweep()
     assert report.rows[0]["run"] == str(tmp_path / "runs" / "9"), "an engine is no difference; names decide"
     assert "point 1 (model.decoder_layers=1) has several runs" in report.log and "not a, 1" in report.log
-    assert "also differ in model.dim," in report.log
+    assert "also differ in model.dim, the data," in report.log, "in the weights of corpora"
 
 
 def test_runs_are_compared_by_what_differs_and_what_came_of_it(
@@ -110,8 +114,11 @@ def test_runs_are_compared_by_what_differs_and_what_came_of_it(
     sets = {"valid_news/loss": 1.5, "valid_news/ppl": 4.4, "valid_news/ter": 60.0}
     one = make_run(tmp_path / "one", **logged, **sets)
     other = make_run(tmp_path / "other", "model.dropout=0.3", "optimizer.lr=5e-4", logged=100)
+    for run, fingerprint in ((one, "a" * 64), (other, "b" * 64)):
+        (run / "data.json").write_text(json.dumps({"path": "/data", "fingerprint": fingerprint}))
     report = Report(capsys, tmp_path / "runs.svg", "runs", one, other)
     first, second = report.rows
+    assert ["fingerprint of the data", "a" * 12, "b" * 12] in report.table, "another text by the same path"
     assert first["settings"] == {"model.dropout": 0.1, "optimizer.lr": load_config("transformer_base").optimizer.lr}
     assert second["settings"] == {"model.dropout": 0.3, "optimizer.lr": 0.0005}
     assert first["status"] == "finished" and second["status"] == "100 of 200,000 updates"
@@ -156,7 +163,7 @@ def test_scores_of_several_checkpoints_are_told_apart() -> None:
     scores = {"one": {"update-400": 30.0, "update-100": 10.0}, "two": {"update-400": 25.0}}
     rows = {
         run: {
-            **dict.fromkeys(_RESULTS), "settings": {}, "data": None, "status": "", "validation": {},
+            **dict.fromkeys((*_RESULTS, "data", "fingerprint")), "settings": {}, "status": "", "validation": {},
             "test": [{**common, "checkpoint": name, "value": value} for name, value in values.items()],
         }
         for run, values in scores.items()
