@@ -143,9 +143,9 @@ remove_results() {
     rm -f "$OUT/data"/meta.json{,.sha256} "$OUT/data"/vocabulary.{model,json,*.json} \
         "$OUT/data"/{train,valid,test}.{source,target}{,.*.bin}
     for run in "$RUN" "$OUT/speed"; do
-        rm -f "$run"/{config.yaml,{data,resolved,environment,origin,manifest}.json,manifest.json.sha256,{metrics,events,goodput}.jsonl,.lock} \
+        rm -f "$run"/{config.yaml,{data,resolved,environment,origin,test_scores,manifest}.json,manifest.json.sha256,{metrics,events,goodput}.jsonl,.lock} \
             "$run"/vocabulary.{model,json,*.json}
-        rm -rf "$run"/{checkpoints,logs,tensorboard,validation}
+        rm -rf "$run"/{checkpoints,gradients,logs,tensorboard,validation}
     done
     rmdir "$TEXT" "$OUT/data" "$RUN" "$OUT/speed" 2>/dev/null || true
 }

@@ -246,8 +246,11 @@ def test_quickstart_resumes(stubs: dict[str, str]) -> None:
     commands(stubs)
     (translations := out / "run/validation/main").mkdir(parents=True)
     (translations / "update-0000400.txt").touch()
+    (out / "run/gradients").mkdir()
+    (out / "run/test_scores.json").touch()  # of a report
     assert run_script("quickstart.sh", "--fresh", **stubs).returncode == 0
     assert len(commands(stubs)) == 5 and not translations.exists()
+    assert {path.name for path in (out / "run").iterdir()} == {"checkpoints", "metrics.jsonl"}
 
 
 def test_quickstart_does_not_leave_out_what_another_recipe_or_vocabulary_asks_for(stubs: dict[str, str]) -> None:

@@ -249,6 +249,7 @@ def batch(
         "scontrol": f"echo '   Command={original} --like Command=/x my words'",
         "srun": 'printf "<%s>" "$@"',
         "train.sbatch": 'printf "<%s>" "$@"',
+        "python3": "echo --recipe big model.x=1",
     }
     original.touch()
     for name, content in programs.items():
@@ -258,7 +259,7 @@ def batch(
     path = f"{place}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", str(ROOT / "launch" / script), *words],
-        env=shell_environment(**{**job, "PATH": path, **variables}),
+        env=shell_environment(**{**job, "PATH": path, "PYTHON": "python3", **variables}),
         capture_output=True,
         text=True,
     )
@@ -285,6 +286,8 @@ def test_a_sweep_trains_each_recipe_on_all_data_that_is_given(tmp_path: Path) ->
         ([*runs, *data, "--recipes", "a,b", "--sweep", "depths"], "exclude one another"),
         ([*runs, *data, "--recipes", "a"], "--array has 2, beyond the recipes"),
         ([*runs, "--recipes", "a,b"], "--data or --runs is missing"),
+        ([*runs, *data, "--recipes", "a,b", "--recipe", "c"], "--recipe is set by the sweep; leave it out"),
+        ([*runs, *data, "--sweep", "depths", "model.x=3"], "model.x is set by the sweep; leave it out"),
     ):
         assert message in batch("sweep.sbatch", *wrong, place=tmp_path, status=2).stderr
     zero = batch("sweep.sbatch", *runs, *data, "--recipes", "a", place=tmp_path, status=2, SLURM_ARRAY_TASK_ID="0")
