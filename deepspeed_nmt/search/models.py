@@ -6,10 +6,11 @@ Legend: B sentences, S source length, V vocabulary, R rows = B x beam.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -166,6 +167,12 @@ def resolve_native(choice: NativeChoice, device: torch.device, precision: str) -
 _log_once = cache(logger.info)
 
 
+@cache
+def _fork_with_one_thread() -> None:
+    """Let forked processes compute in one thread: they have none of OpenMP's, for which torch would wait for ever."""
+    os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
+
+
 def prepare_to_decode(model: nn.Module, device: torch.device, precision: str, natively: bool = False) -> None:
     """Bring a model in eval mode to a device for good, without gradients, which packed weights would not pass on.
 
@@ -174,6 +181,7 @@ def prepare_to_decode(model: nn.Module, device: torch.device, precision: str, na
     model.requires_grad_(False).to(device, DTYPES.get(precision, torch.float32))  # int8 is packed from fp32
     if device.type == "cpu":
         keep_freed_memory()
+        _fork_with_one_thread()
         if _obstacle_to_packing(precision) is None:
             pack_weights(model, precision == "int8", native.library() if natively else None)
 

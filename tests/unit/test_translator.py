@@ -1,6 +1,8 @@
 """The Python API: settings of the search, details of translations, ensembles, and threads."""
 
 import math
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -186,6 +188,23 @@ def test_weights_of_an_ensemble() -> None:
     exits = mixed.at_exit("1-1")
     assert isinstance(exits.model, Ensemble) and mixed.at_exit("top").model is not exits.model
     assert exits.exits == ["top"] and exits._lock is mixed._lock
+
+
+def test_a_forked_process_does_not_wait_for_threads_that_it_lacks() -> None:
+    translator, x = opened(), torch.ones(4000, 64)
+    prepare_to_decode(translator.model, translator.device, "fp32")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        torch.nn.functional.layer_norm(x, (64,))
+        if (child := os.fork()) == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(5)
+            torch.nn.functional.layer_norm(x, (64,))
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.long
