@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 from typing_extensions import override
@@ -22,6 +22,7 @@ from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.compiled import compile_layers
 from deepspeed_nmt.nn.embedding import Projection
 from deepspeed_nmt.nn.layers import AttentionRecord, Context, DecoderBlock, Draw
+from deepspeed_nmt.nn.linear import pack_weights, packing_of
 from deepspeed_nmt.nn.stack import LayerStack
 
 Exits = Sequence[int] | None
@@ -116,6 +117,14 @@ class DecodableModel(nn.Module, ABC):
     mask: int | None = None
     longest_source: int | None = None
     longest_target: int | None = None
+
+    @override
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """Load weights, by which a model with packed ones decodes from then on, too."""
+        keys = super().load_state_dict(*arguments, **options)
+        if (packing := packing_of(self)) is not None:
+            pack_weights(self, packing.int8, packing.native)
+        return keys
 
     @abstractmethod
     def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:

@@ -75,6 +75,21 @@ def test_nan_in_a_weight_ends_a_search(name: str, int8: bool) -> None:
         BeamSearch(BeamConfig(beam=3), model, vocabulary).search(SOURCE_BS)
 
 
+@pytest.mark.parametrize("natively", [False, True])
+def test_weights_that_are_loaded_decode(natively: bool) -> None:
+    if natively and (reason := native.obstacle()):
+        pytest.skip(reason)
+    vocabulary = Vocabulary(40)
+    config = TransformerConfig(dim=32, ffn_dim=48, heads=4, encoder_layers=1, decoder_layers=1)
+    models = [build_transformer(config, vocabulary).eval() for _ in range(2)]
+    for model in models:
+        prepare_to_decode(model, torch.device("cpu"), "fp32", natively)
+    searches = [BeamSearch(BeamConfig(beam=2), model, vocabulary) for model in models]
+    before, expected = (search.search(SOURCE_BS) for search in searches)
+    models[0].load_state_dict(models[1].state_dict())
+    assert before != expected == searches[0].search(SOURCE_BS)
+
+
 def test_nan_in_states_reaches_the_logits_of_int8() -> None:
     if reason := native.obstacle():
         pytest.skip(reason)
