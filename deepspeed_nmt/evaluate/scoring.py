@@ -260,7 +260,8 @@ def _score(metric: Metric, hypotheses: Sequence[str], inputs: ScoreInputs, lower
         files = ScoredFiles(*(Path(scratch, name) for name in names))
         sides = {files.hypothesis: hypotheses, files.reference: references[0], files.source: inputs.source}
         for path, lines in sides.items():
-            path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
+            rows = (line.replace("\r", " ") for line in lines)  # programs that open text take it for a line's end
+            path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8", newline="\n")
         value = metric.score(files, math.inf)
     return Score(metric, value, metric.signature())
 

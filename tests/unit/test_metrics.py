@@ -1,6 +1,7 @@
 """Metrics by name and programs as metrics: what they score, get and give, and one sentence for each failure."""
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -260,15 +261,19 @@ def test_a_late_program_is_not_waited_for_and_writes_its_number(tmp_path: Path, 
 
 
 def test_score_prints_the_chosen_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "hyp").write_text("a b c d e\nf g\n")
+    (tmp_path / "hyp").write_bytes(b"a b c d e\nf\rg\n")  # of two lines, also for Python's open()
     (tmp_path / "ref").write_text("a b c d e\nf h\n")
     path = program(tmp_path / "words.sh", 'cat "$1" "$3" | wc -w')
+    lines = program(
+        tmp_path / "lines.py", "import sys", "print(len(open(sys.argv[1]).readlines()))", first=f"#!{sys.executable}"
+    )
     command = ["score", "--hypothesis", str(tmp_path / "hyp"), "--reference", str(tmp_path / "ref"), "--metrics"]
     source = ["--source", str(tmp_path / "ref")]
     assert main([*command, "ter", f"command:{path}", *source]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "ter = 14.29" and said[1].startswith("  nrefs:1|case:lc|") and said[2] == "words = 14.0000"
     assert said[3].startswith(f"  command:{path}|sha256:") and len(said) == 5, "and copies of the source"
+    assert main([*command, f"command:{lines}", *source]) == 0 and "lines = 2.0000" in capsys.readouterr().out
     assert main([*command, f"command:{path}"]) == 2
     assert "the metric words needs --source and one --reference" in capsys.readouterr().err
     program(path, "exit 1")
