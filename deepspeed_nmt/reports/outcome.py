@@ -215,12 +215,12 @@ def comparison_table(rows: Mapping[str, Mapping[str, Any]], measures: Sequence[s
     for row, of_run in zip(runs, scores, strict=True):
         for score in row["test"]:
             of_run[tuple(score[name] for name in identity)].append(score)
-    keys = dict.fromkeys(key for of_run in scores for key in of_run)
-    alike = Counter(key[:2] for key in keys)  # other text of the same name is another line, as is another signature
-    for key in keys:
-        metric, text, sha256, signature = key
+    scored = dict.fromkeys(one for of_run in scores for one in of_run)
+    alike = Counter(one[:2] for one in scored)  # other text of the same name is another line, as is another signature
+    for one in scored:
+        metric, text, sha256, signature = one
         which = f" ({sha256[:8]}, {signature})" if alike[metric, text] > 1 else ""
-        lines.append([f"{metric} of {text}{which}", *(_values(of_run[key]) for of_run in scores)])
+        lines.append([f"{metric} of {text}{which}", *(_values(of_run[one]) for of_run in scores)])
     return lines
 
 
