@@ -105,6 +105,8 @@ def _check(arguments: argparse.Namespace) -> None:
         f"--mfu is {arguments.mfu}; give a share above 0, at most 1": not 0.0 < arguments.mfu <= 1.0,
         f"--bandwidth is {arguments.bandwidth}; give a positive number of GB/s":
             not 0.0 < (1.0 if arguments.bandwidth is None else arguments.bandwidth) < math.inf,
+        "--bandwidth is that of GPUs, but --gpu is not given; give it too":
+            arguments.bandwidth is not None and arguments.gpu is None,
         f"--write-speed is {arguments.write_speed}; give a positive number of MB/s":
             not 0.0 < arguments.write_speed < math.inf,
         f"{' and '.join(unused)} without --mtbf; give it too": unused and arguments.mtbf is None,

@@ -68,6 +68,7 @@ def test_a_gpu_that_is_missing_is_not_replaced_by_the_cpu(
         (["plan", "--recipe", "sweeps/deep_decoder_fig1"], "--recipe must name a known recipe"),
         ([*PLAN, "--vocab-size", str(10**12)], "--vocab-size is "),
         ([*PLAN, "--num-gpus", str(10**400)], "--num-gpus is 1000"),
+        ([*PLAN, "--bandwidth", "9"], "--bandwidth is that of GPUs, but --gpu is not given"),
         ([*PREPARE, "--seed", "-1"], "--seed is -1"),
         ([*PREPARE, "--tokenizer", "x"], "error: --tokenizer is 'x', not hf:BERT or hf:BERT,BERT"),
         ([*PREPARE[:-1], LONG], "File name too long ('"),
