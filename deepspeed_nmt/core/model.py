@@ -107,14 +107,12 @@ class DecodableModel(nn.Module, ABC):
 
     Attributes:
         vocab_size: size of the target's vocabulary, V.
-        mask: token that replaces tokens to be predicted, and is never predicted itself; None if there is none.
         longest_source: largest number of source positions; None if unlimited.
         longest_target: largest number of target positions; None if unlimited.
     """
 
     vocab_size: int
     pad: int
-    mask: int | None = None
     longest_source: int | None = None
     longest_target: int | None = None
 
@@ -332,7 +330,7 @@ class StackedModel(TranslationModel):
 
 
 class MaskedModel(StackedModel):
-    """A model that guesses masked tokens of a target, given the others."""
+    """A model that guesses masked tokens of a target, in whose place it reads ``mask``, given the others."""
 
     mask: int
 

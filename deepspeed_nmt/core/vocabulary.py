@@ -42,8 +42,9 @@ class Vocabulary:
 
     @property
     def unpredicted(self) -> tuple[int, ...]:
-        """Special tokens that a search never predicts: padding, and BOS unless it is EOS."""
-        return (self.pad,) if self.bos == self.eos else (self.pad, self.bos)
+        """Special tokens that a search never predicts: padding, BOS unless it is EOS, and the mask."""
+        special = dict.fromkeys((self.pad, self.bos, self.mask))
+        return tuple(token for token in special if token not in (None, self.eos))
 
     @property
     def source(self) -> Vocabulary:

@@ -189,7 +189,7 @@ class AbNet(MaskedModel):
         self.length = nn.Linear(config.source.dim, config.target.positions, bias=not by_token)
         self.vocabulary = vocabulary
         self.vocab_size, self.pad = vocabulary.size, vocabulary.pad
-        self.mask: int = mask_token(vocabulary)
+        self.mask = mask_token(vocabulary)
         self.longest_source, self.longest_target = config.source.positions, config.target.positions - 1
         bert.initialise(self)
         frozen = [self.source_embedding, self.target_embedding, transform, self.projection]

@@ -236,7 +236,7 @@ def build_bert_decoder(
     encoder = LayerStack([EncoderLayer(source_parts) for _ in range(config.source.layers)])
     decoder = LayerStack(_decoder_layers(config), final_norm=transform)
     model = BertTransformer(source_embedding, target_embedding, encoder, decoder, projection, vocabulary.pad)
-    model.config, model.mask = config, vocabulary.mask
+    model.config = config
     bert.initialise(model)
     for part in config.freeze:
         for module in _parts(model, part):

@@ -296,7 +296,6 @@ class Transformer(StackedModel):
             )
         stacks = (self.encoder.until(n), self.decoder.until(m))
         cut = Transformer(self.source_embedding, self.target_embedding, *stacks, self.projection, self.pad)
-        cut.mask = self.mask
         return cut.train(self.training)
 
     @override
@@ -306,8 +305,6 @@ class Transformer(StackedModel):
         source, target = self.source_embedding, self.target_embedding
         if not (isinstance(source, TokenEmbedding) and isinstance(target, TokenEmbedding)):
             raise NotStandardError("its embeddings are those of a BERT, with learned positions")
-        if self.mask is not None:
-            raise NotStandardError("it predicts masked tokens, and not one token after another")
         if type(self.projection) is not Projection:
             raise NotStandardError("its projection is not that of a standard Transformer")
         fixed = {"source_embedding": source, "target_embedding": target, "projection": self.projection}

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from deepspeed_nmt.build import build_model, build_objective
 from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.core.batch import Batch, UpdateInfo
-from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.model import MaskedModel, TranslationModel
 from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 
@@ -93,7 +93,7 @@ def probe(config: RunConfig, vocabulary: Vocabulary) -> Probe:
     encoder, decoder = (
         [_norm(layer.parameters()) for stack in side for layer in stack.layers] for side in model.stacks
     )
-    return Probe(source, None if model.mask is not None else prefix, likeness, encoder, decoder)
+    return Probe(source, None if isinstance(model, MaskedModel) else prefix, likeness, encoder, decoder)
 
 
 @torch.no_grad()

@@ -101,7 +101,6 @@ class TokenRules:
     def __init__(
         self,
         settings: LeftToRightSettings,
-        model: DecodableModel,
         vocabulary: Vocabulary,
         requests: Sequence[Request],
         device: torch.device,
@@ -109,8 +108,7 @@ class TokenRules:
         self._eos = vocabulary.eos
         self._least = settings.min_length + min((request.tags for request in requests), default=0)
         self._ngram = settings.no_repeat_ngram
-        never = {*vocabulary.unpredicted, *(() if model.mask is None else (model.mask,))}
-        self._never = torch.tensor(sorted(never), device=device)
+        self._never = torch.tensor(vocabulary.unpredicted, device=device)
         suppressed = {*settings.suppress_tokens, *([vocabulary.unk] if settings.suppress_unknown else [])}
         suppressed = {token for token in suppressed if token < vocabulary.size} - {vocabulary.eos}
         self._suppressed = torch.tensor(sorted(suppressed), device=device) if suppressed else None
@@ -266,7 +264,7 @@ class SentenceSearch(ABC, Generic[S]):
             self.start(number, self.config.limit(length, request, model.longest_target), request)
             for number, (length, request) in enumerate(zip(lengths, requests, strict=True))
         ]
-        rules = TokenRules(self.config, model, self.vocabulary, requests, source_BS.device)
+        rules = TokenRules(self.config, self.vocabulary, requests, source_BS.device)
         self.decode(sentences, memory or model.encode(source_BS, padded), rules)
         return [self.finish(sentence) for sentence in sentences]
 

@@ -71,7 +71,7 @@ class Ensemble(DecodableModel):
         self.members = list(models)
         for number, model in enumerate(models):
             self.add_module(str(number), model)
-        self.vocab_size, self.pad, self.mask = models[0].vocab_size, models[0].pad, models[0].mask
+        self.vocab_size, self.pad = models[0].vocab_size, models[0].pad
         for side in ("longest_source", "longest_target"):
             bounds = [bound for model in models if (bound := getattr(model, side)) is not None]
             setattr(self, side, min(bounds, default=None))

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.batch import Batch
-from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.model import MaskedModel, TranslationModel
 from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.data.loader import ValidationSet
 from deepspeed_nmt.parallel.collectives import sum_over_ranks
@@ -92,15 +92,15 @@ class CollapseMonitor:
         sums = {"true": 0.0, "sources": 0.0, "prefixes": 0.0, "tokens": 0.0}
         with self._replica.at(update) as model:
             norms = _SublayerNorms(model)
+            has_prefixes = not isinstance(model, MaskedModel)  # which predicts no token from a prefix
             for batch in self._validation.batches(self._sentences):
                 with norms.of(batch):
                     sums["true"] += self._nll(model, batch)
                 sums["tokens"] += batch.target_tokens
-                if model.mask is None:  # else no token is predicted from a prefix
+                if has_prefixes:
                     sums["prefixes"] += self._nll(model, self._with_other_prefixes(batch))
             for batch in self._validation.batches(self._sentences, self._other):
                 sums["sources"] += self._nll(model, batch)
-            has_prefixes = model.mask is None
         total = sum_over_ranks({**sums, **norms.sums}, self._world)
         nll, sources, prefixes = (total[kind] / total["tokens"] for kind in ("true", "sources", "prefixes"))
         values = {RELIANCE: sources - nll, NLL: nll}

@@ -234,7 +234,7 @@ def test_a_search_predicts_eos_although_the_decoder_reads_it_first(runs: dict[st
     translator = Translator.open(runs["post"], device="cpu")
     vocabulary = translator.tokenizer.vocabulary
     assert (vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.unk) == (1, 2, 2, 3)
-    assert vocabulary.unpredicted == (1,) and Vocabulary(9).unpredicted == (0, 1)
+    assert vocabulary.unpredicted == (1,) and Vocabulary(9, mask=4).unpredicted == (0, 1, 4)
     for search in ("beam", "diverse_beam", "sampling"):
         opened = Translator.open(runs["post"], device="cpu", name=search, max_length_ratio=0.0, max_length_extra=99)
         (best,) = opened.translate(text_of("post", "valid.en")[:1])
