@@ -157,7 +157,7 @@ class RunPage:
         update, most = self.outcome.updates, self.config.training.max_updates
         made = f"{update:,} of {most:,} updates"
         if self.outcome.is_finished or last == "end":
-            early = update < most and self.config.training.patience
+            early = self.outcome.progress is not None and self.config.training.stops_early(self.outcome.progress)
             state, words = "finished", f"{made}; stopped early, without a better validation" if early else made
         elif last == "failure":
             state, words = "failed", f"{made}. {turns[-1].text}"

@@ -126,8 +126,12 @@ class TrainingConfig(Config):
         return (
             progress.update >= self.max_updates
             or bool(self.max_epochs and progress.epoch >= self.max_epochs)
-            or bool(self.patience and progress.validations_since_best >= self.patience)
+            or self.stops_early(progress)
         )
+
+    def stops_early(self, progress: Progress) -> bool:
+        """Return True if early stopping ends training at this progress."""
+        return 0 < self.patience <= progress.validations_since_best
 
 
 def words_of(command: str) -> list[str]:

@@ -142,7 +142,7 @@ class TrainingLoop:
         if saver.saved_at != progress.update:
             self._save(progress, must=True)
         self.ledger.write(progress.update, must=True)
-        if config.patience and progress.validations_since_best >= config.patience:
+        if config.stops_early(progress):
             logger.info("no better validation in %d in a row: stopped early", config.patience)
         return progress
 

@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 
 from deepspeed_nmt.cli import main
+from deepspeed_nmt.engine.contract import EngineScalars
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.reports.pictures import draw_curves
 from deepspeed_nmt.reports.run_log import PREFIX_RELIANCE, SOURCE_RELIANCE, RunLog, Series, read_events
+from deepspeed_nmt.train.checkpoint import CheckpointStore
+from deepspeed_nmt.train.progress import Progress
 from tests.page_runs import HOSTILE, append_log, full_run, write_events, write_run, write_texts
 
 pytest.importorskip("plotly")
@@ -138,6 +141,15 @@ def test_state(events: list[tuple[str, int, str]], updates: int, expected: str, 
     assert RunPage(run).status().state == expected
     if expected == "running":
         assert RunPage(run).status(now=time.time() + 3600).state == "silent"
+
+
+def test_a_run_that_ends_by_its_epochs_has_not_stopped_early(tmp_path: Path) -> None:
+    for since, early in ((1, False), (2, True)):
+        run = write_run(tmp_path / str(since), 100, "training.patience=2", "training.max_epochs=1")
+        progress = Progress(update=100, epoch=1, validations_since_best=since)
+        CheckpointStore(run / "checkpoints").save(progress, EngineScalars(), [])
+        status = RunPage(run).status()
+        assert status.state == "finished" and ("stopped early" in status.sentence) == early
 
 
 def test_page_shows_all_that_a_run_has(tmp_path: Path) -> None:
