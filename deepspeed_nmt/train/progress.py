@@ -5,17 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from deepspeed_nmt.data.mixture import Phase
 from deepspeed_nmt.registry import Config
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 """Number that is read from a file."""
-
-
-BadMeasurements = Annotated[Count, BeforeValidator(lambda value: 0 if isinstance(value, dict) else value)]
-"""A count. Checkpoints once had one for each tag, which begin anew."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ class Progress:
     rollbacks: Count = 0
     retries: Count = 0
     failed_at: Count = 0
-    bad_measurements: BadMeasurements = 0
+    bad_measurements: Count = 0
     monitored_nll: float | None = None
     drop_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
     phases: tuple[Phase, ...] = ()
