@@ -183,5 +183,5 @@ class EpochOrder(UpdateOrder):
         """Return the number of windows of an epoch, and of updates in each."""
         part = self.corpora.parts[0]
         updates = part.target_tokens(part.segmentation(epoch)) / self.update_tokens
-        windows = max(1, round(updates / window_updates(self.update_tokens)))
+        windows = max(1, min(round(updates / window_updates(self.update_tokens)), len(part)))
         return windows, max(1, min(round(updates / windows), len(part) // windows))

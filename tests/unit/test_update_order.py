@@ -72,6 +72,13 @@ def test_every_sentence_is_in_one_update_of_an_epoch(count: int, update_tokens: 
         assert sorted(order.rows) == list(range(count)) and np.diff(order.bounds).min() > 0
 
 
+def test_updates_far_below_a_sentence_have_one_each() -> None:
+    """Each of 3 sentences of 1,000 tokens is as long as a window of the smallest updates, and more."""
+    sides = np.full(3, 1000, dtype=np.int32)
+    order = epoch_window(sides, sides, 3)
+    assert sorted(order.rows) == [0, 1, 2] and len(order) == 3
+
+
 @pytest.mark.parametrize("update_tokens", [1000, 8192, 100_000])
 def test_updates_of_an_epoch_have_the_requested_size(update_tokens: int) -> None:
     source, target = lengths(60000)
