@@ -125,17 +125,19 @@ class Planner:
     batch: BatchConfig
     layout: Layout
 
-    def as_set(self, usable_gib: float) -> Plan:
+    def as_set(self, usable_gib: float, longest: int = 0) -> Plan:
         """Return the plan that the settings describe.
 
-        "auto" is as little recomputation as fits, and the largest micro-batch that fits and that an update fills.
+        "auto" is as little recomputation as fits, and the largest micro-batch that fits and that an update fills, but
+        one that holds a sentence of ``longest`` tokens.
         """
         given, layout = (self.engine.recompute_encoder, self.engine.recompute_decoder), self.layout
         encoder, decoder = (_RECOMPUTE if every == "auto" else (every,) for every in given)
         sizes: tuple[int, ...] = (self.batch.bound,)
         if self.batch.micro_tokens == "auto":
             most = 2 * self.batch.update_tokens * layout.tensor_ranks // layout.ranks
-            sizes = tuple(size for size in _MICRO_TOKENS if size <= max(_MICRO_TOKENS[0], most))
+            sizes = tuple(size for size in _MICRO_TOKENS if size >= longest) or _MICRO_TOKENS[-1:]
+            sizes = tuple(size for size in sizes if size <= max(sizes[0], most))
         choices = itertools.product(sizes, itertools.product(encoder, decoder))
         return fastest([plan_for(self.counts, layout, *choice) for choice in choices], usable_gib)
 

@@ -143,7 +143,8 @@ def resolve(
     kernels = agree_on_kernels(kernels, world, {DTYPES[engine.precision], torch.float32})
     micro_tokens = from_main(micro_tokens, world)
     with fail_together(world):
-        recompute, micro_tokens = resolve_memory(config, vocabulary, engine, world, kernels, micro_tokens)
+        longest = max(data.corpora(config.mixture).longest)
+        recompute, micro_tokens = resolve_memory(config, vocabulary, engine, world, kernels, micro_tokens, longest)
     if config.batch.micro_tokens == "auto" and world.ranks > 1:  # GPUs may differ
         micro_tokens = -int(max_over_ranks([-float(micro_tokens)], world))
     with fail_together(world):
@@ -210,11 +211,13 @@ def resolve_memory(
     world: World,
     kernels: Kernels,
     recorded: int | None = None,
+    longest: int = 0,
 ) -> tuple[RecomputedLayers, int]:
     """Return every k-th encoder and decoder layer to recompute, and the tokens of a micro-batch.
 
-    They are the settings, or for "auto" as few layers and as many tokens as fit. ``recorded`` are the tokens of an
-    earlier start, which "auto" keeps. On a CPU without ``engine.memory_gib`` it is their default.
+    They are the settings, or for "auto" as few layers and as many tokens as fit, at least the ``longest`` sentence's.
+    ``recorded`` are the tokens of an earlier start, which "auto" keeps. On a CPU without ``engine.memory_gib`` it is
+    their default.
     """
     sides, batch = (config.engine.recompute_encoder, config.engine.recompute_decoder), config.batch
     gib = config.engine.memory_gib
@@ -231,7 +234,7 @@ def resolve_memory(
         )
     planned = kernels.planned_for(capability_of(world.device))
     config = config.model_copy(update={"batch": batch})
-    plan = make_planner(config, vocabulary, engine, world.ranks, planned).as_set(gib)
+    plan = make_planner(config, vocabulary, engine, world.ranks, planned).as_set(gib, longest)
     if world.is_main:
         logger.info(
             "engine.recompute_encoder={} engine.recompute_decoder={}".format(*plan.recompute)
