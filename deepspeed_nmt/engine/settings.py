@@ -141,7 +141,7 @@ aio autotuning bf16 checkpoint comms_logger communication_data_type compile comp
 curriculum_learning data_efficiency data_types datastates_ckpt disable_allgather disable_python_gc dump_state
 expert_parallel flops_profiler fp16 gradient_clipping gradient_predivide_factor hybrid_engine log_level
 memory_breakdown pipeline prescale_gradients seq_parallel_communication_data_type sparse_gradients
-steps_per_print tensor_parallel timers use_data_before_expert_parallelism wall_clock_breakdown wandb
+steps_per_print timers use_data_before_expert_parallelism wall_clock_breakdown wandb
 weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
 """
 """Top-level keys of DeepSpeed's configuration besides those that the run decides. Other versions may have more."""
@@ -157,6 +157,7 @@ _FORBIDDEN_KEYS = {
     "gradient_allreduce_op": "the engine, which divides the loss by the tokens of an update",
     "activation_checkpointing": "engine.recompute_* (DeepSpeed's fails if layers share weights)",
     "tensorboard": "this program's own TensorBoard log",
+    "tensor_parallel": "engine.tensor_parallel",
     "elasticity": "batch.update_tokens, which does not depend on the number of GPUs",
 }
 """Keys that must be absent, and the settings that replace them."""
@@ -177,15 +178,21 @@ def load_ds_config(name: str) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read as DeepSpeed's JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} contains a {type(content).__name__}; DeepSpeed's configuration is a JSON object")
+    sections = {key: content.get(key, {}) for key in ("bf16", "data_types", "fp16", "zero_optimization")}
+    if isinstance(zero := sections["zero_optimization"], dict):
+        # Null is none of these two, as in DeepSpeed.
+        sections |= {
+            f"zero_optimization.{key}": zero.get(key) or {} for key in ("offload_optimizer", "offload_param")
+        }
+    for key, section in sections.items():
+        if not isinstance(section, dict):
+            raise ConfigError(f"'{key}' is {section!r} in {path}; make it an object")
     return content
 
 
 def zero_stage(content: dict[str, Any]) -> int:
     """Return the ZeRO stage of a DeepSpeed configuration; 0 if it has none. Raises :class:`ConfigError`."""
-    section = content.get("zero_optimization", {})
-    if not isinstance(section, dict):
-        raise ConfigError(f"'zero_optimization' is {section!r} in the DeepSpeed configuration; make it an object")
-    stage = section.get("stage", 0)
+    stage = content.get("zero_optimization", {}).get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"'zero_optimization.stage' is {stage!r}; use 0, 1, 2 or 3")
     return int(stage)
@@ -203,6 +210,11 @@ def reduction_type(stage: int | None) -> str | None:
 def reconcile_precision(content: dict[str, Any], setting: str) -> str:
     """Return the precision that a DeepSpeed configuration and ``engine.precision`` allow, or "auto"."""
     enabled = {kind: content.get(kind, {}).get("enabled", "auto") for kind in ("fp16", "bf16")}
+    for kind, value in enabled.items():
+        if not (isinstance(value, bool) or value == "auto"):  # DeepSpeed reads 1 and "true" as true
+            raise ConfigError(
+                f"'{kind}.enabled' is {value!r} in the DeepSpeed configuration; make it true, false or \"auto\" there"
+            )
     requested = [kind for kind, value in enabled.items() if value is True]
     if len(requested) == 2:
         raise ConfigError("the DeepSpeed configuration enables both fp16 and bf16; enable one of them")
@@ -251,13 +263,20 @@ def complete_ds_config(
     result = copy.deepcopy(content)
     for key, (value, owner) in owned.items():
         given = content.get(key, "auto")
-        if given != "auto" and (key in _BATCH_KEYS or float(given) != float(value)):
+        if given != "auto" and (key in _BATCH_KEYS or given != value):
             problems.append(
                 f"'{key}' is {given} in the DeepSpeed configuration, but decided by {owner}; make it \"auto\" there"
             )
         result[key] = value
     for kind in ("fp16", "bf16"):
         result[kind] = {**content.get(kind, {}), "enabled": precision == kind}
+    # Without either of them DeepSpeed takes steps with gradients that are not finite.
+    for section, key in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
+        if content.get(section, {}).get(key, True) is not True:
+            problems.append(
+                f"'{section}.{key}' is {content[section][key]!r} in the DeepSpeed configuration, so that updates "
+                "without a finite gradient could not be skipped; remove it there"
+            )
     if precision != "fp32" and zero_stage(content) == 0:
         problems.append(
             f"{precision} needs ZeRO stage 1 or more: at stage 0 DeepSpeed takes a hidden first Adam step; "

@@ -131,7 +131,7 @@ def cpu_bytes(trained: int, frozen: int, layout: Layout, ranks: int) -> int:
 
 
 def _offloads(zero: Mapping[str, Any], what: str) -> bool:
-    return bool(zero.get(f"offload_{what}", {}).get("device", "none") != "none")
+    return bool((zero.get(f"offload_{what}") or {}).get("device", "none") != "none")
 
 
 def elements(zero: Mapping[str, Any], key: str, default: float) -> int:

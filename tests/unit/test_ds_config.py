@@ -70,12 +70,17 @@ def test_a_path_works_as_well_as_a_name(tmp_path: Path) -> None:
     file.write_text("[1]")
     with pytest.raises(ConfigError, match="contains a list"):
         load_ds_config(str(file))
+    for content in ('{"fp16": true}', '{"data_types": null}', '{"zero_optimization": {"offload_param": "cpu"}}'):
+        file.write_text(content)
+        with pytest.raises(ConfigError, match=r"in .*mine\.json; make it an object"):
+            load_ds_config(str(file))
     file.write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_ds_config(str(file))
 
 
 def test_values_that_contradict_the_run_are_named_with_their_setting() -> None:
+    assert problems({"gradient_clipping": None})[0].startswith("'gradient_clipping' is None")
     content = {"train_batch_size": 256, "gradient_clipping": 5.0, "zero_optimisation": {}, "optimizer": {}}
     found = problems(content)
     assert len(found) == 4
@@ -85,10 +90,19 @@ def test_values_that_contradict_the_run_are_named_with_their_setting() -> None:
     assert any("'optimizer' is in" in p and "optimizer.*" in p for p in found)
 
 
-@pytest.mark.parametrize("key", ["bfloat16", "managed_gradient_accumulation"])
+@pytest.mark.parametrize("key", ["bfloat16", "managed_gradient_accumulation", "tensor_parallel"])
 def test_keys_by_which_deepspeed_would_decide_for_the_run_are_refused(key: str) -> None:
     (sentence,) = problems({key: {"enabled": True}})
     assert sentence.startswith(f"'{key}' is in the DeepSpeed configuration")
+
+
+@pytest.mark.parametrize(
+    ("section", "key"), [("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")]
+)
+def test_keys_by_which_updates_without_a_finite_gradient_are_not_skipped_are_refused(section: str, key: str) -> None:
+    (sentence,) = problems({section: {key: False}})
+    assert sentence.startswith(f"'{section}.{key}' is False in the DeepSpeed configuration")
+    complete_ds_config({section: {key: True}}, ranks=4, clip_norm=1.0, precision="fp32")
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -103,6 +117,7 @@ def test_zero_0_with_16_bit_is_refused(precision: str) -> None:
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "auto", "both fp16 and bf16"),
         ({"fp16": {"enabled": True}}, "bf16", "enables fp16, but engine.precision is bf16"),
         ({"bf16": {"enabled": False}}, "bf16", "but the DeepSpeed configuration disables it"),
+        ({"fp16": {"enabled": "true"}}, "auto", "'fp16.enabled' is 'true' in the DeepSpeed configuration; make it"),
     ],
 )
 def test_contradicting_precisions_are_refused(content: dict[str, Any], setting: str, message: str) -> None:

@@ -198,6 +198,8 @@ def test_bytes_of_each_parameter() -> None:
     assert frozen["weights"] == 2000 and frozen["optimizer"] == 300
     offloaded = {"reduce_bucket_size": 0, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     assert by_parameter(stage=3, zero=offloaded)[::2] == [0, 0]
+    unset = {**offloaded, "offload_optimizer": None, "offload_param": None}
+    assert by_parameter(stage=3, zero=unset) == by_parameter(stage=3, zero={"reduce_bucket_size": 0})
 
 
 def test_validation_has_a_copy_in_the_precision_of_training_where_activations_were() -> None:
@@ -242,6 +244,15 @@ def test_advice_is_the_fastest_plan_that_fits(monkeypatch: pytest.MonkeyPatch) -
     stage, recompute, tokens, fits = advised(5.0)
     assert fits and (stage != 1 or any(recompute) or tokens < 4096), "a plan for a small GPU must save memory"
     assert not advised(1.1)[3]
+
+
+def test_micro_batches_of_auto_hold_the_longest_sentence() -> None:
+    batch = BatchConfig(micro_tokens="auto", update_tokens=1000)
+    made = Planner(
+        Counts(lambda tokens, recompute: Work(tokens, 0, 0, 1), 1000, 0), EngineConfig(), batch, Layout(None, 8)
+    )
+    sizes = [made.as_set(1.0, longest).micro_tokens for longest in (0, 512, 600, 70_000)]
+    assert sizes == [512, 512, 1024, 65536], "although an update leaves 125 tokens for a GPU"
 
 
 @pytest.mark.parametrize(
