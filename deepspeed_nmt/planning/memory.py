@@ -135,6 +135,6 @@ def _offloads(zero: Mapping[str, Any], what: str) -> bool:
 
 
 def elements(zero: Mapping[str, Any], key: str, default: float) -> int:
-    """Return a size in DeepSpeed's configuration; "auto" is its default."""
+    """Return a size in DeepSpeed's configuration; "auto", and what DeepSpeed will refuse, is its default."""
     value = zero.get(key, default)
-    return int(default if value == "auto" else float(value))
+    return int(value if isinstance(value, int | float) else default)

@@ -1,13 +1,24 @@
 """DeepSpeed configurations: completion and refusal."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
-from deepspeed_nmt.engine.settings import complete_ds_config, load_ds_config, reconcile_precision, zero_stage
+from deepspeed_nmt.engine import build_engine
+from deepspeed_nmt.engine.settings import (
+    EngineSettings,
+    complete_ds_config,
+    load_ds_config,
+    reconcile_precision,
+    zero_stage,
+)
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.train.optimizers.adam import AdamConfig
 from tests.support import ROOT
 
 FILES = sorted(path.stem for path in (ROOT / "ds_configs").glob("*.json"))
@@ -103,6 +114,20 @@ def test_keys_by_which_updates_without_a_finite_gradient_are_not_skipped_are_ref
     (sentence,) = problems({section: {key: False}})
     assert sentence.startswith(f"'{section}.{key}' is False in the DeepSpeed configuration")
     complete_ds_config({section: {key: True}}, ranks=4, clip_norm=1.0, precision="fp32")
+
+
+def test_a_value_that_deepspeed_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Section(BaseModel):
+        reduce_bucket_size: int
+
+    def refuse(module: Any, optimizer: Any, ds_config: dict[str, Any], world: Any, dummy: Any) -> Section:
+        return Section(**ds_config)
+
+    monkeypatch.setitem(sys.modules, "deepspeed_nmt.engine.deepspeed", SimpleNamespace(DeepSpeedEngine=refuse))
+    settings = EngineSettings("fp32", AdamConfig(), {"reduce_bucket_size": "much"})
+    nothing: Any = None
+    with pytest.raises(ConfigError, match=r"DeepSpeed refuses 'reduce_bucket_size' in .*, which is 'much' \(Input"):
+        build_engine(settings, nothing, nothing, nothing)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

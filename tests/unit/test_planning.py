@@ -200,6 +200,7 @@ def test_bytes_of_each_parameter() -> None:
     assert by_parameter(stage=3, zero=offloaded)[::2] == [0, 0]
     unset = {**offloaded, "offload_optimizer": None, "offload_param": None}
     assert by_parameter(stage=3, zero=unset) == by_parameter(stage=3, zero={"reduce_bucket_size": 0})
+    assert by_parameter(stage=1, zero={"reduce_bucket_size": "much"}) == by_parameter(stage=1, zero={})
 
 
 def test_validation_has_a_copy_in_the_precision_of_training_where_activations_were() -> None:
