@@ -107,11 +107,16 @@ class CrossAttentionDropConfig(LayerConfig):
         return self.rate(number) < 1.0
 
     def contradictions(self, parts: Parts) -> Iterator[str]:
-        """Refuse a drop depth above the decoder's depth, and decoders without any cross-attention."""
+        """Refuse a drop depth above the decoder's depth or not given, and decoders without any cross-attention."""
         made = parts.model.custom_layers()
         if made is None:
             return  # A model that builds its own layers cannot have this setting at all.
         setting, depth = made
+        if not {"drop_depth", "beyond"} & self.model_fields_set:  # a given 0 is the plain point of a sweep
+            yield (
+                f"layer.name={self.name} drops nothing with the default layer.drop_depth=0; set layer.drop_depth to "
+                f"two fifths of {setting}={depth}, or to 0 if no layer is to drop"
+            )
         if self.adapts and not (self.drop_depth and self.min_ratio <= self.drop_ratio <= self.max_ratio):
             yield (
                 f"layer.drop_depth is {self.drop_depth} and layer.drop_ratio {self.drop_ratio:g}, but "

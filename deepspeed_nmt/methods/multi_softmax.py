@@ -173,9 +173,15 @@ class MultiSoftmaxConfig(LabelSmoothedConfig):
         every = [(n, m) for n in range(1, encoder.total + 1) for m in range(1, decoder.total + 1)]
         if unknown := sorted(set(self.weights) - {exit_name(n, m) for n, m in every}):
             yield f"objective.multi_softmax.weights names {', '.join(unknown)}; use exits n-m up to {top}"
-        if not any(self.trains_exit(n, m, (encoder.total, decoder.total)) for n, m in every):
+        trained = [pair for pair in every if self.trains_exit(*pair, (encoder.total, decoder.total))]
+        if not trained:
             name = "objective.multi_softmax"
             yield f"{name}.weights gives all exits of exits={self.exits} weight 0; raise that of {top}"
+        elif trained == every[-1:] != every:
+            yield (
+                f"objective.multi_softmax trains exit {top} alone with exits={self.exits} and these weights; use "
+                "other ones, such as exits=2x2, or for one random number of loops full_depth=false"
+            )
         if not any(parts.layer.attends_to_source(number) for number in range(1, decoder.layers + 1)):
             yield (
                 "objective.multi_softmax translates from the decoder's first layer on, but the settings of "
