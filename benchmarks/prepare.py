@@ -29,12 +29,12 @@ from typing import Any
 from unittest import mock
 
 from records import Results, Table
+from sentencepiece import SentencePieceProcessor
 from timing import add_rounds
 
 from deepspeed_nmt.core.vocabulary import SIDES
 from deepspeed_nmt.data import preparation as prepare_module
 from deepspeed_nmt.data import tasks
-from deepspeed_nmt.data.data_directory import open_tokenizer
 from deepspeed_nmt.data.options import PrepareOptions
 from deepspeed_nmt.data.stages import MAX_RANGES
 from deepspeed_nmt.sample import LANGUAGES, write_sample
@@ -111,11 +111,11 @@ def _prepared(text: Path, pairs: int, out: Path, **options: Any) -> Path:
 
 
 def _encode_in_threads(text: Path, vocabulary: Path, threads: int) -> None:
-    tokenizer = open_tokenizer(vocabulary)
-    for side, language in zip(SIDES, LANGUAGES, strict=True):
+    processor = SentencePieceProcessor(model_file=str(vocabulary / "vocabulary.model"))
+    for language in LANGUAGES:
         with (text / f"train.{language}").open(encoding="utf-8") as lines:
             while batch := list(islice(lines, BATCH)):
-                tokenizer.encode_batch(batch, side, threads)
+                processor.encode(batch, num_threads=threads)
 
 
 @contextmanager
