@@ -280,6 +280,7 @@ class Transformer(StackedModel):
         segments: Segments | None = None,
     ) -> list[Tensor]:
         embedded_BTD = self.target_embedding(target_input_BT, segments=segments)
+        exits = exits if self.has_exits else None
         states: list[Tensor] = self.decoder(embedded_BTD, memory.context(draw, segments), exits=exits)
         return states
 

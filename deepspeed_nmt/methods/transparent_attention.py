@@ -36,7 +36,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.segments import Segments, mask_between
 from deepspeed_nmt.methods.transformer import SMALL, Transformer, TransformerShape, build_transformer
 from deepspeed_nmt.nn.cache import LayerCache
-from deepspeed_nmt.nn.layers import Context, Draw, Dropout, MakeDecoderLayer, make_decoder_layer
+from deepspeed_nmt.nn.layers import Context, Dropout, MakeDecoderLayer, make_decoder_layer
 from deepspeed_nmt.registry import Entry, SelfTest
 
 
@@ -114,17 +114,6 @@ class TransparentTransformer(Transformer):
         layers = self.encoder(embedded_BSD, context, exits=range(1, self.encoder.stages + 1))
         norm = self.encoder.final_norm
         return Memory(self.mixtures([embedded_BSD if norm is None else norm(embedded_BSD), *layers]), mask)
-
-    @override
-    def decode(
-        self,
-        target_input_BT: Tensor,
-        memory: Memory,
-        draw: Draw | None = None,
-        exits: Exits = None,
-        segments: Segments | None = None,
-    ) -> list[Tensor]:
-        return super().decode(target_input_BT, memory, draw, segments=segments)
 
 
 def build_transparent_attention(

@@ -10,8 +10,8 @@ from deepspeed_nmt.build import build_meta_model, build_model
 from deepspeed_nmt.config import RunConfig, load_config, validate
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.description import NotStandardError
-from deepspeed_nmt.core.model import TranslationModel
-from deepspeed_nmt.core.objective import Objective, TrainModule
+from deepspeed_nmt.core.model import TOP, TranslationModel
+from deepspeed_nmt.core.objective import Objective, Passes, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
@@ -150,6 +150,15 @@ def test_odd_sizes_train_and_decode(name: str, changes: dict[str, Any]) -> None:
     search = SEARCHES["beam"].build(SEARCHES["beam"].config(beam=2, max_length=4), model.eval(), V)
     (hypotheses,) = search.search(torch.tensor([[V.eos]]))
     assert hypotheses
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "transparent"])
+def test_a_second_pass_runs_all_layers(name: str) -> None:
+    model, data = build_model(settings_of(name), V).eval(), two_pairs()
+    passes = Passes(model, data)
+    passes.add_pass(passes.add_source(data.source_BS))
+    for states in passes.run():
+        torch.testing.assert_close(states[TOP], model(data))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
