@@ -277,6 +277,11 @@ def complete_ds_config(
                 f"'{section}.{key}' is {content[section][key]!r} in the DeepSpeed configuration, so that updates "
                 "without a finite gradient could not be skipped; remove it there"
             )
+    if content.get("zero_optimization", {}).get("round_robin_gradients", False) is not False:
+        problems.append(
+            "'zero_optimization.round_robin_gradients' is set in the DeepSpeed configuration; with it DeepSpeed gives "
+            "back the weights of other parameters for validation and checkpoints, so remove it there"
+        )
     if precision != "fp32" and zero_stage(content) == 0:
         problems.append(
             f"{precision} needs ZeRO stage 1 or more: at stage 0 DeepSpeed takes a hidden first Adam step; "

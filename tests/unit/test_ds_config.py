@@ -116,6 +116,13 @@ def test_keys_by_which_updates_without_a_finite_gradient_are_not_skipped_are_ref
     complete_ds_config({section: {key: True}}, ranks=4, clip_norm=1.0, precision="fp32")
 
 
+def test_an_order_of_parameters_in_which_weights_are_read_wrongly_is_refused() -> None:
+    (sentence,) = problems({"zero_optimization": {"stage": 2, "round_robin_gradients": True}})
+    assert sentence.startswith("'zero_optimization.round_robin_gradients' is set")
+    given = {"zero_optimization": {"stage": 2, "round_robin_gradients": False}}
+    complete_ds_config(given, ranks=4, clip_norm=1.0, precision="fp32")
+
+
 def test_a_value_that_deepspeed_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     class Section(BaseModel):
         reduce_bucket_size: int
