@@ -279,8 +279,8 @@ def complete_ds_config(
             )
     if content.get("zero_optimization", {}).get("round_robin_gradients", False) is not False:
         problems.append(
-            "'zero_optimization.round_robin_gradients' is set in the DeepSpeed configuration; with it DeepSpeed gives "
-            "back the weights of other parameters for validation and checkpoints, so remove it there"
+            "'zero_optimization.round_robin_gradients' is set in the DeepSpeed configuration; with it DeepSpeed "
+            "gives back the weights of other parameters for validation and checkpoints, so remove it there"
         )
     if precision != "fp32" and zero_stage(content) == 0:
         problems.append(
