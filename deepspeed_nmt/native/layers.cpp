@@ -636,33 +636,58 @@ int64_t multiply_rows(const Product* product, const float* input, int64_t rows, 
     return 0;
 }
 
-// Extend each hypothesis of a sentence by any entry, to a number of x + its offset. Of the 2 x `beam` largest those by
-// `eos` among the first `beam` end, if they are above -inf; the first `beam` of the others live on. Return how many end,
-// which follow one another for all sentences, or -1 if there is no memory.
-int64_t extend_rows(const float* x, const float* offsets, int64_t sentences, int64_t hypotheses, int64_t entries,
-                    int64_t beam, int64_t eos, int64_t* ended_rows, float* ended_numbers, int64_t* rows,
-                    int64_t* tokens, float* numbers) {
+// Hypotheses of sentences, equally many for each, whose log-probabilities and tokens so far are (rows, length), and the
+// logits of their next tokens, (rows, entries), in which those of tokens that are never predicted become -inf. With
+// log-sums the logits have been changed since; without, these are computed.
+struct Hypotheses {
+    float* logits;
+    const float *log_sums, *log_probs;
+    const int64_t *tokens, *never;
+    int64_t sentences, rows, length, entries, nevers;
+};
+
+// `beam` hypotheses for each sentence, (sentences, beam, length + 1), and of which they continue; and those that end.
+struct Extended {
+    int64_t *rows, *tokens, *ended_rows;
+    float *log_probs, *ended_log_probs;
+};
+
+// Extend each hypothesis by any token. Of the 2 x `beam` most probable extensions of a sentence those by `eos` among the
+// first `beam` end, if they are possible; the first `beam` of the others live on. Return how many end, which follow one
+// another for all sentences; -1 if there is no memory, -2 if there is no such token.
+int64_t extend_hypotheses(const Hypotheses* known, int64_t beam, int64_t eos, const Extended* found) {
+    const int64_t hypotheses = known->rows / known->sentences, length = known->length, entries = known->entries;
     const int64_t count = 2 * beam;
     int64_t ended = 0;
+    for (int64_t i = 0; i < known->nevers; i++) {
+        if (known->never[i] < 0 || known->never[i] >= entries) return -2;
+    }
     try {
         const std::unique_ptr<float[]> ranked(new float[count]);
         const std::unique_ptr<int64_t[]> places(new int64_t[count]);
-        for (int64_t sentence = 0; sentence < sentences; sentence++) {
+        for (int64_t sentence = 0; sentence < known->sentences; sentence++) {
             const int64_t first = sentence * hypotheses;
             Largest largest{ranked.get(), places.get(), count, 0};
             for (int64_t row = first; row < first + hypotheses; row++) {
-                largest.add_all(x + row * entries, entries, offsets[row], (row - first) * entries);
+                float* x = known->logits + row * entries;
+                const float log_sum =
+                    known->log_sums == nullptr ? log_of_summed_exponentials(x, entries) : known->log_sums[row];
+                for (int64_t i = 0; i < known->nevers; i++) x[known->never[i]] = -std::numeric_limits<float>::infinity();
+                const float offset = known->log_probs[(row + 1) * length - 1] - log_sum;
+                largest.add_all(x, entries, offset, (row - first) * entries);
             }
             for (int64_t rank = 0, living = 0; living < beam; rank++) {
                 const int64_t row = first + places[rank] / entries, token = places[rank] % entries;
                 if (token != eos) {
                     const int64_t at = sentence * beam + living++;
-                    rows[at] = row;
-                    tokens[at] = token;
-                    numbers[at] = ranked[rank];
+                    float* log_probs = found->log_probs + at * (length + 1);
+                    int64_t* tokens = found->tokens + at * (length + 1);
+                    *std::copy_n(known->log_probs + row * length, length, log_probs) = ranked[rank];
+                    *std::copy_n(known->tokens + row * length, length, tokens) = token;
+                    found->rows[at] = row;
                 } else if (rank < beam && ranked[rank] > -std::numeric_limits<float>::infinity()) {
-                    ended_rows[ended] = row;
-                    ended_numbers[ended++] = ranked[rank];
+                    found->ended_rows[ended] = row;
+                    found->ended_log_probs[ended++] = ranked[rank];
                 }
             }
         }
@@ -676,10 +701,10 @@ void log_sums_of_rows(const float* x, int64_t rows, int64_t entries, float* log_
     for (int64_t row = 0; row < rows; row++) log_sums[row] = log_of_summed_exponentials(x + row * entries, entries);
 }
 
-// `count` layers of one width, one after another, for sentences `begin` to `end`. Return 0; 1 if there is no memory; 2
-// if a sentence has no place.
+// `count` layers of one width, one after another, then a normalisation unless it is null, for sentences `begin` to
+// `end`. Return 0; 1 if there is no memory; 2 if a sentence has no place.
 int64_t decode_layers(const Layer* const* layers, const Source* const* sources, float* const* caches, int64_t count,
-                      const Past* past, float* states, int64_t begin, int64_t end) {
+                      const Residual* norm, const Past* past, float* states, int64_t begin, int64_t end) {
     for (int64_t sentence = begin; sentence < end; sentence++) {
         const int64_t place = past->place_of(sentence);
         if (place < 0 || place >= past->places) return 2;
@@ -698,6 +723,10 @@ int64_t decode_layers(const Layer* const* layers, const Source* const* sources, 
             for (int64_t first = begin; first < end; first += together) {
                 decode(step, first, std::min(first + together, end), work);
             }
+        }
+        if (norm != nullptr) {
+            float* first = states + begin * past->hypotheses * layers[0]->dim;
+            normalise(*norm, first, (end - begin) * past->hypotheses, layers[0]->dim, first);
         }
     } catch (const std::bad_alloc&) {
         return 1;

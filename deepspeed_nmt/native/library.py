@@ -22,9 +22,10 @@ import stat
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from ctypes import c_double, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int64, c_void_p
 from functools import cache
 from itertools import pairwise
+from operator import is_
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
@@ -117,6 +118,27 @@ class _Source(ctypes.Structure):
     )
 
 
+class _Hypotheses(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "log_sums", "log_probs", "tokens", "never")),
+        *((name, c_int64) for name in ("sentences", "rows", "length", "entries", "nevers")),
+    )
+
+
+class _Extended(ctypes.Structure):
+    _fields_ = tuple((name, c_void_p) for name in ("rows", "tokens", "ended_rows", "log_probs", "ended_log_probs"))
+
+
+class Extended(NamedTuple):
+    """Rows that end, and their log-probabilities, EOS included; those that live on, and what they are extended to."""
+
+    ended: list[int]
+    ended_log_probs: list[float]
+    row_BK: Tensor
+    tokens_BKT: Tensor
+    log_prob_BKT: Tensor
+
+
 class Library:
     """The compiled code, from a file.
 
@@ -132,7 +154,7 @@ class Library:
         try:
             self.file, code = file, ctypes.CDLL(str(file))
             self.decode_layers, self.multiply_rows = code.decode_layers, code.multiply_rows
-            self._extend, self._log_sums = code.extend_rows, code.log_sums_of_rows
+            self._extend, self._log_sums = code.extend_hypotheses, code.log_sums_of_rows
             for function in (code.panel_outputs, self.decode_layers, self.multiply_rows, self._extend):
                 function.restype = c_int64
             self._log_sums.restype = None
@@ -140,9 +162,10 @@ class Library:
             self.is_wide = self.panel_outputs >= _WIDE
         except (OSError, AttributeError) as error:  # such as a file system from which nothing may be run
             raise NativeError(f"the compiled code cannot be loaded ({error})") from error
-        self.decode_layers.argtypes = (*[c_void_p] * 3, c_int64, ctypes.POINTER(_Past), c_void_p, *[c_int64] * 2)
+        past, pointers, range_ = ctypes.POINTER(_Past), [c_void_p] * 3, [c_int64] * 2
+        self.decode_layers.argtypes = (*pointers, c_int64, c_void_p, past, c_void_p, *range_)
         self.multiply_rows.argtypes = (ctypes.POINTER(_Product), c_void_p, c_int64, c_void_p)
-        self._extend.argtypes = (*[c_void_p] * 2, *[c_int64] * 5, *[c_void_p] * 5)
+        self._extend.argtypes = (ctypes.POINTER(_Hypotheses), c_int64, c_int64, ctypes.POINTER(_Extended))
         self._log_sums.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
         x = torch.arange(35, dtype=torch.float32, device="cpu").view(7, 5)
         weight = (x.flatten()[:15] - 7.0).repeat(9)[:130].view(26, 5)
@@ -156,37 +179,44 @@ class Library:
         return log_sums_R
 
     def extend(
-        self, x_RV: Tensor, offset_R: Tensor, sentences: int, beam: int, eos: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Find the 2K largest extensions x + offset of each sentence's hypotheses, the first of equal ones first.
+        self,
+        logits_RV: Tensor,
+        log_sum_R: Tensor | None,
+        tokens_RT: Tensor,
+        log_prob_RT: Tensor,
+        never: Tensor,
+        sentences: int,
+        beam: int,
+        eos: int,
+    ) -> Extended:
+        """Find the 2K most probable extensions of each sentence's hypotheses, the first of equal ones first.
 
-        Those by EOS among the first K end, if they are above -inf; the first K of the others live on. Return rows and
-        numbers of the F that end, and rows, tokens and numbers of the others, largest first.
-
-        Shape: fp32 (R,V), (R,) -> (F,), (F,), (B,K), (B,K), (B,K)
+        Those by EOS among the first K end, if they are above -inf; the first K of the others live on. Logits of
+        tokens that are ``never`` predicted become -inf; if others have, ``log_sum_R`` are the log-sums from before.
+        ``tokens_RT`` and ``log_prob_RT`` are those of the hypotheses so far.
         """
-        rows, entries = x_RV.shape
+        (rows, entries), length = logits_RV.shape, tokens_RT.shape[1]
         hypotheses = rows // sentences
         if rows != sentences * hypotheses or not hypotheses <= beam <= hypotheses * entries // 2:
             raise ValueError(f"{beam} extensions of {rows} x {entries} for {sentences} sentences")
-        index_3BK = x_RV.new_empty(3, sentences, beam, dtype=torch.int64)
-        numbers_2BK = x_RV.new_empty(2, sentences, beam)
-        inputs = (
-            _pointer(x_RV, (rows, entries)),
-            _pointer(offset_R, (rows,)),
-            sentences,
-            hypotheses,
-            entries,
-            beam,
-            eos,
+        known = _Hypotheses(
+            _pointer(logits_RV, (rows, entries)),
+            None if log_sum_R is None else _pointer(log_sum_R, (rows,)),
+            _pointer(log_prob_RT, (rows, length)),
+            _pointer(tokens_RT, (rows, length), torch.int64),
+            _pointer(never, (len(never),), torch.int64),
+            *(sentences, rows, length, entries, len(never)),
         )
-        of_index, of_numbers, part = index_3BK.data_ptr(), numbers_2BK.data_ptr(), sentences * beam
-        outputs = of_index, of_numbers, of_index + 8 * part, of_index + 16 * part, of_numbers + 4 * part
-        ended = self._extend(*inputs, *outputs)
-        if ended < 0:
-            raise MemoryError("no memory for a step of decoding")
-        (ended_BK, row_BK, token_BK), (ended_number_BK, number_BK) = index_3BK, numbers_2BK
-        return ended_BK.view(-1)[:ended], ended_number_BK.view(-1)[:ended], row_BK, token_BK, number_BK
+        row_BK = tokens_RT.new_empty(sentences, beam)
+        tokens_BKT = tokens_RT.new_empty(sentences, beam, length + 1)
+        log_prob_BKT = log_prob_RT.new_empty(sentences, beam, length + 1)
+        ended, log_probs = (c_int64 * (sentences * beam))(), (c_float * (sentences * beam))()
+        of_ended, of_log_probs = ctypes.addressof(ended), ctypes.addressof(log_probs)
+        found = _Extended(row_BK.data_ptr(), tokens_BKT.data_ptr(), of_ended, log_prob_BKT.data_ptr(), of_log_probs)
+        count = self._extend(known, beam, eos, found)
+        if count < 0:
+            raise MemoryError("no memory for a step of decoding") if count == -1 else IndexError("no such token")
+        return Extended(ended[:count], log_probs[:count], row_BK, tokens_BKT, log_prob_BKT)
 
 
 class Panels:
@@ -316,10 +346,7 @@ class NativeLayer:
         shapes = [(3 * dim, dim), *[(dim, dim)] * (3 if has_source else 1), (up.outputs, dim), (dim, up.outputs)]
         if [(one.outputs, one.inputs) for one in products] != shapes or dim % heads:
             raise ValueError("the weights of a layer do not fit one another")
-        residuals = [
-            _Residual(*(_pointer(x_D, (dim,)) for x_D in one[:2]), one.epsilon, one.alpha, one.is_pre)
-            for one in around
-        ]
+        residuals = [_residual(one, dim) for one in around]
         structures = [one.structure for one in (joint, out, *of_source)]
         if not has_source:
             residuals.insert(1, _Residual())
@@ -333,47 +360,76 @@ class NativeLayer:
 _NO_SOURCE = _Source()
 
 
-def decode(
-    layers: Sequence[NativeLayer],
-    x_R1D: Tensor,
-    past: Past,
-    caches: Sequence[Tensor],
-    sources: Sequence[Source | None],
-) -> Tensor:
-    """Decode the newest position of each hypothesis by layers of one width, one after another.
+class BoundLayers:
+    """Layers of one width, one after another, with the caches, (2,N,H,C,K) each, and sources of a search.
 
-    Its keys and values are written into the caches, (2,N,H,C,K) each. The source of a layer with cross-attention has
-    its sentences in the places of the past.
+    The source of a layer with cross-attention has its sentences in the places of the caches. ``norm``, if there is
+    one, is applied to what the highest layer returns; only its weight, bias and epsilon count.
 
-    Shape: fp32 (R,1,D) -> (R,1,D)
+    Raises:
+        ValueError: if they do not fit one another.
     """
-    dim, count = layers[0].dim, len(layers)
-    addresses, of_sources, of_caches = [], [], []
-    for layer, cache_2NHCK, source in zip(layers, caches, sources, strict=True):
-        width, of_source = dim // layer.heads, ctypes.addressof(_NO_SOURCE)
-        if layer.dim != dim:
-            raise ValueError(f"layers of a width of {dim} and {layer.dim} do not fit one another")
-        if layer.has_source:
-            assert source is not None
-            fits = source.sentences in (None, past.sentences) and source.shape[:2] == (past.places, layer.heads)
-            if not fits or source.shape[3] != width:
-                raise ValueError(f"a source of {tuple(source.shape)} does not fit {past.sentences} sentences")
-            of_source = source.address
-        addresses.append(layer.address)
-        of_sources.append(of_source)
-        of_caches.append(_pointer(cache_2NHCK, (2, past.places, layer.heads, past.capacity, width)))
-    states, pointers = x_R1D.clone(memory_format=torch.contiguous_format), c_void_p * count
-    arrays = (pointers(*each) for each in (addresses, of_sources, of_caches))
-    of_states = _pointer(states, (past.rows, 1, dim))
-    arguments = *arrays, count, past.structure, of_states
 
-    def decode_sentences(first: int, end: int, kept: Any = (past, caches, sources, states)) -> int:
-        return int(layers[0].library.decode_layers(*arguments, first, end))
+    def __init__(
+        self,
+        layers: Sequence[NativeLayer],
+        caches: Sequence[Tensor],
+        sources: Sequence[Source | None],
+        norm: AroundSublayer | None = None,
+    ) -> None:
+        self._parts = layers, caches, sources, [norm]
+        self._library, self._dim = layers[0].library, layers[0].dim
+        self._sentences: set[int] = set()
+        _, self._places, _, self._capacity, _ = caches[0].shape
+        addresses, of_caches, of_sources = [], [], []
+        for layer, cache_2NHCK, source in zip(layers, caches, sources, strict=True):
+            width, of_source = self._dim // layer.heads, ctypes.addressof(_NO_SOURCE)
+            if layer.dim != self._dim:
+                raise ValueError(f"layers of a width of {self._dim} and {layer.dim} do not fit one another")
+            if layer.has_source:
+                assert source is not None
+                if source.shape[:2] != (self._places, layer.heads) or source.shape[3] != width:
+                    raise ValueError(f"a source of {tuple(source.shape)} does not fit {self._places} places")
+                of_source = source.address
+                if source.sentences is not None:
+                    self._sentences.add(source.sentences)
+            addresses.append(layer.address)
+            of_caches.append(_pointer(cache_2NHCK, (2, self._places, layer.heads, self._capacity, width)))
+            of_sources.append(of_source)
+        pointers, self._norm = c_void_p * len(layers), None if norm is None else _residual(norm, self._dim)
+        of_norm = None if self._norm is None else ctypes.addressof(self._norm)
+        self._arguments = (*(pointers(*each) for each in (addresses, of_sources, of_caches)), len(layers), of_norm)
 
-    problem = _in_threads(decode_sentences, past.sentences, -(-_ROWS_OF_A_THREAD * past.sentences // past.rows))
-    if problem:
-        raise MemoryError("no memory for a step of decoding") if problem == 1 else IndexError("no such place")
-    return states
+    def is_of(
+        self,
+        layers: Sequence[NativeLayer],
+        caches: Sequence[Tensor],
+        sources: Sequence[Source | None],
+        norm: AroundSublayer | None,
+    ) -> bool:
+        """Return True if it was made of exactly these."""
+        parts = zip(self._parts, (layers, caches, sources, [norm]), strict=True)
+        return all(len(own) == len(other) and all(map(is_, own, other)) for own, other in parts)
+
+    def decode(self, x_R1D: Tensor, past: Past) -> Tensor:
+        """Decode the newest position of each hypothesis, whose keys and values are written into the caches.
+
+        Shape: fp32 (R,1,D) -> (R,1,D)
+        """
+        fits = self._sentences <= {past.sentences} and (past.places, past.capacity) == (self._places, self._capacity)
+        if not fits:
+            raise ValueError(f"caches of {self._places} places do not fit {past.sentences} sentences")
+        states = x_R1D.clone(memory_format=torch.contiguous_format)
+        arguments = *self._arguments, past.structure, _pointer(states, (past.rows, 1, self._dim))
+        call = self._library.decode_layers
+
+        def decode_sentences(first: int, end: int, kept: Any = (self, past, states)) -> int:
+            return int(call(*arguments, first, end))
+
+        problem = _in_threads(decode_sentences, past.sentences, -(-_ROWS_OF_A_THREAD * past.sentences // past.rows))
+        if problem:
+            raise MemoryError("no memory for a step of decoding") if problem == 1 else IndexError("no such place")
+        return states
 
 
 def _in_threads(call: Callable[[int, int], int], count: int, of_a_thread: int) -> int:
@@ -418,6 +474,11 @@ def _threads() -> _Threads:
 
 
 os.register_at_fork(after_in_child=_threads.cache_clear)  # a child has none of the threads
+
+
+def _residual(around: AroundSublayer, dim: int) -> _Residual:
+    weight_D, bias_D, *rest = around
+    return _Residual(_pointer(weight_D, (dim,)), _pointer(bias_D, (dim,)), *rest)
 
 
 def _pointer(x: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed_nmt.native.library import Past, Source
+from deepspeed_nmt.native.library import BoundLayers, Past, Source
 
 _BLOCK = 64
 """Least number of positions by which a self-attention cache grows."""
@@ -57,11 +57,11 @@ class Ancestry:
         self.sentences = 0
         self.positions = 0
         self.places_B: Tensor | None = None
-        self._mask_RP = torch.empty(0, 0, dtype=torch.bool)
         self.mask: Tensor | None = None
+        self._mask_RP: Tensor | None = None  # None as for `mask`
         self._own_RW = torch.empty(0, 0, dtype=torch.bool)
+        self._device = torch.device("cpu")
         self._crowded = _CROWDED
-        self._has_gaps = False
         self._past: Past | None = None
 
     def past(self, rows: int, places: int, capacity: int) -> Past:
@@ -73,35 +73,41 @@ class Ancestry:
 
     def advance(self, rows: int, device: torch.device) -> None:
         """Add a position for each row, from which only that row descends."""
-        self._past = None
-        if self.sentences == 0:
-            self.sentences = rows
-            self._mask_RP = torch.empty(rows, 0, dtype=torch.bool, device=device)
+        self.mask = self._past = None
+        self.sentences, self._device = self.sentences or rows, device
         width = rows // self.sentences
+        self.positions += width
+        if self._mask_RP is None and width == 1:  # greedy, or the first step
+            return
         if self._own_RW.shape != (rows, width):
             self._own_RW = torch.eye(width, dtype=torch.bool, device=device).repeat(self.sentences, 1)
-        self._mask_RP = torch.cat([self._mask_RP, self._own_RW], dim=1)
-        self.positions = self._mask_RP.shape[1]
-        # One hypothesis per sentence: greedy, or the first step. All cached positions are its own, but for gaps.
-        sees_all = rows == self.sentences and not self._has_gaps
-        self.mask = None if sees_all else self._mask_RP.view(self.sentences, 1, -1, self.positions)
+        before_RP = self._before(rows, self.positions - width)
+        self._mask_RP = torch.cat([before_RP, self._own_RW], dim=1)
+        self.mask = self._mask_RP.view(self.sentences, 1, -1, self.positions)
 
     def as_block(self, width: int) -> None:
         """Let the newest ``width`` positions of each sentence be rows, each of which sees those before it."""
         self._past = None
         if width > 1:
-            mask_BWP = self._mask_RP.unsqueeze(1).repeat(1, width, 1)
+            before_BP = self._before(self.sentences, self.positions)
+            mask_BWP = before_BP.unsqueeze(1).repeat(1, width, 1)
             mask_BWP[:, :, self.positions - width :].tril_()
             self.mask = mask_BWP.unsqueeze(1)
 
     def keep_first(self, counts: Sequence[int], width: int) -> None:
         """Drop all but the first positions of a block of each sentence."""
         start, most = self.positions - width, max(counts)
-        counts_B1 = torch.tensor(counts, device=self._mask_RP.device).unsqueeze(1)
-        self._mask_RP = self._mask_RP[:, : start + most]
-        self._mask_RP[:, start:] = torch.arange(most, device=counts_B1.device) < counts_B1
+        if min(counts) < most or self._mask_RP is not None:
+            counts_B1 = torch.tensor(counts, device=self._device).unsqueeze(1)
+            self._mask_RP = self._before(len(counts), self.positions)[:, : start + most]
+            self._mask_RP[:, start:] = torch.arange(most, device=self._device) < counts_B1
         self.positions, self._past = start + most, None
-        self._has_gaps = self._has_gaps or min(counts) < most
+
+    def _before(self, rows: int, positions: int) -> Tensor:
+        """Return the positions from which each row descends, which are all if nothing else is known."""
+        if self._mask_RP is not None:
+            return self._mask_RP
+        return torch.ones(rows, positions, dtype=torch.bool, device=self._device)
 
     def settle(self) -> None:
         """Give the sentences the first places."""
@@ -110,7 +116,8 @@ class Ancestry:
     def select(self, rows_R: Tensor, sentences: int) -> None:
         """Continue the hypotheses ``rows_R``."""
         self.sentences = sentences
-        self._mask_RP = self._mask_RP.index_select(0, rows_R)
+        if self._mask_RP is not None:
+            self._mask_RP = self._mask_RP.index_select(0, rows_R)
 
     def clear(self) -> Tensor | None:
         """Remove dead positions, if there are many and a quarter of them is dead.
@@ -118,7 +125,7 @@ class Ancestry:
         Return those that are kept of each sentence, (B,M), M the most that are alive in one; None if none is removed.
         """
         # On a GPU the host would have to wait for the number.
-        if self.positions < self._crowded or self._mask_RP.device.type != "cpu":
+        if self._mask_RP is None or self.positions < self._crowded or self._device.type != "cpu":
             return None
         mask_BWP = self._mask_RP.view(self.sentences, -1, self.positions)
         alive_BP = mask_BWP.any(dim=1)
@@ -173,12 +180,14 @@ class LayerCache:
         length: target positions of a hypothesis so far.
         state: of a layer whose state does not grow: tensors with a row for each hypothesis, (R,...); none before the
             first step, and none of a layer that caches keys and values.
+        bound: this layer and those above it, as native code has last applied them in one call.
     """
 
     def __init__(self, ancestry: Ancestry, source: SourceCache) -> None:
         self.source = source
         self.length = 0
         self.state: tuple[Tensor, ...] = ()
+        self.bound: BoundLayers | None = None
         self._ancestry = ancestry
         self._positions = 0
         self._buffer: Tensor | None = None  # keys and values, (2,N,H,C,K)

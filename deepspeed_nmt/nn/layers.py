@@ -19,8 +19,7 @@ from deepspeed_nmt import randomness
 from deepspeed_nmt.kernels import torch_ops
 from deepspeed_nmt.kernels.choice import UsesKernels
 from deepspeed_nmt.kernels.segments import Mask
-from deepspeed_nmt.native import library as native
-from deepspeed_nmt.native.library import AroundSublayer, NativeLayer, Source
+from deepspeed_nmt.native.library import AroundSublayer, BoundLayers, NativeLayer, Past, Source
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import KeysValues, LayerCache
 from deepspeed_nmt.nn.linear import Linear, PackedWeights, Product, Sliceable, UsesPackedWeights
@@ -417,9 +416,11 @@ class NativeStep:
 
     Attributes:
         largest: elements of the largest weight.
+        norms: what native code needs of LayerNorms that follow the layer; None if they are not standard.
     """
 
     def __init__(self, layer: EncoderLayer | DecoderLayer, weights: PackedWeights) -> None:
+        self.norms: dict[LayerNorm, AroundSublayer | None] = {}
         own = layer.self_attention
         self.largest = layer.feed_forward.up_proj.weight.numel()
         self._layer, self._weights = layer, weights
@@ -447,14 +448,14 @@ class NativeStep:
         """
         sentences, length, dim = x_BTD.shape
         seen_B1TT = None if mask_B1TT is None else mask_B1TT.expand(sentences, 1, length, length).contiguous()
-        past = native.Past(sentences, sentences * length, length, seen_B1TT, None, sentences, length)
+        past = Past(sentences, sentences * length, length, seen_B1TT, None, sentences, length)
         cache_2BHTK, source = x_BTD.new_empty(2, sentences, self._heads, length, self._head_dim), None
         if self._cross is not None:
             assert context.memory_BSD is not None and isinstance(context.mask, Tensor | None)
             projected = context.source or self._cross.project(context.memory_BSD)
             source = Source(projected.keys, projected.values, context.mask)
-        rows_R1D = native.decode([self.weights], x_BTD.reshape(-1, 1, dim), past, [cache_2BHTK], [source])
-        return rows_R1D.view(x_BTD.shape)
+        bound = BoundLayers([self.weights], [cache_2BHTK], [source])
+        return bound.decode(x_BTD.reshape(-1, 1, dim), past).view(x_BTD.shape)
 
     @cached_property
     def weights(self) -> NativeLayer:
@@ -473,15 +474,34 @@ class NativeStep:
             library,
             self._heads,
             network.activation,
-            [AroundSublayer(x.norm.weight, x.norm.bias, x.norm.eps, x.alpha, x.style == "pre") for x in around],
+            [_around(x.norm, x.alpha, x.style == "pre") for x in around],
             [product.panels for product in products],
         )
 
 
+def _around(norm: LayerNorm, alpha: float = 1.0, is_pre: bool = True) -> AroundSublayer:
+    return AroundSublayer(norm.weight.detach(), norm.bias.detach(), norm.eps, alpha, is_pre)
+
+
+def native_norm(norm: nn.Module | None, steps: Sequence[NativeStep]) -> AroundSublayer | None:
+    """Return what native code needs to apply a standard LayerNorm after some layers; None if it must not."""
+    if type(norm) is not LayerNorm or norm._forward_hooks or norm._forward_pre_hooks:
+        return None
+    kept = steps[-1].norms
+    if norm not in kept:
+        is_standard = "forward" not in vars(norm) and norm.weight.dtype == torch.float32
+        kept[norm] = _around(norm) if is_standard else None
+    return kept[norm]
+
+
 def decode_natively(
-    steps: Sequence[NativeStep], x_R1D: Tensor, context: Context, caches: Sequence[LayerCache]
+    steps: Sequence[NativeStep],
+    x_R1D: Tensor,
+    context: Context,
+    caches: Sequence[LayerCache],
+    norm: AroundSublayer | None = None,
 ) -> Tensor:
-    """Decode the next position of each hypothesis by standard layers, in one call of native code.
+    """Decode the next position of each hypothesis by standard layers and a LayerNorm, in one call of native code.
 
     The arithmetic is that of the layers in eval mode, and the caches keep the position. For a few hypotheses the
     products of oneDNN take longer than it takes to read the weights, and looking up modules, hooks and kernels as
@@ -492,8 +512,11 @@ def decode_natively(
     pairs = list(zip(steps, caches, strict=True))
     buffers = [step.reserve(x_R1D, cache) for step, cache in pairs]
     sources = [step.source(context, cache) for step, cache in pairs]
-    past = caches[0].past(x_R1D.shape[0], buffers[0])
-    return native.decode([step.weights for step in steps], x_R1D, past, buffers, sources)
+    parts = [step.weights for step in steps], buffers, sources, norm
+    lowest = caches[0]
+    if lowest.bound is None or not lowest.bound.is_of(*parts):
+        lowest.bound = BoundLayers(*parts)
+    return lowest.bound.decode(x_R1D, lowest.past(x_R1D.shape[0], buffers[0]))
 
 
 @dataclass(frozen=True)

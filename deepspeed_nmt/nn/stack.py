@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed_nmt.nn.cache import LayerCache
-from deepspeed_nmt.nn.layers import Context, DecoderBlock, DecoderLayer, decode_natively, native_step
+from deepspeed_nmt.nn.layers import Context, DecoderBlock, DecoderLayer, decode_natively, native_norm, native_step
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,10 @@ class LayerStack(nn.Module):
 
     def norm_at(self, stage: int) -> nn.Module | None:
         """Return the module that is applied to the state at exit ``stage``, counted from 1; None for none."""
-        return dict(self.exits).get(str(stage), self.final_norm)
+        number = str(stage)
+        if number in self.exits:
+            return self.exits[number]
+        return self.final_norm
 
     def recomputes(self, number: int) -> bool:
         """Return True if application ``number``, from 0, is run again in the backward pass."""
@@ -142,7 +145,8 @@ class LayerStack(nn.Module):
         Shape: (B,T,D) -> one (B,T,D) per exit
         """
         if caches is not None:
-            return [self.read(self.advance((x_BTD, x_BTD), context, caches, 0, self.applications)[0], self.stages)]
+            norm = self.norm_at(self.stages)
+            return [self.advance((x_BTD, x_BTD), context, caches, 0, self.applications, norm)[0]]
         exits = exits or (self.stages,)
         stages = [self.order.stages[exit - 1] for exit in exits]
         indices = self.order.indices[: max(stages)]
@@ -171,9 +175,15 @@ class LayerStack(nn.Module):
         return [self.read(states[at], exit) for at, exit in zip(stages, exits, strict=True)]
 
     def advance(
-        self, states: Sequence[Tensor], context: Context, caches: Sequence[LayerCache], first: int, end: int
+        self,
+        states: Sequence[Tensor],
+        context: Context,
+        caches: Sequence[LayerCache],
+        first: int,
+        end: int,
+        norm: nn.Module | None = None,
     ) -> tuple[Tensor, ...]:
-        """Apply the applications from ``first`` to before ``end`` to the next positions in decoding.
+        """Apply the applications from ``first`` to before ``end``, then ``norm``, to the next positions in decoding.
 
         ``states``, which are also returned, are the state, the stack's input and what the links have kept; before
         the first application the input twice. Each cache keeps the source's keys and values itself.
@@ -188,24 +198,33 @@ class LayerStack(nn.Module):
         for start, stop in pairwise([first, *read, end]):
             if start in self.order.inputs_at:
                 x_R1D = x_R1D + input_R1D
-            x_R1D = self._step(x_R1D, context, caches, start, stop)
+            of_step = norm if stop == end and self.links is None else None
+            x_R1D = self._step(x_R1D, context, caches[start:stop], start, of_step)
             if self.links is not None:
                 x_R1D = self.links.read(x_R1D, stop, kept)
+        if self.links is not None and norm is not None:
+            x_R1D = norm(x_R1D)
         return (x_R1D, input_R1D, *kept)
 
     def _is_linked_at(self, number: int) -> bool:
         return self.links is not None and self.links.changes(number)
 
-    def _step(self, x_R1D: Tensor, context: Context, caches: Sequence[LayerCache], start: int, stop: int) -> Tensor:
-        """Apply the applications from ``start`` to before ``stop``, natively in one call if possible."""
+    def _step(
+        self, x_R1D: Tensor, context: Context, caches: Sequence[LayerCache], start: int, norm: nn.Module | None
+    ) -> Tensor:
+        """Apply applications from ``start`` on, one for each cache, then ``norm``, in one native call if possible."""
         layers = list(self.layers)
-        applied = [layers[index] for index in self.order.indices[start:stop]]
+        applied = [layers[index] for index in self.order.indices[start : start + len(caches)]]
         steps = [native_step(layer, len(x_R1D)) if isinstance(layer, DecoderLayer) else None for layer in applied]
         if steps and all(steps):
-            return decode_natively([step for step in steps if step], x_R1D, context, caches[start:stop])
-        for layer, cache in zip(applied, caches[start:stop], strict=True):
-            x_R1D = layer(x_R1D, context, cache)
-        return x_R1D
+            known = [step for step in steps if step]
+            fused = native_norm(norm, known)
+            x_R1D = decode_natively(known, x_R1D, context, caches, fused)
+            norm = norm if fused is None else None
+        else:
+            for layer, cache in zip(applied, caches, strict=True):
+                x_R1D = layer(x_R1D, context, cache)
+        return x_R1D if norm is None else norm(x_R1D)
 
     def read(self, x_BTD: Tensor, stage: int) -> Tensor:
         """Return the state as exit ``stage``, counted from 1, gives it out. Shape: (B,T,D) -> (B,T,D)."""

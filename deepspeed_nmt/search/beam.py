@@ -25,6 +25,7 @@ at, F hypotheses that finish, T target length so far (BOS included).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -150,7 +151,7 @@ class BeamSearch(LeftToRightSearch[BeamSentence]):
             row_F, rank_F = (ends_BC & (log_prob_BC > -torch.inf))[:, :size].nonzero(as_tuple=True)
             if len(row_F):
                 parent_F = row_F * live.width + parent_BC[row_F, rank_F]
-                self._record(live, group, parent_F, log_prob_BC[row_F, rank_F])
+                self._record(live, group, parent_F.tolist(), log_prob_BC[row_F, rank_F].tolist())
             done = [sentence.counts[group] >= size for sentence in sentences]
             if self.groups > 1 and any(done):
                 ends_BC = ends_BC | torch.tensor(done, device=ends_BC.device).unsqueeze(1)
@@ -166,7 +167,7 @@ class BeamSearch(LeftToRightSearch[BeamSentence]):
         parent_BK, token_BK, log_prob_BK = joined
         first_B = torch.arange(0, len(logits_RV), live.width, device=parent_BK.device)
         row_BK = parent_BK + first_B.unsqueeze(1)
-        return Extensions(self._unfinished(live), row_BK, token_BK, log_prob_BK)
+        return live.extended(self._unfinished(live), row_BK, token_BK, log_prob_BK)
 
     def finish(self, sentence: BeamSentence) -> list[Hypothesis]:
         """Return the best hypotheses of all groups."""
@@ -199,22 +200,23 @@ class BeamSearch(LeftToRightSearch[BeamSentence]):
     def _extended_natively(self, live: Live[BeamSentence], logits_RV: Tensor) -> Extensions:
         """Extend as :meth:`extend` does. The log-probabilities of all extensions are not written."""
         assert self.native is not None
-        offset_R = live.log_prob_RT[:, -1] - self.native.log_sums(logits_RV)
-        live.forbid(logits_RV)
-        arguments = logits_RV, offset_R, len(live.sentences), self.size, self.vocabulary.eos
-        row_F, log_prob_F, *extensions = self.native.extend(*arguments)
-        if len(row_F):
-            self._record(live, 0, row_F, log_prob_F)
-        return Extensions(self._unfinished(live), *extensions)
+        rules, log_sum_R = live.rules, None
+        if rules.read_tokens:
+            log_sum_R = self.native.log_sums(logits_RV)
+            live.forbid(logits_RV)
+        so_far = logits_RV, log_sum_R, live.tokens_RT, live.log_prob_RT, rules.never
+        found = self.native.extend(*so_far, len(live.sentences), self.size, self.vocabulary.eos)
+        if found.ended:
+            self._record(live, 0, found.ended, found.ended_log_probs)
+        return Extensions(self._unfinished(live), found.row_BK, found.tokens_BKT, found.log_prob_BKT)
 
     def _unfinished(self, live: Live[BeamSentence]) -> list[bool]:
         return [sentence.limit > live.length and min(sentence.counts) < self.size for sentence in live.sentences]
 
-    def _record(self, live: Live[BeamSentence], group: int, row_F: Tensor, log_prob_F: Tensor) -> None:
+    def _record(self, live: Live[BeamSentence], group: int, rows: Sequence[int], log_probs: Sequence[float]) -> None:
         """Record the hypotheses of a group that finish, which are those of these rows and EOS."""
-        penalty, log_probs = self.penalty(live.length), log_prob_F.tolist()
-        ended = live.ended(row_F, log_probs)
-        for row, (tokens, by_token), log_prob in zip(row_F.tolist(), ended, log_probs, strict=True):
+        penalty, ended = self.penalty(live.length), live.ended(rows, log_probs)
+        for row, (tokens, by_token), log_prob in zip(rows, ended, log_probs, strict=True):
             sentence = live.sentences[row // live.width]
             sentence.counts[group] += 1
             hypothesis = Hypothesis(tokens, log_prob / penalty, log_prob, token_log_probs=by_token)

@@ -152,7 +152,7 @@ class ConstrainedBeam(LeftToRightSearch[ConstrainedSentence]):
             torch.tensor(column, dtype=kind) for column, kind in zip(zip(*columns, strict=True), kinds, strict=True)
         )
         shape, device = (len(chosen), self.beam), logits_RV.device
-        return Extensions(unfinished, *(x_R.view(shape).to(device) for x_R in (row_R, token_R, log_prob_R)))
+        return live.extended(unfinished, *(x_R.view(shape).to(device) for x_R in (row_R, token_R, log_prob_R)))
 
     def _candidates(self, live: Live[ConstrainedSentence], logits_RV: Tensor) -> list[list[Candidate]]:
         """Return the extensions of each sentence's hypotheses to look at, the most probable first."""

@@ -95,7 +95,8 @@ class TokenRules:
     which every token is forbidden ends.
 
     Attributes:
-        read_tokens: True if they may depend on the tokens of a hypothesis so far.
+        never: tokens that are never predicted.
+        read_tokens: True if more is forbidden, which may depend on the tokens of a hypothesis so far.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class TokenRules:
         self._eos = vocabulary.eos
         self._least = settings.min_length + min((request.tags for request in requests), default=0)
         self._ngram = settings.no_repeat_ngram
-        self._never = torch.tensor(vocabulary.unpredicted, device=device)
+        self.never = torch.tensor(vocabulary.unpredicted, device=device)
         suppressed = {*settings.suppress_tokens, *([vocabulary.unk] if settings.suppress_unknown else [])}
         suppressed = {token for token in suppressed if token < vocabulary.size} - {vocabulary.eos}
         self._suppressed = torch.tensor(sorted(suppressed), device=device) if suppressed else None
@@ -118,7 +119,7 @@ class TokenRules:
 
     def apply(self, logits_RV: Tensor, tokens_RT: Tensor, numbers: Sequence[int]) -> None:
         """Set the logits of forbidden tokens to -inf in place; see :class:`Live` for the arguments."""
-        logits_RV.index_fill_(1, self._never, -torch.inf)
+        logits_RV.index_fill_(1, self.never, -torch.inf)
         if not self.read_tokens:
             return
         length, size = tokens_RT.shape[1] - 1, self._ngram
@@ -202,6 +203,16 @@ class Live(Generic[S]):
             for of_row, upto, log_prob in zip(tokens, totals, log_probs, strict=True)
         ]
 
+    def extended(
+        self, unfinished: Sequence[bool], row_BW: Tensor, token_BW: Tensor, log_prob_BW: Tensor
+    ) -> Extensions:
+        """Return the extensions of rows by tokens, given the log-probabilities of the extended hypotheses."""
+        joined = (
+            torch.cat([before_RT[row_BW], next_BW.unsqueeze(2)], dim=2)
+            for before_RT, next_BW in ((self.tokens_RT, token_BW), (self.log_prob_RT, log_prob_BW))
+        )
+        return Extensions(unfinished, row_BW, *joined)
+
     def forbid(self, logits_RV: Tensor) -> None:
         """Set the logits, or log-probabilities, of the next tokens that the rules forbid to -inf."""
         self.rules.apply(logits_RV, self.tokens_RT, [sentence.number for sentence in self.sentences])
@@ -213,14 +224,14 @@ class Extensions(NamedTuple):
     Attributes:
         unfinished: True for each sentence that is searched on; the values of the others do not matter.
         row_BW: rows of the hypotheses that are extended.
-        token_BW: tokens by which they are extended.
-        log_prob_BW: log-probabilities of the extended hypotheses.
+        tokens_BWT: tokens of the extended hypotheses, BOS first.
+        log_prob_BWT: their log-probabilities up to each token.
     """
 
     unfinished: Sequence[bool]
     row_BW: Tensor
-    token_BW: Tensor
-    log_prob_BW: Tensor
+    tokens_BWT: Tensor
+    log_prob_BWT: Tensor
 
 
 class SentenceSearch(ABC, Generic[S]):
@@ -303,12 +314,8 @@ class LeftToRightSearch(SentenceSearch[S]):
             if len(kept) < len(unfinished):
                 kept_B = torch.tensor(kept, device=device)
                 memory = memory.select(kept_B)
-                extensions = [x_BW.index_select(0, kept_B) for x_BW in extensions]
-            row_R, token_R, log_prob_R = (x_BW.flatten() for x_BW in extensions)
-            tokens_RT, log_prob_RT = (
-                torch.cat([before_RT.index_select(0, row_R), next_R.unsqueeze(1)], dim=1)
-                for before_RT, next_R in ((live.tokens_RT, token_R), (live.log_prob_RT, log_prob_R))
-            )
+                extensions = [x.index_select(0, kept_B) for x in extensions]
+            row_R, tokens_RT, log_prob_RT = (x.flatten(0, 1) for x in extensions)
             live = Live([live.sentences[row] for row in kept], tokens_RT, log_prob_RT, live.rules)
             cache.select(row_R, kept_B)
 

@@ -117,12 +117,12 @@ class Sampling(LeftToRightSearch[SampledSentence]):
         ended = live.ended(row_R[[row for *_, row, _ in finished]], [total for *_, total in finished])
         for (sentence, sample, _, total), (sampled, by_token) in zip(finished, ended, strict=True):
             sentence.finished[sample] = Hypothesis(sampled, total, total, token_log_probs=by_token)
-        # One row per sentence would see the cached positions of all samples so far as its own.
-        most = max(2 if self.config.samples > 1 else 1, *map(len, alive))
+        most = max(1, *map(len, alive))
         for sentence, going_on in zip(sentences, alive, strict=True):
             sentence.samples = filled(list(going_on), most)
         row_BW = torch.tensor([filled(list(going_on.values()), most) for going_on in alive], device=device)
-        return Extensions([len(going_on) > 0 for going_on in alive], row_R[row_BW], token_R[row_BW], total_R[row_BW])
+        unfinished = [len(going_on) > 0 for going_on in alive]
+        return live.extended(unfinished, row_R[row_BW], token_R[row_BW], total_R[row_BW])
 
     def _draw(self, logits_RV: Tensor, uniform_R: Tensor) -> Tensor:
         """Draw a token for each row by its random number. Shape: (R,V), fp64 (R,) -> (R,)."""

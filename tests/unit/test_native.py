@@ -204,7 +204,7 @@ def test_threads_that_ctrl_c_leaves_at_work_keep_their_memory(monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         panels(x)
     with pytest.raises(KeyboardInterrupt):
-        native.decode([layer], x.clone(), Past(1, 1, 3, seen, None, 1, 3), [cache], [None])
+        native.BoundLayers([layer], [cache], [None]).decode(x.clone(), Past(1, 1, 3, seen, None, 1, 3))
     used = [weakref.ref(one) for one in (x, cache, seen)]
     del x, cache, seen
     assert all(one() is not None for one in used)
@@ -289,7 +289,8 @@ def test_a_layer_is_that_of_the_equations(capability: str, width: int) -> None:
     expected = cache.clone()
     past = Past(sentences, rows, positions, seen, place, *cache.shape[1:4:2])
     source = Source(keys, values, source_seen)
-    found = native.decode([layer], x, past, [cache], [source])
+    bound = native.BoundLayers([layer], [cache], [source])
+    found = bound.decode(x, past)
 
     def attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         q = query.view(sentences, hypotheses, heads, width).transpose(1, 2)
@@ -329,7 +330,7 @@ def test_a_layer_is_that_of_the_equations(capability: str, width: int) -> None:
         with pytest.raises(ValueError):
             Past(**{**sizes, **wrong})
     with pytest.raises(IndexError):
-        native.decode([layer], x, Past(**{**sizes, "places_B": torch.tensor([0, 1, 5])}), [cache], [source])
+        bound.decode(x, Past(**{**sizes, "places_B": torch.tensor([0, 1, 5])}))
     for state, buffer, of in (
         (x.double(), cache, source),
         (x[1:], cache, source),
@@ -339,7 +340,7 @@ def test_a_layer_is_that_of_the_equations(capability: str, width: int) -> None:
         (x, cache, Source(keys, values, source_seen[:2])),
     ):
         with pytest.raises(ValueError):
-            native.decode([layer], state, past, [buffer], [of])
+            native.BoundLayers([layer], [buffer], [of]).decode(state, past)
     for parts in ((keys, values[:, :, 1:], None), (keys, values, source_seen[..., 1:])):
         with pytest.raises(ValueError):
             Source(*parts)
@@ -355,7 +356,8 @@ def test_activations(activation: str, capability: str) -> None:
         weights = (zeros.repeat(3, 1), None), (zeros, None), (zeros, inputs), (torch.eye(dim), None)
         layer = NativeLayer(code, 1, activation, around, [Panels(code, *pair) for pair in weights])
         past = Past(1, 1, 1, None, None, places=1, capacity=2)
-        found = native.decode([layer], torch.zeros(1, 1, dim), past, [torch.zeros(2, 1, 1, 2, dim)], [None]).flatten()
+        bound = native.BoundLayers([layer], [torch.zeros(2, 1, 1, 2, dim)], [None])
+        found = bound.decode(torch.zeros(1, 1, dim), past).flatten()
         expected = {"relu": F.relu, "gelu": F.gelu, "swish": F.silu}[activation](inputs)
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6)
 
@@ -389,30 +391,46 @@ def test_extensions_are_the_largest_that_torch_finds() -> None:
         x = torch.randn(sentences * hypotheses, entries).round(decimals=1 if beam == 4 else 6)  # with equal ones
         x[:, eos] += 1.5
         x[-1, eos] = -torch.inf
-        offset = torch.randn(len(x)).round(decimals=1)
-        rows_F, numbers_F, *living = code.extend(x, offset, sentences, beam, eos)
-        ranked = (x + offset.unsqueeze(1)).view(sentences, -1).sort(dim=1, descending=True, stable=True)
+        log_probs = torch.randn(len(x), 3).round(decimals=1)
+        tokens, log_sums, never = torch.randint(9, (len(x), 3)), torch.zeros(len(x)), torch.tensor([0, entries - 2])
+        found = code.extend(x, log_sums, tokens, log_probs, never, sentences, beam, eos)
+        assert x[:, never].isneginf().all() and x[:-1].isneginf().sum() == 2 * (len(x) - 1)
+        ranked = (x + log_probs[:, 2:]).view(sentences, -1).sort(dim=1, descending=True, stable=True)
         ended, others = [], []
         for sentence, (numbers, places) in enumerate(zip(*(part.tolist() for part in ranked), strict=True)):
-            found = [
+            every = [
                 (sentence * hypotheses + at // entries, at % entries, x)
                 for at, x in zip(places, numbers, strict=True)
             ]
-            ended += [(row, number) for row, token, number in found[:beam] if token == eos and number > -torch.inf]
-            others += [one for one in found[: 2 * beam] if one[1] != eos][:beam]
-        assert list(zip(rows_F.tolist(), numbers_F.tolist(), strict=True)) == ended
-        assert list(zip(*(part.flatten().tolist() for part in living), strict=True)) == others
+            ended += [(row, number) for row, token, number in every[:beam] if token == eos and number > -torch.inf]
+            others += [one for one in every[: 2 * beam] if one[1] != eos][:beam]
+        assert list(zip(found.ended, found.ended_log_probs, strict=True)) == ended
+        row_R, tokens_RT, log_prob_RT = (part.flatten(0, 1) for part in found[2:])
+        assert list(zip(row_R.tolist(), tokens_RT[:, 3].tolist(), log_prob_RT[:, 3].tolist(), strict=True)) == others
+        assert torch.equal(tokens_RT[:, :3], tokens[row_R]) and torch.equal(log_prob_RT[:, :3], log_probs[row_R])
+        x[:, never] = 3.0
         torch.testing.assert_close(code.log_sums(30.0 * x), (30.0 * x).logsumexp(dim=1), rtol=1e-6, atol=1e-6)
+        of_x = x.logsumexp(dim=1)
+        given, of_itself = (
+            code.extend(x.clone(), sums, tokens, log_probs, never, sentences, beam, eos) for sums in (of_x, None)
+        )
+        torch.testing.assert_close(given.log_prob_BKT, of_itself.log_prob_BKT)
     x = torch.full((2, 150), -torch.inf)
     x[0, 70], x[1, 100], x[1, eos] = torch.nan, 1.0, torch.nan
-    rows_F, _, row_BK, token_BK, number_BK = code.extend(x, torch.zeros(2), 1, 2, eos)
-    assert len(rows_F) == 0 and row_BK.tolist() == [[0, 1]] and token_BK.tolist() == [[70, 100]]
-    assert number_BK[0, 0].isnan() and number_BK[0, 1] == 1.0
+    none, so_far = torch.empty(0, dtype=torch.int64), (torch.zeros(2), torch.zeros(2, 1).long(), torch.zeros(2, 1))
+    found = code.extend(x, *so_far, none, 1, 2, eos)
+    assert (
+        found.ended == [] and found.row_BK.tolist() == [[0, 1]] and found.tokens_BKT[..., 1].tolist() == [[70, 100]]
+    )
+    assert found.log_prob_BKT[0, 0, 1].isnan() and found.log_prob_BKT[0, 1, 1] == 1.0
     x[1, eos] = -torch.inf
     assert code.log_sums(x)[0].isnan() and code.log_sums(x)[1] == 1.0
-    for offset, beam in ((torch.zeros(2), 151), (torch.zeros(2), 1), (torch.zeros(3), 2)):
+    for token in (-1, 150):
+        with pytest.raises(IndexError):
+            code.extend(x, *so_far, torch.tensor([token]), 1, 2, eos)
+    for log_sums, beam in ((torch.zeros(2), 151), (torch.zeros(2), 1), (torch.zeros(3), 2)):
         with pytest.raises(ValueError):
-            code.extend(x, offset, 1, beam, eos)
+            code.extend(x, log_sums, *so_far[1:], none, 1, beam, eos)
 
 
 @pytest.fixture(autouse=True)
