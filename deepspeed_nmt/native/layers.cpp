@@ -697,6 +697,20 @@ int64_t extend_hypotheses(const Hypotheses* known, int64_t beam, int64_t eos, co
     return ended;
 }
 
+// Rows of a table times `scale`, plus one position. Return 0, or 2 if there is no such token.
+int64_t embed_tokens(const int64_t* tokens, int64_t rows, int64_t of_token, const float* table, int64_t entries,
+                     int64_t dim, double scale, const float* position, float* output) {
+    const float factor = static_cast<float>(scale);
+    for (int64_t row = 0; row < rows; row++, output += dim) {
+        const int64_t token = tokens[row * of_token];
+        if (token < 0 || token >= entries) return 2;
+        const float* x = table + token * dim;
+#pragma omp simd
+        for (int64_t d = 0; d < dim; d++) output[d] = x[d] * factor + position[d];
+    }
+    return 0;
+}
+
 void log_sums_of_rows(const float* x, int64_t rows, int64_t entries, float* log_sums) {
     for (int64_t row = 0; row < rows; row++) log_sums[row] = log_of_summed_exponentials(x + row * entries, entries);
 }

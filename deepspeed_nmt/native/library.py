@@ -155,7 +155,8 @@ class Library:
             self.file, code = file, ctypes.CDLL(str(file))
             self.decode_layers, self.multiply_rows = code.decode_layers, code.multiply_rows
             self._extend, self._log_sums = code.extend_hypotheses, code.log_sums_of_rows
-            for function in (code.panel_outputs, self.decode_layers, self.multiply_rows, self._extend):
+            self._embed = code.embed_tokens
+            for function in (code.panel_outputs, self.decode_layers, self.multiply_rows, self._extend, self._embed):
                 function.restype = c_int64
             self._log_sums.restype = None
             self.panel_outputs = int(code.panel_outputs())
@@ -166,6 +167,7 @@ class Library:
         self.decode_layers.argtypes = (*pointers, c_int64, c_void_p, past, c_void_p, *range_)
         self.multiply_rows.argtypes = (ctypes.POINTER(_Product), c_void_p, c_int64, c_void_p)
         self._extend.argtypes = (ctypes.POINTER(_Hypotheses), c_int64, c_int64, ctypes.POINTER(_Extended))
+        self._embed.argtypes = (c_void_p, *range_, c_void_p, *range_, c_double, c_void_p, c_void_p)
         self._log_sums.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
         x = torch.arange(35, dtype=torch.float32, device="cpu").view(7, 5)
         weight = (x.flatten()[:15] - 7.0).repeat(9)[:130].view(26, 5)
@@ -177,6 +179,18 @@ class Library:
         log_sums_R = x_RV.new_empty(len(x_RV))
         self._log_sums(_pointer(x_RV, x_RV.shape), *x_RV.shape, log_sums_R.data_ptr())
         return log_sums_R
+
+    def embed(self, tokens_R1: Tensor, table_VD: Tensor, scale: float, position_1D: Tensor) -> Tensor:
+        """Look up rows of a table times a scale, plus a position. Shape: -> fp32 (R,1,D)."""
+        rows, (entries, dim) = len(tokens_R1), table_VD.shape
+        if tokens_R1.shape != (rows, 1) or tokens_R1.dtype != torch.int64 or not tokens_R1.is_cpu:
+            raise ValueError(f"{tokens_R1.dtype} {tuple(tokens_R1.shape)} in place of a token for each row")
+        states_R1D = position_1D.new_empty(rows, 1, dim)
+        table, position = _pointer(table_VD, (entries, dim)), _pointer(position_1D, (1, dim))
+        of_tokens = tokens_R1.data_ptr(), rows, tokens_R1.stride(0)
+        if self._embed(*of_tokens, table, entries, dim, scale, position, states_R1D.data_ptr()):
+            raise IndexError("no such token")
+        return states_R1D
 
     def extend(
         self,

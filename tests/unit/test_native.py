@@ -433,6 +433,23 @@ def test_extensions_are_the_largest_that_torch_finds() -> None:
             code.extend(x, log_sums, *so_far[1:], none, 1, beam, eos)
 
 
+def test_tokens_are_looked_up() -> None:
+    code, table, position = native.library(), torch.randn(9, 37), torch.randn(1, 37)
+    tokens = torch.tensor([[3, 8], [8, 0], [0, 5]])
+    for each in (tokens[:, :1], tokens[:, 1:]):
+        torch.testing.assert_close(code.embed(each, table, 6.1, position), table[each] * 6.1 + position)
+    for wrong in (-1, 9):
+        with pytest.raises(IndexError):
+            code.embed(torch.tensor([[3], [wrong]]), table, 1.0, position)
+    for parts in (
+        (tokens, table, position),
+        (tokens[:, :1], table.double(), position),
+        (tokens[:, :1].int(), table, position),
+    ):
+        with pytest.raises(ValueError):
+            code.embed(parts[0], parts[1], 1.0, parts[2])
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     """Decode in one thread, which native code is for."""
