@@ -191,13 +191,18 @@ def _has_fast_dropout(x: Tensor) -> bool:
     return x.device.type not in ("cpu", "meta") or torch.compiler.is_compiling()
 
 
+def _dropped(p: float) -> int:
+    """Return how many of 65,536 elements are dropped; rounding must not drop all, whose scale would be infinite."""
+    return min(round(p * 65536), 65535)
+
+
 def _mask(x: Tensor, p: float) -> Tensor:
     """Draw a dropout mask: 0 for a dropped element of ``x``, 1 / (1 - p) for a kept one.
 
     On a CPU, one random number for each element takes a seventh of a training step. Here one hashed counter
     (SplitMix64, Steele et al. 2014) decides four elements, at a resolution of 2^-16 in ``p``, which the scale uses.
     """
-    dropped = round(p * 65536)
+    dropped = _dropped(p)
     bits = torch.arange((x.numel() + 3) // 4, device=x.device)
     bits.mul_(-7046029254386353131).add_(int(torch.randint(-(2**63), 2**63 - 1, ())))
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
@@ -217,7 +222,7 @@ class _ReluDropout(torch.autograd.Function):
         if _has_fast_dropout(x):
             y, ctx.scale = F.dropout(torch.relu(x), p, training=True), 1.0 / (1.0 - p)
         else:
-            y, ctx.scale = torch.relu(x).mul_(_mask(x, p)), 65536.0 / (65536 - round(p * 65536))
+            y, ctx.scale = torch.relu(x).mul_(_mask(x, p)), 65536.0 / (65536 - _dropped(p))
         ctx.save_for_backward(y)
         return y
 

@@ -169,6 +169,16 @@ def test_dropout_has_its_mean_and_rate(p: float) -> None:
     assert x.grad is not None and torch.equal(x.grad, y.detach())
 
 
+def test_a_rate_that_rounds_to_one_keeps_a_few_elements() -> None:
+    torch.manual_seed(3)
+    x = torch.ones(1_000_000, requires_grad=True)
+    for operation in (torch_ops.dropout, lambda x, p: torch_ops.bias_relu_dropout(x, None, p)):
+        y = operation(x, 0.999995)
+        y.sum().backward()
+        assert set(y.unique().tolist()) == {0.0, 65536.0} and x.grad is not None and torch.equal(x.grad, y)
+        x.grad = None
+
+
 def test_dropout_is_off_outside_training_and_follows_the_seed() -> None:
     x = torch.randn(37)
     assert torch_ops.dropout(x, 0.0) is x
