@@ -27,7 +27,8 @@ LoRA", 2024, who let the matrices within the layers differ; here it is the state
 
 Encoder and decoder have a T each; T = 1 is an ordinary stack. Parameters exist once. In decoding each application has
 a cache of its own for the target; the source's keys and values are equal in all applications of a layer, and are
-projected and kept once. An exit is a number of loops. DeepNorm's constants count applications.
+projected and kept once. An exit is a number of loops. DeepNorm's constants, and the start
+of LayerScale's weights, count applications.
 
 Deviations are in docs/papers/recurrent-layers.md.
 
@@ -105,7 +106,7 @@ class RecurrentConfig(TransformerShape):
                 )
         return self
 
-    def deepnorm_depths(self) -> tuple[int, int]:
+    def applications(self) -> tuple[int, int]:
         """Return the numbers of layer applications, each of which adds to the state, of encoder and decoder."""
         encoder, decoder = self.layer_orders()
         return len(encoder.indices), len(decoder.indices)

@@ -169,8 +169,8 @@ class TransformerShape(ModelConfig):
         """Return the places of the LayerNorms of encoder and decoder."""
         return self.norm, self.decoder_norm or self.norm
 
-    def deepnorm_depths(self) -> tuple[int, int]:
-        """Return the depths of encoder and decoder (N and M) for DeepNorm's constants."""
+    def applications(self) -> tuple[int, int]:
+        """Return the numbers of layers that encoder and decoder apply (N and M), for constants by depth."""
         return self.encoder_layers, self.decoder_layers
 
     def custom_layers(self) -> tuple[str, int] | None:
@@ -430,7 +430,7 @@ def layer_parts(config: TransformerShape, side: Side, number: int = 1) -> LayerP
     """Return the makers of the parts of layer ``number``, from 1."""
     alpha, _ = _deepnorm(config, side)
     norm = config.norms()[side == "decoder"]
-    depth = config.encoder_layers if side == "encoder" else config.decoder_layers
+    depth = config.applications()[side == "decoder"]
     return LayerParts(
         attention=lambda kind=MultiHeadAttention: kind(config.dim, config.heads, config.attention_dropout),
         feed_forward=lambda: FeedForward(config.dim, config.ffn_dim, config.activation, config.activation_dropout),
@@ -462,7 +462,7 @@ def _deepnorm(config: TransformerShape, side: Side) -> tuple[float, float]:
     """
     if config.norm != "deepnorm":
         return 1.0, 1.0
-    n, m = config.deepnorm_depths()
+    n, m = config.applications()
     if side == "encoder":
         return 0.81 * (n**4 * m) ** (1 / 16), 0.87 * (n**4 * m) ** (-1 / 16)
     return (3 * m) ** 0.25, (12 * m) ** -0.25

@@ -168,7 +168,13 @@ def test_decoding_step_by_step_is_teacher_forcing_at_each_number_of_loops(settin
     assert all(not torch.allclose(one, other) for one, other in pairwise(tops)), "each loop matters"
 
 
-# DeepNorm.
+# Constants by depth.
+
+
+def test_layer_scale_begins_by_applications() -> None:
+    model = build_recurrent(RecurrentConfig(dim=8, ffn_dim=8, heads=2, norm="layer_scale", encoder_loops=5), V)
+    for stack, start in ((model.encoder, 1e-6), (model.decoder, 0.1)):  # 30 and 12 applications of 6 layers
+        assert stack.layers[0].self_residual.output_scale[0].item() == pytest.approx(start)
 
 
 @pytest.mark.parametrize(("sharing", "n", "m"), [("stacked", 9, 4), ("closed_chain", 7, 3)])
