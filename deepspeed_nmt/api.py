@@ -151,6 +151,13 @@ class Translator:
         opened = Opened(tuple(runs), str(options.checkpoint), name, tuple(digests), precision, natively)
         return cls(model, runs[0].tokenizer, search, device, longest, detokenise, form, opened, tags)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Translator:
+        """Return a translator of copied weights, with a lock of its own: locks cannot be copied."""
+        other = copy.copy(self)
+        memo[id(self._lock)] = threading.RLock()
+        other.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return other
+
     @property
     def precision(self) -> str:
         """Precision of the weights: fp32, bf16, fp16 or int8."""

@@ -1,5 +1,6 @@
 """The Python API: settings of the search, details of translations, ensembles, and threads."""
 
+import copy
 import math
 import os
 import signal
@@ -188,6 +189,16 @@ def test_weights_of_an_ensemble() -> None:
     exits = mixed.at_exit("1-1")
     assert isinstance(exits.model, Ensemble) and mixed.at_exit("top").model is not exits.model
     assert exits.exits == ["top"] and exits._lock is mixed._lock
+
+
+def test_a_deep_copy_has_weights_and_threads_of_its_own() -> None:
+    translator = opened()
+    before = [each.text for each in translator.translate(LINES)]
+    other = copy.deepcopy(translator)
+    assert [each.text for each in other.translate(LINES)] == before and other._lock is not translator._lock
+    for parameter in other.model.parameters():
+        torch.nn.init.zeros_(parameter)
+    assert [each.text for each in translator.translate(LINES)] == before
 
 
 def test_a_forked_process_does_not_wait_for_threads_that_it_lacks() -> None:
