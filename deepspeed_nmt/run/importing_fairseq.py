@@ -36,8 +36,15 @@ from deepspeed_nmt.run.importing import check_new, imported_state, write_run
 from deepspeed_nmt.text import TextForm
 
 _INDEX = re.compile(r"\w+\.([^.-]+)-([^.-]+)\.([^.-]+)\.idx")
-SEARCH = {"name": "beam", "beam": 5, "length_penalty": "power:1", "max_length_ratio": 0.0, "max_length_extra": 201}
-"""Defaults of `fairseq-generate`, which does not count EOS."""
+SEARCH = {
+    "name": "beam",
+    "beam": 5,
+    "length_penalty": "power:1",
+    "min_length": 2,
+    "max_length_ratio": 0.0,
+    "max_length_extra": 201,
+}
+"""Defaults of `fairseq-generate`, which does not count EOS: at least one token, at most 200."""
 
 
 class _Unread:
@@ -211,8 +218,9 @@ def read_checkpoint(path: Path) -> FairseqCheckpoint:
     if isinstance(args, argparse.Namespace) and cfg is None:
         options = _plain(args)
     else:
-        model, task = (_plain(cfg.get(name)) if isinstance(cfg, Mapping) else None for name in ("model", "task"))
-        options = None if model is None else {**(task or {}), **_flat(model)}
+        names = "model", "task", "criterion"
+        model, task, loss = (_plain(cfg.get(name)) if isinstance(cfg, Mapping) else None for name in names)
+        options = None if model is None else {**(loss or {}), **(task or {}), **_flat(model)}
         if options is not None:
             options |= {key: task[key] for key in ("source_lang", "target_lang") if task and task.get(key)}
             options.setdefault("arch", options.get("_name"))

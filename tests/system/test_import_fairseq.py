@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -230,6 +231,15 @@ def test_translations_are_those_of_fairseq_generate(kind: str, beam: int, runs: 
         assert one.score == pytest.approx(score * math.log(2), abs=1e-4)  # fairseq prints bits
 
 
+def test_no_translation_is_empty_as_in_fairseq_generate(runs: dict[str, Path]) -> None:
+    empty = []
+    for least in (None, 1):
+        settings = {"beam": 20, "length_penalty": "none", "max_length_extra": 20, "min_length": least}
+        found = Translator.open(runs["old"], device="cpu", **settings).translate([".", "p"])
+        empty.append([not each.tokens for each in found])
+    assert empty == [[False, False], [True, True]]
+
+
 def test_a_search_predicts_eos_although_the_decoder_reads_it_first(runs: dict[str, Path]) -> None:
     translator = Translator.open(runs["post"], device="cpu")
     vocabulary = translator.tokenizer.vocabulary
@@ -284,6 +294,7 @@ def test_other_spellings_of_a_model_are_the_same_model(
             side, _, rest = name.partition("_")
             (nested[side] if side in ("encoder", "decoder") else nested)[rest if side in nested else name] = value
         state["cfg"]["model"] = nested
+        state["cfg"]["criterion"]["label_smoothing"] = nested.pop("label_smoothing") + 0.1
 
     def half(state: dict[str, Any]) -> None:
         state["model"] = {name: weight.half().float() for name, weight in state["model"].items()}
@@ -295,6 +306,8 @@ def test_other_spellings_of_a_model_are_the_same_model(
         run = imported("post", tmp_path / f"run{number}", origin=path)
         difference = (logits_here(run, expected) - own).abs().max()
         assert difference < (1e-5 if change is not half else 0.1), change
+        objective = yaml.safe_load((run / "config.yaml").read_text())["objective"]
+        assert objective == {"label_smoothed": {"smoothing": 0.2 if change is hydra else 0.1}}
     assert "the architecture my_transformer is not one of fairseq's own" in capsys.readouterr().err
 
 
