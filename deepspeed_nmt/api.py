@@ -191,9 +191,10 @@ class Translator:
 
     def at_exit(self, name: str) -> Translator:
         """Return the translator that decodes from an exit. It shares the weights, and the lock of its threads."""
+        check_type("name", name, (str,), "the name of an exit")
         other = copy.copy(self)
         other.model, other.search = self.model.at_exit(name), self.search.from_one_exit()
-        if self._opened is not None:
+        if self._opened is not None and name != TOP:  # which is the exit itself, of an exit
             other._opened = replace(self._opened, exit=name)
         return other
 

@@ -22,7 +22,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.native import library as native
-from deepspeed_nmt.run.opening import search_settings
+from deepspeed_nmt.run.opening import Opened, search_settings
 from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.search.decode_options import DecodeOptions
 from deepspeed_nmt.search.models import Ensemble, prepare_to_decode
@@ -45,6 +45,9 @@ class Letters:
         return [
             [4 + ord(each) - ord("a") if each.isalpha() else 3 for each in text.replace(" ", "")] for text in texts
         ]
+
+    def reference(self, text: str) -> str:
+        return text
 
     def decode(self, tokens: Sequence[int]) -> str:
         return " ".join(chr(ord("a") + token - 4) for token in tokens)
@@ -171,6 +174,19 @@ def test_scores_of_tokens_and_alignments() -> None:
         assert all(source == 0 for source, _ in each.alignment), "each source is one word"
     (one,) = opened().translate(["h e l l o"], alignment=True, alignment_layer=1)
     assert one.alignment is not None and {source for source, _ in one.alignment} <= set(range(5))
+
+
+def test_the_top_of_an_exit_aligns_as_the_exit() -> None:
+    aligning = {"top": [2], "1-1": [1]}
+    whole = opened(opened=Opened((), "best", "top", aligning=aligning))
+    shallow = whole.at_exit("1-1").at_exit("top")
+    (one,), (other,) = (
+        [each.alignment for each in of.translate(["h e l l o"], alignment=True)]
+        for of in (whole.at_exit("1-1"), shallow)
+    )
+    assert one == other
+    with pytest.raises(ConfigError, match="`name` is 1; give the name of an exit"):
+        whole.at_exit(1)  # type: ignore[arg-type]
 
 
 def test_weights_of_an_ensemble() -> None:
