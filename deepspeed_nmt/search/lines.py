@@ -56,6 +56,9 @@ class LineTokenizer(Protocol):
     def decode(self, tokens: list[int], /) -> str:
         """Decode target tokens into a sentence."""
 
+    def reference(self, text: str, /) -> str:
+        """Convert text to the form of :meth:`decode`."""
+
 
 @dataclass
 class SourceCounts:

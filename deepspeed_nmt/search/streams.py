@@ -125,8 +125,8 @@ class DetailsReader:
                     first = int(self._tags.target is not None)  # the tag is given, and relies on nothing
                     values = one.tokens[first:], list(log_probs or ())[first:], unseen[number][first:]
                     text = self._tags.untagged(one.text)
-                    untagged = self._tags.untagged(line, "source"), source
-                    reliance = Reliance.of(ScoredTranslation(*values), text, untagged, coverage)
+                    whole_words = self._tokenizer.reference(self._tags.untagged(line, "source"))
+                    reliance = Reliance.of(ScoredTranslation(*values), text, (whole_words, source), coverage)
                 token_scores = tuple(log_probs or ()) if self._token_scores else None
                 detailed[-1].append(replace(one, token_scores=token_scores, alignment=links, reliance=reliance))
         return detailed

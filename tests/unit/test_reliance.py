@@ -13,7 +13,7 @@ from deepspeed_nmt.methods.depth_growing import DepthGrowingConfig, build_depth_
 from deepspeed_nmt.search.models import Ensemble
 from deepspeed_nmt.search.reliance import Reliance, ScoredTranslation, repetition
 from deepspeed_nmt.search.searches import SEARCHES
-from deepspeed_nmt.text import shared_words
+from deepspeed_nmt.text import join_segments, shared_words
 from tests.models import Letters, sharp_transformer, sharpened
 
 LINES = ["hello", "a", "translation", "", "deep", "zz", "longer", "model"]
@@ -68,6 +68,17 @@ def test_details_can_be_had_together() -> None:
         for one in best:
             assert one.reliance is not None and (one.reliance.coverage is None) == (not line)
             assert one.reliance.log_prob == pytest.approx(one.log_prob, abs=1e-4)
+
+
+def test_copies_are_counted_in_whole_words_where_text_is_segmented() -> None:
+    class Segmented(Letters):
+        def reference(self, text: str) -> str:
+            return join_segments(text)
+
+    translator = opened("beam", beam=1, max_length=6)
+    translator.tokenizer = Segmented()  # type: ignore[assignment]
+    (one,) = translator.translate(["he@@ llo"], prefix=["hello"], reliance=True)
+    assert one.text == "hello" and one.reliance is not None and one.reliance.copy == 1.0
 
 
 def relying(end: float = -0.1, seen: float = -1.0, tokens: int = 9, period: int = 99, source: int = 99) -> Reliance:
