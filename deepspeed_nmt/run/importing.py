@@ -170,9 +170,9 @@ def imported_state(
 ) -> ParameterState:
     """Return a parameter with the weight `there` of another program's model `origin`, which may lack it."""
     if weight is None or weight.shape != parameter.shape:
-        what = f"lacks {there}" if weight is None else f"has {there} as {tuple(weight.shape)}"
-        raise ConfigError(f"{origin} {what}, not as {tuple(parameter.shape)}; {remedy}")
-    weight = weight.to(torch.float32).contiguous()
+        shape = "" if weight is None else f" as {tuple(weight.shape)}, not as {tuple(parameter.shape)}"
+        raise ConfigError(f"{origin} {'has' if shape else 'lacks'} {there}{shape}; {remedy}")
+    weight = weight.to(torch.float32, copy=True).contiguous()  # several of the file may share memory
     if not torch.isfinite(weight).all():
         raise ConfigError(f"{origin} has numbers in {there} that are NaN or infinite; use another model")
     return ParameterState(own, weight, {})
