@@ -50,11 +50,12 @@ _KINDS = {
     "list": "a list",
     "mapping": "a section with keys",
     "model": "a section with keys",
+    "sequence": "a list",
     "string": "text",
     "tuple": "a list",
 }
 """Kinds of values by the first word of pydantic's name of an error about a type."""
-_OF_TYPES = ("_type", "_parsing", "_parsing_size", "_from_float", "_number", "_unicode")
+_OF_TYPES = ("_type", "_parsing", "_parsing_size", "_from_float", "_number", "_unicode", "_str")
 """Ends of pydantic's names of errors about types."""
 
 

@@ -281,6 +281,11 @@ def test_what_excludes_one_another_is_refused(search: str, options: dict[str, An
     assert all(word in str(error.value) for word in named.split())
 
 
+def test_text_in_place_of_a_list_is_refused_in_a_sentence() -> None:
+    with pytest.raises(ConfigError, match="`suppress` is 'the'; give a list"):
+        DecodeOptions.of({"suppress": "the"})
+
+
 @pytest.mark.parametrize("name", ["beam", "max_length", "search", "tag", "output"])
 def test_an_option_of_another_call_is_refused_and_not_ignored(name: str) -> None:
     with pytest.raises(TypeError, match=f"'{name}'.*`Translator.open`"):
