@@ -108,6 +108,8 @@ class TrainingLoop:
         if self._stop_requested():  # during set-up
             return progress
         self.ledger.write(progress.update, must=True)
+        # A stop or a growth within a streak of skipped updates has left the validation that waited.
+        self._validation_due = _due(config.validate_every, progress, progress.skipped)
         with closing(Prefetcher(self.loader.updates(_cursor(progress), progress.update + 1))) as updates:
             while not config.ends_at(progress):
                 progress = self._update(progress, updates)
@@ -308,9 +310,9 @@ class TrainingLoop:
         return requested
 
 
-def _due(every: int, progress: Progress) -> bool:
-    """Return True after every k-th update; with ``every`` 0, at the end of an epoch."""
-    return progress.epoch_update == 0 if every == 0 else progress.update % every == 0
+def _due(every: int, progress: Progress, newest: int = 1) -> bool:
+    """Return True if one of the ``newest`` updates is a k-th one or, with ``every`` 0, the last of an epoch."""
+    return (progress.update % every if every else progress.epoch_update) < newest
 
 
 def _cursor(progress: Progress) -> Cursor:

@@ -16,6 +16,7 @@ from deepspeed_nmt.engine.contract import UpdateResult
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run.trainer import warn_of_early_end, with_comparable_best
 from deepspeed_nmt.train.configuration import TrainingConfig
+from deepspeed_nmt.train.growth import GrowthConfig
 from deepspeed_nmt.train.log import LogWindow, Workload
 from deepspeed_nmt.train.loop import TrainingLoop
 from deepspeed_nmt.train.progress import LogState, Progress
@@ -216,3 +217,47 @@ def test_the_log_has_the_time_left(max_epochs: int, end: str, words: str, monkey
     monkeypatch.setenv("SLURM_JOB_END_TIME", end)
     assert loop._time_left(Progress(update=10, epoch=0, epoch_update=5)) == words
     assert loop._time_left(Progress(update=100, epoch=9)) == ""
+
+
+class _Stub(TrainingLoop):
+    """A loop whose updates are skipped by number, and which records the updates after which it validates."""
+
+    def __init__(self, stop_after: int, skipped: tuple[int, ...], growth: tuple[int, ...]) -> None:
+        done: Any = SimpleNamespace(write=lambda *_, **__: None, begin=str, at=str, finish=str, saved_at=0)
+        self.config = TrainingConfig(max_updates=20, validate_every=5, max_skipped=9)
+        self.growth = GrowthConfig(at=growth, encoder_layers=growth)
+        self.saver = self.ledger = self.watchdog = done
+        self.loader: Any = SimpleNamespace(updates=lambda cursor, number: (each for each in ()))
+        self._stop_after, self._skipped, self._now = stop_after, skipped, 0
+        self.validated: list[int] = []
+
+    def _update(self, progress: Progress, updates: Any) -> Progress:
+        self._now = update = progress.update + 1
+        return replace(progress, update=update, skipped=progress.skipped + 1 if update in self._skipped else 0)
+
+    def _measure_collapse(self, progress: Progress) -> tuple[Progress, str]:
+        return progress, ""
+
+    def _validate(self, progress: Progress) -> Progress:
+        self.validated.append(progress.update)
+        self._validation_due = False
+        return progress
+
+    def _save(self, progress: Progress, *, must: bool) -> None:
+        self.saved = progress
+
+    def _stop_requested(self) -> bool:
+        return self._now == self._stop_after
+
+
+@pytest.mark.parametrize(("stop_after", "growth"), [(6, ()), (-1, (6,))])
+def test_a_validation_that_skipped_updates_put_off_is_made_after_a_stop_or_a_growth_among_them(
+    stop_after: int, growth: tuple[int, ...]
+) -> None:
+    loop = _Stub(stop_after, (5, 6, 7, 14), growth)
+    loop.run(Progress(update=3))
+    assert (loop.saved.update, loop.saved.skipped, loop.validated) == (6, 2, [])
+    again = _Stub(-1, (5, 6, 7, 14), growth)
+    again.run(loop.saved)
+    assert again.validated == [8, 10, 15, 20]
+    assert TrainingLoop.run(other := _Stub(-1, (14,), ()), Progress(update=13)) and other.validated == [15, 20]
