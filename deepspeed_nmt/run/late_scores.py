@@ -8,6 +8,7 @@ job, writes its number into a file beside the translations. Training never reads
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -153,7 +154,12 @@ def choose_best(run: Run) -> str:
                 known = old.validation.values
                 if values := {tag: value for tag, value in new.validation.values.items() if tag not in known}:
                     metrics.log(Progress(new.update, target_tokens=new.target_tokens), values, ", late values")
-        scored = [record for record in records if record.choice.by == progress.best_by and not record.awaits_score]
+        # The score of a validation whose program could not be started does not come.
+        scored = [
+            record
+            for record in records
+            if record.choice.by == progress.best_by and math.isfinite(record.validation.score)
+        ]
         kept = {store.update_of(name) for name in store.names()}
         best = max((record for record in scored if record.update in kept), key=ValidationRecord.rank, default=None)
         earlier = store.chosen()
@@ -173,5 +179,5 @@ def choose_best(run: Run) -> str:
         return f"{run.path} has no best checkpoint yet{to_come}"
     how = "by its loss: no late score has come"
     if chosen is not None and store.update_of(name) == chosen.update:
-        how = f"{chosen.by} {run.config.validation.value_of(chosen.by, chosen.score):.4f}"
+        how = f"{chosen.by.partition(' ')[0]} {run.config.validation.value_of(chosen.by, chosen.score):.4f}"
     return f"best checkpoint: {store.directory / name} ({how}){to_come}"

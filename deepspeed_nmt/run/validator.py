@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -73,7 +74,8 @@ class ModelValidator:
         self._best = config.validation.chosen(data[first].text_form, first)[1]
         chosen_by = data if chooses == MEAN else {chooses: data[chooses]}
         # Scores of other text are not compared. The main set is always the same one.
-        self._choice = choice_by(self._best, chooses, data, "" if chooses == MAIN else f" of {digest(chosen_by)}")
+        of = "" if chooses == MAIN else f" of {digest(chosen_by)}"
+        self._choice = choice_by(self._best, chooses, data, of + by_settings(self._best, config))
         self.measure = self._choice.by.partition(" ")[0]
         """Tag of the measure that chooses the best checkpoint."""
         self._late = LateScores(run, config.validation)
@@ -162,6 +164,18 @@ def choice_by(metric: Metric | None, chooses: str, sets: Iterable[str], suffix: 
         least=math.inf if metric is None else metric.least,
         decimals=2 if metric is None else metric.decimals,
     )
+
+
+def by_settings(metric: Metric | None, config: RunConfig) -> str:
+    """Return the end of the description of a late metric, whose scores by other settings `choose-best` would compare.
+
+    Of other metrics training compares none of these when it resumes.
+    """
+    if not (isinstance(metric, CommandMetric) and metric.late):
+        return ""
+    search = config.search.name, config.search.model_dump_json(exclude_defaults=True)
+    settings = (*search, config.validation.max_sentences, str(metric))
+    return f" by settings {hashlib.sha256(repr(settings).encode()).hexdigest()[:8]}"
 
 
 class _MeasuredSet:

@@ -280,7 +280,7 @@ class Chosen(Config):
     score: float
     loss: float
 
-    model_config = ConfigDict(allow_inf_nan=True)
+    model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="constants")
 
 
 class CheckpointStore:

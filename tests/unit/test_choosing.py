@@ -24,7 +24,7 @@ from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run import resolve
 from deepspeed_nmt.run.late_scores import LateScores, choose_best
 from deepspeed_nmt.run.validation_sets import ValidationTexts, digest, given_sets
-from deepspeed_nmt.run.validator import choice_by, is_significant
+from deepspeed_nmt.run.validator import by_settings, choice_by, is_significant
 from deepspeed_nmt.text import TextForm
 from deepspeed_nmt.train import checkpoint
 from deepspeed_nmt.train.checkpoint import CheckpointStore
@@ -138,6 +138,39 @@ def test_checkpoints_are_kept_while_their_scores_are_to_come_and_choose_best_cho
     assert [(event["event"], event["best_update"], event["score"]) for event in events] == [
         *(("best", 3, 0.25), ("best", 2, 0.75))
     ]
+
+
+def test_a_validation_whose_late_program_was_not_started_is_not_chosen_by_its_loss(
+    late_run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    other, better = (late_run.late._directory / f"update-000000{update}.json" for update in (2, 3))
+    other.write_text(json.dumps({**json.loads(other.read_text()), "late": ["valid/n/a"]}))
+    caplog.clear()
+    assert "update-0000001 (by its loss: no late score has come); 2 scores to come" in choose_best(late_run)
+    better.write_text(better.read_text().replace('"valid/loss": 3.0', '"valid/loss": NaN'))
+    result(late_run, 3, "0.25\n")
+    assert "update-0000003 (valid/a 0.2500)" in choose_best(late_run)
+    assert late_run.checkpoints.best() == "update-0000003" and not caplog.messages
+
+
+def test_late_scores_of_other_translations_are_not_compared(late_run: Any) -> None:
+    """The program and the settings of the search are part of the description of the measure."""
+
+    def described(*settings: str) -> str:
+        config = load_config(settings=["validation.metrics=[late:/x/a]", "validation.best_by=a", *settings])
+        return by_settings(config.validation.commands["a"], config)
+
+    one, *others = described(), described("search.beam=1"), described("validation.max_sentences=9")
+    others += [described("search.name=sampling"), described("validation.metrics=[late:/x/a:lower]")]
+    assert described("validation.max_tokens=99") == one and len({one, *others}) == 5
+    assert described("validation.metrics=[command:/x/a]") == "" == by_settings(METRICS["bleu"], load_config())
+    record, state = late_run.late._directory / "update-0000003.json", [ParameterState("w", torch.zeros(2))]
+    record.write_text(record.read_text().replace('"by": "valid/a', f'"by": "valid/a{one}'))
+    progress = replace(late_run.checkpoints.progress("update-0000004"), update=5, best_by=f"valid/a{one}")
+    late_run.checkpoints.save(progress, EngineScalars(), state)
+    result(late_run, 2, "0.75\n")
+    result(late_run, 3, "0.5\n")
+    assert "update-0000003 (valid/a 0.5000)" in choose_best(late_run), "although update 2 had a higher score"
 
 
 def test_training_keeps_a_late_choice_until_it_goes_back_or_another_measure_chooses(
