@@ -37,6 +37,7 @@ from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.search.base import Translation
 from deepspeed_nmt.search.choosing_exits import StoppingRule, accepts
 from deepspeed_nmt.search.lines import SourceCounts
+from deepspeed_nmt.search.speculative import SpeculativeConfig
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -297,6 +298,8 @@ def measure(
         to_load = time.monotonic() - started
         for pair in of_run:
             shallower = translator.at_exit(exit_name(*pair))
+            if isinstance(search := shallower.search, SpeculativeConfig) and search.draft_layers >= pair[1]:
+                shallower.search = search.without_drafts()
             translate(shallower, text.sources[:_WARM_UP_SENTENCES])
             started = time.monotonic()
             translations[pair] = translate(shallower, text.sources, warn=repetition == 0 and pair == of_run[0])

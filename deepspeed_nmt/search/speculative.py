@@ -53,6 +53,7 @@ from deepspeed_nmt.errors import ConfigError, option
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.linear import packing_of
 from deepspeed_nmt.search.base import PENALTY_NAMES, Hypothesis, LengthPenalty, PenaltyName, Request, check_finite
+from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.search.left_to_right import LeftToRightSettings, Sentence, SentenceSearch, TokenRules
 
 _ALPHA, _EVIDENCE = 0.8, 4.0
@@ -77,6 +78,10 @@ class SpeculativeConfig(LeftToRightSettings):
         "does, and the translation is that of greedy decoding",
     )
     length_penalty: PenaltyName = Field(default="gnmt:0.6", description=PENALTY_NAMES)
+
+    def without_drafts(self) -> BeamConfig:
+        """Return the settings of greedy decoding, for a decoder without an exit below its top that could draft."""
+        return BeamConfig(beam=1, **self.model_dump(include={*BeamConfig.model_fields}, exclude={"name"}))
 
     def contradictions(self, parts: Parts) -> Iterator[str]:
         """Refuse an exit that the model lacks, or that is its top."""

@@ -6,19 +6,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from deepspeed_nmt.api import Translator
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.evaluate.metrics import METRICS
+from deepspeed_nmt.evaluate.metrics import METRICS, Scorer
 from deepspeed_nmt.reports.depths import (
     Depth,
+    Members,
     cheapest,
+    measure,
     oracle,
     systems_of,
 )
 from deepspeed_nmt.reports.text_scores import ParallelText, common_scorer
 from deepspeed_nmt.run.directory import Run
-from deepspeed_nmt.text import TextForm
+from deepspeed_nmt.search.speculative import SpeculativeConfig
+from deepspeed_nmt.text import NO_TAGS, TextForm
+from tests.unit.test_translator import LINES, Letters, plain
 
 DEPTHS = [Depth(1, 1, 20.0, 1.0), Depth(1, 2, 24.0, 2.0), Depth(2, 1, 23.0, 1.5), Depth(2, 2, 24.3, 3.0)]
 
@@ -102,3 +108,16 @@ def test_runs_of_unlike_text_have_no_common_scorer() -> None:
     for runs in ([raw, tokens], [unknown, tokens], [german, french]):
         with pytest.raises(ConfigError, match=f"{runs[1].path} and {runs[0].path} translate"):
             common_scorer(runs, text)
+
+
+def test_depths_without_an_exit_below_that_could_draft_are_translated_greedily(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = Translator(plain(1), Letters(), SpeculativeConfig(draft_layers=1), torch.device("cpu"))
+    monkeypatch.setattr(Translator, "open", lambda *_, **__: whole)
+    system: Any = Members("one", [(SimpleNamespace(path=Path("one"), tags=NO_TAGS), [(2, 1), (2, 2)])])
+    scorer = Scorer([METRICS["bleu"]], TextForm(), [one.text for one in whole.translate(LINES)])
+    text = ParallelText("text", LINES, LINES)
+    found = measure(system, text, scorer, checkpoint="last", max_tokens=99, repeat=1, with_oracle=False)
+    shallow, deep = (depth.bleu for depth in found.depths)
+    assert shallow < deep == pytest.approx(100.0)
