@@ -164,7 +164,10 @@ def run(arguments: argparse.Namespace) -> int:
         if gpu is not None:
             planned = plans.on(gpu, arguments.num_gpus, config, vocabulary)
             precision = planned.engine.precision
-            plan, table = _plan(planned, config, arguments, gpu, plans.flops(config, vocabulary))
+            longest = 0 if data is None else max(data.corpora(config.mixture).longest)
+            plan, table = _plan(planned, config, arguments, gpu, plans.flops(config, vocabulary), longest)
+            batch = config.batch.model_copy(update={"micro_tokens": plan["as_set"]["micro_tokens"]})
+            config = config.model_copy(update={"batch": batch})  # of auto, for the estimates of layouts
             if plan["tokens_per_s"]:
                 update_s = config.batch.update_tokens / plan["tokens_per_s"]
             result |= plan
@@ -207,9 +210,14 @@ def _interval(arguments: argparse.Namespace, checkpoints: CheckpointPlan, update
 
 
 def _plan(
-    planned: Planned, config: RunConfig, arguments: argparse.Namespace, gpu: Gpu, flops: Mapping[int, float]
+    planned: Planned,
+    config: RunConfig,
+    arguments: argparse.Namespace,
+    gpu: Gpu,
+    flops: Mapping[int, float],
+    longest: int,
 ) -> tuple[dict[str, Any], str]:
-    """Return values for JSON, and text; for ``flops`` see :meth:`Plans.flops`."""
+    """Return values for JSON, and text; for ``flops`` see :meth:`Plans.flops`, ``longest`` is that of a sentence."""
     import torch
 
     from deepspeed_nmt.kernels.choice import is_installed
@@ -224,7 +232,7 @@ def _plan(
         )
     planner, engine, kernels = planned
     ranks = arguments.num_gpus
-    advised, plain = planner.advised(gpu), planner.as_set(gpu.usable_gib)
+    advised, plain = planner.advised(gpu, longest), planner.as_set(gpu.usable_gib, longest)
     columns = {"as set": plain, "advised": advised}
     if any(advised.recompute):
         columns["... without recomputation"] = plan_for(planner.counts, advised.layout, advised.micro_tokens, (0, 0))

@@ -135,14 +135,20 @@ class Planner:
         encoder, decoder = (_RECOMPUTE if every == "auto" else (every,) for every in given)
         sizes: tuple[int, ...] = (self.batch.bound,)
         if self.batch.micro_tokens == "auto":
-            most = 2 * self.batch.update_tokens * layout.tensor_ranks // layout.ranks
-            sizes = tuple(size for size in _MICRO_TOKENS if size >= longest) or _MICRO_TOKENS[-1:]
-            sizes = tuple(size for size in sizes if size <= max(sizes[0], most))
+            sizes = self._sizes(longest, 2)
         choices = itertools.product(sizes, itertools.product(encoder, decoder))
         return fastest([plan_for(self.counts, layout, *choice) for choice in choices], usable_gib)
 
-    def advised(self, gpu: Gpu) -> Plan:
+    def _sizes(self, longest: int, updates: int) -> tuple[int, ...]:
+        """Return the sizes of micro-batches to try: they hold a sentence, and so many ``updates`` fill them."""
+        most = updates * self.batch.update_tokens * self.layout.tensor_ranks // self.layout.ranks
+        sizes = tuple(size for size in _MICRO_TOKENS if size >= longest) or _MICRO_TOKENS[-1:]
+        return tuple(size for size in sizes if size <= max(sizes[0], most))
+
+    def advised(self, gpu: Gpu, longest: int = 0) -> Plan:
         """Return the fastest plan that fits, or the smallest if none fits; the stage of the layout is chosen here.
+
+        Micro-batches hold a sentence of ``longest`` tokens.
 
         ZeRO-3 is for what fits no other way: it gathers all weights twice in each micro-batch. An optimizer that
         needs whole parameters goes without.
@@ -151,9 +157,7 @@ class Planner:
         if one.ranks > 1 and not one.is_whole:
             zero = {stage: load_ds_config(f"zero{stage}")["zero_optimization"] for stage in (1, 2, 3)}
             layouts = [replace(one, stage=stage, zero=section) for stage, section in zero.items()]
-        share = self.batch.update_tokens * one.tensor_ranks // one.ranks
-        sizes = [tokens for tokens in _MICRO_TOKENS if tokens <= max(_MICRO_TOKENS[0], share)]
-        choices = itertools.product(layouts, sizes, itertools.product(_RECOMPUTE, _RECOMPUTE))
+        choices = itertools.product(layouts, self._sizes(longest, 1), itertools.product(_RECOMPUTE, _RECOMPUTE))
         return fastest([plan_for(self.counts, *choice) for choice in choices], gpu.usable_gib)
 
     def sent(self, plan: Plan) -> Communication:

@@ -254,6 +254,8 @@ def test_micro_batches_of_auto_hold_the_longest_sentence() -> None:
     )
     sizes = [made.as_set(1.0, longest).micro_tokens for longest in (0, 512, 600, 70_000)]
     assert sizes == [512, 512, 1024, 65536], "although an update leaves 125 tokens for a GPU"
+    gpu = Gpu("some", 40.0, 100.0)
+    assert [made.advised(gpu, longest).micro_tokens for longest in (0, 512, 600, 70_000)] == sizes
 
 
 @pytest.mark.parametrize(
@@ -327,7 +329,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.long
-def test_a_plan_with_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_with_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = str(prepare_sample(tmp_path, 300, train=100, valid=5, test=5))
     config = tmp_path / "own.yaml"
     config.write_text("batch: {update_tokens: 600, micro_tokens: 300}\n", encoding="utf-8")
@@ -347,6 +351,10 @@ def test_a_plan_with_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     slow = "there attention copies each sentence into a padded row"
     assert slow not in said("--gpu", "v100-16g", "batch.layout=packed")
     assert slow in said("--gpu", "v100-16g", "batch.layout=packed", "engine.precision=fp32")
+    monkeypatch.setattr(planner, "_MICRO_TOKENS", (8, 512, 4096))
+    found = json.loads(said("--gpu", "v100-16g", "--num-gpus", "80", "batch.micro_tokens=auto", "--json"))
+    sizes = [found[which]["micro_tokens"] for which in ("as_set", "advised")]
+    assert sizes == [512, 512], "the longest sentence fits, although an update leaves 7 tokens for a GPU"
 
 
 @pytest.mark.long
