@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -89,5 +90,6 @@ def gpu_named(name: str) -> Gpu:
 
 def kind_of(device_name: str) -> Gpu | None:
     """Return the known GPU that matches a device's name, such as "Tesla V100-SXM2-16GB"; its memory may differ."""
-    kinds = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in device_name.lower()]
+    # Not an RTX A1000 as an A100.
+    kinds = [gpu for gpu in GPUS.values() if re.search(rf"{gpu.name.partition('-')[0]}(?!\d)", device_name.lower())]
     return max(kinds, key=lambda gpu: gpu.gib, default=None)

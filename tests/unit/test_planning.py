@@ -38,7 +38,7 @@ from deepspeed_nmt.planning.counting import (
     count_update,
     interpolated,
 )
-from deepspeed_nmt.planning.gpus import Gpu
+from deepspeed_nmt.planning.gpus import Gpu, kind_of
 from deepspeed_nmt.planning.memory import GIB, Layout, state_bytes
 from deepspeed_nmt.planning.planner import Plan, Planner, notes_on, plan_for
 from deepspeed_nmt.run.plans import MeasuredTimes, Plans
@@ -256,6 +256,12 @@ def test_micro_batches_of_auto_hold_the_longest_sentence() -> None:
     assert sizes == [512, 512, 1024, 65536], "although an update leaves 125 tokens for a GPU"
     gpu = Gpu("some", 40.0, 100.0)
     assert [made.advised(gpu, longest).micro_tokens for longest in (0, 512, 600, 70_000)] == sizes
+
+
+def test_a_gpu_is_known_by_the_name_of_its_device() -> None:
+    devices = ["Tesla V100-SXM2-16GB", "NVIDIA A100-SXM4-40GB", "NVIDIA GH200 480GB", "NVIDIA RTX A1000", "H20"]
+    kinds = [kind and kind.name for kind in map(kind_of, devices)]
+    assert kinds == ["v100-32g", "a100-80g", "h200-141g", None, None]
 
 
 @pytest.mark.parametrize(
