@@ -296,7 +296,7 @@ def is_significant(metric: Metric, sets: Sequence[ValidationTexts], update: int,
 
 
 def _p_value(metric: Metric, sets: Sequence[ValidationTexts], update: int, over: int) -> float | None:
-    """Return the p-value of a difference; None if translations or scores of sentences are missing.
+    """Return the p-value of a gain, 1 if it is none; None if translations or scores of sentences are missing.
 
     The sentences of all sets are resampled together.
     """
@@ -318,5 +318,9 @@ def _p_value(metric: Metric, sets: Sequence[ValidationTexts], update: int, over:
         texts[2] += of.converted(of.references, metric.kind)
     if isinstance(metric, TextMetric):
         new, old, references = texts
-        return paired_bootstrap([old, new], [references], metric.make(False))[0].p_value
-    return bootstrap(sides[::-1], np.mean)[0].p_value
+        (compared,) = paired_bootstrap([old, new], [references], metric.make(False))
+    else:
+        (compared,) = bootstrap(sides[::-1], np.mean)
+    # Where the mean over sets is better, all sentences together may be worse.
+    is_gain = compared.difference > 0.0 if metric.higher_is_better else compared.difference < 0.0
+    return compared.p_value if is_gain else 1.0

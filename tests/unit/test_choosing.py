@@ -261,6 +261,7 @@ def test_a_gain_is_tested_on_the_translations_of_the_run(tmp_path: Path, caplog:
     compared = [texts]
     metric = METRICS["bleu"]
     assert is_significant(metric, compared, 2, 1, 0.05) and not is_significant(metric, compared, 2, 1, 0.0005)
+    assert not is_significant(metric, compared, 1, 2, 0.05), "a loss, as of all sentences beside a gain of the mean"
     assert is_significant(metric, compared, 2, 3, 0.0005), "of translations that are lost"
     assert caplog.messages == [
         "the gain of update 2 over update 3 counts as significant, because bleu cannot be tested"
@@ -271,6 +272,8 @@ def test_a_gain_is_tested_on_the_translations_of_the_run(tmp_path: Path, caplog:
         lines = (f"{score + 0.01 * (number % 2)}\n" for number in range(40))
         texts.path(update, "a.sentences").write_text("".join(lines))
     assert is_significant(command, compared, 2, 1, 0.05) and not is_significant(command, compared, 1, 1, 0.05)
+    lower = replace(command, higher_is_better=False)
+    assert is_significant(lower, compared, 1, 2, 0.05) and not is_significant(lower, compared, 2, 1, 0.05)
 
 
 RAW, TOKENISED = TextForm(form="raw"), TextForm(form="tokenised")
