@@ -132,7 +132,12 @@ class Outcome:
         return " ".join(part.fingerprint[:12] for part in record.corpora or (record,))
 
     def best(self, measure: str) -> tuple[int, float] | None:
-        """Return update and best value of a measure of validation: a metric, loss, or SET/ and one of them."""
+        """Return update and best value of a measure of validation: a metric, loss, or SET/ and one of them.
+
+        None if it is not logged, or is a program that the settings do not name any more.
+        """
+        if not self.config.validation.knows(measure):
+            return None
         higher = self.config.validation.is_higher_better(measure)
         return self.log.series(validation_tag(measure)).best(higher_is_better=higher)
 

@@ -310,6 +310,10 @@ class ValidationConfig(Config):
         metrics = () if isinstance(self.metrics, str) else map(CommandMetric.parse, self.metrics)
         return {metric.name: metric for metric in metrics if metric is not None}
 
+    def knows(self, measure: str) -> bool:
+        """Return True if a measure has a direction here; a program of other settings has none."""
+        return measure.rpartition("/")[2] in {*LOSSES, *METRICS, *self.commands}
+
     def is_higher_better(self, measure: str) -> bool:
         """Return the direction of a measure, perhaps of a set as SET/METRIC."""
         metric = {**METRICS, **self.commands}.get(measure.rpartition("/")[2])
@@ -318,7 +322,7 @@ class ValidationConfig(Config):
     def value_of(self, best_by: str | None, score: float) -> float:
         """Return the value of the measure ``best_by`` that progress has as this score, greater is better."""
         measure = (best_by or "").partition(" ")[0].removeprefix("valid/")
-        if measure.rpartition("/")[2] not in {*LOSSES, *METRICS, *self.commands}:  # of other settings
+        if not self.knows(measure):
             return abs(score)
         return score if self.is_higher_better(measure) else -score
 

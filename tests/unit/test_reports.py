@@ -110,7 +110,7 @@ def test_of_several_runs_of_a_point_the_one_nearest_to_the_recipe_is_taken(tmp_p
 def test_runs_are_compared_by_what_differs_and_what_came_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    logged = {"train_ppl": 4.0, "valid_bleu": 20.0, "valid_chrf": 40.0, "perf_hours": 1.5}
+    logged = {"train_ppl": 4.0, "valid_bleu": 20.0, "valid_chrf": 40.0, "valid_gone": 0.3, "perf_hours": 1.5}
     sets = {"valid_news/loss": 1.5, "valid_news/ppl": 4.4, "valid_news/ter": 60.0}
     one = make_run(tmp_path / "one", **logged, **sets)
     other = make_run(tmp_path / "other", "model.dropout=0.3", "optimizer.lr=5e-4", logged=100)
@@ -125,6 +125,7 @@ def test_runs_are_compared_by_what_differs_and_what_came_of_it(
     assert first["validation"] == {
         "bleu": {"last": 20.0, "best": 40.0},
         "chrf": {"last": 40.0, "best": 80.0},
+        "gone": {"last": 0.3, "best": None},  # a program of earlier settings, of which less may be better
         "news/loss": {"last": 1.5, "best": 1.5},
         "news/ter": {"last": 60.0, "best": 60.0},
     }
