@@ -337,8 +337,8 @@ def _signs(
         reliance = fmean(one.reliance or 0.0 for one in scored)
         accepted = None
         if n == encoder and m < decoder:
-            search, counts = {"name": "speculative", "draft_layers": m, "draft_tokens": 4}, SourceCounts()
-            drafting = Translator.open(run.path, checkpoint=checkpoint, **tags, **search)
+            search = {"name": "speculative", "draft_layers": m, "draft_tokens": 4, "draft_confidence": 1.0}
+            drafting, counts = Translator.open(run.path, checkpoint=checkpoint, **tags, **search), SourceCounts()
             for _ in drafting.stream(sources, max_tokens=1, counts=counts):  # sentence by sentence, as drafts pay
                 pass
             if drafted := counts.drafts.get("drafted", 0):

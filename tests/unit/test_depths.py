@@ -114,10 +114,15 @@ def test_depths_without_an_exit_below_that_could_draft_are_translated_greedily(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = Translator(plain(1), Letters(), SpeculativeConfig(draft_layers=1), torch.device("cpu"))
-    monkeypatch.setattr(Translator, "open", lambda *_, **__: whole)
-    system: Any = Members("one", [(SimpleNamespace(path=Path("one"), tags=NO_TAGS), [(2, 1), (2, 2)])])
+    opened: list[dict[str, Any]] = []
+    monkeypatch.setattr(Translator, "open", lambda *_, **options: opened.append(options) or whole)
+    run: Any = SimpleNamespace(path=Path("one"), tags=NO_TAGS)
     scorer = Scorer([METRICS["bleu"]], TextForm(), [one.text for one in whole.translate(LINES)])
-    text = ParallelText("text", LINES, LINES)
-    found = measure(system, text, scorer, checkpoint="last", max_tokens=99, repeat=1, with_oracle=False)
+    text, options = ParallelText("text", LINES, LINES), {"checkpoint": "last", "max_tokens": 99, "repeat": 1}
+    pairs = [(2, 1), (2, 2)]
+    found = measure(Members("one", [(run, pairs)]), text, scorer, **options, with_oracle=False, with_signs=True)
     shallow, deep = (depth.bleu for depth in found.depths)
     assert shallow < deep == pytest.approx(100.0)
+    assert opened[-1]["draft_confidence"] == 1.0, (
+        "of drafts that the whole decoder accepts, whatever the run's search"
+    )
