@@ -31,7 +31,9 @@ for directory in "$@"; do
 done
 use_venv
 say "http://localhost:$port/#custom_scalars"
+# Otherwise it reads nothing more of a file that training writes after `choose-best` has begun a newer one.
+all=(--port "$port" --reload_multifile true)
 if [ $# = 1 ]; then
-    exec tensorboard --logdir "$1" --port "$port"
+    exec tensorboard --logdir "$1" "${all[@]}"
 fi
-exec tensorboard --logdir_spec "$named" --port "$port"
+exec tensorboard --logdir_spec "$named" "${all[@]}"

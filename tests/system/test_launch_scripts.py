@@ -187,6 +187,16 @@ def test_local_trains_on_this_machine_by_the_settings_of_the_user(tmp_path: Path
     assert said.endswith("<train><engine.device=cpu><--run><my run><engine.device=auto>")
 
 
+def test_tensorboard_reads_on_what_training_writes_after_choose_best(tmp_path: Path) -> None:
+    (program := tmp_path / "tensorboard").write_text('#!/bin/sh\necho "$@"\n')
+    program.chmod(0o755)
+    environment = shell_environment(VENV=str(tmp_path / "none"), PATH=f"{tmp_path}:{os.environ['PATH']}")
+    for runs, named in (([str(tmp_path)], f"--logdir {tmp_path}"), ([str(tmp_path), str(ROOT)], "--logdir_spec ")):
+        words = [str(ROOT / "launch/tensorboard.sh"), *runs]
+        said = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
+        assert named in said and "--port 6006 --reload_multifile true" in said
+
+
 PROGRAMS = {
     # As at a time limit; the script passes the signal on, which ends this. Tasks of a preempted job get TERM, too.
     "srun": """case "$STATUS" in
