@@ -229,7 +229,7 @@ class ValidationConfig(Config):
         default="auto",
         description="measure that chooses the best checkpoint: loss or a metric; of a named set as NAME/METRIC, of "
         "the mean over all sets as mean/METRIC; auto: the first metric, without one the loss; of scores equal to two "
-        "decimals, or BLEU below 1, the one of lower loss",
+        "decimals, of programs to four, or BLEU below 1, the one of lower loss",
     )
     significant: float = Field(
         default=0.0,
