@@ -14,8 +14,6 @@ from deepspeed_nmt.console import output
 from deepspeed_nmt.errors import CheckpointError
 from deepspeed_nmt.files import exclusive
 
-HELP = "average a run's newest checkpoints"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""

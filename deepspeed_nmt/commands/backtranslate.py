@@ -22,7 +22,6 @@ from deepspeed_nmt.interruption import Interrupted, interruptible
 if TYPE_CHECKING:
     from deepspeed_nmt.search.decode_options import DecodeOptions
 
-HELP = "make a corpus of monolingual text by a run that translates it"
 BEYOND = "options of `translate`"
 _OWN = (
     *("run", "export", "checkpoint", "input", "output", "nbest", "token_scores", "alignment", "alignment_layer"),

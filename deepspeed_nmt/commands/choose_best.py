@@ -13,8 +13,6 @@ from pathlib import Path
 
 from deepspeed_nmt.console import output
 
-HELP = "choose a run's best checkpoint by results that came late"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""

@@ -17,8 +17,6 @@ from deepspeed_nmt.console import output
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parallel.launched import once_per_host, place
 
-HELP = "examine this host, or all hosts of a job, before a training"
-
 _MOST_S = 3600.0
 
 

@@ -16,8 +16,6 @@ from pathlib import Path
 from deepspeed_nmt.console import logger, output
 from deepspeed_nmt.errors import ConfigError
 
-HELP = "export a run for CTranslate2 or Hugging Face, with a certificate"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""

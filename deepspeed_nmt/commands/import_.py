@@ -13,8 +13,6 @@ from pathlib import Path
 
 from deepspeed_nmt.console import output
 
-HELP = "import a MarianMT model of Hugging Face as a run"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from deepspeed_nmt.run.importing_fairseq import Languages
     from deepspeed_nmt.text import TextForm
 
-HELP = "import a model, dictionaries and binarised text of fairseq"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from deepspeed_nmt.planning.gpus import Gpu
     from deepspeed_nmt.run.plans import Planned
 
-HELP = "plan memory and speed of a recipe, or list a sweep"
 _MAX_GPUS = 1_000_000
 _RESTART_S = 120.0
 """Seconds from a failure to the next update, if nothing is known: a rank is missed, and the job starts again."""

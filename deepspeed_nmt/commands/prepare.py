@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from deepspeed_nmt.data.data_directory import Meta
     from deepspeed_nmt.data.options import PrepareOptions
 
-HELP = "make a data directory from text files"
 _SHOWN = 50  # characters of an example
 
 

@@ -15,8 +15,6 @@ from typing import Any
 from deepspeed_nmt.console import output, table
 from deepspeed_nmt.errors import UserError
 
-HELP = "list the named experiments"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""

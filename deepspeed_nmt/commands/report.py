@@ -15,8 +15,6 @@ from deepspeed_nmt.files import atomic_write_bytes
 if TYPE_CHECKING:
     from deepspeed_nmt.reports.text_scores import ParallelText
 
-HELP = "make a page of a run; compare runs, the points of a sweep, or the depths of a model"
-
 _FEW_SENTENCES = 200
 """Number of sentences below which a comparison of depths is not reliable."""
 _TRANSLATING = "depths runs sweep"

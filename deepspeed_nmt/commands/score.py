@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from deepspeed_nmt.evaluate.nbest import Converter
     from deepspeed_nmt.evaluate.scoring import ScoreInputs
 
-HELP = "score translations: sacreBLEU and chrF with their signatures"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""

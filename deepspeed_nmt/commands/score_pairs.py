@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from deepspeed_nmt.api import Translator
     from deepspeed_nmt.search.reliance import ScoredTranslation
 
-HELP = "log-probabilities of given translations, by sentence and token"
-
-
 _OPTIONS = (
     *("run", "checkpoint", "weights", "tag", "tag_target", "max_tokens", "max_source_tokens", "strict", "device"),
     "precision",

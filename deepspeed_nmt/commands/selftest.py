@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from deepspeed_nmt.parity import Row
 
 _MAX_RANKS = 256
-HELP = "compare all engines on this machine or cluster"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

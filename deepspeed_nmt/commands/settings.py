@@ -19,7 +19,6 @@ from deepspeed_nmt.errors import UserError
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
-HELP = "list the settings"
 _HEAD = "| setting | default | values | meaning |\n|---|---|---|---|\n"
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _MEANINGS = {

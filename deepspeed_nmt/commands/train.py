@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from deepspeed_nmt.run.start import Origin
     from deepspeed_nmt.train.signals import StopRequest
 
-HELP = "train a model, or resume a run"
-
 _LOST_LOCK_S = 300.0
 """Time limit in seconds for a network file system to release the lock of a lost host."""
 

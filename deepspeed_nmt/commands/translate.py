@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from deepspeed_nmt.run.translation import LineTranslator
     from deepspeed_nmt.search.decode_options import DecodeOptions
 
-HELP = "translate text with a trained run"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
