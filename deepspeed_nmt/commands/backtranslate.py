@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import argparse
 from signal import SIGUSR1
-from typing import TYPE_CHECKING
 
+from deepspeed_nmt.backtranslation import BacktranslateOptions, Backtranslation, backtranslate
+from deepspeed_nmt.cli import Parser
+from deepspeed_nmt.commands.flags import add_flags
+from deepspeed_nmt.commands.prepare import add_status, report
 from deepspeed_nmt.console import logger, output
 from deepspeed_nmt.errors import EXIT_STOPPED, ConfigError, typed
 from deepspeed_nmt.interruption import Interrupted, interruptible
-
-if TYPE_CHECKING:
-    from deepspeed_nmt.search.decode_options import DecodeOptions
+from deepspeed_nmt.registry import validated
+from deepspeed_nmt.search.decode_options import DecodeOptions
 
 BEYOND = "options of `translate`"
 _OWN = (
@@ -32,11 +34,6 @@ _OWN = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    from deepspeed_nmt.backtranslation import BacktranslateOptions
-    from deepspeed_nmt.commands.flags import add_flags
-    from deepspeed_nmt.commands.prepare import add_status
-    from deepspeed_nmt.search.decode_options import DecodeOptions
-
     add_flags(parser, DecodeOptions, ("run", "checkpoint"), ("run",))
     add_flags(parser, BacktranslateOptions)
     add_status(parser)
@@ -44,10 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the corpus, and print what was removed, what is left, and how to train on it."""
-    from deepspeed_nmt.backtranslation import BacktranslateOptions, Backtranslation, backtranslate
-    from deepspeed_nmt.commands.prepare import report
-    from deepspeed_nmt.registry import validated
-
     if arguments.status is not None:
         from deepspeed_nmt.data.cluster import status
 
@@ -73,10 +66,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _translation(arguments: argparse.Namespace) -> DecodeOptions:
     """Return the options of the translation: runs and checkpoint, and the arguments after --."""
-    from deepspeed_nmt.cli import Parser
-    from deepspeed_nmt.commands.flags import add_flags
-    from deepspeed_nmt.search.decode_options import DecodeOptions
-
     parser = Parser(prog="deepspeed-nmt backtranslate", add_help=False, allow_abbrev=False)
     add_flags(parser, DecodeOptions, [name for name in DecodeOptions.model_fields if name not in _OWN])
     parsed, others = parser.parse_known_args(arguments.beyond)

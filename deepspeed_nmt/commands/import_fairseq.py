@@ -17,21 +17,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepspeed_nmt.commands.flags import add_flags
+from deepspeed_nmt.commands.prepare import read_options, report
 from deepspeed_nmt.console import output
+from deepspeed_nmt.data.clean import CleaningConfig
+from deepspeed_nmt.data.fairseq import FairseqTokenizer
+from deepspeed_nmt.data.options import PrepareOptions
+from deepspeed_nmt.data.preparation import prepare
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.text import Form, TextForm, check_language
 
 if TYPE_CHECKING:
-    from deepspeed_nmt.data.fairseq import FairseqTokenizer
     from deepspeed_nmt.run.importing_fairseq import Languages
-    from deepspeed_nmt.text import TextForm
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    from deepspeed_nmt.commands.flags import add_flags
-    from deepspeed_nmt.data.clean import CleaningConfig
-    from deepspeed_nmt.data.options import PrepareOptions
-
     parser.add_argument(
         "--from", dest="origin", type=Path, metavar="F", help="checkpoint that fairseq-train wrote; needs --run"
     )
@@ -84,8 +85,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _text_form(arguments: argparse.Namespace, languages: Languages) -> TextForm:
     """Return the form of the text. Names of languages that are no language codes are not recorded."""
-    from deepspeed_nmt.text import Form, TextForm, check_language
-
     codes: list[str | None] = [None, None]
     for number, language in enumerate(languages):
         with suppress(ValueError):
@@ -102,8 +101,6 @@ def _import_text(
     arguments: argparse.Namespace, languages: Languages, tokenizer: FairseqTokenizer, text: TextForm
 ) -> str:
     """Make the data directory, and return a report of it."""
-    from deepspeed_nmt.commands.prepare import read_options, report
-    from deepspeed_nmt.data.preparation import prepare
     from deepspeed_nmt.run.importing_fairseq import write_text
 
     out: Path = arguments.out

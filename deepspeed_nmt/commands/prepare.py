@@ -17,25 +17,30 @@ import os
 from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import override
 
+from deepspeed_nmt.commands.flags import add_flags
 from deepspeed_nmt.console import output, table
-
-if TYPE_CHECKING:
-    from deepspeed_nmt.data.data_directory import Meta
-    from deepspeed_nmt.data.options import PrepareOptions
+from deepspeed_nmt.core.vocabulary import SIDES
+from deepspeed_nmt.data.bert_tokenizer import side_file
+from deepspeed_nmt.data.clean import CleaningConfig
+from deepspeed_nmt.data.data_directory import Meta
+from deepspeed_nmt.data.fairseq import DICTIONARY_FILES
+from deepspeed_nmt.data.filters import EXAMPLES, read_filters
+from deepspeed_nmt.data.marian_tokenizer import NUMBERS_FILES
+from deepspeed_nmt.data.options import PrepareOptions
+from deepspeed_nmt.data.preparation import prepare, submit
+from deepspeed_nmt.data.sentencepiece import SIDE_MODEL_FILES
+from deepspeed_nmt.data.stages import Preparation
+from deepspeed_nmt.registry import validated
 
 _SHOWN = 50  # characters of an example
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    from deepspeed_nmt.commands.flags import add_flags
-    from deepspeed_nmt.data.clean import CleaningConfig
-    from deepspeed_nmt.data.options import PrepareOptions
-
     add_flags(parser, PrepareOptions)
     add_flags(parser, CleaningConfig)
     add_status(parser)
@@ -60,13 +65,10 @@ class _Status(argparse.Action):
 def run(arguments: argparse.Namespace) -> int:
     """Prepare the data, and print what was removed and what is left."""
     if arguments.status is not None:
-        from deepspeed_nmt.data.cluster import status
-        from deepspeed_nmt.data.stages import Preparation
+        from deepspeed_nmt.data.cluster import status  # imports datatrove
 
         output(status(Preparation, arguments.status))
         return 0
-    from deepspeed_nmt.data.preparation import prepare, submit
-
     options = read_options(vars(arguments))
     made = submit(options) if options.executor == "slurm" else prepare(options)
     output(made if isinstance(made, str) else report(made, options.out))
@@ -75,10 +77,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def read_options(values: Mapping[str, Any]) -> PrepareOptions:
     """Return the options of a command line; others are ignored. Without ``workers`` all cores work."""
-    from deepspeed_nmt.data.clean import CleaningConfig
-    from deepspeed_nmt.data.options import PrepareOptions
-    from deepspeed_nmt.registry import validated
-
     cores = len(os.sched_getaffinity(0))
     cleaning = {name: values[name] for name in CleaningConfig.model_fields if name in values}
     known = {name: values[name] for name in PrepareOptions.model_fields if name in values}
@@ -98,9 +96,6 @@ def verify_vocabulary(path: Path) -> None:
 
 def report(meta: Meta, out: Path) -> str:
     """Return a table of the pairs removed, by reason, and of the data directory's content."""
-    from deepspeed_nmt.data.clean import CleaningConfig
-    from deepspeed_nmt.data.filters import read_filters
-
     reasons = CleaningConfig(**meta.options["cleaning"]).reasons(read_filters(meta.options.get("filters", {})))
     train, read = meta.splits["train"], meta.pairs_read
     counts = [["training pairs read", f"{read:,}", ""]]
@@ -133,7 +128,6 @@ def report(meta: Meta, out: Path) -> str:
 
 def _examples(meta: Meta) -> list[str]:
     """Return examples of removed pairs, and of lines that encoding changes; none if there are none."""
-    from deepspeed_nmt.data.filters import EXAMPLES
 
     def excerpt(text: str, start: int = 0) -> str:
         return f"{'...' if start else ''}{text[start : start + _SHOWN]}{'...' if start + _SHOWN < len(text) else ''}"
@@ -155,12 +149,6 @@ def _examples(meta: Meta) -> list[str]:
 
 
 def _describe_vocabulary(meta: Meta) -> str:
-    from deepspeed_nmt.core.vocabulary import SIDES
-    from deepspeed_nmt.data.bert_tokenizer import side_file
-    from deepspeed_nmt.data.fairseq import DICTIONARY_FILES
-    from deepspeed_nmt.data.marian_tokenizer import NUMBERS_FILES
-    from deepspeed_nmt.data.sentencepiece import SIDE_MODEL_FILES
-
     target = f"{meta.vocabulary_size:,}"
     both = f"{meta.source_vocabulary_size:,} and {target}"
     source_bert, target_bert = (meta.files.get(side_file(side)) for side in SIDES)

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepspeed_nmt.commands.flags import add_flags
 from deepspeed_nmt.console import json_line, logger, output, table
 from deepspeed_nmt.errors import ConfigError, check_installed
 from deepspeed_nmt.files import atomic_write_bytes
+from deepspeed_nmt.search.decode_options import DecodeOptions
 
 if TYPE_CHECKING:
     from deepspeed_nmt.reports.text_scores import ParallelText
@@ -52,9 +54,6 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of each kind."""
-    from deepspeed_nmt.commands.flags import add_flags
-    from deepspeed_nmt.search.decode_options import DecodeOptions
-
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
     for name, (help, report) in _KINDS.items():
         kind = kinds.add_parser(
@@ -87,7 +86,6 @@ def _read_text(arguments: argparse.Namespace, runs: Iterable[Path]) -> ParallelT
     from deepspeed_nmt.data.data_directory import DataDirectory
     from deepspeed_nmt.reports.pictures import check_out
     from deepspeed_nmt.reports.text_scores import ParallelText
-    from deepspeed_nmt.search.decode_options import DecodeOptions
 
     files = (arguments.input, arguments.reference)
     check_out(arguments.out, [*runs, arguments.data, *files])

@@ -18,9 +18,11 @@ from contextlib import ExitStack, nullcontext
 from itertools import tee
 from typing import TYPE_CHECKING
 
+from deepspeed_nmt.commands.flags import add_flags
 from deepspeed_nmt.console import counting
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import atomic_writer, text_lines
+from deepspeed_nmt.search.decode_options import DecodeOptions
 
 if TYPE_CHECKING:
     from deepspeed_nmt.api import Translator
@@ -34,9 +36,6 @@ _OPTIONS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    from deepspeed_nmt.commands.flags import add_flags
-    from deepspeed_nmt.search.decode_options import DecodeOptions
-
     parser.add_argument("--source", required=True, metavar="F", help="source text; - is standard input")
     parser.add_argument(
         "--target", required=True, metavar="F",
@@ -63,7 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.api import Translator
     from deepspeed_nmt.run.translation import open_aligned, output_path
     from deepspeed_nmt.search.base import MisalignedError
-    from deepspeed_nmt.search.decode_options import DecodeOptions
     from deepspeed_nmt.search.forced import check_targets
 
     options = DecodeOptions.of_command(arguments)
