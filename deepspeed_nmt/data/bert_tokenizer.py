@@ -43,9 +43,12 @@ class BertTokenizer(Tokenizer):
             tokenizer.encode_special_tokens = True  # "[SEP]" in a text stays text
             tokenizer.no_truncation()
             tokenizer.no_padding()
-            if max(tokenizer.get_vocab().values(), default=-1) >= tokenizer.get_vocab_size():
+        self._numbers = {side: tokenizer.get_vocab() for side, tokenizer in self._sides.items()}
+        self._pieces = {side: sorted(numbers, key=numbers.__getitem__) for side, numbers in self._numbers.items()}
+        for numbers in self._numbers.values():
+            if sorted(numbers.values()) != list(range(len(numbers))):
                 raise DataError("a tokenizer of a BERT has tokens without text among its numbers; name another BERT")
-        source, target = (Vocabulary.of_bert(self._sides[s].get_vocab_size(), special[s]) for s in SIDES)
+        source, target = (Vocabulary.of_bert(len(self._pieces[side]), special[side]) for side in SIDES)
         if source.pad != target.pad:
             raise DataError(
                 f"the two tokenizers have different numbers for [PAD], {source.pad} and {target.pad}; take others"
@@ -76,7 +79,7 @@ class BertTokenizer(Tokenizer):
         import tokenizers
 
         theirs = tokenizers.Tokenizer.from_str(tokenizer_json)
-        return self._special[side] == special and self._sides[side].get_vocab() == theirs.get_vocab()
+        return self._special[side] == special and self._numbers[side] == theirs.get_vocab()
 
     @override
     def files(self) -> dict[str, bytes]:
@@ -96,27 +99,12 @@ class BertTokenizer(Tokenizer):
         return [[begin, *sentence] if sentence else [] for sentence in tokens]
 
     @override
-    def pieces(self, tokens: Iterable[int], side: Side = "target") -> list[str]:
-        return [self._sides[side].id_to_token(int(token)) or UNKNOWN_TEXT for token in tokens]
-
-    @override
-    def number(self, piece: str, side: Side = "target") -> int | None:
-        number: int | None = self._sides[side].token_to_id(piece)
-        return number
-
-    @override
     def _decoded(self, tokens: Iterable[int], side: Side) -> str:
         vocabulary = self.vocabulary.source if side == "source" else self.vocabulary
         silent = {vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.mask}
         numbers = [int(token) for token in tokens if int(token) not in silent]
-        token_of = self._sides[side].id_to_token
-        pieces = [UNKNOWN_TEXT if number == vocabulary.unk else str(token_of(number)) for number in numbers]
+        pieces = [UNKNOWN_TEXT if number == vocabulary.unk else self._pieces[side][number] for number in numbers]
         return self._joined(pieces, side)
-
-    @override
-    def all_pieces(self, side: Side = "target") -> list[str]:
-        tokenizer = self._sides[side]
-        return [str(tokenizer.id_to_token(number)) for number in range(tokenizer.get_vocab_size())]
 
     def reference(self, text: str) -> str:
         """Normalise a reference as the tokenizer does: lower case and accents, and spaces between its words."""
