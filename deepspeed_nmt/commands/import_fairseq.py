@@ -21,6 +21,7 @@ from deepspeed_nmt.commands.flags import add_flags
 from deepspeed_nmt.commands.prepare import read_options, report
 from deepspeed_nmt.console import output
 from deepspeed_nmt.data.clean import CleaningConfig
+from deepspeed_nmt.data.data_directory import Meta
 from deepspeed_nmt.data.fairseq import FairseqTokenizer
 from deepspeed_nmt.data.options import PrepareOptions
 from deepspeed_nmt.data.preparation import prepare
@@ -121,4 +122,6 @@ def _import_text(
             "sentencepiece": (),
         }
         options = read_options(settings)
-        return report(prepare(options), options.out)
+        made = prepare(options)
+        assert isinstance(made, Meta)  # no option submits jobs
+        return report(made, options.out)

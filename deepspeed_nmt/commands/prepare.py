@@ -31,7 +31,7 @@ from deepspeed_nmt.data.fairseq import DICTIONARY_FILES
 from deepspeed_nmt.data.filters import EXAMPLES, read_filters
 from deepspeed_nmt.data.marian_tokenizer import NUMBERS_FILES
 from deepspeed_nmt.data.options import PrepareOptions
-from deepspeed_nmt.data.preparation import prepare, submit
+from deepspeed_nmt.data.preparation import prepare
 from deepspeed_nmt.data.sentencepiece import SIDE_MODEL_FILES
 from deepspeed_nmt.data.stages import Preparation
 from deepspeed_nmt.registry import validated
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         output(status(Preparation, arguments.status))
         return 0
     options = read_options(vars(arguments))
-    made = submit(options) if options.executor == "slurm" else prepare(options)
+    made = prepare(options)
     output(made if isinstance(made, str) else report(made, options.out))
     return 0
 

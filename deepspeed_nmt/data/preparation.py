@@ -39,46 +39,39 @@ _DISK_SHARE = 2.5
 """Bytes of clean text, hashes, parts and result for each byte of text, about."""
 
 
-def prepare(options: PrepareOptions) -> Meta:
+def prepare(options: PrepareOptions) -> Meta | str:
     """Make a data directory, unless the same one exists already. A failed call leaves nothing behind.
 
+    For SLURM, submit the tasks that are not done, and return a message.
+
     Raises:
+        ConfigError: if SLURM or datatrove is missing.
         DataError: if files are missing or not aligned, no pairs are left after cleaning, the vocabulary does not fit
-            the text or the options, another directory is in the way, or the disk is full.
+            the text or the options, another directory is in the way, or the disk is full; for SLURM also as of
+            :func:`cluster.submit`, and if text can be read only once.
     """
+    by_slurm = options.executor == "slurm"
+    for path in (path for paths in options.inputs.values() for path in paths if by_slurm):
+        if isinstance(path, Path) and (path == STANDARD_INPUT or path.is_fifo()):
+            raise DataError(f"--executor slurm reads files on other hosts, and {path} is a pipe; write it to a file")
     out, vocabulary, sampling = check_options(options)
     with replacing_data(out):
         if (out / META_FILE).exists() and not options.overwrite:  # another process may have made it
             return same_or_refuse(out, options, options.recorded(vocabulary, sampling))
+        if by_slurm:
+            from deepspeed_nmt.data import cluster
+
+            return cluster.submit(
+                Preparation,
+                options,
+                lambda new: set_up(new, options, vocabulary, sampling, options.tasks or 1),
+                lambda work: work.check_same(options),
+            )
         with staged_data(out) as staging:
             work = set_up(staging / ".work", options, vocabulary, sampling)
             meta = join(run_stages(work, options.workers), staging)
             remove(work.directory)
             return meta
-
-
-def submit(options: PrepareOptions) -> Meta | str:
-    """Submit the tasks that are not done to SLURM, and return a message, or the record of a directory that is whole.
-
-    Raises:
-        ConfigError: if SLURM or datatrove is missing.
-        DataError: as of :func:`prepare` and :func:`cluster.submit`, and if text can be read only once.
-    """
-    from deepspeed_nmt.data import cluster
-
-    for path in (path for paths in options.inputs.values() for path in paths):
-        if isinstance(path, Path) and (path == STANDARD_INPUT or path.is_fifo()):
-            raise DataError(f"--executor slurm reads files on other hosts, and {path} is a pipe; write it to a file")
-    out, vocabulary, sampling = check_options(options)
-    with replacing_data(out):
-        if (out / META_FILE).exists() and not options.overwrite:
-            return same_or_refuse(out, options, options.recorded(vocabulary, sampling))
-        return cluster.submit(
-            Preparation,
-            options,
-            lambda new: set_up(new, options, vocabulary, sampling, options.tasks or 1),
-            lambda work: work.check_same(options),
-        )
 
 
 def check_options(

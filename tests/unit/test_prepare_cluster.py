@@ -11,7 +11,7 @@ import pytest
 
 from deepspeed_nmt.data.data_directory import Meta
 from deepspeed_nmt.data.options import PrepareOptions
-from deepspeed_nmt.data.preparation import submit
+from deepspeed_nmt.data.preparation import prepare
 from deepspeed_nmt.data.stages import Preparation
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.manifest import write_record
@@ -54,7 +54,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _submit(options: dict[str, Any], **changes: Any) -> Meta | str:
-    return submit(PrepareOptions.model_validate({**options, **changes}))
+    return prepare(PrepareOptions.model_validate({**options, **changes}))
 
 
 def test_the_same_command_submits_what_is_not_done_and_reports_at_the_end(
