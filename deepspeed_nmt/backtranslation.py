@@ -184,7 +184,7 @@ class Backtranslation(Preparation):
     command = "backtranslate"
     record_type = LinesRecord
     packages: ClassVar = (*Preparation.packages, "torch")
-    shown: ClassVar = {"translate": ("translate", "pairs"), "score": ("score", "pairs"), **Preparation.shown}
+    shown: ClassVar = {"translate": "translate", "score": "score", **Preparation.shown}
     memory_gib: ClassVar = {**Preparation.memory_gib, "translate": 6, "score": 6}
 
     own: BacktranslateOptions
@@ -263,11 +263,11 @@ def read_text(work: Backtranslation, task: int, new: Path) -> LinesRecord:
     states = [state_of(path) if isinstance(path, Path) else None for path in options.text]
     records = copy_text(options.text, new / TEXT)
     with (new / TEXT).open("rb+") as file:
-        if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n":
-            file.write(b"\n")
-    with (new / TEXT).open("rb") as file:
         if not any(map(bytes.strip, file)):
             raise DataError(f"{', '.join(map(str, options.text))} has no sentence; check --text")
+        file.seek(-1, os.SEEK_END)
+        if file.read() != b"\n":
+            file.write(b"\n")
     read = sum(record.lines for record in records)
     lines = piece_lines(read, options.translation.max_tokens)
     _find_pieces(new / TEXT, lines, new / f"{TEXT}.{_BEGINS}")
@@ -540,12 +540,10 @@ def _is_same(options: BacktranslateOptions, texts: Collection[IndexedText]) -> b
 
 def _preparation(options: BacktranslateOptions, data: DataDirectory) -> PrepareOptions:
     """Return the options by which `prepare` makes a directory like DATA."""
-    filters = [
-        *filter(None, [options.filters]),
-        *([] if options.score_run is None else [f"score={options.min_score}"]),
-    ]
+    scored = "" if options.score_run is None else f"score={options.min_score}"
     values: dict[str, Any] = {"out": options.out / "data", "overwrite": True, "vocab_from": data.path}
-    values |= {"filters": ",".join(filters), "workers": options.workers or len(os.sched_getaffinity(0))}
+    values |= {"filters": ",".join(filter(None, [options.filters, scored]))}
+    values |= {"workers": options.workers or len(os.sched_getaffinity(0))}
     form = data.text_form
     values |= {"text": form.form if form.form in ("raw", "moses", "tokenised") else None}
     for side in SIDES:

@@ -160,9 +160,8 @@ def status(kind: type[Work[Any]], out: Path) -> str:
             if undone:
                 items, seconds = sum(work.record(stage, task).read for task in done), round(ended - began)
                 left = timedelta(seconds=seconds * len(undone) // len(done))
-                unit = work.shown.get(stage, ("", "pairs"))[1]
                 so_far = timedelta(seconds=seconds)
-                notes.append(f"{stage}: {items:,} {unit} in {so_far}; about {left} left at this pace")
+                notes.append(f"{stage}: {items:,} pairs in {so_far}; about {left} left at this pace")
             began = ended
     states = ", ".join(f"{waiting.count(state)} {state.lower()}" for state in sorted({*waiting}))
     notes.append(f"queue: {states or 'empty; to go on, give the same command again'}")

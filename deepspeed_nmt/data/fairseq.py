@@ -46,8 +46,7 @@ def symbols_of(content: bytes, path: Path) -> list[str]:
         lines = content.decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8, and thus no dictionary of fairseq; restore the file") from error
-    symbols = list(SPECIAL)
-    numbers = set(symbols)
+    symbols = dict.fromkeys(SPECIAL)
     if not lines[-1]:
         lines.pop()
     for number, line in enumerate(lines, 1):
@@ -60,11 +59,10 @@ def symbols_of(content: bytes, path: Path) -> list[str]:
             )
         if not symbol or not count.lstrip("-").isdecimal():
             raise DataError(f"{where} is {shown(line)}, not a symbol and its count; give fairseq's dict.LANG.txt")
-        if symbol in numbers:
+        if symbol in symbols:
             raise DataError(f"{where} repeats the symbol {shown(symbol)}; restore the file")
-        numbers.add(symbol)
-        symbols.append(symbol)
-    return symbols
+        symbols[symbol] = None
+    return list(symbols)
 
 
 _MOST_FOREIGN = 0.1

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from operator import add
 from pathlib import Path
 from random import Random
@@ -280,15 +280,9 @@ class SentencePieceModel:
         numbers = [int(token) for token in tokens if token > EOS]
         if self._segmented:
             return join_segments(" ".join(self.pieces(numbers)))
-        front = next(
-            (place for place, number in enumerate(numbers) if number not in self._symbol_numbers), len(numbers)
-        )
-        rest: str = self._processor.decode(numbers[front:])
-        if not front:
-            return rest
-        return " ".join(
-            [*map(self._processor.id_to_piece, numbers[:front]), *([rest] if front < len(numbers) else [])]
-        )
+        symbols = list(takewhile(self._symbol_numbers.__contains__, numbers))
+        rest = numbers[len(symbols) :]
+        return " ".join([*self.pieces(symbols), *([self._processor.decode(rest)] if rest else [])])
 
     def pieces(self, tokens: Iterable[int]) -> list[str]:
         """Return tokens as the vocabulary spells them, unknown words of segmented text as UNKNOWN_TEXT."""

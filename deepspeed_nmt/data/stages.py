@@ -114,7 +114,7 @@ class Preparation(Work[PairsRecord]):
     command = "prepare"
     record_type: ClassVar[type[PairsRecord]] = PairsRecord
     packages: ClassVar[tuple[str, ...]] = ("deepspeed_nmt", "sentencepiece", "numpy")
-    shown: ClassVar[dict[str, tuple[str, str]]] = {"clean": ("cleaning", "pairs"), "encode": ("encoding", "pairs")}
+    shown: ClassVar[dict[str, str]] = {"clean": "cleaning", "encode": "encoding"}
     memory_gib: ClassVar[dict[str, int]] = {"vocabulary": 4}  # SentencePiece holds the sample
 
     options: PrepareOptions

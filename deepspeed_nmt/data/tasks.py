@@ -59,13 +59,13 @@ class Work(Config, ABC, Generic[R]):
     """Stages of tasks: ``tasks`` is the number of those that share a text; ``directory`` receives their directories.
 
     ``versions`` are those of ``packages``, which all hosts must have. ``shown`` are the stages whose progress is
-    shown, each with its verb and its items, ``memory_gib`` the stages that need more than 2 GiB.
+    shown, each with its verb, ``memory_gib`` the stages that need more than 2 GiB.
     """
 
     command: ClassVar[str]
     record_type: ClassVar[type[TaskRecord]]
     packages: ClassVar[tuple[str, ...]]
-    shown: ClassVar[dict[str, tuple[str, str]]]
+    shown: ClassVar[dict[str, str]]
     memory_gib: ClassVar[dict[str, int]]
 
     directory: Path
@@ -222,7 +222,7 @@ def run_stages(work: W, workers: int, environments: Sequence[Mapping[str, str]] 
 def run_stage(work: Work[R], stage: str, run: Callable[..., Iterable[int]], total: int = 0) -> int:
     """Run the tasks of a stage by a function like ``map``, and return the number of items."""
     done = 0
-    shown = counting(*work.shown[stage], total) if stage in work.shown else nullcontext(lambda _: None)
+    shown = counting(work.shown[stage], "pairs", total) if stage in work.shown else nullcontext(lambda _: None)
     with shown as advance:
         for items in run(partial(run_task, work, stage), range(work.stages[stage])):
             advance(items)

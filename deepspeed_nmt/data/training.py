@@ -72,13 +72,9 @@ class DataPart:
 
     def corpus(self, tokenizer: Tokenizer, config: MixtureConfig) -> CorpusPart:
         """Open the corpus; raise a DataError if its tag is no token of the vocabulary."""
-        source = target = None
-        if self.tag is not None and config.tag == "source":
-            source = tokenizer.symbol("source", self.tag)
-        elif self.tag is not None:
-            target = tokenizer.symbol("target", self.tag)
+        tags = {} if self.tag is None else {f"{config.tag}_tag": tokenizer.symbol(config.tag, self.tag)}
         key = int.from_bytes(hashlib.sha256(self.identity.encode()).digest()[:8], "little")
-        return CorpusPart(self.name, tuple(self.directory.training_corpora()), source, target, key)
+        return CorpusPart(self.name, tuple(self.directory.training_corpora()), key=key, **tags)
 
 
 class CorpusRecord(Config):

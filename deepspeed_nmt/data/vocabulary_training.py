@@ -271,14 +271,11 @@ def _adopted(path: Path, symbols: Sequence[str]) -> bytes:
     for symbol in symbols:
         by_text.setdefault(symbol, piece(piece=symbol, score=0.0)).type = piece.USER_DEFINED
     pieces = [*first, *by_text.values()]
-    adopted = type(content)()
-    adopted.CopyFrom(content)
-    del adopted.pieces[:]
-    adopted.pieces.extend(pieces)
-    spec = adopted.trainer_spec
+    del content.pieces[:]
+    content.pieces.extend(pieces)
     spec.pad_id, spec.bos_id, spec.eos_id, spec.unk_id = PAD, BOS, EOS, UNK
     spec.unk_surface, spec.vocab_size = UNKNOWN_TEXT, len(pieces)
-    serialised: bytes = adopted.SerializeToString(deterministic=True)
+    serialised: bytes = content.SerializeToString(deterministic=True)
     return serialised
 
 
