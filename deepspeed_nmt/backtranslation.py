@@ -133,9 +133,7 @@ class BacktranslateOptions(ExecutorOptions):
 class LinesRecord(PairsRecord):
     """The record of a task; ``read`` are its lines.
 
-    Attributes:
-        counts: what there is to warn of.
-        identity: all that translations depend on, as the translator says.
+    ``counts`` are what there is to warn of, ``identity`` all that translations depend on, as the translator says.
     """
 
     counts: SourceCounts = Field(default_factory=SourceCounts)
@@ -174,11 +172,8 @@ class CorpusRecord(Config):
 class Backtranslation(Preparation):
     """The preparation of OUT/data, after stages that make its text of monolingual text.
 
-    Attributes:
-        own: options of `backtranslate`.
-        made: what decides the translations, and the scores if there are any.
-        present: files of OUT that are made already.
-        fingerprint: of the parallel data.
+    ``made`` is what decides the translations, and the scores if there are any. ``present`` are files of OUT that are
+    made already, ``fingerprint`` is that of the parallel data.
     """
 
     command = "backtranslate"

@@ -90,8 +90,6 @@ def divide_update(
     Args:
         indices: sentences of the update. Shape: (sentences,)
         source: source lengths of the corpus, EOS included, and ``target`` those of the target. Shape: (corpus,)
-        ranks: number of data-parallel ranks.
-        config: bounds of a micro-batch.
 
     Raises:
         ConfigError: if a single sentence is larger than ``micro_tokens``.

@@ -627,15 +627,10 @@ def _filter_of(name: str, settings: Any) -> Filter:
 
 
 class PairFilters:
-    """Filters that are applied to pairs in turn.
+    """Filters that are applied to pairs in turn, by name, in order; see :func:`read_filters`.
 
-    Args:
-        filters: by name, in order; see :func:`read_filters`.
-        text: form and languages of the text.
-        segmented: True if the text is segmented in the ``@@ `` style; the filters see its words.
-
-    Raises:
-        ConfigError: if a filter lacks a language or a package.
+    Of text that is ``segmented`` in the ``@@ `` style they see the words. If a filter lacks a language or a package,
+    that is a ConfigError.
     """
 
     def __init__(self, filters: Mapping[str, Filter], text: TextForm, segmented: bool = False) -> None:
@@ -647,8 +642,7 @@ class PairFilters:
     def fault(self, source: str, target: str, score: float | None = None) -> str:
         """Return the name of the first filter that removes a pair; "" if all of them keep it, but for repetitions.
 
-        Raises:
-            ConfigError: if a filter reads scores, but there is none.
+        If a filter reads scores, but there is none, that is a ConfigError.
         """
         source, target = self._words(source), self._words(target)
         for name, reads_scores in self._judging.items():

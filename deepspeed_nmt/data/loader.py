@@ -226,8 +226,7 @@ def _ends_and_starts(sentences: Tokens) -> tuple[Indices, Indices]:
 class TrainLoader:
     """All updates of a run from a given position on, without end, for one of some data-parallel ranks.
 
-    Raises:
-        ConfigError: if a sentence does not fit into a micro-batch.
+    A sentence that does not fit into a micro-batch is a ConfigError.
     """
 
     def __init__(

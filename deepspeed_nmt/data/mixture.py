@@ -192,10 +192,8 @@ class Shares:
 class MixtureOrder(UpdateOrder):
     """Updates of a mixture. An epoch has as many target tokens as all its corpora together.
 
-    ``corpora`` has parts in the order of the phase's streams; each update up to ``max_updates`` must have a corpus.
-
-    Raises:
-        ConfigError: if some updates have no corpus, or updates are smaller than sentences.
+    ``corpora`` has parts in the order of the phase's streams. If an update up to ``max_updates`` has no corpus, or
+    updates are smaller than sentences, that is a ConfigError.
     """
 
     def __init__(self, corpora: Corpora, seed: int, update_tokens: int, phase: Phase, max_updates: int) -> None:

@@ -237,10 +237,7 @@ def worker_pool(
     """Provide a function like ``map``, which works in several processes if there are several items.
 
     The processes end with the block; after an error, at once. ``environments`` are variables that each of them sets
-    before it imports anything.
-
-    Raises:
-        DataError: if a worker ends before its work.
+    before it imports anything. A worker that ends before its work is a DataError.
     """
     if workers == 1:
         yield map

@@ -282,8 +282,7 @@ def _adopted(path: Path, symbols: Sequence[str]) -> bytes:
 def _train_model(lines: Iterable[str], **settings: Any) -> bytes:
     """Train a model in a process of its own, which can be ended, with settings of SentencePiece, and serialise it.
 
-    Raises:
-        RuntimeError: if SentencePiece fails, with its message.
+    If SentencePiece fails, its message is a RuntimeError, as without the process.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", __name__]

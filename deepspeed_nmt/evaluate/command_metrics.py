@@ -44,11 +44,7 @@ _INTERVAL_S = 0.05
 
 @dataclass(frozen=True)
 class ScoredFiles:
-    """Files that a program scores, with a sentence in each line.
-
-    Attributes:
-        sentences: file for the scores of sentences, if the program gives them; None for none.
-    """
+    """Files that a program scores, a sentence on each line, and one for the scores of these, or None for none."""
 
     hypothesis: Path
     reference: Path
@@ -68,8 +64,7 @@ class CommandMetric(Metric):
     def parse(cls, text: str) -> CommandMetric | None:
         """Return the program that a setting names; None if it names none.
 
-        Raises:
-            ValueError: if its name cannot be part of a tag, or is that of another measure.
+        A name that cannot be part of a tag, or is that of another measure, is a ValueError.
         """
         if (match := _FORM.fullmatch(text)) is None:
             return None

@@ -67,9 +67,7 @@ class Metric(ABC):
 class TextMetric(Metric):
     """A metric of sacreBLEU, which is a function of translations and references.
 
-    Attributes:
-        make: function that makes sacreBLEU's object; its argument is True to ignore case.
-        tokenizer: sacreBLEU's tokenizer of a BLEU; empty for other metrics.
+    ``make`` makes sacreBLEU's object, given True to ignore case. Only a BLEU has a ``tokenizer``.
     """
 
     make: Callable[[bool], SacreBleuMetric]
@@ -156,11 +154,9 @@ def validation_tag(name: str, of: str = "") -> str:
 
 
 class Scorer:
-    """Scores of translations of one set of sentences.
+    """Scores of translations of one set of sentences; ``text`` is the form of references and translations.
 
-    Args:
-        metrics: metrics to compute; programs, which take files, are left out.
-        text: form of references and translations.
+    Metrics that are programs, which take files, are left out.
     """
 
     def __init__(self, metrics: Sequence[Metric], text: TextForm, references: Sequence[str]) -> None:

@@ -46,12 +46,9 @@ _NEEDED = {*EXITS, *(f"by_{exit}" for exit in EXITS), "tokens"}
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate translation of a line.
+    """A candidate translation of the source line number ``line``, from 0; the best one has the highest score.
 
-    Attributes:
-        line: number of the source line, from 0.
-        score: number by which candidates are ranked; the higher the better.
-        token_log_probs: log-probability of each token and of EOS; none if they are not known.
+    ``token_log_probs`` are of each token and of EOS; none if they are not known.
     """
 
     line: int
@@ -69,11 +66,7 @@ class Candidate:
 
     @classmethod
     def parse(cls, text: str) -> Candidate:
-        """Parse a line of a file, whose text may contain the separator.
-
-        Raises:
-            ValueError: if it is no candidate.
-        """
+        """Parse a line of a file, whose text may contain the separator, or raise a ValueError."""
         line, rest = text.split(_BAR, 1)
         translation, features, score = rest.rsplit(_BAR, 2)
         features, _, token_values = features.partition(_TOKENS)

@@ -43,8 +43,7 @@ _MANY_CASED_LINES = 0.3
 class ScoreInputs:
     """Sentences of aligned files, by the names that the user gave. A hypothesis may be given twice.
 
-    Attributes:
-        language: target language, whose tokenizer BLEU has; None if it is not known.
+    BLEU has the tokenizer of the target ``language``, which is None if it is not known.
     """
 
     hypotheses: Sequence[tuple[str, list[str]]]
@@ -57,8 +56,7 @@ class ScoreInputs:
 class Score:
     """Score of translations by a metric.
 
-    Attributes:
-        detail: components of a BLEU: n-gram precisions in percent, brevity penalty, lengths in tokens.
+    ``detail`` are components of a BLEU: n-gram precisions in percent, brevity penalty, lengths in tokens.
     """
 
     metric: Metric
@@ -153,9 +151,7 @@ def score_of_statistics(metric: SacreBleuMetric, rows: NDArray[Any]) -> float:
 class ScoreReport:
     """Scores of one hypothesis file, and signs that they are doubtful.
 
-    Attributes:
-        copies: number of copies of the source; None without a source.
-        comparison: with the first hypothesis; None for the first, and without a test.
+    ``copies`` of the source are None without one; the comparison with the first hypothesis is None for that.
     """
 
     hypothesis: str

@@ -71,8 +71,7 @@ class Outcome:
     def read(cls, path: Path) -> Outcome:
         """Read a run; nothing is verified or restored.
 
-        Raises:
-            ConfigError: if it is no run directory, or its settings cannot be read.
+        A directory that is no run, or whose settings cannot be read, is a ConfigError.
         """
         if not (path / CONFIG_FILE).is_file():
             raise ConfigError(f"{path} has no {CONFIG_FILE}; give a directory made by `train`")

@@ -62,13 +62,9 @@ class Point:
 
 
 class Sweep:
-    """A sweep.
+    """A sweep by its name; a ConfigError if there is none.
 
-    Attributes:
-        axes: settings that are swept independently of each other, at least one. The first has the most values.
-
-    Raises:
-        ConfigError: if there is no such sweep.
+    ``axes`` are the settings that are swept independently of each other, at least one. The first has the most values.
     """
 
     def __init__(self, name: str) -> None:
@@ -174,8 +170,7 @@ def warn_of_differences(sweep: Sweep, chosen: Sequence[Outcome | None]) -> None:
 def validation_scores(runs: Sequence[Outcome], metric: str | None) -> tuple[str, Scores]:
     """Return a measure of validation, or else the first that any run has logged, and the best score of each run.
 
-    Raises:
-        ConfigError: if there is no such measure.
+    A name that is no measure is a ConfigError.
     """
     if metric is None:
         metric = validation_metric(run.log for run in runs).name

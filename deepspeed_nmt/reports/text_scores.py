@@ -42,11 +42,7 @@ class ParallelText:
 
     @classmethod
     def read(cls, source: Path, reference: Path) -> ParallelText:
-        """Read a test set.
-
-        Raises:
-            DataError: if a file cannot be read, or they are empty or not aligned.
-        """
+        """Read a test set. Files that cannot be read, are empty or not aligned, are a DataError."""
         sides = []
         for path in (source, reference):
             with open_text(path) as stream:
@@ -154,8 +150,7 @@ def score_text(
 ) -> tuple[RecordedScore, ...]:
     """Return a score for each metric; the text is translated unless the run recorded all of them for these weights.
 
-    Raises:
-        CheckpointError: if there is no such checkpoint, or it is damaged.
+    A checkpoint that is missing or damaged is a CheckpointError.
     """
     checkpoint = run.checkpoints.open(which, verify=False)  # the translator verifies it
     tags = text.tags_for(run)
