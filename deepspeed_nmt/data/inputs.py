@@ -250,15 +250,12 @@ class InputText(io.RawIOBase):
         self._file_bytes = self._ends = self._open_bytes = 0  # read so far; line ends, and bytes after the last one
         self._file: Any = sys.stdin.buffer
         self.state: State | None = None
-        if isinstance(path, str):
-            self._file = _RemoteFile(path)
-            self.state = self._file.state()
-        elif path != STANDARD_INPUT:
-            try:
-                self._file = path.open("rb", buffering=0)
+        try:
+            if path != STANDARD_INPUT:
+                self._file = _RemoteFile(path) if isinstance(path, str) else path.open("rb", buffering=0)
                 self.state = state_of(self._file)
-            except OSError as error:
-                raise self._unreadable(error) from error
+        except OSError as error:
+            raise self._unreadable(error) from error
         self._waiting = b""  # bytes of the file that are not decompressed yet
         while len(self._waiting) < max(map(len, MAGIC)) and (more := self._read(_COMPRESSED_BYTES)):
             self._waiting += more
