@@ -213,18 +213,11 @@ class PrepareOptions(ExecutorOptions):
         new = ("vocabulary_type", "separate_vocabularies", "byte_fallback")
         raw = ("vocab_size", "segmented", "character_coverage", "normalization", *new)
         text = () if self.text == "raw" else ("text",)
+        both = "brings its own vocabularies for raw text"
         for name, fact, excluded in (
-            (
-                "tokenizer",
-                "brings its own vocabularies for raw text",
-                ("sentencepiece", "vocab_from", *raw, "symbols", *text),
-            ),
-            ("sentencepiece", "brings its own vocabularies for raw text", ("vocab_from", *raw)),
-            (
-                "vocab_from",
-                "brings its own vocabulary",
-                (*new, "character_coverage", "normalization", "symbols"),
-            ),
+            ("tokenizer", both, ("sentencepiece", "vocab_from", *raw, "symbols", *text)),
+            ("sentencepiece", both, ("vocab_from", *raw)),
+            ("vocab_from", "brings its own vocabulary", (*new, "character_coverage", "normalization", "symbols")),
             (
                 "segmented",
                 "is for text that has its tokens already",
