@@ -109,11 +109,6 @@ class TrainingData:
         )
         self._check()
 
-    @classmethod
-    def of(cls, path: Path) -> TrainingData:
-        """Open a single data directory."""
-        return cls([DataOption(path)])
-
     @property
     def main(self) -> DataDirectory:
         """The first data directory, which gives the vocabulary and the validation set."""

@@ -17,7 +17,7 @@ import pytest
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.console import setup_logging
 from deepspeed_nmt.data.data_directory import DataDirectory
-from deepspeed_nmt.data.training import TrainingData
+from deepspeed_nmt.data.training import DataOption, TrainingData
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.run.start import recorded_data, run_lock
 from deepspeed_nmt.train import checkpoint
@@ -89,7 +89,7 @@ def test_whatever_ends_the_comparison_with_hashes_is_its_result(data: Path, monk
 
     monkeypatch.setattr(DataDirectory, "verify_hashes", verify)
     with pytest.raises(ValueError, match="a fault of the program"):
-        TrainingData.of(data).verify_hashes().result(60.0)
+        TrainingData([DataOption(data)]).verify_hashes().result(60.0)
 
 
 @pytest.mark.parametrize("updates", [1, 1000])

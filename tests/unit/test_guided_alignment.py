@@ -20,7 +20,7 @@ from deepspeed_nmt.data.corpus import Corpora, Corpus, CorpusPart
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.loader import collate, collate_packed
 from deepspeed_nmt.data.packing import PackedPart
-from deepspeed_nmt.data.training import TrainingData
+from deepspeed_nmt.data.training import DataOption, TrainingData
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.methods.guided_alignment import alignment_loss
 from deepspeed_nmt.methods.transformer import SMALL
@@ -206,10 +206,10 @@ def test_data_without_alignments_and_layers_without_attention_are_refused(tmp_pa
             build_objective(config, VOCABULARY).check_model(model)
     assert prepare(tmp_path, "--out", str(tmp_path / "aligned")) == 0
     config = validate(SETTINGS)
-    _check_alignments(config, TrainingData.of(tmp_path / "aligned"))
+    _check_alignments(config, TrainingData([DataOption(tmp_path / "aligned")]))
     sample = prepare_sample(tmp_path, 100, train=40, valid=5, test=5)
     with pytest.raises(ConfigError, match="guided_alignment needs word alignments"):
-        _check_alignments(config, TrainingData.of(sample))
+        _check_alignments(config, TrainingData([DataOption(sample)]))
 
 
 def test_guided_attention_is_what_translate_aligns_by(tmp_path: Path) -> None:
