@@ -16,16 +16,13 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from deepspeed_nmt.console import output
 from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.evaluate import scoring
+from deepspeed_nmt.evaluate.nbest import Converter, tune
 from deepspeed_nmt.files import shown_name
 from deepspeed_nmt.text import Kind, TextForm, check_language, join_segments
-
-if TYPE_CHECKING:
-    from deepspeed_nmt.evaluate.nbest import Converter
-    from deepspeed_nmt.evaluate.scoring import ScoreInputs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,8 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the files, score them, and print the scores."""
-    from deepspeed_nmt.evaluate import scoring
-
     tokenised, lowercase = arguments.tokenised or arguments.segmented, arguments.lowercase
     if arguments.tune_rerank is not None:
         output(_tune(arguments, tokenised))
@@ -91,8 +86,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _tune(arguments: argparse.Namespace, tokenised: bool) -> str:
-    from deepspeed_nmt.evaluate.nbest import tune
-
     if arguments.metrics is not None:
         raise ConfigError("--tune-rerank searches the highest BLEU; leave out --metrics")
     if arguments.source is not None:
@@ -103,16 +96,14 @@ def _tune(arguments: argparse.Namespace, tokenised: bool) -> str:
     return tuning.as_json(arguments.grid) if arguments.json else tuning.as_text(arguments.grid)
 
 
-def _read(arguments: argparse.Namespace, tokenised: bool) -> ScoreInputs:
+def _read(arguments: argparse.Namespace, tokenised: bool) -> scoring.ScoreInputs:
     """Read all files of the command line, each once."""
-    from deepspeed_nmt.evaluate.scoring import ScoreInputs, read_sentences
-
     names = [*dict.fromkeys(arguments.hypothesis), *dict.fromkeys(arguments.reference)]
     names += [arguments.source] if arguments.source else []
     if names.count("-") > 1:
         raise DataError("standard input (`-`) is given more than once; give paths")
     # One list for each name, shared by its roles: standard input can be read only once.
-    lines = {name: read_sentences(name) for name in dict.fromkeys(names)}
+    lines = {name: scoring.read_sentences(name) for name in dict.fromkeys(names)}
     if len({len(sentences) for sentences in lines.values()}) > 1:
         counts = "\n".join(f"  {len(sentences):>9,}  {shown_name(name)}" for name, sentences in lines.items())
         raise DataError(
@@ -120,7 +111,7 @@ def _read(arguments: argparse.Namespace, tokenised: bool) -> ScoreInputs:
             "give files of the same sentences; a short hypothesis may be an unfinished translation"
         )
     convert, convert_reference, convert_source, language = _converters(arguments, tokenised)
-    return ScoreInputs(
+    return scoring.ScoreInputs(
         hypotheses=[(name, convert(lines[name])) for name in arguments.hypothesis],
         references={name: convert_reference(lines[name]) for name in arguments.reference},
         source=convert_source(lines[arguments.source]) if arguments.source else None,
