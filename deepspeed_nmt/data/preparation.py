@@ -51,9 +51,9 @@ def prepare(options: PrepareOptions) -> Meta | str:
             :func:`cluster.submit`, and if text can be read only once.
     """
     by_slurm = options.executor == "slurm"
-    for path in (path for paths in options.inputs.values() for path in paths if by_slurm):
-        if isinstance(path, Path) and (path == STANDARD_INPUT or path.is_fifo()):
-            raise DataError(f"--executor slurm reads files on other hosts, and {path} is a pipe; write it to a file")
+    files = (path for paths in options.inputs.values() for path in paths if isinstance(path, Path))
+    if by_slurm and (pipes := [path for path in files if path == STANDARD_INPUT or path.is_fifo()]):
+        raise DataError(f"--executor slurm reads files on other hosts, and {pipes[0]} is a pipe; write it to a file")
     out, vocabulary, sampling = check_options(options)
     with replacing_data(out):
         if (out / META_FILE).exists() and not options.overwrite:  # another process may have made it
