@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
@@ -39,7 +39,6 @@ Event = Literal[
     "end",
     "failure",
 ]
-EVENTS: tuple[Event, ...] = get_args(Event)
 
 Probe = Literal["auto", "always", "never"]
 Save = Literal["background", "blocking"]
@@ -105,14 +104,10 @@ class TrainingConfig(Config):
 
     @field_validator("notify", mode="before")
     @classmethod
-    def _is_none(cls, notify: object) -> object:
+    def _is_split(cls, notify: object) -> object:
+        if isinstance(notify, str):
+            words_of(notify)
         return "" if notify is None else notify  # `training.notify=` on the command line
-
-    @field_validator("notify")
-    @classmethod
-    def _is_split(cls, notify: str) -> str:
-        words_of(notify)
-        return notify
 
     def updates_left(self, progress: Progress, epoch_updates: int) -> int:
         """Return the updates until training is over by its length, with ``epoch_updates`` in each epoch."""
@@ -171,23 +166,18 @@ MAIN_DIRECTORY = "main"
 _SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,49}")
 
 
-def check_set_name(name: str) -> str:
-    """Return the name of a validation set, unless it cannot be part of a tag and of a setting."""
-    if not _SET_NAME.fullmatch(name):
-        raise ValueError(f"has the name {shown(name)}; use letters, digits, - and _, 50 at most")
-    if name in (MEAN, "auto", *LOSSES, *METRICS):
-        raise ValueError(f"has the name {shown(name)}, which is that of a measure; give another one")
-    if name == MAIN_DIRECTORY:
-        raise ValueError(f"has the name {name}, which is that of the training data's set; give another one")
-    return name
-
-
 def _named_sets(value: object) -> object:
-    """Check names of validation sets, and remove the sets that are null."""
+    """Check names of validation sets, which are parts of tags and of settings, and remove the sets that are null."""
     if not isinstance(value, dict):
         return value
-    sets = {check_set_name(str(name)): directory for name, directory in value.items() if directory is not None}
+    sets = {str(name): directory for name, directory in value.items() if directory is not None}
     for name, directory in sets.items():
+        if not _SET_NAME.fullmatch(name):
+            raise ValueError(f"has the name {shown(name)}; use letters, digits, - and _, 50 at most")
+        if name in (MEAN, "auto", *LOSSES, *METRICS):
+            raise ValueError(f"has the name {shown(name)}, which is that of a measure; give another one")
+        if name == MAIN_DIRECTORY:
+            raise ValueError(f"has the name {name}, which is that of the training data's set; give another one")
         if directory == "":
             raise ValueError(f"has no data directory for {name}; give one")
     return sets

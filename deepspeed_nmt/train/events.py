@@ -1,6 +1,6 @@
 """Events of a run: one JSON object a line in ``events.jsonl``, and the command that is notified of them.
 
-A line has the keys ``time`` (UTC, ISO 8601), ``update`` (number of updates made), ``event`` (one of :data:`EVENTS`),
+A line has the keys ``time`` (UTC, ISO 8601), ``update`` (number of updates made), ``event`` (an :data:`Event`),
 ``text`` (one sentence), and further ones by event. Lines are appended and never changed or removed: the file is the
 history of a run over all starts, also of updates that a resume or a rollback has undone.
 """

@@ -8,13 +8,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from deepspeed_nmt.errors import NoProgressError, ReportedError, TrainingError
-from deepspeed_nmt.train.configuration import EVENTS
+from deepspeed_nmt.train.configuration import Event
 from deepspeed_nmt.train.events import EVENTS_FILE, Events, Notifier, check_progress, reason
+
+EVENTS = get_args(Event)
 
 
 def read(run: Path) -> list[dict[str, Any]]:
