@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -306,10 +306,10 @@ def _compare(
     started = time.monotonic()
     try:
         loader = loader_of(directory, world, engine, _SMALL)
-        report, own, half = _trained(build(method, engine, world, directory), loader, world)
-        second = build(method, engine, world, directory, weights=half.saved.weights)
-        second.restore(half.saved, half.scalars)
-        rest = train(second, loader, world, UPDATES // 2 + 1, UPDATES, half.cursor)
+        report, own, (saved, scalars, cursor) = _trained(build(method, engine, world, directory), loader, world)
+        second = build(method, engine, world, directory, weights=saved.weights)
+        second.restore(saved, scalars)
+        rest = train(second, loader, world, UPDATES // 2 + 1, UPDATES, cursor)
         second.close()
     except (RuntimeError, ValueError) as error:  # errors of torch and DeepSpeed are reported in the table
         return replace(row, problem=first_line(error))
@@ -323,24 +323,17 @@ def _compare(
     )
 
 
-class _HalfWay(NamedTuple):
-    """State of an engine after half of its updates, and the position in the data."""
-
-    saved: Saved
-    scalars: EngineScalars
-    cursor: Cursor
-
-
-def _trained(engine: Engine, loader: TrainLoader, world: World) -> tuple[dict[str, Any], dict[str, Any], _HalfWay]:
-    """Train, and return losses and norms, the last weights, and the state half-way; close the engine."""
+def _trained(
+    engine: Engine, loader: TrainLoader, world: World
+) -> tuple[dict[str, Any], dict[str, Any], tuple[Saved, EngineScalars, Cursor]]:
+    """Train, and return losses and norms, the last weights, and state and position half-way; close the engine."""
     first = train(engine, loader, world, 1, UPDATES // 2, Cursor())
-    half = _HalfWay(Saved(engine.state()), engine.scalars(), first["cursor"])
-    second = train(engine, loader, world, UPDATES // 2 + 1, UPDATES, half.cursor)
+    half = Saved(engine.state()), engine.scalars(), first["cursor"]
+    second = train(engine, loader, world, UPDATES // 2 + 1, UPDATES, first["cursor"])
     weights = {state.name: state.weight.cpu() for state in engine.parameters()}
     engine.close()
     return {name: first[name] + second[name] for name in ("loss", "norm")}, weights, half
 
 
 def _difference(ours: list[float], theirs: list[float]) -> float:
-    """Return max_i |a_i - b_i| / max(1, |b_i|)."""
     return max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(ours, theirs, strict=True))

@@ -177,7 +177,7 @@ def run(arguments: argparse.Namespace) -> int:
             lines.append(str(checkpoints))
         if arguments.probe:
             probed = probe(config, vocabulary)
-            result["probe"] = probed.as_json()
+            result["probe"] = vars(probed)
             lines.append(str(probed))
         if arguments.mtbf is not None:
             interval = _interval(arguments, checkpoints, update_s)

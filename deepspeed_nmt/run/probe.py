@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -47,10 +46,6 @@ class Probe:
     likeness: float
     encoder: list[float]
     decoder: list[float]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields by name."""
-        return asdict(self)
 
     def __str__(self) -> str:
         prefix = "" if self.prefix is None else f", the prefix by {self.prefix:.0%}"
