@@ -65,11 +65,7 @@ class Exchange:
         self.store.set(f"{self._prefix}/{name}/{self.place.rank}", json.dumps(value))
 
     def get(self, name: str, rank: int, within_s: float) -> Any:
-        """Wait for a value of another rank and return it.
-
-        Raises:
-            TimeoutError: if it is not there in time.
-        """
+        """Wait for a value of another rank and return it; raise a TimeoutError if it is not there in time."""
         key, began = f"{self._prefix}/{name}/{rank}", time.monotonic()
         while not self.store.check([key]):
             waited = time.monotonic() - began

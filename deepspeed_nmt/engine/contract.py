@@ -25,7 +25,7 @@ from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import LossOutput, TrainModule
 from deepspeed_nmt.engine.hashes import GradientHashes
-from deepspeed_nmt.engine.norms import Squares, settings_by_parameter
+from deepspeed_nmt.engine.norms import Squares
 from deepspeed_nmt.engine.optimizer import OptimizerConfig
 from deepspeed_nmt.engine.transfer import HostBuffer, on_device
 from deepspeed_nmt.kernels.torch_ops import keep_freed_memory
@@ -116,7 +116,7 @@ class Engine(ABC):
         self._world = world
         self._method = optimizer
         self._optimizer = optimizer.over(module)
-        self._groups = settings_by_parameter(self._optimizer)
+        self._groups = {of: group for group in self._optimizer.param_groups for of in group["params"]}
         self._hashes: GradientHashes | None = None
 
     @abstractmethod
@@ -135,10 +135,8 @@ class Engine(ABC):
         Args:
             micro_batches: of this rank; their number is equal on all ranks.
             target_tokens: of the whole update, over all ranks.
-            lr: learning rate.
             explain: determine the culprits of a skipped step even if that costs time. If False, they are determined
                 only where they cost nothing, and never when fp16's loss scale can be the cause.
-            on_micro_batch: called before each micro-batch.
             measure: measure the squares of gradient and change; equal on all ranks.
             on_gradient: called before the step, while the weights are still those of the gradient.
         """
@@ -210,7 +208,25 @@ class Engine(ABC):
 
         There are none before the first step, as far as the optimizer counts steps.
         """
-        return () if steps_of(self._optimizer) and not scalars.optimizer_step else self._state_names(parameter)
+        return () if self._steps() and not scalars.optimizer_step else self._state_names(parameter)
+
+    def _steps(self) -> int:
+        """Return the steps that the optimizer has counted, the same for all parameters; 0 if it does not count."""
+        return max((int(state["step"]) for state in self._optimizer.state.values() if "step" in state), default=0)
+
+    def _set_steps(self, steps: int) -> None:
+        for state in self._optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"].fill_(steps)
+            elif "step" in state:
+                state["step"] = steps
+
+    def _clear_states(self) -> None:
+        """Set to zero all states that an empty step has made, perhaps of weight decay; steps still count."""
+        for state in self._optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and name != "step":
+                    value.zero_()
 
     @abstractmethod
     def _states_of(self, name: str) -> Sequence[str]:
@@ -268,25 +284,3 @@ SHARD_BYTES = 512 * 1024**2
 def checkpoint_bytes(trained: int, frozen: int, states: int) -> int:
     """Return the bytes of a checkpoint of fp32 weights, and ``states`` elements of the optimizer's states."""
     return 4 * (trained + frozen + states)
-
-
-def steps_of(optimizer: torch.optim.Optimizer) -> int:
-    """Return the steps that an optimizer has counted, the same for all parameters; 0 if it does not count."""
-    return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
-
-
-def clear_states(optimizer: torch.optim.Optimizer) -> None:
-    """Set to zero all states that an empty step has made, of which weight decay may be a part; steps still count."""
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, Tensor) and name != "step":
-                value.zero_()
-
-
-def set_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Set the number of steps that an optimizer has counted, if it counts."""
-    for state in optimizer.state.values():
-        if isinstance(state.get("step"), Tensor):
-            state["step"].fill_(steps)
-        elif "step" in state:
-            state["step"] = steps

@@ -45,10 +45,7 @@ from deepspeed_nmt.engine.contract import (
     SavedState,
     TensorKey,
     UpdateResult,
-    clear_states,
     not_finite,
-    set_steps,
-    steps_of,
 )
 from deepspeed_nmt.engine.norms import Part, squared_changes, squares_of, whole_squares
 from deepspeed_nmt.engine.optimizer import OptimizerConfig, set_lr
@@ -138,7 +135,7 @@ class DeepSpeedEngine(Engine):
     def probe(self, batch: Batch) -> None:
         # The first update allocates the optimizer's states; in the second a batch runs beside another's gradients.
         self._update_nothing([self._dummy], [batch, batch])
-        set_steps(self._optimizer, 0)
+        self._set_steps(0)
 
     def _update_nothing(self, *updates: Sequence[Batch]) -> None:
         """Carry out updates with loss and learning rate 0: the optimizer has zeros then, all else is as before."""
@@ -147,7 +144,7 @@ class DeepSpeedEngine(Engine):
         for batches in updates:
             self.update(batches, math.inf, 0.0)
         self._stepped = False
-        clear_states(self._optimizer)
+        self._clear_states()
         if scaler is not None:
             vars(scaler).update(scaling)
 
@@ -216,7 +213,7 @@ class DeepSpeedEngine(Engine):
         squares = None
         if measure and not skipped:
             parts = [self._optimizer_part(p) for p in self._trained.values()]
-            change_P = squared_changes(self._method, parts, lr, steps_of(self._optimizer))
+            change_P = squared_changes(self._method, parts, lr, self._steps())
             squares = whole_squares(self._trained, gradient_P, change_P, self._stage > 0, self._world)
         return UpdateResult(sums, norm, skipped, scale, culprits if skipped else (), squares)
 
@@ -238,7 +235,7 @@ class DeepSpeedEngine(Engine):
 
     @override
     def scalars(self) -> EngineScalars:
-        step, scaler = steps_of(self._optimizer) if self._stepped else 0, self._scaler()
+        step, scaler = self._steps() if self._stepped else 0, self._scaler()
         if scaler is None:
             return EngineScalars(step)
         good = scaler.cur_iter - scaler.last_overflow_iter - 1
@@ -259,7 +256,7 @@ class DeepSpeedEngine(Engine):
                     self._optimizer.state[parameter][which].copy_(state)
                 else:
                     self._put(state, parameter, which)
-        set_steps(self._optimizer, scalars.optimizer_step)
+        self._set_steps(scalars.optimizer_step)
         scaler = self._scaler()
         if scaler is not None and scalars.loss_scale is not None:
             scaler.cur_scale, scaler.cur_hysteresis = scalars.loss_scale, scalars.hysteresis

@@ -48,15 +48,6 @@ class Part(NamedTuple):
     group: Mapping[str, Any]
 
 
-def settings_by_parameter(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, Mapping[str, Any]]:
-    """Return the settings of its group for each parameter."""
-    settings: dict[nn.Parameter, Mapping[str, Any]] = {}
-    for group in optimizer.param_groups:
-        own = {name: value for name, value in group.items() if name != "params"}
-        settings |= dict.fromkeys(group["params"], own)
-    return settings
-
-
 @torch.no_grad()
 def squares_of(tensors: Sequence[Tensor | None]) -> Tensor:
     """Return the sum of squares of each tensor, 0 where there is none. Shape: -> fp64 (P,)."""

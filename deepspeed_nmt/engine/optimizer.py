@@ -113,8 +113,6 @@ class OptimizerConfig(Config):
         Args:
             weights: after the step, fp32.
             states: for each of the names of their states, those of the weights after the step.
-            group: settings of the weights' group.
-            lr: learning rate of the step.
             step: number of the step, from 1; 0 if the optimizer does not count.
         """
         return None

@@ -20,10 +20,7 @@ from deepspeed_nmt.engine.contract import (
     SavedState,
     TensorKey,
     UpdateResult,
-    clear_states,
     not_finite,
-    set_steps,
-    steps_of,
 )
 from deepspeed_nmt.engine.norms import Part, Squares, squared_changes, squares_of, whole_squares
 from deepspeed_nmt.engine.optimizer import OptimizerConfig, set_lr
@@ -90,7 +87,7 @@ class PlainEngine(Engine):
             self._step(lr)
             if measured_P is not None:
                 parts = [self._part(name) for name in self._named]
-                changes_P = squared_changes(self._method, parts, lr, steps_of(self._optimizer))
+                changes_P = squared_changes(self._method, parts, lr, self._steps())
                 squares = whole_squares(self._named, measured_P, changes_P, sharded=False, world=self._world)
         self._optimizer.zero_grad(set_to_none=True)
         if self._precision == "fp16":
@@ -116,19 +113,19 @@ class PlainEngine(Engine):
     @override
     def scalars(self) -> EngineScalars:
         scale = self._scale if self._precision == "fp16" else None
-        return EngineScalars(steps_of(self._optimizer), scale, self._good_updates)
+        return EngineScalars(self._steps(), scale, self._good_updates)
 
     @override
     def restore(self, saved: SavedState, scalars: EngineScalars) -> None:
         self._gradients()
         self._step(0.0)  # creates the optimizer's states
         self._optimizer.zero_grad(set_to_none=True)
-        clear_states(self._optimizer)
+        self._clear_states()
         for name, parameter in self._named.items():
             state = self._optimizer.state[self._masters[name]]
             for which in self._saved_names(parameter, scalars):
                 state[which].copy_(scatter(saved.optimizer_state(name, which), parameter))
-        set_steps(self._optimizer, scalars.optimizer_step)
+        self._set_steps(scalars.optimizer_step)
         if self._precision == "fp16" and scalars.loss_scale is not None:
             self._scale, self._good_updates = scalars.loss_scale, scalars.good_updates
 

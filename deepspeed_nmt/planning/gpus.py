@@ -68,11 +68,7 @@ GPUS = {
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the GPU named by ``--gpu``: a known name, or NAME:GiB for any other.
-
-    Raises:
-        ConfigError: if it is neither.
-    """
+    """Return the GPU named by ``--gpu``: a known name, or NAME:GiB for any other."""
     if name in GPUS:
         return GPUS[name]
     label, _, size = name.rpartition(":")
