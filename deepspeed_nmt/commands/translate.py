@@ -79,13 +79,15 @@ def run(arguments: argparse.Namespace) -> int:
 def _open(options: DecodeOptions) -> LineTranslator:
     if options.is_exported:
         return _open_exported(options)
+    import torch
+
     from deepspeed_nmt.api import Translator
     from deepspeed_nmt.parallel.hardware import uses_cuda
     from deepspeed_nmt.parallel.launched import place
-    from deepspeed_nmt.parallel.world import take_gpu
+    from deepspeed_nmt.parallel.world import gpu_of
 
     if place().ranks > 1 and uses_cuda(options.device, "--device"):
-        take_gpu(place().local_rank)
+        torch.cuda.set_device(gpu_of(place().local_rank))
     return Translator.opened(options, options.settings)
 
 

@@ -25,7 +25,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -93,9 +92,7 @@ class Watchdog:
             self._threads[-1].start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Stop the threads; publish the error of the block if there is one."""
         if not self._threads:
             return
@@ -104,7 +101,7 @@ class Watchdog:
         self._ended.set()
         for thread in self._threads:
             thread.join(timeout=self._silent_s)
-        if kind is None:
+        if error is None:
             with suppress(Exception):  # the work is done, so errors of the store no longer matter
                 self._done()
 

@@ -145,11 +145,6 @@ def join_world(
     return World(rank, ranks, local_rank, where).regrouped(tensor_ranks)
 
 
-def take_gpu(local_rank: int) -> None:
-    """Make a rank's GPU the current one."""
-    torch.cuda.set_device(gpu_of(local_rank))
-
-
 def gpu_of(local_rank: int) -> int:
     """Return the index of a rank's GPU among those that are visible to it."""
     seen = torch.cuda.device_count()
