@@ -27,7 +27,7 @@ from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.parts import LikelihoodConfig
 from deepspeed_nmt.data.data_directory import VOCABULARY_FILES, open_tokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
-from deepspeed_nmt.data.training import CorpusRecord, TrainingData
+from deepspeed_nmt.data.training import TrainingData
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
 from deepspeed_nmt.evaluate.metrics import Metric, Scorer, TextMetric
 from deepspeed_nmt.files import atomic_write_bytes, check_utf8_name, read_regular, resolved
@@ -45,8 +45,8 @@ from deepspeed_nmt.plugins import PluginName, check_plugins
 from deepspeed_nmt.recipes.reading import read_yaml
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.search.decode_options import MAX_SOURCE_TOKENS
-from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
-from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore, RunRecord
+from deepspeed_nmt.text import Tags, TextForm
+from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore, DataDescription, RunRecord
 from deepspeed_nmt.train.configuration import ValidationConfig
 
 CONFIG_FILE, DATA_FILE, CHECKPOINTS = "config.yaml", "data.json", "checkpoints"
@@ -239,25 +239,13 @@ def check_contents(run: Path) -> None:
             continue
 
 
-class DataRecord(Config):
+class DataRecord(DataDescription):
     """The content of ``data.json``, which describes the data that the run was last trained on.
 
-    Attributes:
-        path: its directory, or the first one of a mixture.
-        longest_source: tokens of its longest source sentence, without EOS; 0 if it is not known.
-        text: form of its text.
-        common_text: form of the text of all corpora, without languages in which they differ; None if it is ``text``.
-        tags: symbols in front of all its sentences.
-        corpora: corpora of a mixture; none if there is one corpus.
+    ``path`` is its directory, or the first one of a mixture.
     """
 
     path: str
-    fingerprint: str
-    longest_source: int = 0
-    text: TextForm | None = None
-    common_text: TextForm | None = None
-    tags: Tags = NO_TAGS
-    corpora: tuple[CorpusRecord, ...] = ()
 
     @classmethod
     def of(cls, data: TrainingData) -> DataRecord:

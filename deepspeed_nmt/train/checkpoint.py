@@ -60,20 +60,33 @@ _UNREADABLE = (OSError, SafetensorError, RuntimeError)
 """Errors of files that cannot be read; torch, which maps them for safetensors, raises a RuntimeError."""
 
 
-class RunRecord(Config):
-    """Description of a run in each of its checkpoints, with which the run's own files are compared.
+class DataDescription(Config):
+    """Description of the data of a run, by the run and by its checkpoints.
 
-    ``data`` is the path of the data directory; what follows describes the data, as ``data.json`` does.
+    Attributes:
+        longest_source: tokens of its longest source sentence, without EOS; 0 if it is not known.
+        text: form of its text.
+        common_text: form of the text of all corpora, without languages in which they differ; None if it is ``text``.
+        tags: symbols in front of all its sentences.
+        corpora: corpora of a mixture; none if there is one corpus.
     """
 
-    config: dict[str, Any]
-    data: str
     fingerprint: str
     longest_source: int = 0
     text: TextForm | None = None
     common_text: TextForm | None = None
     tags: Tags = NO_TAGS
     corpora: tuple[CorpusRecord, ...] = ()
+
+
+class RunRecord(DataDescription):
+    """Description of a run in each of its checkpoints, with which the run's own files are compared.
+
+    ``data`` is the path of the data directory.
+    """
+
+    config: dict[str, Any]
+    data: str
     vocabulary: dict[PlainName, FileRecord]
 
 
@@ -404,7 +417,6 @@ class CheckpointStore:
 
         Args:
             option: option by which the user named it, for messages; "" for that of most commands and of the API.
-            verify: True to verify the hashes of its files.
 
         Raises:
             CheckpointError: if there is none, or it is damaged.
