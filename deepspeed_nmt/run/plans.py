@@ -84,18 +84,19 @@ class Plans:
             config.engine,
             config.optimizer,
             ranks=ranks,
-            data_ranks=max(1, ranks // config.engine.tensor_parallel),
+            data_ranks=data_ranks_of(config, ranks),
             native=gpu.precision,
         )
         counts = self._counts.setdefault(gpu.capability, {})
         return Planned(make_planner(config, vocabulary, engine, ranks, kernels, counts), engine, kernels)
 
 
-def check_tensor_ranks(config: RunConfig, ranks: int) -> None:
-    """Refuse a number of GPUs to plan for that cannot be divided into tensor-parallel groups."""
+def data_ranks_of(config: RunConfig, ranks: int) -> int:
+    """Return the data-parallel ranks on so many GPUs; refuse a number that tensor-parallel ranks do not divide."""
     tensor_ranks = config.engine.tensor_parallel
     if ranks % tensor_ranks:
         raise ConfigError(f"engine.tensor_parallel is {tensor_ranks}, which does not divide --num-gpus {ranks}")
+    return ranks // tensor_ranks
 
 
 def make_planner(
@@ -110,7 +111,6 @@ def make_planner(
 
     ``kernels`` are planned for the GPUs' capability; ``counts``, of models for it, are used and added to.
     """
-    check_tensor_ranks(config, ranks)
     tensor_ranks = config.engine.tensor_parallel
     counts = {} if counts is None else counts
     choice = (config.engine.kernels, config.engine.attention, tensor_ranks, engine.precision)
@@ -157,8 +157,7 @@ def tokens_of(vocabulary: Vocabulary) -> str:
 def layout_estimates(config: RunConfig, data: TrainingData, num_gpus: int) -> list[LayoutEstimate]:
     """Return the micro-batches that each layout the model can have makes of the training text."""
     layout_on(config, "fp32", None)
-    check_tensor_ranks(config, num_gpus)
-    ranks = num_gpus // config.engine.tensor_parallel
+    ranks = data_ranks_of(config, num_gpus)
     order = update_order_of(data.corpora(config.mixture), config, data)
     return estimates(order, config.batch, ranks, LAYOUTS if config.model.packed else LAYOUTS[:1], _SAMPLED_UPDATES)
 

@@ -132,12 +132,10 @@ def resolve(
             Scorer(metrics, directory.text_form, [])  # imports what it needs
         kernels = build_kernels(config)
     products = micro_tokens = None
-    with suppress(OSError, ValueError, AttributeError):
+    with suppress(OSError, ValueError, AttributeError, KeyError):
         recorded = parse_json(read_regular(resumed / RESOLVED_FILE)) if resumed else {}
         products = recorded.get("products")
-        micro_tokens = (
-            BatchConfig(micro_tokens=recorded["micro_tokens"]).bound if "micro_tokens" in recorded else None
-        )
+        micro_tokens = BatchConfig(micro_tokens=recorded["micro_tokens"]).bound
     kernels = keep_products(kernels, products, world)
     # Validation on a CPU runs in fp32, too.
     kernels = agree_on_kernels(kernels, world, {DTYPES[engine.precision], torch.float32})
