@@ -272,10 +272,8 @@ class ValidationConfig(Config):
         metrics, sets = info.data["metrics"], info.data["sets"]
         measures = ["loss", *(METRICS if metrics == "auto" else _names(metrics))]
         of, slash, name = best_by.rpartition("/")
-        if slash and name in measures and of in (MEAN, *sets) and sets:
-            return best_by
-        known = ["auto", *measures]
-        if slash or best_by not in known:
+        known, is_of_sets = ["auto", *measures], slash and name in measures and sets and of in (MEAN, *sets)
+        if best_by not in known and not is_of_sets:
             places = "".join(f", {place}/ followed by a measure" for place in (*sets, MEAN) if sets)
             raise ValueError(
                 f"is {shown(best_by)}, which is none of {', '.join(known)}{places}; give one, or add it to "
