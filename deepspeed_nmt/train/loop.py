@@ -32,9 +32,11 @@ from deepspeed_nmt.train.progress import LogState, Progress
 from deepspeed_nmt.train.saving import Saver
 from deepspeed_nmt.train.schedule import ScheduleConfig, learning_rate
 from deepspeed_nmt.train.signals import StopRequest
-from deepspeed_nmt.train.stability import SpikeWatch, report_skip, report_spike, roll_back, worth_explaining
+from deepspeed_nmt.train.stability import SpikeWatch, report_skip, report_spike, roll_back
 from deepspeed_nmt.train.validation import Validator, record_best, update_best
 
+_SEARCH_SKIPS = 5
+"""Consecutive skips that are normal while fp16 searches its loss scale."""
 _MAX_LEFT_S = 1e10
 """Bound on the time left, far above any training."""
 
@@ -156,7 +158,7 @@ class TrainingLoop:
         self.ledger.begin("updates")
         lr = learning_rate(update.number, self.peak_lr, self.schedule, config.max_updates)
         count = len(update.micro_batches)
-        explain = worth_explaining(progress.skipped, self._loss_scale)
+        explain = progress.skipped >= (1 if self._loss_scale == 1.0 else _SEARCH_SKIPS)
         with explained(f"update {update.number}", update.micro_batches, self.world.device):
             result = self.engine.update(
                 update.micro_batches,
@@ -282,7 +284,6 @@ class TrainingLoop:
         return progress
 
     def _save(self, progress: Progress, *, must: bool) -> None:
-        """Save a checkpoint with the state of the log."""
         self.ledger.begin("saving")
         self.watchdog.at("comparing the training data with its hashes", slow=True)
         with fail_together(self.world):

@@ -31,8 +31,6 @@ from deepspeed_nmt.train.events import NO_EVENTS, Events
 from deepspeed_nmt.train.log import layer_of
 from deepspeed_nmt.train.progress import LogState, Progress
 
-_SEARCH_SKIPS = 5
-"""Consecutive skips that are normal while fp16 searches its loss scale."""
 _NAMED_LAYERS = 4
 _NO_LOG = LogState()
 _SPIKE_WINDOW, _SPIKE_HISTORY = 100, 10
@@ -46,11 +44,6 @@ _ON_A_NEW_RUN = (
     "lower optimizer.lr, a longer schedule.warmup_updates, optimizer.clip_norm, or model.norm=pre"
 )
 _WITH_A_DISK = "Make the run directory writable, and start again"
-
-
-def worth_explaining(skipped: int, loss_scale: float) -> bool:
-    """Return True if the next update should name layers without a finite gradient, after some skipped in a row."""
-    return skipped >= (1 if loss_scale == 1.0 else _SEARCH_SKIPS)
 
 
 def report_skip(

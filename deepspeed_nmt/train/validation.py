@@ -99,11 +99,9 @@ class Validator(Protocol):
 
     def __call__(self, progress: Progress) -> Validation:
         """Validate after the newest update."""
-        ...
 
     def is_significantly_better(self, update: int, than: int) -> bool:
         """Return True if an update's translations are significantly better, or significance does not matter."""
-        ...
 
 
 def update_best(
