@@ -101,7 +101,6 @@ def _text_form(arguments: argparse.Namespace, languages: Languages) -> TextForm:
 def _import_text(
     arguments: argparse.Namespace, languages: Languages, tokenizer: FairseqTokenizer, text: TextForm
 ) -> str:
-    """Make the data directory, and return a report of it."""
     from deepspeed_nmt.run.importing_fairseq import write_text
 
     out: Path = arguments.out

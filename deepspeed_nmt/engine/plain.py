@@ -229,7 +229,6 @@ class GradientSums:
                 torch._foreach_add_([master.grad for master, _ in later if master.grad is not None], wide)
 
     def _take(self, weight: Tensor) -> None:
-        """Collect or add the new gradient of a weight."""
         assert isinstance(weight, nn.Parameter) and weight.grad is not None
         master, new = self._masters[weight], weight.grad
         weight.grad = None

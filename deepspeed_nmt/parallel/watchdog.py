@@ -250,7 +250,6 @@ def _main_thread() -> tuple[bool, str]:
 
 
 def _lost_connection(error: Exception) -> bool:
-    """Return True if an error means that another rank could not be reached."""
     text = str(error).lower()
     signs = ("connection closed", "connection reset", "broken pipe", "timed out", "socket", "nccl", "gloo")
     return isinstance(error, dist.DistError) or any(sign in text for sign in signs)

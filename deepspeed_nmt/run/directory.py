@@ -1,12 +1,7 @@
 """Run directories, and the manifest with hashes of the files that decide a run's outputs.
 
-Files of a run:
-
-config.yaml  data.json  environment.json  resolved.json  origin.json  vocabulary.*  manifest.json
-metrics.jsonl  events.jsonl  goodput.jsonl  tensorboard/  checkpoints/  logs/  gradients/  test_scores.json
-
-The manifest records ``config.yaml``, ``data.json`` and ``vocabulary.*``. If one of them is lost or damaged, a run is
-refused.
+docs/directories.md has the files of a run with their contents. The manifest records ``config.yaml``, ``data.json``
+and ``vocabulary.*``. If one of them is lost or damaged, a run is refused.
 """
 
 from __future__ import annotations
@@ -169,7 +164,6 @@ class Run:
         return replace(self, config=self.config.for_update(self.checkpoint(which).progress.update))
 
     def _model_of(self, checkpoint: Checkpoint) -> TranslationModel:
-        """Build the model with the layers and weights of a checkpoint."""
         model = build_model(self.config.for_update(checkpoint.progress.update), self.tokenizer.vocabulary)
         model.float()  # whatever a program's default tensors are: of fewer bits they would round the weights
         checkpoint.load_into(model)

@@ -516,7 +516,6 @@ class Pieces:
         return [number for number in range(self._count) if self.file(number).exists()]
 
     def _translate_all(self) -> None:
-        """Translate pieces as long as any is missing."""
         while (number := self._work.claim()) < self._count:
             if not self.file(number).exists():
                 self._translate(number)

@@ -1,16 +1,8 @@
 """Checkpoints: independent of the engine, written atomically, and verified against their hashes when read.
 
-    checkpoints/update-0000100/weights-00001.safetensors   fp32 weights by parameter name
-                               optimizer-00001.safetensors the optimizer's states, "<parameter>.<state>"
-                               state.json                  progress and log; state-N.json after a rollback
-                               run.json                    settings and vocabulary of the run, and its data
-                               manifest.json               size and SHA-256 of each file above
-                               manifest.json.sha256        SHA-256 of the manifest
-    checkpoints/chosen.json                                best checkpoint by late scores, of `choose-best`
-    checkpoints/latest, best                               names of such directories, for users; never read
-
-A checkpoint is written under a temporary name, synced to disk, and renamed. A rollback adds a new state to an old
-checkpoint and replaces the manifest by one that names it. The newest checkpoints and the best one are kept.
+docs/directories.md has their files with their contents. A checkpoint is written under a temporary name, synced to
+disk, and renamed. A rollback adds a new state to an old checkpoint and replaces the manifest by one that names it.
+The newest checkpoints and the best one are kept.
 """
 
 from __future__ import annotations
