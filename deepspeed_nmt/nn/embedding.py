@@ -46,22 +46,14 @@ def marian_sinusoids(length: int, dim: int, device: torch.device | None = None) 
     return torch.cat([angles[:, 0::2].sin(), angles[:, 1::2].cos()], dim=1).float().to(device)
 
 
-def fairseq_sinusoids(length: int, dim: int, device: torch.device | None = None) -> Tensor:
-    """Compute the positions of fairseq: :func:`sinusoids` from 2 on, above the number of padding."""
-    return sinusoids(length + 2, dim, device)[2:]
-
-
-def no_positions(length: int, dim: int, device: torch.device | None = None) -> Tensor:
-    """Return zeros, for models that know positions otherwise, or not at all."""
-    return torch.zeros(length, dim, device=device)
-
-
 PositionName = Literal["tensor2tensor", "marian", "fairseq", "none"]
 POSITIONS: Mapping[PositionName, Callable[[int, int, torch.device | None], Tensor]] = {
     "tensor2tensor": sinusoids,
     "marian": marian_sinusoids,
-    "fairseq": fairseq_sinusoids,
-    "none": no_positions,
+    # From 2 on, above the number of padding.
+    "fairseq": lambda length, dim, device: sinusoids(length + 2, dim, device)[2:],
+    # For models that know positions otherwise, or not at all.
+    "none": lambda length, dim, device: torch.zeros(length, dim, device=device),
 }
 """Functions that compute positions, by name."""
 
