@@ -124,7 +124,7 @@ class LayerCombination(Links):
 
 
 def build_dlcl(
-    config: DLCLConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer = make_decoder_layer
+    config: CombinedShape, vocabulary: Vocabulary, make_layer: MakeDecoderLayer = make_decoder_layer
 ) -> Transformer:
     """Build a freshly initialised Transformer whose layers read combinations of all layers below."""
     model = build_transformer(config, vocabulary, make_layer)

@@ -30,8 +30,8 @@ from typing_extensions import override
 from deepspeed_nmt.core.parts import MAX_LAYERS, ModelConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.methods.dlcl import CombinedShape, LayerCombination
-from deepspeed_nmt.methods.transformer import SMALL, Transformer, build_transformer
+from deepspeed_nmt.methods.dlcl import CombinedShape, LayerCombination, build_dlcl
+from deepspeed_nmt.methods.transformer import SMALL, Transformer
 from deepspeed_nmt.nn.layers import MakeDecoderLayer, make_decoder_layer
 from deepspeed_nmt.registry import Entry, SelfTest
 
@@ -82,11 +82,9 @@ def build_sdt(
     config: SDTConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer = make_decoder_layer
 ) -> Transformer:
     """Build a freshly initialised Transformer with sparse connections between the stacks of its encoder."""
-    model = build_transformer(config, vocabulary, make_layer)
-    encoder_norm, decoder_norm = (norm == "pre" for norm in config.norms())
+    model = build_dlcl(config, vocabulary, make_layer)
     stacks = range(0, config.encoder_layers + 1, config.stack_layers)
-    model.encoder.links = LayerCombination(config.dim, stacks, encoder_norm)
-    model.decoder.links = LayerCombination(config.dim, range(config.decoder_layers + 1), decoder_norm)
+    model.encoder.links = LayerCombination(config.dim, stacks, config.norms()[0] == "pre")
     return model
 
 
