@@ -1,19 +1,17 @@
-"""The two ways to compute attention: torch's SDPA, or three steps with a fused softmax.
+"""Attention by torch's SDPA, and its stand-in on the meta device.
 
 Legend: B batch, H heads, T queries, S keys, K head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
-
-from deepspeed_nmt.kernels import torch_ops
 
 AttentionChoice = Literal["auto", "sdpa", "fused"]
 """A way to compute attention; see :class:`deepspeed_nmt.kernels.choice.Kernels`."""
@@ -66,25 +64,6 @@ def sdpa_is_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: 
         or backends.can_use_efficient_attention(arguments)
         or backends.can_use_cudnn_attention(arguments)
     )
-
-
-def attention_with_weights(
-    q_BHTK: Tensor,
-    k_BHSK: Tensor,
-    v_BHSK: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    dropout_p: float,
-    softmax: Callable[[Tensor, Tensor | None, bool, float], Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Compute attention as :meth:`Kernels.attention` in three steps; return the weights before dropout, too.
-
-    Shape: (B,H,T,K), (B,H,S,K), (B,H,S,K) -> (B,H,T,K), (B,H,T,S)
-    """
-    # Scaled before the product, which in fp16 could overflow otherwise.
-    scores_BHTS = torch.matmul(q_BHTK * q_BHTK.shape[-1] ** -0.5, k_BHSK.transpose(-1, -2))
-    weights_BHTS = softmax(scores_BHTS, mask, causal, 1.0)
-    return torch.matmul(torch_ops.dropout(weights_BHTS, dropout_p), v_BHSK), weights_BHTS
 
 
 class _PlannedAttention(torch.autograd.Function):

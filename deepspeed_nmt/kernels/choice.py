@@ -25,14 +25,7 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 from deepspeed_nmt.files import system_lines
 from deepspeed_nmt.kernels import torch_ops
-from deepspeed_nmt.kernels.attention_ops import (
-    AttentionChoice,
-    additive_mask,
-    attention_with_weights,
-    planned_attention,
-    sdpa,
-    sdpa_is_fused,
-)
+from deepspeed_nmt.kernels.attention_ops import AttentionChoice, additive_mask, planned_attention, sdpa, sdpa_is_fused
 from deepspeed_nmt.kernels.precision import Capability
 from deepspeed_nmt.kernels.segments import Mask, SegmentPair, attention_by_rows, attention_by_varlen, has_varlen
 from deepspeed_nmt.kernels.torch_ops import ChunkRows
@@ -441,9 +434,11 @@ class Kernels:
                 return attention_by_varlen(q_BHTK, k_BHSK, v_BHSK, mask, causal, dropout_p)
             return _by_rows(q_BHTK, k_BHSK, v_BHSK, mask, causal, dropout_p, self.attention)
         assert not (causal and mask is not None), "padding is on the right, so causal attention needs no mask"
-        arguments = (q_BHTK, k_BHSK, v_BHSK, mask, causal, dropout_p)
-        if not self._takes_sdpa(*arguments):
-            return attention_with_weights(*arguments, softmax=self.softmax)[0]
+        if not self._takes_sdpa(q_BHTK, k_BHSK, v_BHSK, mask, causal, dropout_p):
+            # Scaled before the product, which in fp16 could overflow otherwise.
+            scores_BHTS = torch.matmul(q_BHTK * q_BHTK.shape[-1] ** -0.5, k_BHSK.transpose(-1, -2))
+            weights_BHTS = self.softmax(scores_BHTS, mask, causal, 1.0)
+            return torch.matmul(torch_ops.dropout(weights_BHTS, dropout_p), v_BHSK)
         # The layers of a model add a mask that is made once; in a search it may change.
         is_constant = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if mask is not None and mask.dtype == torch.bool and is_constant and self.device_type(q_BHTK) != "cpu":
