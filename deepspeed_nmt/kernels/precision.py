@@ -11,7 +11,7 @@ Capability = tuple[int, int]
 Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Data types of weights and activations, by precision."""
-_SM_80: Capability = (8, 0)
+SM_80: Capability = (8, 0)
 """First GPUs with matrix products in bf16, and with FlashAttention's kernels."""
 
 
@@ -22,12 +22,7 @@ def capability_of(device: torch.device) -> Capability | None:
 
 def has_bf16(capability: Capability | None) -> bool:
     """Return True if a device computes in bf16; arguments as :func:`capability_of` returns them."""
-    return capability is None or capability >= _SM_80
-
-
-def has_flash_attention(capability: Capability | None) -> bool:
-    """Return True if FlashAttention has kernels for a device; arguments as :func:`capability_of` returns them."""
-    return capability is not None and capability >= _SM_80
+    return capability is None or capability >= SM_80
 
 
 def native_precision(device: torch.device) -> Precision:

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deepspeed_nmt.kernels.precision import capability_of, has_flash_attention
+from deepspeed_nmt.kernels.precision import SM_80, capability_of
 
 _FLASH_WIDTH, _EFFICIENT_WIDTH = 256, 128
 """Widest heads of the kernels; the memory-efficient one is slow for wider ones, whose sums leave its registers."""
@@ -225,8 +225,5 @@ def has_varlen(x: Tensor) -> bool:
 
 def is_flash(device: torch.device) -> bool:
     """Return True if :func:`attention_by_varlen` is FlashAttention on a device, and memory-efficient otherwise."""
-    return has_flash_attention(capability_of(device))
-
-
-CONSTANTS = (is_flash,)
-"""Facts about a machine, which compiled code cannot look up: its compiler calls them once."""
+    capability = capability_of(device)
+    return capability is not None and capability >= SM_80

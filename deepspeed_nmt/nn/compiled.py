@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_nmt.errors import ConfigError, first_line
-from deepspeed_nmt.kernels.segments import CONSTANTS, SegmentPair
+from deepspeed_nmt.kernels.segments import SegmentPair, is_flash
 from deepspeed_nmt.nn.layers import Context, DecoderBlock
 
 _VARIANTS = 64
@@ -30,8 +30,8 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
     outside of it. Before layers that are recomputed are run, :func:`check_compiler` must have been called.
     """
     torch._dynamo.config.recompile_limit = _VARIANTS
-    for fact in CONSTANTS:
-        torch.compiler.assume_constant_result(fact)  # type: ignore[no-untyped-call]
+    # A fact about the machine, which compiled code cannot look up: its compiler calls the function once.
+    torch.compiler.assume_constant_result(is_flash)  # type: ignore[no-untyped-call]
     forwards: dict[type[nn.Module], Callable[..., Any]] = {}
     for layer in layers:
         kind = type(layer)
