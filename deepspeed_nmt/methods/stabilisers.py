@@ -26,6 +26,7 @@ Legend: D model width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -240,10 +241,8 @@ def profile(model: TranslationModel, source_vocabulary: int, target_vocabulary: 
     connections = [(name, part) for name, part in model.named_modules() if isinstance(part, Admin)]
     for name, connection in connections:
         side = name.partition(".")[0]
-        hooks.append(
-            connection.register_forward_pre_hook(lambda part, inputs, side=side: set_scale(part, inputs, side))
-        )
-        connection.watch = lambda output, side=side: add_output(output, side)
+        hooks.append(connection.register_forward_pre_hook(partial(set_scale, side=side)))
+        connection.watch = partial(add_output, side=side)
     size = (_PROFILED_PAIRS, _PROFILED_LENGTH)
     model.eval()
     memory = model.encode(torch.randint(source_vocabulary, size), padded=False)
