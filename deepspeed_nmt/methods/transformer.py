@@ -372,7 +372,9 @@ def build_transformer(
     encoder, decoder = build_stacks(config, make_layer, orders)
     model = Transformer(source, target, encoder, decoder, projection, vocabulary.pad)
     if config.norm == "completep":
-        model.transfer = transfer_of(config)
+        base = config.base_layers or BASE_LAYERS
+        depths = (config.encoder_layers / base, config.decoder_layers / base)
+        model.transfer = Transfer(config.dim / (config.base_dim or config.dim), depths)
         assert isinstance(decoder.final_norm, LayerNorm)
         nn.init.constant_(decoder.final_norm.weight, model.transfer.width**-0.5)
     if config.norm == "admin" and not projection.weight.is_meta:
@@ -446,13 +448,6 @@ def layer_parts(config: TransformerShape, side: Side, number: int = 1) -> LayerP
         ),
         self_attention=lambda: config.self_attention(side)(config.dim, config.heads, config.attention_dropout),
     )
-
-
-def transfer_of(config: TransformerShape) -> Transfer:
-    """Return CompleteP's rules for the optimizer."""
-    base = config.base_layers or BASE_LAYERS
-    depths = (config.encoder_layers / base, config.decoder_layers / base)
-    return Transfer(config.dim / (config.base_dim or config.dim), depths)
 
 
 def _deepnorm(config: TransformerShape, side: Side) -> tuple[float, float]:
