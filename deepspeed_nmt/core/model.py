@@ -285,12 +285,8 @@ class TranslationModel(DecodableModel):
             )
         return layers[number]
 
-    def source_mask(
-        self, source_BS: Tensor, padded: bool, segments: Segments | None = None
-    ) -> Tensor | Segments | None:
-        """Return the mask of a :class:`Memory`, from the arguments of :meth:`encode`. Shape: (B,S) -> (B,1,1,S)."""
-        if segments is not None:
-            return segments
+    def source_mask(self, source_BS: Tensor, padded: bool) -> Tensor | None:
+        """Return the mask of a :class:`Memory` in the padded layout. Shape: (B,S) -> (B,1,1,S)."""
         return source_BS.ne(self.pad)[:, None, None, :] if padded else None
 
     def described(self) -> StandardTransformer:

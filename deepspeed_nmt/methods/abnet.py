@@ -204,8 +204,7 @@ class AbNet(MaskedModel):
     def encode(
         self, source_BS: Tensor, padded: bool = True, exits: Exits = None, segments: Segments | None = None
     ) -> Memory:
-        mask, embedded_BSD = self.source_mask(source_BS, padded, segments), self.source_embedding(source_BS)
-        assert not isinstance(mask, Segments), "settings refuse the packed layout"
+        mask, embedded_BSD = self.source_mask(source_BS, padded), self.source_embedding(source_BS)
         if self.length_token is None:
             (states_BSD,) = self.encoder(embedded_BSD, Context(mask=mask))
             return Memory(states_BSD, mask)

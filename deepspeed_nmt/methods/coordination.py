@@ -142,7 +142,6 @@ class CoordinatedTransformer(Transformer):
         self, source_BS: Tensor, padded: bool = True, exits: Exits = None, segments: Segments | None = None
     ) -> Memory:
         mask = self.source_mask(source_BS, padded)
-        assert mask is None or isinstance(mask, Tensor)
         exits = range(1, self.encoder.stages + 1)
         states = self.encoder(self.source_embedding(source_BS), Context(mask=mask), exits=exits)
         return Memory(torch.stack(states, dim=1), mask)

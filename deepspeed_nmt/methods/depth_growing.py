@@ -141,7 +141,7 @@ class DepthGrowing(TranslationModel):
     def encode(
         self, source_BS: Tensor, padded: bool = True, exits: Exits = None, segments: Segments | None = None
     ) -> Memory:
-        mask = self.source_mask(source_BS, padded, segments)
+        mask = self.source_mask(source_BS, padded) if segments is None else segments
         context = Context(mask=mask_between(segments, mask))
         with torch.no_grad():
             embedded_BSD = self.bottom.source_embedding(source_BS, segments=segments)

@@ -263,7 +263,7 @@ class Transformer(StackedModel):
     def encode(
         self, source_BS: Tensor, padded: bool = True, exits: Exits = None, segments: Segments | None = None
     ) -> Memory:
-        mask = self.source_mask(source_BS, padded, segments)
+        mask = self.source_mask(source_BS, padded) if segments is None else segments
         embedded_BSD = self.source_embedding(source_BS, segments=segments)
         states = self.encoder(embedded_BSD, Context(mask=mask_between(segments, mask)), exits=exits)
         if len(states) == 1:

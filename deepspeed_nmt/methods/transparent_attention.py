@@ -108,7 +108,7 @@ class TransparentTransformer(Transformer):
     def encode(
         self, source_BS: Tensor, padded: bool = True, exits: Exits = None, segments: Segments | None = None
     ) -> Memory:
-        mask = self.source_mask(source_BS, padded, segments)
+        mask = self.source_mask(source_BS, padded) if segments is None else segments
         embedded_BSD = self.source_embedding(source_BS, segments=segments)
         context = Context(mask=mask_between(segments, mask))
         layers = self.encoder(embedded_BSD, context, exits=range(1, self.encoder.stages + 1))
