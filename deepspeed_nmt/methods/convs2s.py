@@ -111,12 +111,6 @@ class ConvS2SConfig(ModelConfig):
         return sum(blocks for blocks, _, _ in self.decoder_convolutions)
 
 
-def _normalised(v_ED: Tensor, g_E: Tensor) -> Tensor:
-    """Compute the matrix with directions v and norms g of its rows. Shape: -> (E,D)."""
-    weight_ED: Tensor = v_ED * (g_E / v_ED.norm(dim=1)).unsqueeze(1)
-    return weight_ED
-
-
 class NormalisedLinear(nn.Module, UsesKernels, UsesPackedWeights):
     """x W^T + b, with rows g v / |v| of W."""
 
@@ -129,7 +123,8 @@ class NormalisedLinear(nn.Module, UsesKernels, UsesPackedWeights):
     @property
     def weight(self) -> Tensor:
         """The matrix, which is packed when it is first used for decoding on a CPU. Shape: -> (E,D)."""
-        return _normalised(self.v_ED, self.g_E)
+        weight_ED: Tensor = self.v_ED * (self.g_E / self.v_ED.norm(dim=1)).unsqueeze(1)
+        return weight_ED
 
     def forward(self, x: Tensor) -> Tensor:
         """Project. Shape: (..., D) -> (..., E)."""
@@ -142,15 +137,12 @@ class NormalisedLinear(nn.Module, UsesKernels, UsesPackedWeights):
 class NormalisedProjection(Projection):
     """Projection to the vocabulary, with rows g v / |v| of the output matrix."""
 
+    weight = NormalisedLinear.weight  # type: ignore[assignment]
+
     def __init__(self, input_dim: int, output_dim: int, variance: float) -> None:
         nn.Module.__init__(self)
         layer = NormalisedLinear(input_dim, output_dim, variance)
         self.v_ED, self.g_E, self.bias = layer.v_ED, layer.g_E, layer.bias
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        """The output matrix. Shape: -> (V,D)."""
-        return _normalised(self.v_ED, self.g_E)
 
 
 class PositionedEmbedding(nn.Module):
@@ -286,7 +278,6 @@ class ConvS2S(StackedModel):
         self, source_BS: Tensor, padded: bool = True, exits: Exits = None, segments: Segments | None = None
     ) -> Memory:
         mask = self.source_mask(source_BS, padded)
-        assert mask is None or isinstance(mask, Tensor)
         embedded_BSD = self.source_embedding(source_BS)
         (states,) = self.encoder(self.encoder_in(embedded_BSD), Context(mask=mask))
         keys_BSD = _ScaledGradient.apply(self.encoder_out(states), 1.0 / self.decoder.applications)  # type: ignore[no-untyped-call]
