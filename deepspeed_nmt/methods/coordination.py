@@ -110,18 +110,14 @@ class CoordinatedLayer(EncoderLayer):
         both = KeysValues(
             *(torch.cat(pair, dim=2) for pair in ((source.keys, own.keys), (source.values, own.values)))
         )
-        sentences, positions = source.keys.shape[0], source.keys.shape[2]
-        query_BWD = attention.q_proj(attention.ranks.copy(h_BTD)).reshape(
-            sentences, -1, own.keys.shape[1] * attention.head_dim
-        )
         if mask is not None or context.mask is not None:
-            shape = (sentences, 1, query_BWD.shape[1])
+            sentences = source.keys.shape[0]
+            shape = (sentences, 1, h_BTD.shape[0] // sentences * h_BTD.shape[1])
             seen = h_BTD.new_ones(1, 1, 1, 1, dtype=torch.bool)
-            parts = (context.mask, positions), (mask, own.keys.shape[2])
+            parts = (context.mask, source.keys.shape[2]), (mask, own.keys.shape[2])
             mask = torch.cat([(seen if part is None else part).expand(*shape, size) for part, size in parts], dim=3)
-        with attention.ranks.drawing(attention.dropout_p if self.training else 0.0):
-            attended_BWD = attention.attend(query_BWD, both, mask, False)
-        return attention.out_proj.product(attended_BWD.reshape(*h_BTD.shape[:2], -1))
+        product: Product = attention(h_BTD, both, mask)
+        return product
 
     def _source(self, context: Context) -> KeysValues:
         """Project the states of the encoder's layer of the same number. Shape: -> two of (B,H,S,K)."""
