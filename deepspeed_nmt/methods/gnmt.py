@@ -150,7 +150,7 @@ class AdditiveAttention(nn.Module):
         if mask is not None:
             # Not -inf: a row of padding alone must not become NaN.
             score_BNS = score_BNS.masked_fill(~mask[:, 0], torch.finfo(score_BNS.dtype).min)
-        weights_BNS = score_BNS.float().softmax(dim=2) if score_BNS.element_size() < 4 else score_BNS.softmax(dim=2)
+        weights_BNS = score_BNS.to(torch.promote_types(score_BNS.dtype, torch.float32)).softmax(dim=2)
         context_BND: Tensor = weights_BNS.to(memory.values.dtype) @ memory.values
         return context_BND.reshape(query_RTD.shape)
 
@@ -212,7 +212,6 @@ class Gnmt(StackedModel):
         self, source_BS: Tensor, padded: bool = True, exits: Exits = None, segments: Segments | None = None
     ) -> Memory:
         mask = self.source_mask(source_BS, padded)
-        assert mask is None or isinstance(mask, Tensor)
         (states_BSD,) = self.encoder(self.source_embedding(source_BS), Context(mask=mask))
         return Memory(states_BSD, mask)
 
