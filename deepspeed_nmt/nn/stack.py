@@ -125,10 +125,6 @@ class LayerStack(nn.Module):
             return self.exits[number]
         return self.final_norm
 
-    def recomputes(self, number: int) -> bool:
-        """Return True if application ``number``, from 0, is run again in the backward pass."""
-        return self.recompute_every > 0 and (number + 1) % self.recompute_every == 0
-
     def forward(
         self,
         x_BTD: Tensor,
@@ -154,13 +150,13 @@ class LayerStack(nn.Module):
         if self.links is not None:
             x_BTD = self.links.read(x_BTD, 0, kept)
         states: dict[int, Tensor] = {}
-        keeps_graph = self.training and torch.is_grad_enabled()
+        every = self.recompute_every if self.training and torch.is_grad_enabled() else 0
         contexts = self._contexts(context, indices)
         for number, index in enumerate(indices):
             if number in self.order.inputs_at:
                 x_BTD = x_BTD + input_BTD
             layer, shared = self.layers[index], contexts.get(index, context)
-            recomputed = keeps_graph and self.recomputes(number)
+            recomputed = every > 0 and (number + 1) % every == 0
             if shared.record is not None and layer in shared.record.layers:
                 apply = partial(checkpoint, _with_weights, use_reentrant=False) if recomputed else _with_weights
                 x_BTD, shared.record.weights[layer] = apply(layer, x_BTD, shared)
