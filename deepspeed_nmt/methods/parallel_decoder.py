@@ -55,15 +55,7 @@ from deepspeed_nmt.methods.transformer import Transformer
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import LayerCache
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform
-from deepspeed_nmt.nn.layers import (
-    Context,
-    DecoderBlock,
-    DecoderLayer,
-    EncoderLayer,
-    LayerParts,
-    MakeDecoderLayer,
-    Residual,
-)
+from deepspeed_nmt.nn.layers import Context, DecoderBlock, DecoderLayer, EncoderLayer, LayerParts, Residual
 from deepspeed_nmt.nn.stack import LayerStack
 from deepspeed_nmt.registry import Entry, SelfTest
 
@@ -225,10 +217,8 @@ class BertTransformer(Transformer):
         return True
 
 
-def build_bert_decoder(
-    config: BertDecoderConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer | None = None
-) -> BertTransformer:
-    """Build a randomly initialised model, into which the BERTs are to be loaded; ``make_layer`` is not used."""
+def build_bert_decoder(config: BertDecoderConfig, vocabulary: Vocabulary) -> BertTransformer:
+    """Build a randomly initialised model, into which the BERTs are to be loaded."""
     source_embedding = bert.embedding(config.source, config, vocabulary.source)
     target_embedding = bert.embedding(config.target, config, vocabulary)
     transform, projection = bert.head(config.target, target_embedding, config.tie_output, vocabulary)
@@ -273,7 +263,7 @@ def _parts(model: BertTransformer, part: Part) -> list[nn.Module]:
 ENTRY = Entry(
     "bert",
     BertDecoderConfig,
-    build_bert_decoder,
+    lambda config, vocabulary, make_layer: build_bert_decoder(config, vocabulary),
     SelfTest(
         "berts",
         {"model": {"name": "bert", **SMALL_BERTS, "fusion_scale": "learned", "freeze": ["encoding", "embeddings"]}},
