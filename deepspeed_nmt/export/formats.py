@@ -46,11 +46,6 @@ class Subject:
     precision: str
     tags: Tags = NO_TAGS
 
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """Special tokens."""
-        return self.tokenizer.vocabulary
-
 
 class Format(ABC):
     """A format of exports. An instance is an export in a directory that the format's own program has opened.

@@ -62,7 +62,7 @@ class HuggingFaceFormat(Format):
 
     def __init__(self, directory: Path, subject: Subject) -> None:
         self._model = huggingface.load_translation_model(directory)
-        self._vocabulary, self._longest = subject.vocabulary, subject.longest
+        self._vocabulary, self._longest = subject.tokenizer.vocabulary, subject.longest
 
     @override
     @staticmethod
@@ -89,7 +89,7 @@ class HuggingFaceFormat(Format):
     @override
     @staticmethod
     def write(directory: Path, subject: Subject) -> None:
-        write_huggingface(directory, subject.model.described(), subject.vocabulary, subject.longest)
+        write_huggingface(directory, subject.model.described(), subject.tokenizer.vocabulary, subject.longest)
         write_marian_tokenizer(directory, subject.tokenizer, subject.longest)
 
     @override

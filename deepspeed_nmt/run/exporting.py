@@ -279,7 +279,7 @@ def _compare(
 ) -> tuple[tuple[Comparison, ...], float]:
     """Return a comparison for each beam size, and the largest difference (nats) of a token's log-probability."""
     sources = [subject.tokenizer.encode(line) for line in text.lines]
-    programs = OwnProgram(subject.model, subject.vocabulary), program
+    programs = OwnProgram(subject.model, subject.tokenizer.vocabulary), program
     comparisons: list[Comparison] = []
     logit_difference = 0.0
     for beam in BEAMS:
@@ -386,7 +386,7 @@ def reason_of(
     powers = [best.log_prob / (len(best.tokens) + 1) ** penalty.exponent for best in (own, other)]
     if settings.beam > 1 and penalty.family != "power" and powers[0] < powers[1]:
         return None, LEFT_OUT
-    model, vocabulary = subject.model, subject.vocabulary
+    model, vocabulary = subject.model, subject.tokenizer.vocabulary
     source_BS: Tensor = torch.tensor([[*source, vocabulary.source.eos]])
     scored = token_log_probs(model, vocabulary, source_BS, False, [[own.tokens, other.tokens]])[0]
     scores = [math.fsum(log_probs) / penalty(len(log_probs)) for log_probs in scored]
