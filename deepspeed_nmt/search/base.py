@@ -111,7 +111,6 @@ class Search(Protocol):
         Returns:
             For each sentence at least one hypothesis, best first.
         """
-        ...
 
 
 class RequestSearch(Search, Protocol):
@@ -120,14 +119,10 @@ class RequestSearch(Search, Protocol):
     def search(
         self, source_BS: Tensor, padded: bool = True, requests: Sequence[Request] | None = None
     ) -> list[list[Hypothesis]]:
-        """Translate a batch of sentences; see :meth:`Search.search`.
+        """Translate a batch of sentences, with a request for each; see :meth:`Search.search`.
 
-        Args:
-            source_BS: as there.
-            padded: as there.
-            requests: one for each sentence; None for those of lines 0, 1 and so on, without prefixes and constraints.
+        None are those of lines 0, 1 and so on, without prefixes and constraints.
         """
-        ...
 
 
 def check_finite(log_prob: float) -> None:
@@ -150,7 +145,6 @@ class RanksTexts(Protocol):
 
         Return one for each different text, best first, at least one.
         """
-        ...
 
 
 MAX_EXPONENT = 10.0

@@ -359,13 +359,11 @@ def length_buckets(lengths: Sequence[int], max_tokens: int, width: int = 1) -> I
 Line = tuple[str, Request]
 Found = tuple[int, list[Translation]]
 """A sentence, by its number among those that were asked for, and its translations, best first."""
-BatchSearch = Callable[[list[Line], list[list[int]]], Iterable[list[Found]]]
-"""Program that translates sentences, given their tokens without EOS, and yields those of each batch."""
 
 
 def translated(
     lines: Iterator[Line],
-    search: BatchSearch,
+    search: Callable[[list[Line], list[list[int]]], Iterable[list[Found]]],
     reader: SourceLines,
     nothing: Translation,
     options: DecodeOptions,
@@ -375,9 +373,9 @@ def translated(
 ) -> Iterator[list[Translation]]:
     """Yield the translations of lines in their order, and log warnings of the lines.
 
-    ``search`` translates the lines that have tokens besides the source's tag, the translation of others is
-    ``nothing``. The lock is held while lines are encoded. A MisalignedError of ``lines`` is raised after the lines
-    before are translated.
+    ``search`` translates the lines that have tokens besides the source's tag, given those without EOS, batch by
+    batch; the translation of others is ``nothing``. The lock is held while lines are encoded. A MisalignedError of
+    ``lines`` is raised after the lines before are translated.
     """
     problem: MisalignedError | None = None
     while problem is None:
