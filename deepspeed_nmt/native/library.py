@@ -327,10 +327,6 @@ class Source:
         self._structure = _Source(*(_strided(x, self.shape) for x in (keys_NHSK, values_NHSK)), length, seen)
         self.address = ctypes.addressof(self._structure)
 
-    def is_of(self, keys_NHSK: Tensor, seen_B11S: Tensor | None) -> bool:
-        """Return True if it was made of these."""
-        return self.keys_NHSK is keys_NHSK and self.seen_B11S is seen_B11S
-
 
 class NativeLayer:
     """The weights of a layer of self-attention, cross-attention if there is one, and feed-forward.

@@ -247,7 +247,7 @@ class EncoderLayer(nn.Module, UsesPackedWeights):
 
     def __init__(self, parts: LayerParts) -> None:
         super().__init__()
-        self.self_attention = parts.make_self_attention()
+        self.self_attention = (parts.self_attention or parts.attention)()
         self.self_residual = parts.residual()
         self.feed_forward = parts.feed_forward()
         self.feed_forward_residual = parts.residual()
@@ -352,7 +352,7 @@ class DecoderLayer(DecoderBlock, UsesPackedWeights):
     def of(cls, parts: LayerParts, crosses: bool = True) -> Self:
         """Make a layer of a model's parts, with cross-attention or without."""
         return cls(
-            parts.make_self_attention(),
+            (parts.self_attention or parts.attention)(),
             parts.residual(),
             parts.attention() if crosses else None,
             parts.residual() if crosses else None,
@@ -437,9 +437,10 @@ class NativeStep:
             return None
         projected, mask = cache.source.of_places(self._cross.project, context.memory_BSD), context.mask
         assert mask is None or isinstance(mask, Tensor), "a search reads padded sources"
-        if cache.source.native is None or not cache.source.native.is_of(projected.keys, mask):
-            cache.source.native = Source(projected.keys, projected.values, mask)
-        return cache.source.native
+        made = cache.source.native
+        if made is None or made.keys_NHSK is not projected.keys or made.seen_B11S is not mask:
+            made = cache.source.native = Source(projected.keys, projected.values, mask)
+        return made
 
     def whole(self, x_BTD: Tensor, context: Context, mask_B1TT: Tensor | None) -> Tensor:
         """Apply the layer to whole sentences, whose positions are hypotheses that see one another by a mask.
@@ -531,10 +532,6 @@ class LayerParts:
     feed_forward: Callable[[], FeedForward]
     residual: Callable[[], Residual]
     self_attention: Callable[[], MultiHeadAttention] | None = None
-
-    def make_self_attention(self) -> MultiHeadAttention:
-        """Make the self-attention of a layer."""
-        return (self.self_attention or self.attention)()
 
 
 MakeDecoderLayer = Callable[[int, LayerParts], DecoderBlock]

@@ -118,30 +118,20 @@ def pack_weights(model: nn.Module, int8: bool = False, native: Library | None = 
     assert native is not None or not int8, "int8 is native"
     if int8 and (name := next((name for name, p in model.named_parameters() if not p.isfinite().all()), None)):
         raise CheckpointError(f"{name} has NaN or infinity, so the checkpoint is damaged; translate with another one")
-    _use(model, PackedWeights(int8, native))
+    use_weights(model, PackedWeights(int8, native))
 
 
-def unpack_weights(model: nn.Module) -> None:
-    """Have a model multiply by its own weights again."""
-    _use(model, None)
+def use_weights(model: nn.Module, weights: PackedWeights | None) -> None:
+    """Have a model multiply by rearranged weights; None: by its own again."""
+    for module in model.modules():
+        if isinstance(module, UsesPackedWeights):
+            module.packed = weights
 
 
 def packing_of(model: nn.Module) -> PackedWeights | None:
     """Return the rearranged weights of a model; None if it uses its own."""
     packed = (part.packed for part in model.modules() if isinstance(part, UsesPackedWeights))
     return next((weights for weights in packed if weights is not None), None)
-
-
-def native_code(model: nn.Module) -> Library | None:
-    """Return the code by which a model decodes; None if torch alone does."""
-    packing = packing_of(model)
-    return None if packing is None else packing.native
-
-
-def _use(model: nn.Module, weights: PackedWeights | None) -> None:
-    for module in model.modules():
-        if isinstance(module, UsesPackedWeights):
-            module.packed = weights
 
 
 class OneRank:

@@ -27,7 +27,7 @@ from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY, Vocabulary
 from deepspeed_nmt.errors import option, shown
 from deepspeed_nmt.native.library import Library
-from deepspeed_nmt.nn.linear import native_code
+from deepspeed_nmt.nn.linear import packing_of
 from deepspeed_nmt.search.base import Hypothesis, Request, check_finite, length_bound
 
 
@@ -262,8 +262,8 @@ class SentenceSearch(ABC, Generic[S]):
         Raises:
             CheckpointError: if the model predicts NaN.
         """
-        model = self.model
-        self.native = native_code(model)
+        model, packing = self.model, packing_of(self.model)
+        self.native = None if packing is None else packing.native
         assert not model.training, "call model.eval() first: dropout would change the translations"
         if requests is None:
             requests = [Request(line) for line in range(source_BS.shape[0])]

@@ -23,7 +23,7 @@ from deepspeed_nmt.kernels.precision import DTYPES, native_precision
 from deepspeed_nmt.kernels.torch_ops import keep_freed_memory
 from deepspeed_nmt.native import library as native
 from deepspeed_nmt.nn.cache import DecoderCache
-from deepspeed_nmt.nn.linear import pack_weights, unpack_weights
+from deepspeed_nmt.nn.linear import pack_weights, use_weights
 from deepspeed_nmt.search.decode_options import NativeChoice
 
 
@@ -194,4 +194,4 @@ def packed_weights(model: nn.Module, device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        unpack_weights(model)
+        use_weights(model, None)
