@@ -19,9 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PACKED = ("fp32", "bf16")
-"""Precisions of packed weights."""
-
 _LEAST_STEP, _STEPS_BITS = 32, 4
 """Numbers of rows are multiples of 32, and have four significant bits: one of eight from 512 to 1,024."""
 
