@@ -107,16 +107,14 @@ class CoordinatedLayer(EncoderLayer):
         else:
             source = cache.source.of(lambda _: self._source(context), context.memory_BSD)
             own, mask = cache.append(own)
-        both = KeysValues(
-            *(torch.cat(pair, dim=2) for pair in ((source.keys, own.keys), (source.values, own.values)))
-        )
+        keys, values = (torch.cat(pair, dim=2) for pair in ((source.keys, own.keys), (source.values, own.values)))
         if mask is not None or context.mask is not None:
             sentences = source.keys.shape[0]
             shape = (sentences, 1, h_BTD.shape[0] // sentences * h_BTD.shape[1])
             seen = h_BTD.new_ones(1, 1, 1, 1, dtype=torch.bool)
             parts = (context.mask, source.keys.shape[2]), (mask, own.keys.shape[2])
             mask = torch.cat([(seen if part is None else part).expand(*shape, size) for part, size in parts], dim=3)
-        product: Product = attention(h_BTD, both, mask)
+        product: Product = attention(h_BTD, KeysValues(keys, values), mask)
         return product
 
     def _source(self, context: Context) -> KeysValues:

@@ -202,14 +202,11 @@ class MultiSoftmax(Likelihood):
             return
         update, stages = passes.batch.update, passes.model.stages
         counts = self.config.drawn or stages
+        # Update 0, which is never trained, is the largest.
+        with_last = self.config.full_depth or update.number == 0
+        key = update.seed, randomness.Purpose.EXITS, update.number
         passes.encoder_exits, passes.decoder_exits = (
-            # Update 0, which is never trained, is the largest.
-            _draw(
-                total,
-                count,
-                self.config.full_depth or update.number == 0,
-                *(update.seed, randomness.Purpose.EXITS, update.number, side),
-            )
+            _draw(total, count, with_last, *key, side)
             for side, (total, count) in enumerate(zip(stages, counts, strict=True))
         )
 
