@@ -57,10 +57,7 @@ class _Uninitialised(TorchFunctionMode):
 
 def build_objective(config: RunConfig, vocabulary: Vocabulary) -> Objective:
     """Build the objective of a run."""
-    (likelihood,) = (
-        LIKELIHOODS[name].build(part, vocabulary) for name, part in config.objective.items() if name in LIKELIHOODS
-    )
-    regularizers = [
-        REGULARIZERS[name].build(part, vocabulary) for name, part in config.objective.items() if name in REGULARIZERS
-    ]
+    parts = config.objective.items()
+    (likelihood,) = (LIKELIHOODS[name].build(part, vocabulary) for name, part in parts if name in LIKELIHOODS)
+    regularizers = [REGULARIZERS[name].build(part, vocabulary) for name, part in parts if name in REGULARIZERS]
     return Objective(likelihood, regularizers)

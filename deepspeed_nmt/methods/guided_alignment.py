@@ -67,11 +67,7 @@ class GuidedAlignment(Regularizer):
         links_L3 = batch.links_L3
         if links_L3 is None:
             links_L3 = batch.sentence_ids_B.new_empty(0, 3)
-
-        def loss(states: States) -> Tensor:
-            return batch.weighted(alignment_loss(states[0][name], links_L3)).sum()
-
-        return loss
+        return lambda states: batch.weighted(alignment_loss(states[0][name], links_L3)).sum()
 
     def _layer_of(self, model: TranslationModel) -> int:
         layers = list(model.attention_layers()) or [1]

@@ -136,12 +136,8 @@ class ParallelLayer(Encoding):
 
     def __init__(self, parts: LayerParts, scale: float | Literal["learned"]) -> None:
         super().__init__(parts)
-        self.fusion_scale: nn.Parameter | None = None
-        self._fixed_scale = 1.0
-        if isinstance(scale, str):
-            self.fusion_scale = nn.Parameter(torch.full((2,), _FIRST_LEARNED_SCALE))
-        else:
-            self._fixed_scale = scale
+        self.fusion_scale = nn.Parameter(torch.full((2,), _FIRST_LEARNED_SCALE)) if scale == "learned" else None
+        self._fixed_scale = 1.0 if isinstance(scale, str) else scale
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Apply the layer. Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)."""
