@@ -66,6 +66,18 @@ class MultiHeadAttention(nn.Module, UsesKernels, Sliceable):
 
         Shape: (B,T,D), (B,S,D) -> (B,T,D), or (R,1,D) -> (R,1,D)
         """
+        heads_BTD = self.heads(query_BTD, memory, mask, causal, cache)
+        return self.out_proj.product(heads_BTD if added_BTD is None else heads_BTD + added_BTD)
+
+    def heads(
+        self,
+        query_BTD: Tensor,
+        memory: Tensor | KeysValues,
+        mask: Mask,
+        causal: bool,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Compute the outputs of all heads, concatenated; arguments are those of :meth:`forward`."""
         if memory is query_BTD:
             copied_BTD = self.ranks.copy(query_BTD)
             keys_BTD, values_BTD, query_BTD = project(copied_BTD, self.k_proj, self.v_proj, self.q_proj)
@@ -81,8 +93,7 @@ class MultiHeadAttention(nn.Module, UsesKernels, Sliceable):
             query_BTD = query_BTD.reshape(sentences, rows // sentences * length, dim)
         with self.ranks.drawing(self.dropout_p if self.training else 0.0):
             attended = self.attend(query_BTD, memory, mask, causal and cache is None)
-        heads_BTD = attended.reshape(rows, length, -1)
-        return self.out_proj.product(heads_BTD if added_BTD is None else heads_BTD + added_BTD)
+        return attended.reshape(rows, length, -1)
 
     def attend(self, query_BTD: Tensor, memory: KeysValues, mask: Mask, causal: bool) -> Tensor:
         """Attend from projected queries of all heads; to be overridden by other kinds of attention.
