@@ -107,8 +107,12 @@ class GrowthConfig(Config):
             isinstance(part, LikelihoodConfig) and _trains_exits(part, model) for part in parts.objective.values()
         ):
             yield "growth.at is set, but the objective trains exits at depths that move; train the top alone"
-        made = model.custom_layers() if self.decoder_layers else None
-        if made and not all(parts.layer.attends_to_source(number) for number in range(1, made[1] + 1)):
+        made = model.custom_layers()
+        if (
+            made
+            and self.decoder_layers
+            and not all(parts.layer.attends_to_source(number) for number in range(1, made[1] + 1))
+        ):
             yield "growth.at is set, but some decoder layers have no cross-attention; give them all some"
         for update in self.at:
             try:

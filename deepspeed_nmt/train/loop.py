@@ -6,7 +6,7 @@ import os
 import time
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from deepspeed_nmt.console import logger
@@ -74,6 +74,10 @@ class TrainingLoop:
     workload: Workload | None = None
     log: tuple[LogState, ...] = ()
     verified: Future[None] | None = None
+    _start: tuple[float, int] = field(default=(0.0, 0), init=False)
+    _skip_cause: str = field(default="", init=False)
+    _validation_due: bool = field(default=False, init=False)
+    _save_due: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if self.config.checksum_every > 0 and not has_replicas(self.engine.module):
@@ -85,7 +89,6 @@ class TrainingLoop:
         self._spikes = SpikeWatch(self.config.spike_factor, self.config.norm_spike_factor, *self.log[:1])
         self._parameters = [name for name, _ in self.engine.module.model.named_parameters()]
         self._loss_scale = self.engine.scalars().loss_scale or 1.0
-        self._validation_due = self._save_due = False
 
     def run(self, progress: Progress) -> Progress | None:
         """Train until the end or a requested stop, and save.

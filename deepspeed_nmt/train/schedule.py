@@ -61,8 +61,11 @@ def learning_rate(update: int, peak: float, config: ScheduleConfig, max_updates:
     with u the update from 1, W ``warmup_updates``, U ``max_updates``, D ``decay_updates``, of which those within the
     warm-up do not count; ``skipped_updates`` are added to u and U.
     """
-    warmup, ahead = config.warmup_updates, config.skipped_updates
-    update, max_updates = update + ahead, max_updates + ahead
+    warmup, update, max_updates = (
+        config.warmup_updates,
+        update + config.skipped_updates,
+        max_updates + config.skipped_updates,
+    )
     if update <= warmup:
         return config.initial_lr + (peak - config.initial_lr) * update / warmup
     if config.name == "constant":
