@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -64,11 +64,11 @@ def report_skip(
     losses = [name for name, value in sums.items() if not math.isfinite(value)]
     culprits = set(gather_lists(list(result.culprits), world))
     layers = list(dict.fromkeys(layer_of(name) for name in reversed(parameters) if name in culprits))
-    causes = [f"{' and '.join(losses)} {'are' if len(losses) > 1 else 'is'} not finite"] if losses else []
-    if layers or not losses:
-        of = f" of {listed(layers, _NAMED_LAYERS)}" if layers else ""
-        causes.append(f"the gradient{of} is not finite")
-    cause = "; ".join(filter(None, (*causes, attributed)))
+    cause = f"{' and '.join(losses)} {'are' if len(losses) > 1 else 'is'} not finite" if losses else ""
+    if layers:
+        where = f"the gradient of {listed(layers, _NAMED_LAYERS)} is not finite"
+        cause = f"{cause}; {where}" if cause else where
+    cause = "; ".join(filter(None, (cause or "the gradient is not finite", attributed)))
     text = f"update {update.number} skipped: {cause}"
     if world.is_main:
         logger.warning("%s (loss scale %g, %d in a row)", text, result.loss_scale, in_a_row)
@@ -80,9 +80,8 @@ def report_spike(
     spike: Spike, update: Update, world: World, events: Events = NO_EVENTS, attributed: str = ""
 ) -> None:
     """Warn of a spike. ``attributed`` is the cause found by computing the update again."""
-    what, details = spike
-    text = "; ".join(filter(None, (what, attributed)))
-    events.record("spike", update.number, text, cause=attributed, **details)
+    text = "; ".join(filter(None, (spike.text, attributed)))
+    events.record("spike", update.number, text, cause=attributed, **spike.details)
     if world.is_main:
         logger.warning("%s", text)
 
@@ -152,8 +151,12 @@ def _roll_back(
     return "", ""
 
 
-Spike = tuple[str, dict[str, float]]
-"""A sentence that says what is a spike, and the values with their medians, by the names that an event has."""
+@dataclass(frozen=True)
+class Spike:
+    """A spike: a sentence that says of what, and the values with their medians, by the names that an event has."""
+
+    text: str
+    details: dict[str, float]
 
 
 class SpikeWatch:
@@ -193,13 +196,16 @@ class SpikeWatch:
             usual, count = median(past) if len(past) >= _SPIKE_HISTORY else math.inf, len(past)
             past.append(value)
             if value > self._factors[name] * usual:
-                what = f"the norm of the gradient of update {update.number}, {value:.3g}"
-                if name == "loss":
-                    what = f"the loss of update {update.number}, {value:.3f} nats a token"
-                times = f"{value / usual:.1f} times the median of the last {count} updates, {usual:.3g}"
-                texts.append(f"{what}, is {times}")
+                times = value / usual
+                texts.append(
+                    f"the loss of update {update.number}, {value:.3f} nats a token, is {times:.1f} times the median "
+                    f"of the last {count} updates, {usual:.3g}"
+                    if name == "loss"
+                    else f"the norm of the gradient of update {update.number}, {value:.3g}, is {times:.1f} times the "
+                    f"median of the last {count} updates, {usual:.3g}"
+                )
                 details |= {name: value, "median" if name == "loss" else "norm_median": usual}
         if not texts:
             return None
         self.count += 1
-        return "; ".join(texts), details
+        return Spike("; ".join(texts), details)

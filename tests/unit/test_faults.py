@@ -243,11 +243,12 @@ def test_spikes_are_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
     spikes = [watch(update(number), result(loss), WORLD) for number, loss in enumerate(losses, 1)]
     (spike,) = filter(None, spikes)
     assert watch.count == 1 and spikes[21] is spike
-    text, _ = spike
-    assert text == "the loss of update 22, 6.100 nats a token, is 2.0 times the median of the last 21 updates, 3"
+    assert spike.text == (
+        "the loss of update 22, 6.100 nats a token, is 2.0 times the median of the last 21 updates, 3"
+    )
     with caplog.at_level(logging.WARNING, "deepspeed_nmt"):
         report_spike(spike, update(22), WORLD, attributed="why")
-    assert f"{text}; why" in caplog.text
+    assert f"{spike.text}; why" in caplog.text
     silent = SpikeWatch(0.0)
     for number in range(30):
         assert silent(update(number), result(1e9 if number == 29 else 1.0), WORLD) is None
@@ -262,8 +263,8 @@ def test_a_norm_is_a_spike_by_its_own_factor_and_also_after_a_resume() -> None:
             watch = SpikeWatch(0.0, 10.0, LogState.model_validate_json(LogState(**watch.state()).model_dump_json()))
         seen.append(watch(update(number), replace(result(5.0), grad_norm=norm), WORLD))
     assert [spike is not None for spike in seen] == [False] * 13 + [True] and watch.count == 1
-    assert seen[-1] is not None and seen[-1][1] == {"norm": 21.0, "norm_median": 2.0}
-    assert "the norm of the gradient of update 13, 21, is 10.5 times" in seen[-1][0]
+    assert seen[-1] is not None and seen[-1].details == {"norm": 21.0, "norm_median": 2.0}
+    assert "the norm of the gradient of update 13, 21, is 10.5 times" in seen[-1].text
 
 
 def spike_of(module: TrainModule, batches: Sequence[Batch], corpora: Corpora, damaged: str = "") -> tuple[str, float]:
