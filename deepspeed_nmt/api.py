@@ -90,7 +90,7 @@ class Translator:
         self.detokenise = detokenise
         self.text = TextForm() if text is None else text
         self.tags = tags
-        self._opened = opened or Opened((), "", TOP)
+        self._opened = opened
         self._lock = threading.RLock()
 
     @classmethod
@@ -161,27 +161,27 @@ class Translator:
     @property
     def precision(self) -> str:
         """Precision of the weights: fp32, bf16, fp16 or int8."""
-        return self._opened.precision
+        return "fp32" if self._opened is None else self._opened.precision
 
     @property
     def natively(self) -> bool:
         """True if native code decodes, where the model has layers that it knows."""
-        return self._opened.natively
+        return self._opened is not None and self._opened.natively
 
     @property
     def digests(self) -> tuple[str, ...]:
         """Hash of the weights of each model; none if the model is of no run."""
-        return self._opened.digests
+        return () if self._opened is None else self._opened.digests
 
     @property
     def exits(self) -> list[str]:
         """Names of the trained exits, the top last; the top alone if the model is of no run."""
-        return self._opened.exits(members_of(self.model)) if self._opened.runs else [TOP]
+        return [TOP] if self._opened is None else self._opened.exits(members_of(self.model))
 
     @property
     def aligning(self) -> dict[str, list[int]]:
         """Layers that align best, one of each model, by exit; empty until they have been chosen."""
-        return self._opened.aligning
+        return {} if self._opened is None else self._opened.aligning
 
     def identity(self) -> dict[str, Any]:
         """Return all that translations depend on besides the options and the text."""
@@ -194,7 +194,7 @@ class Translator:
         check_type("name", name, (str,), "the name of an exit")
         other = copy.copy(self)
         other.model, other.search = self.model.at_exit(name), self.search.from_one_exit()
-        if name != TOP:  # which is the exit itself, of an exit
+        if self._opened is not None and name != TOP:  # which is the exit itself, of an exit
             other._opened = replace(self._opened, exit=name)
         return other
 
@@ -315,10 +315,11 @@ class Translator:
                 f"{option('alignment')} links the words that the model writes, which {option('detokenise')} changes; "
                 "leave out one of them"
             )
-        if not self._opened.runs and options.alignment_layer is None:
+        if self._opened is None and options.alignment_layer is None:
             raise ConfigError(f"{option('alignment_layer')} is missing, which a model of no run needs; give it")
         with self._lock:
-            return self._opened.alignment_layers(members_of(self.model), options.alignment_layer)
+            opened = self._opened or Opened((), "", TOP)
+            return opened.alignment_layers(members_of(self.model), options.alignment_layer)
 
     def score(
         self,
