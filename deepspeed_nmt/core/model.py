@@ -17,6 +17,7 @@ from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.description import NotStandardError, StandardTransformer
 from deepspeed_nmt.errors import ConfigError, option
 from deepspeed_nmt.kernels.segments import Segments, mask_between
+from deepspeed_nmt.native.library import NativeDecoder
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.compiled import compile_layers
@@ -143,6 +144,13 @@ class DecodableModel(nn.Module, ABC):
                 ``cache.select``, each sentence has the same number of rows, which are adjacent.
             cache: keys and values of the positions before; the step appends to it.
         """
+
+    def natively(self, rows: int, steps: int, memory: Memory, cache: DecoderCache) -> NativeDecoder | None:
+        """Return native code that takes the next ``steps`` of ``rows`` hypotheses, to the bit as :meth:`step` does.
+
+        None if there is none for the model, or not for so many rows. Afterwards call ``cache.take``.
+        """
+        return None
 
     @abstractmethod
     def at_exit(self, name: str) -> DecodableModel:

@@ -33,6 +33,7 @@ constexpr int LANES = 4, VECTORS = 2;
 constexpr int64_t PANEL = LANES * VECTORS;
 constexpr int64_t MOST_ROWS = 6;  // that are multiplied together: their sums fill the registers of a CPU
 constexpr int64_t BLOCK = 64;     // numbers of which one look tells if any is among the largest
+constexpr int64_t AHEAD = 4096;   // bytes that weights are fetched before they are read
 constexpr int64_t TOGETHER = 256;  // rows that pass through a product or a layer together, so that they stay in a cache
 
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float))));
@@ -44,6 +45,13 @@ inline uint32_t bits_of(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof(bits));
     return bits;
+}
+
+// Weights are read once, and CPUs that read ahead by themselves stop at the end of each page of 4 KiB.
+inline void prefetch(const void* weight) {
+    const char* ahead = static_cast<const char*>(weight) + AHEAD;
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) __builtin_prefetch(ahead + v * sizeof(Vector));
 }
 
 inline int64_t whole_vectors(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
@@ -251,6 +259,7 @@ void multiply_panel(const Product& product, const Rows& x, int64_t row, int64_t 
     typename Rows::Sums sums[ROWS][VECTORS] = {};
     for (int64_t i = 0; i < inputs; i += Rows::GROUP, weight += PANEL * Rows::GROUP) {
         decltype(Rows::weights(weight)) of_input[VECTORS];
+        prefetch(weight);
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) of_input[v] = Rows::weights(weight + v * LANES * Rows::GROUP);
 #pragma GCC unroll 6
@@ -746,5 +755,73 @@ int64_t decode_layers(const Layer* const* layers, const Source* const* sources, 
         return 1;
     }
     return 0;
+}
+
+// All between tokens and logits: `embed_tokens`, with the positions of the next step and of those after it, then
+// `decode_layers`, and a product.
+struct Decoder {
+    const Layer* const* layers;
+    const Source* const* sources;
+    float* const* caches;
+    int64_t count;
+    const Residual* norm;
+    const float *table, *positions;
+    int64_t entries;
+    double scale;
+    const Product* projection;
+};
+
+// What a step changes: it reads one of each pair, beginning with the second, and writes the other one.
+struct Changing {
+    int64_t* tokens[2];
+    float* log_probs[2];
+    uint8_t* seen[2];  // (rows, positions), or null if all is seen, which needs one hypothesis of a sentence
+};
+
+// Take steps of a search, in which each sentence has `beam` hypotheses: as many as `most`, up to one in which a
+// hypothesis ends. `past` is that of the first step, and `known` that of none but for what does not change. Return as
+// `extend_hypotheses` does, for the last step.
+int64_t take_steps(const Decoder* decoder, const Past* past, const Hypotheses* known, const Changing* changing,
+                   int64_t beam, int64_t eos, int64_t most, const Extended* found, int64_t* taken) {
+    const int64_t rows = known->rows, dim = decoder->layers[0]->dim, hypotheses = past->hypotheses;
+    try {
+        const std::unique_ptr<float[]> states(new float[rows * dim]);
+        for (int64_t step = 0;; step++) {
+            const int64_t before = (step + 1) % 2, after = step % 2;
+            Past now = *past;
+            now.positions += step * hypotheses;
+            now.seen = changing->seen[after];
+            if (now.seen != nullptr) {
+                const int64_t positions = now.positions - hypotheses;
+                uint8_t* seen = changing->seen[after];
+                for (int64_t row = 0; row < rows; row++) {
+                    const int64_t parent = step == 0 ? row : found->rows[row];
+                    seen = std::copy_n(changing->seen[before] + parent * positions, positions, seen);
+                    for (int64_t own = 0; own < hypotheses; own++) *seen++ = own == row % hypotheses;
+                }
+            }
+            Hypotheses newest = *known;
+            newest.length += step;
+            newest.tokens = changing->tokens[before];
+            newest.log_probs = changing->log_probs[before];
+            Extended extended = *found;
+            extended.tokens = changing->tokens[after];
+            extended.log_probs = changing->log_probs[after];
+            const float* position = decoder->positions + step * dim;
+            if (embed_tokens(newest.tokens + newest.length - 1, rows, newest.length, decoder->table, decoder->entries,
+                             dim, decoder->scale, position, states.get())) {
+                return -2;
+            }
+            const int64_t problem = decode_layers(decoder->layers, decoder->sources, decoder->caches, decoder->count,
+                                                  decoder->norm, &now, states.get(), 0, now.sentences);
+            if (problem) return -problem;
+            multiply(*decoder->projection, states.get(), rows, 0.0f, newest.logits);
+            const int64_t ended = extend_hypotheses(&newest, beam, eos, &extended);
+            *taken = step + 1;
+            if (ended != 0 || *taken == most) return ended;
+        }
+    } catch (const std::bad_alloc&) {
+        return -1;
+    }
 }
 }

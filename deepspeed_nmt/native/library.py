@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import mmap
 import os
 import platform
 import shlex
@@ -22,6 +23,7 @@ import stat
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from ctypes import c_double, c_float, c_int64, c_void_p
 from functools import cache
 from itertools import pairwise
@@ -29,7 +31,7 @@ from operator import is_
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +65,8 @@ _MOST_INPUTS = 1 << 17
 _WIDE = 16
 """Outputs of a panel of AVX2's vectors."""
 _ACTIVATIONS = ("relu", "gelu", "swish")
+_CHUNK, _LINE = 1 << 25, 64
+"""Least bytes for weights that are taken from the system at once, and of what each of them begins at a multiple."""
 _ROWS_OF_A_THREAD = 16
 """Rows of a step or a product for which it pays to wake a thread."""
 
@@ -129,6 +133,21 @@ class _Extended(ctypes.Structure):
     _fields_ = tuple((name, c_void_p) for name in ("rows", "tokens", "ended_rows", "log_probs", "ended_log_probs"))
 
 
+class _Decoder(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("layers", "sources", "caches")),
+        ("count", c_int64),
+        *((name, c_void_p) for name in ("norm", "table", "positions")),
+        ("entries", c_int64),
+        ("scale", c_double),
+        ("projection", c_void_p),
+    )
+
+
+class _Changing(ctypes.Structure):
+    _fields_ = tuple((name, c_void_p * 2) for name in ("tokens", "log_probs", "seen"))
+
+
 class Extended(NamedTuple):
     """Rows that end, and their log-probabilities, EOS included; those that live on, and what they are extended to."""
 
@@ -137,6 +156,33 @@ class Extended(NamedTuple):
     row_BK: Tensor
     tokens_BKT: Tensor
     log_prob_BKT: Tensor
+
+
+class _Found:
+    """What extensions of B sentences with K hypotheses each are written into."""
+
+    def __init__(self, sentences: int, beam: int) -> None:
+        self._row_BK = torch.empty(sentences, beam, dtype=torch.int64, device="cpu")
+        self._ended, self._log_probs = (c_int64 * (sentences * beam))(), (c_float * (sentences * beam))()
+
+    def structure(self, tokens: int | None = None, log_probs: int | None = None) -> _Extended:
+        """Return the addresses, with those of tokens and log-probabilities of the extended hypotheses."""
+        of_ended = ctypes.addressof(self._ended), log_probs, ctypes.addressof(self._log_probs)
+        return _Extended(self._row_BK.data_ptr(), tokens, *of_ended)
+
+    def extended(self, count: int, tokens_BKT: Tensor, log_prob_BKT: Tensor) -> Extended:
+        """Return what has been found, if so many hypotheses end, or raise what a negative number means."""
+        if count < 0:
+            raise MemoryError("no memory for a step of decoding") if count == -1 else IndexError("no such token")
+        return Extended(self._ended[:count], self._log_probs[:count], self._row_BK, tokens_BKT, log_prob_BKT)
+
+
+class Lookup(NamedTuple):
+    """An embedding of tokens: rows of a table, (E,D), times a scale, plus the positions of the next steps, (T,D)."""
+
+    table_ED: Tensor
+    scale: float
+    positions_TD: Tensor
 
 
 class Library:
@@ -155,8 +201,9 @@ class Library:
             self.file, code = file, ctypes.CDLL(str(file))
             self.decode_layers, self.multiply_rows = code.decode_layers, code.multiply_rows
             self._extend, self._log_sums = code.extend_hypotheses, code.log_sums_of_rows
-            self._embed = code.embed_tokens
-            for function in (code.panel_outputs, self.decode_layers, self.multiply_rows, self._extend, self._embed):
+            self._embed, self.take_steps = code.embed_tokens, code.take_steps
+            functions = self.decode_layers, self.multiply_rows, self._extend, self._embed, self.take_steps
+            for function in (code.panel_outputs, *functions):
                 function.restype = c_int64
             self._log_sums.restype = None
             self.panel_outputs = int(code.panel_outputs())
@@ -166,13 +213,29 @@ class Library:
         past, pointers, range_ = ctypes.POINTER(_Past), [c_void_p] * 3, [c_int64] * 2
         self.decode_layers.argtypes = (*pointers, c_int64, c_void_p, past, c_void_p, *range_)
         self.multiply_rows.argtypes = (ctypes.POINTER(_Product), c_void_p, c_int64, c_void_p)
-        self._extend.argtypes = (ctypes.POINTER(_Hypotheses), c_int64, c_int64, ctypes.POINTER(_Extended))
+        known, found = ctypes.POINTER(_Hypotheses), ctypes.POINTER(_Extended)
+        self._extend.argtypes = (known, c_int64, c_int64, found)
+        of_search = past, known, ctypes.POINTER(_Changing)
+        self.take_steps.argtypes = (ctypes.POINTER(_Decoder), *of_search, *range_, c_int64, found, c_void_p)
         self._embed.argtypes = (c_void_p, *range_, c_void_p, *range_, c_double, c_void_p, c_void_p)
         self._log_sums.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
+        self._lock, self._free = Lock(), torch.empty(0, dtype=torch.uint8, device="cpu")
         x = torch.arange(35, dtype=torch.float32, device="cpu").view(7, 5)
         weight = (x.flatten()[:15] - 7.0).repeat(9)[:130].view(26, 5)
         if not torch.equal(Panels(self, weight, None)(x), x @ weight.t()):
             raise NativeError("the compiled code multiplies wrongly")
+
+    def kept(self, x: Tensor) -> Tensor:
+        """Return a contiguous copy in large pages, if the system has them: fewer addresses to look up."""
+        size = x.numel() * x.element_size()
+        with self._lock:
+            if size > len(self._free):
+                memory = mmap.mmap(-1, max(size, _CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                with suppress(AttributeError, OSError):
+                    memory.madvise(mmap.MADV_HUGEPAGE)
+                self._free = torch.frombuffer(memory, dtype=torch.uint8)
+            taken, self._free = self._free[:size], self._free[-(-size // _LINE) * _LINE :]
+        return taken.view(x.dtype).view(x.shape).copy_(x)
 
     def log_sums(self, x_RV: Tensor) -> Tensor:
         """Compute log sum_v exp x_v of each row. Shape: fp32 (R,V) -> (R,)."""
@@ -180,13 +243,14 @@ class Library:
         self._log_sums(_pointer(x_RV, x_RV.shape), *x_RV.shape, log_sums_R.data_ptr())
         return log_sums_R
 
-    def embed(self, tokens_R1: Tensor, table_VD: Tensor, scale: float, position_1D: Tensor) -> Tensor:
-        """Look up rows of a table times a scale, plus a position. Shape: -> fp32 (R,1,D)."""
-        rows, (entries, dim) = len(tokens_R1), table_VD.shape
+    def embed(self, tokens_R1: Tensor, lookup: Lookup) -> Tensor:
+        """Embed tokens at one position. Shape: -> fp32 (R,1,D)."""
+        table_ED, scale, position_1D = lookup
+        rows, (entries, dim) = len(tokens_R1), table_ED.shape
         if tokens_R1.shape != (rows, 1) or tokens_R1.dtype != torch.int64 or not tokens_R1.is_cpu:
             raise ValueError(f"{tokens_R1.dtype} {tuple(tokens_R1.shape)} in place of a token for each row")
         states_R1D = position_1D.new_empty(rows, 1, dim)
-        table, position = _pointer(table_VD, (entries, dim)), _pointer(position_1D, (1, dim))
+        table, position = _pointer(table_ED, (entries, dim)), _pointer(position_1D, (1, dim))
         of_tokens = tokens_R1.data_ptr(), rows, tokens_R1.stride(0)
         if self._embed(*of_tokens, table, entries, dim, scale, position, states_R1D.data_ptr()):
             raise IndexError("no such token")
@@ -221,16 +285,10 @@ class Library:
             _pointer(never, (len(never),), torch.int64),
             *(sentences, rows, length, entries, len(never)),
         )
-        row_BK = tokens_RT.new_empty(sentences, beam)
         tokens_BKT = tokens_RT.new_empty(sentences, beam, length + 1)
-        log_prob_BKT = log_prob_RT.new_empty(sentences, beam, length + 1)
-        ended, log_probs = (c_int64 * (sentences * beam))(), (c_float * (sentences * beam))()
-        of_ended, of_log_probs = ctypes.addressof(ended), ctypes.addressof(log_probs)
-        found = _Extended(row_BK.data_ptr(), tokens_BKT.data_ptr(), of_ended, log_prob_BKT.data_ptr(), of_log_probs)
-        count = self._extend(known, beam, eos, found)
-        if count < 0:
-            raise MemoryError("no memory for a step of decoding") if count == -1 else IndexError("no such token")
-        return Extended(ended[:count], log_probs[:count], row_BK, tokens_BKT, log_prob_BKT)
+        log_prob_BKT, found = log_prob_RT.new_empty(tokens_BKT.shape), _Found(sentences, beam)
+        count = self._extend(known, beam, eos, found.structure(tokens_BKT.data_ptr(), log_prob_BKT.data_ptr()))
+        return found.extended(count, tokens_BKT, log_prob_BKT)
 
 
 class Panels:
@@ -251,7 +309,7 @@ class Panels:
         rest = -self.outputs % library.panel_outputs
         padded = F.pad(weight, (0, -self.inputs % group, 0, rest))
         panels = padded.view(len(padded) // library.panel_outputs, library.panel_outputs, -1, group).transpose(1, 2)
-        self._weight = (panels + _OFFSET).to(torch.uint8).contiguous() if int8 else panels.contiguous()
+        self._weight = library.kept((panels + _OFFSET).to(torch.uint8) if int8 else panels)
         self._scale = F.pad(scale_E, (0, rest))
         bias_E = weight_ED.new_zeros(self.outputs) if bias_E is None else bias_E.detach()
         self._bias = F.pad(bias_E.float(), (0, rest))
@@ -310,6 +368,7 @@ class Past:
         if rows != sentences * hypotheses or not 0 < hypotheses <= positions <= capacity or sentences > places:
             raise ValueError(f"{rows} rows do not fit {sentences} sentences and {positions} of {capacity} positions")
         self.rows, self.sentences, self.places, self.capacity = rows, sentences, places, capacity
+        self.positions = positions
         self._kept = seen_B1WP, places_B  # the structure points to their memory
         seen = None if seen_B1WP is None else _pointer(seen_B1WP, (sentences, 1, hypotheses, positions), torch.bool)
         place = None if places_B is None else _pointer(places_B, (sentences,), torch.int64)
@@ -388,14 +447,14 @@ class BoundLayers:
         norm: AroundSublayer | None = None,
     ) -> None:
         self._parts = layers, caches, sources, [norm]
-        self._library, self._dim = layers[0].library, layers[0].dim
+        self.library, self.dim = layers[0].library, layers[0].dim
         self._sentences: set[int] = set()
         _, self._places, _, self._capacity, _ = caches[0].shape
         addresses, of_caches, of_sources = [], [], []
         for layer, cache_2NHCK, source in zip(layers, caches, sources, strict=True):
-            width, of_source = self._dim // layer.heads, ctypes.addressof(_NO_SOURCE)
-            if layer.dim != self._dim:
-                raise ValueError(f"layers of a width of {self._dim} and {layer.dim} do not fit one another")
+            width, of_source = self.dim // layer.heads, ctypes.addressof(_NO_SOURCE)
+            if layer.dim != self.dim:
+                raise ValueError(f"layers of a width of {self.dim} and {layer.dim} do not fit one another")
             if layer.has_source:
                 assert source is not None
                 if source.shape[:2] != (self._places, layer.heads) or source.shape[3] != width:
@@ -406,9 +465,10 @@ class BoundLayers:
             addresses.append(layer.address)
             of_caches.append(_pointer(cache_2NHCK, (2, self._places, layer.heads, self._capacity, width)))
             of_sources.append(of_source)
-        pointers, self._norm = c_void_p * len(layers), None if norm is None else _residual(norm, self._dim)
+        pointers, self._norm = c_void_p * len(layers), None if norm is None else _residual(norm, self.dim)
         of_norm = None if self._norm is None else ctypes.addressof(self._norm)
-        self._arguments = (*(pointers(*each) for each in (addresses, of_sources, of_caches)), len(layers), of_norm)
+        self._tables = [pointers(*each) for each in (addresses, of_sources, of_caches)]
+        self.arguments = (*map(ctypes.addressof, self._tables), len(layers), of_norm)
 
     def is_of(
         self,
@@ -426,12 +486,10 @@ class BoundLayers:
 
         Shape: fp32 (R,1,D) -> (R,1,D)
         """
-        fits = self._sentences <= {past.sentences} and (past.places, past.capacity) == (self._places, self._capacity)
-        if not fits:
-            raise ValueError(f"caches of {self._places} places do not fit {past.sentences} sentences")
+        self.check(past)
         states = x_R1D.clone(memory_format=torch.contiguous_format)
-        arguments = *self._arguments, past.structure, _pointer(states, (past.rows, 1, self._dim))
-        call = self._library.decode_layers
+        arguments = *self.arguments, past.structure, _pointer(states, (past.rows, 1, self.dim))
+        call = self.library.decode_layers
 
         def decode_sentences(first: int, end: int, kept: Any = (self, past, states)) -> int:
             return int(call(*arguments, first, end))
@@ -440,6 +498,110 @@ class BoundLayers:
         if problem:
             raise MemoryError("no memory for a step of decoding") if problem == 1 else IndexError("no such place")
         return states
+
+    def check(self, past: Past) -> None:
+        """Raise a ValueError unless sources and caches are those of these sentences."""
+        fits = self._sentences <= {past.sentences} and (past.places, past.capacity) == (self._places, self._capacity)
+        if not fits:
+            raise ValueError(f"caches of {self._places} places do not fit {past.sentences} sentences")
+
+
+class Steps(NamedTuple):
+    """Steps of a search.
+
+    Attributes:
+        taken: number of steps.
+        tokens_RT: the hypotheses before the last step, and their log-probabilities up to each token.
+        log_prob_RT: see there.
+        seen_RP: the positions that they see in it, bool; None for all.
+        extended: what the last step extends them to.
+    """
+
+    taken: int
+    tokens_RT: Tensor
+    log_prob_RT: Tensor
+    seen_RP: Tensor | None
+    extended: Extended
+
+
+class NativeDecoder:
+    """All of a decoder: an embedding, layers and the product that makes logits, for the next steps of a search.
+
+    Each step is one of :meth:`Library.embed`, :class:`BoundLayers`, :class:`Panels` and :meth:`Library.extend`, to
+    the bit. What a search does between them in Python takes as long as a step of a small model.
+
+    Args:
+        layers: their caches have room for the steps.
+        lookup: with positions of as many steps as may be taken.
+        projection: (V,D).
+        past: of the first step, without a mask.
+        seen_RP: the positions before that step that hypotheses see, bool; None for all.
+    """
+
+    def __init__(
+        self, layers: BoundLayers, lookup: Lookup, projection: Panels, past: Past, seen_RP: Tensor | None
+    ) -> None:
+        steps, dim = lookup.positions_TD.shape
+        width = past.rows // past.sentences
+        layers.check(past)
+        if not dim == layers.dim == projection.inputs or past.positions + (steps - 1) * width > past.capacity:
+            raise ValueError(f"{steps} steps of a width of {dim} do not fit the layers and their caches")
+        if seen_RP is None and width > 1:
+            seen_RP = torch.ones(past.rows, past.positions - width, dtype=torch.bool, device="cpu")
+        self._parts, self._seen_RP = (layers, projection, past, lookup), seen_RP
+
+    def take_steps(self, tokens_RT: Tensor, log_prob_RT: Tensor, never: Tensor, eos: int) -> Steps:
+        """Take steps up to one in which a hypothesis ends, or as many as there are positions.
+
+        The arguments are those of :meth:`Library.extend`; a sentence has as many hypotheses before as after a step.
+        """
+        layers, projection, past, (table_ED, scale, positions_TD) = self._parts
+        rows, beam, (entries, dim) = past.rows, past.rows // past.sentences, table_ED.shape
+        steps, length, before = len(positions_TD), tokens_RT.shape[1], past.positions - beam
+        if 2 * beam > beam * projection.outputs or tokens_RT.shape[0] != rows:
+            raise ValueError(f"{beam} extensions of {rows} x {projection.outputs} for {past.sentences} sentences")
+        tokens = _Pair(tokens_RT, (rows, length), length + steps, torch.int64)
+        log_probs = _Pair(log_prob_RT, (rows, length), length + steps)
+        seen = self._seen_RP
+        tables = None if seen is None else _Pair(seen, (rows, before), before + steps * beam, torch.bool)
+        logits_RV = log_prob_RT.new_empty(rows, projection.outputs)
+        of_table = _pointer(table_ED, (entries, dim)), _pointer(positions_TD, (steps, dim)), entries, scale
+        decoder = _Decoder(*layers.arguments, *of_table, ctypes.addressof(projection.structure))
+        of_never = _pointer(never, (len(never),), torch.int64)
+        sizes = past.sentences, rows, length, projection.outputs, len(never)
+        known = _Hypotheses(logits_RV.data_ptr(), None, None, None, of_never, *sizes)
+        unseen = (c_void_p * 2)()
+        changing = _Changing(tokens.pointers, log_probs.pointers, unseen if tables is None else tables.pointers)
+        found, count = _Found(past.sentences, beam), c_int64()
+        of_search = past.structure, known, changing, beam, eos, steps, found.structure(), ctypes.addressof(count)
+        ended, taken = layers.library.take_steps(decoder, *of_search), count.value
+        after = (x.of(taken - 1, length + taken).view(past.sentences, beam, -1) for x in (tokens, log_probs))
+        extended = found.extended(ended, *after)
+        tokens_RT, log_prob_RT = (x.of(taken, length + taken - 1) for x in (tokens, log_probs))
+        seen_RP = None if tables is None else tables.of(taken - 1, before + taken * beam)
+        return Steps(taken, tokens_RT, log_prob_RT, seen_RP, extended)
+
+
+class _Pair:
+    """Two copies of a table that grows in each step, which reads one, at first the second, and writes the other."""
+
+    def __init__(
+        self, x_RN: Tensor, shape: tuple[int, int], longest: int, dtype: torch.dtype = torch.float32
+    ) -> None:
+        _pointer(x_RN, shape, dtype)
+        self._both = x_RN.new_empty(2, shape[0] * longest)
+        self._both[1, : x_RN.numel()] = x_RN.flatten()
+        self._rows = shape[0]
+        self.pointers = (c_void_p * 2)(self._both.data_ptr(), self._both[1].data_ptr())
+
+    def of(self, number: int, columns: int) -> Tensor:
+        """Return the first copy, for an even number, or the second, with so many columns."""
+        return self._both[number % 2, : self._rows * columns].view(self._rows, columns)
+
+
+def in_one_thread(rows: int) -> bool:
+    """Return True if all that is done for so many rows is done in one thread."""
+    return torch.get_num_threads() == 1 or rows < 2 * _ROWS_OF_A_THREAD
 
 
 def _in_threads(call: Callable[[int, int], int], count: int, of_a_thread: int) -> int:

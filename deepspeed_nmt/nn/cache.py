@@ -71,6 +71,16 @@ class Ancestry:
             self._past = Past(*of_sentences, places, capacity)
         return self._past
 
+    def next(self, rows: int, places: int, capacity: int) -> tuple[Past, Tensor | None]:
+        """Return what native code needs to know of the next step, without a mask, and what is seen before it."""
+        width = rows // self.sentences
+        of_sentences = self.sentences, rows, self.positions + width, None, self.places_B
+        return Past(*of_sentences, places, capacity), self._mask_RP
+
+    def take(self, positions: int, mask_RP: Tensor | None) -> None:
+        """Add positions that native code has written, given what is seen after them."""
+        self.positions, self._mask_RP, self.mask, self._past = self.positions + positions, mask_RP, None, None
+
     def advance(self, rows: int, device: torch.device) -> None:
         """Add a position for each row, from which only that row descends."""
         self.mask = self._past = None
@@ -241,16 +251,34 @@ class LayerCache:
         """
         if self._positions == self._ancestry.positions:  # The first layer of this step.
             self._ancestry.advance(rows, like.device)
-        start, end = self._positions, self._ancestry.positions
+        buffer = self._room(self._ancestry.positions, heads, width, like)
+        self._positions = self._ancestry.positions
+        self.length += 1
+        return buffer
+
+    def reserve_steps(self, steps: int, rows: int, heads: int, width: int, like: Tensor) -> Tensor:
+        """Make room as :meth:`reserve` does, for several steps that are not taken yet; see :meth:`take`."""
+        ancestry = self._ancestry
+        ancestry.sentences = ancestry.sentences or rows
+        return self._room(ancestry.positions + steps * (rows // ancestry.sentences), heads, width, like)
+
+    def next(self, rows: int, buffer: Tensor) -> tuple[Past, Tensor | None]:
+        """Return what :meth:`Ancestry.next` does, given what :meth:`reserve_steps` has returned."""
+        return self._ancestry.next(rows, *buffer.shape[1:4:2])
+
+    def take(self, steps: int) -> None:
+        """Keep the positions of some steps that native code has written."""
+        self._positions = self._ancestry.positions
+        self.length += steps
+
+    def _room(self, end: int, heads: int, width: int, like: Tensor) -> Tensor:
         if self._buffer is None or end > self._buffer.shape[3]:
             self.source.settle()
-            sentences = self._ancestry.sentences
+            sentences, start = self._ancestry.sentences, self._positions
             larger = like.new_empty(2, sentences, heads, end + max(_BLOCK, end // 2), width)
             if self._buffer is not None:
                 larger[:, :, :, :start] = self._buffer[:, :, :, :start]
             self._buffer = larger
-        self._positions = end
-        self.length += 1
         return self._buffer
 
 
@@ -277,6 +305,12 @@ class DecoderCache:
     def length(self) -> int:
         """Target positions of a hypothesis so far."""
         return self.layers[0].length if self.layers else 0
+
+    def take(self, steps: int, rows: int, mask_RP: Tensor | None) -> None:
+        """Keep what native code has written in some steps, given the positions that are seen after them."""
+        self._ancestry.take(steps * (rows // self._ancestry.sentences), mask_RP)
+        for layer in self.layers:
+            layer.take(steps)
 
     def as_block(self, width: int) -> None:
         """Let the layers that are ``width`` positions behind read these at once, as rows of their sentence."""

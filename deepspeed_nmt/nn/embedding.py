@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from deepspeed_nmt.kernels.choice import UsesKernels
 from deepspeed_nmt.kernels.segments import Segments
-from deepspeed_nmt.native.library import Library
+from deepspeed_nmt.native.library import Lookup
 from deepspeed_nmt.nn.layers import Activation, Dropout, LayerNorm
 from deepspeed_nmt.nn.linear import Linear, OneRank, Sliceable, UsesPackedWeights
 
@@ -89,19 +89,26 @@ class TokenEmbedding(nn.Module, Sliceable, UsesPackedWeights):
         elif segments is None:
             end = offset + tokens_BT.shape[1]
             positions_TD = self._positions(end)[offset:end]
-            if tokens_BT.shape[1] == 1 and (native := self._native()) is not None:
-                return native.embed(tokens_BT, self.weight, self.scale, positions_TD)
+            if tokens_BT.shape[1] == 1 and (lookup := self.natively(offset, 1)) is not None:
+                assert self.packed is not None and self.packed.native is not None
+                return self.packed.native.embed(tokens_BT, lookup)
         else:
             positions_TD = self._positions(segments.longest).index_select(0, segments.positions)
         embedded: Tensor = self.dropout(self.ranks.lookup(tokens_BT, self.weight) * self.scale + positions_TD)
         return embedded
 
-    def _native(self) -> Library | None:
-        """Return the code that looks up the next tokens in decoding; operations of torch take three times as long."""
+    def natively(self, offset: int, steps: int) -> Lookup | None:
+        """Return what native code embeds the next tokens of a search by, at as many positions; None if it must not.
+
+        Operations of torch take three times as long.
+        """
         weight, packed = self.weight, self.packed
-        if packed is None or self.training or type(self.ranks) is not OneRank:
+        if packed is None or packed.native is None or self.training or type(self.ranks) is not OneRank:
             return None
-        return packed.native if weight.dtype == torch.float32 and weight.is_contiguous() else None
+        if weight.dtype != torch.float32 or not weight.is_contiguous():
+            return None
+        end = offset + steps
+        return Lookup(weight, self.scale, self._positions(end)[offset:end])
 
     def _positions(self, length: int) -> Tensor:
         kept, weight = self._positions_TD, self.weight

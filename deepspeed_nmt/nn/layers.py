@@ -427,9 +427,10 @@ class NativeStep:
         self._head_dim, self._heads = own.head_dim, own.q_proj.out_features // own.head_dim
         self._cross = layer.cross_attention if isinstance(layer, DecoderLayer) else None
 
-    def reserve(self, x_R1D: Tensor, cache: LayerCache) -> Tensor:
-        """Make room in the cache for the next position of each hypothesis; see :meth:`LayerCache.reserve`."""
-        return cache.reserve(x_R1D.shape[0], self._heads, self._head_dim, x_R1D)
+    def reserve(self, rows: int, cache: LayerCache, like: Tensor, steps: int | None = None) -> Tensor:
+        """Make room in the cache for the next position of each hypothesis, or for those of ``steps`` to be taken."""
+        size = rows, self._heads, self._head_dim, like
+        return cache.reserve(*size) if steps is None else cache.reserve_steps(steps, *size)
 
     def source(self, context: Context, cache: LayerCache) -> Source | None:
         """Return the keys and values of the source; None if the layer has no cross-attention."""
@@ -510,14 +511,25 @@ def decode_natively(
 
     Shape: (R,1,D) -> (R,1,D)
     """
-    pairs = list(zip(steps, caches, strict=True))
-    buffers = [step.reserve(x_R1D, cache) for step, cache in pairs]
-    sources = [step.source(context, cache) for step, cache in pairs]
+    buffers = [step.reserve(len(x_R1D), cache, x_R1D) for step, cache in zip(steps, caches, strict=True)]
+    bound = bind_natively(steps, buffers, context, caches, norm)
+    return bound.decode(x_R1D, caches[0].past(len(x_R1D), buffers[0]))
+
+
+def bind_natively(
+    steps: Sequence[NativeStep],
+    buffers: Sequence[Tensor],
+    context: Context,
+    caches: Sequence[LayerCache],
+    norm: AroundSublayer | None,
+) -> BoundLayers:
+    """Return layers and a LayerNorm for one call of native code, given what :meth:`NativeStep.reserve` returned."""
+    sources = [step.source(context, cache) for step, cache in zip(steps, caches, strict=True)]
     parts = [step.weights for step in steps], buffers, sources, norm
     lowest = caches[0]
     if lowest.bound is None or not lowest.bound.is_of(*parts):
         lowest.bound = BoundLayers(*parts)
-    return lowest.bound.decode(x_R1D, lowest.past(x_R1D.shape[0], buffers[0]))
+    return lowest.bound
 
 
 @dataclass(frozen=True)

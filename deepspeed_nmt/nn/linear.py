@@ -84,9 +84,13 @@ class PackedProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply. Shape: (..., D) -> (..., E)."""
-        is_able = x.dtype == torch.float32 and torch.get_num_threads() == 1
-        is_native = is_able and multiplies_natively(self._native, x.numel() // x.shape[-1])
-        return self.panels(x) if self._int8 or is_native else self._by_onednn(x)
+        panels = self.native(x.numel() // x.shape[-1]) if x.dtype == torch.float32 else None
+        return self._by_onednn(x) if panels is None else panels(x)
+
+    def native(self, rows: int) -> Panels | None:
+        """Return the weights by which native code multiplies so many rows in fp32; None if oneDNN is faster."""
+        is_able = torch.get_num_threads() == 1 and multiplies_natively(self._native, rows)
+        return self.panels if self._int8 or is_able else None
 
     @cached_property
     def panels(self) -> Panels:

@@ -16,8 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed_nmt.native.library import BoundLayers, Past
 from deepspeed_nmt.nn.cache import LayerCache
-from deepspeed_nmt.nn.layers import Context, DecoderBlock, DecoderLayer, decode_natively, native_norm, native_step
+from deepspeed_nmt.nn.layers import (
+    Context,
+    DecoderBlock,
+    DecoderLayer,
+    NativeStep,
+    bind_natively,
+    decode_natively,
+    native_norm,
+    native_step,
+)
 
 
 @dataclass(frozen=True)
@@ -211,16 +221,32 @@ class LayerStack(nn.Module):
         """Apply applications from ``start`` on, one for each cache, then ``norm``, in one native call if possible."""
         layers = list(self.layers)
         applied = [layers[index] for index in self.order.indices[start : start + len(caches)]]
-        steps = [native_step(layer, len(x_R1D)) if isinstance(layer, DecoderLayer) else None for layer in applied]
-        if steps and all(steps):
-            known = [step for step in steps if step]
-            fused = native_norm(norm, known)
-            x_R1D = decode_natively(known, x_R1D, context, caches, fused)
+        steps = _native_steps(applied, len(x_R1D))
+        if steps:
+            fused = native_norm(norm, steps)
+            x_R1D = decode_natively(steps, x_R1D, context, caches, fused)
             norm = norm if fused is None else None
         else:
             for layer, cache in zip(applied, caches, strict=True):
                 x_R1D = layer(x_R1D, context, cache)
         return x_R1D if norm is None else norm(x_R1D)
+
+    def bind(
+        self, rows: int, steps: int, context: Context, caches: Sequence[LayerCache]
+    ) -> tuple[BoundLayers, Past, Tensor | None] | None:
+        """Return all layers for the next steps by native code, and what they see; None if it cannot apply them all.
+
+        The caches get room for ``steps`` of ``rows`` hypotheses.
+        """
+        layers, norm = list(self.layers), self.norm_at(self.stages)
+        is_plain = self.links is None and not self.order.inputs_at
+        own = _native_steps([layers[index] for index in self.order.indices], rows) if is_plain else []
+        fused = native_norm(norm, own) if own else None
+        if not own or context.memory_BSD is None or (norm is not None and fused is None):
+            return None
+        pairs = zip(own, caches, strict=True)
+        buffers = [step.reserve(rows, cache, context.memory_BSD, steps) for step, cache in pairs]
+        return bind_natively(own, buffers, context, caches, fused), *caches[0].next(rows, buffers[0])
 
     def read(self, x_BTD: Tensor, stage: int) -> Tensor:
         """Return the state as exit ``stage``, counted from 1, gives it out. Shape: (B,T,D) -> (B,T,D)."""
@@ -242,6 +268,12 @@ class LayerStack(nn.Module):
             for index, count in Counter(indices).items()
             if count > 1 and isinstance(layer := self.layers[index], DecoderBlock)
         }
+
+
+def _native_steps(layers: Sequence[nn.Module], rows: int) -> list[NativeStep]:
+    """Return the native steps of all layers; of none if one of them has none."""
+    steps = [native_step(layer, rows) if isinstance(layer, DecoderLayer) else None for layer in layers]
+    return [step for step in steps if step] if all(steps) else []
 
 
 def _with_weights(layer: nn.Module, x_BTD: Tensor, context: Context) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ at, F hypotheses that finish, T target length so far (BOS included).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -34,10 +34,12 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from typing_extensions import override
 
-from deepspeed_nmt.core.model import DecodableModel
+from deepspeed_nmt.core.model import DecodableModel, Memory
 from deepspeed_nmt.core.parts import MAX_HYPOTHESES
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import option
+from deepspeed_nmt.native.library import Extended
+from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.search.base import PENALTY_NAMES, Hypothesis, LengthPenalty, PenaltyName, Request
 from deepspeed_nmt.search.left_to_right import (
     Extensions,
@@ -48,6 +50,9 @@ from deepspeed_nmt.search.left_to_right import (
     best_of,
     largest,
 )
+
+_STEPS = 16
+"""Steps of which one call of native code takes at most so many: Ctrl+C waits for it."""
 
 
 class BeamSettings(LeftToRightSettings):
@@ -127,6 +132,21 @@ class BeamSearch(LeftToRightSearch[BeamSentence]):
         """Return a sentence none of whose groups has finished."""
         return BeamSentence(number, limit, request, [0] * self.groups, {})
 
+    @override
+    def step(self, live: Live[BeamSentence], memory: Memory, cache: DecoderCache) -> Extensions:
+        """Take a step, or with native code as many as :data:`_STEPS` up to one in which a hypothesis ends."""
+        rows, rules = len(live.tokens_RT), live.rules
+        steps = min(_STEPS, min(sentence.limit for sentence in live.sentences) - live.length)
+        is_able = self.native is not None and self.groups == 1 and live.width == self.size
+        if steps < 1 or not is_able or rules.read_tokens(live.length):
+            return super().step(live, memory, cache)
+        decoder = self.model.natively(rows, steps, memory, cache)
+        if decoder is None:
+            return super().step(live, memory, cache)
+        found = decoder.take_steps(live.tokens_RT, live.log_prob_RT, rules.never, self.vocabulary.eos)
+        cache.take(found.taken, rows, found.seen_RP)
+        return self._went_on(replace(live, tokens_RT=found.tokens_RT, log_prob_RT=found.log_prob_RT), found.extended)
+
     def extend(self, live: Live[BeamSentence], logits_RV: Tensor) -> Extensions:
         """Extend all groups by a token, one group after another; see :meth:`LeftToRightSearch.extend`."""
         size, sentences, vocabulary = self.size, live.sentences, logits_RV.shape[1]
@@ -201,11 +221,14 @@ class BeamSearch(LeftToRightSearch[BeamSentence]):
         """Extend as :meth:`extend` does. The log-probabilities of all extensions are not written."""
         assert self.native is not None
         rules, log_sum_R = live.rules, None
-        if rules.read_tokens:
+        if rules.read_tokens(live.length):
             log_sum_R = self.native.log_sums(logits_RV)
             live.forbid(logits_RV)
         so_far = logits_RV, log_sum_R, live.tokens_RT, live.log_prob_RT, rules.never
-        found = self.native.extend(*so_far, len(live.sentences), self.size, self.vocabulary.eos)
+        return self._went_on(live, self.native.extend(*so_far, len(live.sentences), self.size, self.vocabulary.eos))
+
+    def _went_on(self, live: Live[BeamSentence], found: Extended) -> Extensions:
+        """Record the hypotheses that native code has ended."""
         if found.ended:
             self._record(live, 0, found.ended, found.ended_log_probs)
         return Extensions(self._unfinished(live), found.row_BK, found.tokens_BKT, found.log_prob_BKT)

@@ -27,6 +27,7 @@ from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY, Vocabulary
 from deepspeed_nmt.errors import option, shown
 from deepspeed_nmt.native.library import Library
+from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.linear import packing_of
 from deepspeed_nmt.search.base import Hypothesis, Request, check_finite, length_bound
 
@@ -96,7 +97,6 @@ class TokenRules:
 
     Attributes:
         never: tokens that are never predicted.
-        read_tokens: True if more is forbidden, which may depend on the tokens of a hypothesis so far.
     """
 
     def __init__(
@@ -115,12 +115,16 @@ class TokenRules:
         self._suppressed = torch.tensor(sorted(suppressed), device=device) if suppressed else None
         self._prefixes = [request.prefix for request in requests]
         self._longest_prefix = max(map(len, self._prefixes), default=0)
-        self.read_tokens = bool(self._least > 1 or self._ngram or self._longest_prefix or suppressed)
+        self._always = bool(self._ngram or suppressed)
+
+    def read_tokens(self, length: int) -> bool:
+        """Return True if more may be forbidden to hypotheses of ``length`` tokens after the step, or longer ones."""
+        return self._always or length < self._least or length <= self._longest_prefix
 
     def apply(self, logits_RV: Tensor, tokens_RT: Tensor, numbers: Sequence[int]) -> None:
         """Set the logits of forbidden tokens to -inf in place; see :class:`Live` for the arguments."""
         logits_RV.index_fill_(1, self.never, -torch.inf)
-        if not self.read_tokens:
+        if not self.read_tokens(tokens_RT.shape[1]):
             return
         length, size = tokens_RT.shape[1] - 1, self._ngram
         forced_R1 = self._forced(length, numbers, logits_RV.shape[0], logits_RV.device)
@@ -305,8 +309,7 @@ class LeftToRightSearch(SentenceSearch[S]):
             rules=rules,
         )
         while True:
-            logits_RV = self.model.step(live.tokens_RT[:, -1], memory, cache)
-            unfinished, *extensions = self.extend(live, logits_RV.float())
+            unfinished, *extensions = self.step(live, memory, cache)
             kept = [row for row, searched in enumerate(unfinished) if searched]
             if not kept:
                 return
@@ -318,6 +321,10 @@ class LeftToRightSearch(SentenceSearch[S]):
             row_R, tokens_RT, log_prob_RT = (x.flatten(0, 1) for x in extensions)
             live = Live([live.sentences[row] for row in kept], tokens_RT, log_prob_RT, live.rules)
             cache.select(row_R, kept_B)
+
+    def step(self, live: Live[S], memory: Memory, cache: DecoderCache) -> Extensions:
+        """Take a step, or several of which only the last one finishes hypotheses."""
+        return self.extend(live, self.model.step(live.tokens_RT[:, -1], memory, cache).float())
 
     @abstractmethod
     def extend(self, live: Live[S], logits_RV: Tensor) -> Extensions:

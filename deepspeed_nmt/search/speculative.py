@@ -270,8 +270,8 @@ class Speculative(SentenceSearch[DraftedSentence]):
         first: int = 0,
     ) -> None:
         """Set the logits of forbidden tokens to -inf, those after ``first`` or more tokens of each draft."""
-        if not rules.read_tokens:
-            rules.apply(logits_BWV.flatten(0, 1), logits_BWV.new_empty(0), ())
+        if not rules.read_tokens(1 + first + min(len(sentence.tokens) for sentence in sentences)):
+            logits_BWV.index_fill_(2, rules.never, -torch.inf)
             return
         for logits_WV, sentence, draft in zip(logits_BWV, sentences, drafts, strict=True):
             for place, logits_V in enumerate(logits_WV, first):

@@ -122,16 +122,111 @@ def test_exits_and_ensembles_decode_natively() -> None:
     assert_same(translated(pairs[0], 3), translated(pairs[1], 3))
 
 
-def test_many_rows_are_as_by_torch() -> None:
-    """More rows than pass through a layer together, of sentences that end one after another."""
+def sources(sentences: int) -> torch.Tensor:
+    """Return random sentences of 1 to 8 tokens. Shape: -> (B,9)."""
     generator = torch.Generator().manual_seed(3)
-    source_BS = torch.randint(4, 70, (50, 9), generator=generator)
+    source_BS = torch.randint(4, 70, (sentences, 9), generator=generator)
     source_BS[:, -1] = 2
-    for row, length in enumerate(torch.randint(1, 9, (50,), generator=generator).tolist()):
+    for row, length in enumerate(torch.randint(1, 9, (sentences,), generator=generator).tolist()):
         source_BS[row, length:] = 0
         source_BS[row, length - 1] = 2
+    return source_BS
+
+
+def test_many_rows_are_as_by_torch() -> None:
+    """More rows than pass through a layer together, of sentences that end one after another."""
     ours, theirs = both(model_of("pre"))
-    assert_same(translated(ours, 4, source_BS), translated(theirs, 4, source_BS))
+    assert_same(translated(ours, 4, sources(50)), translated(theirs, 4, sources(50)))
+
+
+class Counted:
+    """The steps that native code has taken in one call each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[int] = []
+        self._take = native.NativeDecoder.take_steps
+        monkeypatch.setattr(native.NativeDecoder, "take_steps", lambda *args: self._count(*args))
+
+    def _count(self, *args: Any) -> native.Steps:
+        found = self._take(*args)
+        self.steps.append(found.taken)
+        return found
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_steps_in_one_call_are_those_one_by_one(name: str, int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, where a decoder is native as a whole; sentences end at different steps."""
+    ours, _ = both(model_of(name), int8)
+    counted = Counted(monkeypatch)
+    for beam, count in ((1, 1), (1, 9), (4, 1), (4, 40)):
+        settings = BeamConfig(beam=beam, max_length_ratio=0.0, max_length_extra=40)
+        search = BeamSearch(settings, ours, VOCABULARY)
+        counted.steps.clear()
+        found = search.search(sources(count))
+        is_whole = name not in ("stacked", "chain", "DLCL", "grown", "relative", "merged")
+        assert bool(counted.steps) == is_whole and (not is_whole or max(counted.steps) > 1), counted.steps
+        assert max(counted.steps, default=0) <= 16
+        with monkeypatch.context() as patch:
+            patch.setattr(type(ours), "natively", TranslationModel.natively)
+            taken = len(counted.steps)
+            expected = search.search(sources(count))
+            assert len(counted.steps) == taken
+        assert found == expected
+
+
+def test_steps_are_taken_one_by_one_for_hooks_and_rules_of_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = both(model_of("pre"))
+    counted, calls = Counted(monkeypatch), []
+    for settings, one_by_one in (({}, 0), ({"min_length": 5}, 3), ({"no_repeat_ngram": 3}, 12)):
+        limits = {"max_length_ratio": 0.0, "max_length_extra": 12, "beam": 1}
+        search = BeamSearch(BeamConfig.model_validate({**limits, **settings}), ours, VOCABULARY)
+        counted.steps.clear()
+        (found,), (best,) = (
+            search.search(SOURCE_BS[:1]),
+            BeamSearch(search.config, theirs, VOCABULARY).search(SOURCE_BS[:1]),
+        )
+        assert_same(found, best)
+        assert sum(counted.steps) <= max(0, 12 - one_by_one) and bool(counted.steps) == (one_by_one < 12)
+    for part in (ours.projection, ours.target_embedding, ours.decoder, ours.decoder.final_norm):
+        handle = part.register_forward_hook(lambda module, inputs, output: calls.append(module))
+        assert_same(translated(ours, 1), translated(theirs, 1))
+        handle.remove()
+        assert calls and set(calls) == {part}
+        calls.clear()
+
+
+def test_steps_that_do_not_fit_are_refused() -> None:
+    code, table, positions = native.library(), torch.randn(9, 8), torch.zeros(4, 8)
+    around = [AroundSublayer(torch.ones(8), torch.zeros(8), 1e-5, 1.0, True)] * 2
+    joint, square = Panels(code, torch.eye(8).repeat(3, 1), None), Panels(code, torch.eye(8), None)
+    layer = NativeLayer(code, 1, "relu", around, [joint, *[square] * 3])
+    layers = native.BoundLayers([layer], [torch.zeros(2, 1, 1, 5, 8)], [None])
+    lookup, output, past = native.Lookup(table, 1.0, positions), Panels(code, torch.randn(9, 8), None), (1, 1, 2)
+    tokens, log_probs, never = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2), torch.tensor([0])
+    make = native.NativeDecoder
+    found = make(layers, lookup, output, Past(*past, None, None, 1, 5), None).take_steps(tokens, log_probs, never, 2)
+    assert 1 <= found.taken <= 4 and found.extended.tokens_BKT.shape == (1, 1, 2 + found.taken)
+    for wrong in ((1, 1, 3), (1, 1, 2, torch.ones(1, 2, dtype=torch.bool))):
+        seen = wrong[3] if len(wrong) > 3 else None
+        with pytest.raises(ValueError):
+            decoder = make(layers, lookup, output, Past(*wrong[:3], None, None, 1, 5), seen)
+            decoder.take_steps(tokens, log_probs, never, 2)
+    with pytest.raises(ValueError):
+        make(layers, native.Lookup(table, 1.0, torch.zeros(4, 7)), output, Past(*past, None, None, 1, 5), None)
+    good = make(layers, lookup, output, Past(*past, None, None, 1, 5), None)
+    for wrong_tokens in (torch.tensor([[1, 9]]), torch.tensor([[1, -1]])):
+        with pytest.raises(IndexError):
+            good.take_steps(wrong_tokens, log_probs, never, 2)
+    for arguments in (
+        (tokens.int(), log_probs, never),
+        (tokens, log_probs.double(), never),
+        (tokens[:, :1], log_probs, never),
+    ):
+        with pytest.raises(ValueError):
+            good.take_steps(*arguments, 2)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -437,17 +532,19 @@ def test_tokens_are_looked_up() -> None:
     code, table, position = native.library(), torch.randn(9, 37), torch.randn(1, 37)
     tokens = torch.tensor([[3, 8], [8, 0], [0, 5]])
     for each in (tokens[:, :1], tokens[:, 1:]):
-        torch.testing.assert_close(code.embed(each, table, 6.1, position), table[each] * 6.1 + position)
+        torch.testing.assert_close(
+            code.embed(each, native.Lookup(table, 6.1, position)), table[each] * 6.1 + position
+        )
     for wrong in (-1, 9):
         with pytest.raises(IndexError):
-            code.embed(torch.tensor([[3], [wrong]]), table, 1.0, position)
+            code.embed(torch.tensor([[3], [wrong]]), native.Lookup(table, 1.0, position))
     for parts in (
         (tokens, table, position),
         (tokens[:, :1], table.double(), position),
         (tokens[:, :1].int(), table, position),
     ):
         with pytest.raises(ValueError):
-            code.embed(parts[0], parts[1], 1.0, parts[2])
+            code.embed(parts[0], native.Lookup(parts[1], 1.0, parts[2]))
 
 
 @pytest.fixture(autouse=True)
