@@ -40,7 +40,7 @@ from deepspeed_nmt.methods.stabilisers import (
     make_residual,
     profile,
 )
-from deepspeed_nmt.native.library import NativeDecoder, in_one_thread
+from deepspeed_nmt.native.library import NativeDecoder
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PositionName, Projection, TokenEmbedding
@@ -324,18 +324,10 @@ class Transformer(StackedModel):
 
     @override
     def natively(self, rows: int, steps: int, memory: Memory, cache: DecoderCache) -> NativeDecoder | None:
-        embedding, projection, parts = self.target_embedding, self.projection, (self, *self.children())
-        if type(self).step is not Transformer.step or type(projection) is not Projection or not in_one_thread(rows):
+        if type(self).step is not Transformer.step:
             return None
-        if any("forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks for part in parts):
-            return None
-        packed = projection.packed
-        lookup = embedding.natively(cache.length, steps) if type(embedding) is TokenEmbedding else None
-        panels = None if packed is None else packed.of(projection).native(rows)
-        if lookup is None or panels is None:
-            return None
-        bound = self.decoder.bind(rows, steps, memory.context(), cache.layers)
-        return None if bound is None else NativeDecoder(bound[0], lookup, panels, *bound[1:])
+        parts = self.target_embedding, self.projection
+        return self.decoder.natively(rows, steps, memory.context(), cache.layers, *parts)
 
     @override
     def split(self, stage: int) -> SplitDecoder:

@@ -406,9 +406,13 @@ def _is_standard(layer: EncoderLayer | DecoderLayer) -> bool:
     parts = list(layer.modules())
     widths = {part.head_dim for part in parts if isinstance(part, MultiHeadAttention)}
     dtypes = {weight.dtype for weight in layer.parameters()}
-    has_own_forward = any("forward" in vars(x) or x._forward_hooks or x._forward_pre_hooks for x in parts)
-    is_plain = all(type(part) in kinds for part in parts) and not has_own_forward
+    is_plain = all(type(part) in kinds and is_bare(part) for part in parts)
     return is_plain and len(widths) == 1 and dtypes == {torch.float32}
+
+
+def is_bare(module: nn.Module) -> bool:
+    """Return True if nothing but its class says what a module computes, and nobody looks at it by a hook."""
+    return "forward" not in vars(module) and not module._forward_hooks and not module._forward_pre_hooks
 
 
 class NativeStep:
@@ -487,12 +491,11 @@ def _around(norm: LayerNorm, alpha: float = 1.0, is_pre: bool = True) -> AroundS
 
 def native_norm(norm: nn.Module | None, steps: Sequence[NativeStep]) -> AroundSublayer | None:
     """Return what native code needs to apply a standard LayerNorm after some layers; None if it must not."""
-    if type(norm) is not LayerNorm or norm._forward_hooks or norm._forward_pre_hooks:
+    if type(norm) is not LayerNorm or not is_bare(norm):
         return None
     kept = steps[-1].norms
     if norm not in kept:
-        is_standard = "forward" not in vars(norm) and norm.weight.dtype == torch.float32
-        kept[norm] = _around(norm) if is_standard else None
+        kept[norm] = _around(norm) if norm.weight.dtype == torch.float32 else None
     return kept[norm]
 
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed_nmt.native.library import BoundLayers, Past
+from deepspeed_nmt.native.library import NativeDecoder, in_one_thread
 from deepspeed_nmt.nn.cache import LayerCache
+from deepspeed_nmt.nn.embedding import Projection, TokenEmbedding
 from deepspeed_nmt.nn.layers import (
     Context,
     DecoderBlock,
@@ -25,6 +26,7 @@ from deepspeed_nmt.nn.layers import (
     NativeStep,
     bind_natively,
     decode_natively,
+    is_bare,
     native_norm,
     native_step,
 )
@@ -231,22 +233,33 @@ class LayerStack(nn.Module):
                 x_R1D = layer(x_R1D, context, cache)
         return x_R1D if norm is None else norm(x_R1D)
 
-    def bind(
-        self, rows: int, steps: int, context: Context, caches: Sequence[LayerCache]
-    ) -> tuple[BoundLayers, Past, Tensor | None] | None:
-        """Return all layers for the next steps by native code, and what they see; None if it cannot apply them all.
+    def natively(
+        self,
+        rows: int,
+        steps: int,
+        context: Context,
+        caches: Sequence[LayerCache],
+        embedding: nn.Module,
+        projection: nn.Module,
+    ) -> NativeDecoder | None:
+        """Return native code for the next steps between embedding and projection; None if it cannot do all of them.
 
         The caches get room for ``steps`` of ``rows`` hypotheses.
         """
-        layers, norm = list(self.layers), self.norm_at(self.stages)
-        is_plain = self.links is None and not self.order.inputs_at
-        own = _native_steps([layers[index] for index in self.order.indices], rows) if is_plain else []
+        if type(embedding) is not TokenEmbedding or type(projection) is not Projection or self.order.inputs_at:
+            return None
+        if self.links is not None or not in_one_thread(rows) or not all(map(is_bare, (self, embedding, projection))):
+            return None
+        own, packed = _native_steps([self.layers[index] for index in self.order.indices], rows), projection.packed
+        norm, lookup = self.norm_at(self.stages), embedding.natively(caches[0].length, steps)
+        panels = None if packed is None else packed.of(projection).native(rows)
         fused = native_norm(norm, own) if own else None
-        if not own or context.memory_BSD is None or (norm is not None and fused is None):
+        if not own or lookup is None or panels is None or context.memory_BSD is None or (norm and not fused):
             return None
         pairs = zip(own, caches, strict=True)
         buffers = [step.reserve(rows, cache, context.memory_BSD, steps) for step, cache in pairs]
-        return bind_natively(own, buffers, context, caches, fused), *caches[0].next(rows, buffers[0])
+        bound = bind_natively(own, buffers, context, caches, fused)
+        return NativeDecoder(bound, lookup, panels, *caches[0].next(rows, buffers[0]))
 
     def read(self, x_BTD: Tensor, stage: int) -> Tensor:
         """Return the state as exit ``stage``, counted from 1, gives it out. Shape: (B,T,D) -> (B,T,D)."""
