@@ -725,9 +725,11 @@ void log_sums_of_rows(const float* x, int64_t rows, int64_t entries, float* log_
 }
 
 // `count` layers of one width, one after another, then a normalisation unless it is null, for sentences `begin` to
-// `end`. Return 0; 1 if there is no memory; 2 if a sentence has no place.
-int64_t decode_layers(const Layer* const* layers, const Source* const* sources, float* const* caches, int64_t count,
-                      const Residual* norm, const Past* past, float* states, int64_t begin, int64_t end) {
+// `end`. Where `adds_input` is set, `input` is added to the states before the layer. Return 0; 1 if there is no memory;
+// 2 if a sentence has no place.
+int64_t decode_layers(const Layer* const* layers, const Source* const* sources, float* const* caches,
+                      const uint8_t* adds_input, int64_t count, const Residual* norm, const Past* past,
+                      const float* input, float* states, int64_t begin, int64_t end) {
     for (int64_t sentence = begin; sentence < end; sentence++) {
         const int64_t place = past->place_of(sentence);
         if (place < 0 || place >= past->places) return 2;
@@ -741,14 +743,19 @@ int64_t decode_layers(const Layer* const* layers, const Source* const* sources, 
     try {
         const int64_t rows = std::min(together, end - begin) * past->hypotheses;
         Workspace work(rows, layers[0]->dim, inner, *past, source_positions);
+        const int64_t of_sentence = past->hypotheses * layers[0]->dim;
         for (int64_t number = 0; number < count; number++) {
+            if (adds_input[number]) {
+#pragma omp simd
+                for (int64_t i = begin * of_sentence; i < end * of_sentence; i++) states[i] += input[i];
+            }
             const Step step{*layers[number], *past, *sources[number], states, caches[number]};
             for (int64_t first = begin; first < end; first += together) {
                 decode(step, first, std::min(first + together, end), work);
             }
         }
         if (norm != nullptr) {
-            float* first = states + begin * past->hypotheses * layers[0]->dim;
+            float* first = states + begin * of_sentence;
             normalise(*norm, first, (end - begin) * past->hypotheses, layers[0]->dim, first);
         }
     } catch (const std::bad_alloc&) {
@@ -763,6 +770,7 @@ struct Decoder {
     const Layer* const* layers;
     const Source* const* sources;
     float* const* caches;
+    const uint8_t* adds_input;
     int64_t count;
     const Residual* norm;
     const float *table, *positions;
@@ -785,7 +793,7 @@ int64_t take_steps(const Decoder* decoder, const Past* past, const Hypotheses* k
                    int64_t beam, int64_t eos, int64_t most, const Extended* found, int64_t* taken) {
     const int64_t rows = known->rows, dim = decoder->layers[0]->dim, hypotheses = past->hypotheses;
     try {
-        const std::unique_ptr<float[]> states(new float[rows * dim]);
+        const std::unique_ptr<float[]> states(new float[rows * dim]), input(new float[rows * dim]);
         for (int64_t step = 0;; step++) {
             const int64_t before = (step + 1) % 2, after = step % 2;
             Past now = *past;
@@ -809,11 +817,13 @@ int64_t take_steps(const Decoder* decoder, const Past* past, const Hypotheses* k
             extended.log_probs = changing->log_probs[after];
             const float* position = decoder->positions + step * dim;
             if (embed_tokens(newest.tokens + newest.length - 1, rows, newest.length, decoder->table, decoder->entries,
-                             dim, decoder->scale, position, states.get())) {
+                             dim, decoder->scale, position, input.get())) {
                 return -2;
             }
-            const int64_t problem = decode_layers(decoder->layers, decoder->sources, decoder->caches, decoder->count,
-                                                  decoder->norm, &now, states.get(), 0, now.sentences);
+            std::copy_n(input.get(), rows * dim, states.get());
+            const int64_t problem =
+                decode_layers(decoder->layers, decoder->sources, decoder->caches, decoder->adds_input, decoder->count,
+                              decoder->norm, &now, input.get(), states.get(), 0, now.sentences);
             if (problem) return -problem;
             multiply(*decoder->projection, states.get(), rows, 0.0f, newest.logits);
             const int64_t ended = extend_hypotheses(&newest, beam, eos, &extended);

@@ -24,7 +24,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from ctypes import c_double, c_float, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int64, c_uint8, c_void_p
 from functools import cache
 from itertools import pairwise
 from operator import is_
@@ -135,7 +135,7 @@ class _Extended(ctypes.Structure):
 
 class _Decoder(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("layers", "sources", "caches")),
+        *((name, c_void_p) for name in ("layers", "sources", "caches", "adds_input")),
         ("count", c_int64),
         *((name, c_void_p) for name in ("norm", "table", "positions")),
         ("entries", c_int64),
@@ -210,8 +210,8 @@ class Library:
             self.is_wide = self.panel_outputs >= _WIDE
         except (OSError, AttributeError) as error:  # such as a file system from which nothing may be run
             raise NativeError(f"the compiled code cannot be loaded ({error})") from error
-        past, pointers, range_ = ctypes.POINTER(_Past), [c_void_p] * 3, [c_int64] * 2
-        self.decode_layers.argtypes = (*pointers, c_int64, c_void_p, past, c_void_p, *range_)
+        past, pointers, range_ = ctypes.POINTER(_Past), [c_void_p] * 4, [c_int64] * 2
+        self.decode_layers.argtypes = (*pointers, c_int64, c_void_p, past, c_void_p, c_void_p, *range_)
         self.multiply_rows.argtypes = (ctypes.POINTER(_Product), c_void_p, c_int64, c_void_p)
         known, found = ctypes.POINTER(_Hypotheses), ctypes.POINTER(_Extended)
         self._extend.argtypes = (known, c_int64, c_int64, found)
@@ -433,7 +433,8 @@ class BoundLayers:
     """Layers of one width, one after another, with the caches, (2,N,H,C,K) each, and sources of a search.
 
     The source of a layer with cross-attention has its sentences in the places of the caches. ``norm``, if there is
-    one, is applied to what the highest layer returns; only its weight, bias and epsilon count.
+    one, is applied to what the highest layer returns; only its weight, bias and epsilon count. ``adds_input`` says
+    before which layers an input is added to the state; default none.
 
     Raises:
         ValueError: if they do not fit one another.
@@ -445,8 +446,9 @@ class BoundLayers:
         caches: Sequence[Tensor],
         sources: Sequence[Source | None],
         norm: AroundSublayer | None = None,
+        adds_input: Sequence[bool] = (),
     ) -> None:
-        self._parts = layers, caches, sources, [norm]
+        self._parts = layers, caches, sources, [norm], adds_input
         self.library, self.dim = layers[0].library, layers[0].dim
         self._sentences: set[int] = set()
         _, self._places, _, self._capacity, _ = caches[0].shape
@@ -467,7 +469,8 @@ class BoundLayers:
             of_sources.append(of_source)
         pointers, self._norm = c_void_p * len(layers), None if norm is None else _residual(norm, self.dim)
         of_norm = None if self._norm is None else ctypes.addressof(self._norm)
-        self._tables = [pointers(*each) for each in (addresses, of_sources, of_caches)]
+        self._tables: list[Any] = [pointers(*each) for each in (addresses, of_sources, of_caches)]
+        self._tables.append((c_uint8 * len(layers))(*adds_input))
         self.arguments = (*map(ctypes.addressof, self._tables), len(layers), of_norm)
 
     def is_of(
@@ -476,22 +479,25 @@ class BoundLayers:
         caches: Sequence[Tensor],
         sources: Sequence[Source | None],
         norm: AroundSublayer | None,
+        adds_input: Sequence[bool],
     ) -> bool:
         """Return True if it was made of exactly these."""
-        parts = zip(self._parts, (layers, caches, sources, [norm]), strict=True)
+        parts = zip(self._parts, (layers, caches, sources, [norm], adds_input), strict=True)
         return all(len(own) == len(other) and all(map(is_, own, other)) for own, other in parts)
 
-    def decode(self, x_R1D: Tensor, past: Past) -> Tensor:
+    def decode(self, x_R1D: Tensor, past: Past, input_R1D: Tensor | None = None) -> Tensor:
         """Decode the newest position of each hypothesis, whose keys and values are written into the caches.
 
         Shape: fp32 (R,1,D) -> (R,1,D)
         """
         self.check(past)
         states = x_R1D.clone(memory_format=torch.contiguous_format)
-        arguments = *self.arguments, past.structure, _pointer(states, (past.rows, 1, self.dim))
+        input_R1D = states if input_R1D is None else input_R1D.contiguous()
+        pointers = (_pointer(each, (past.rows, 1, self.dim)) for each in (input_R1D, states))
+        arguments = *self.arguments, past.structure, *pointers
         call = self.library.decode_layers
 
-        def decode_sentences(first: int, end: int, kept: Any = (self, past, states)) -> int:
+        def decode_sentences(first: int, end: int, kept: Any = (self, past, input_R1D, states)) -> int:
             return int(call(*arguments, first, end))
 
         problem = _in_threads(decode_sentences, past.sentences, -(-_ROWS_OF_A_THREAD * past.sentences // past.rows))

@@ -505,6 +505,8 @@ def decode_natively(
     context: Context,
     caches: Sequence[LayerCache],
     norm: AroundSublayer | None = None,
+    input_R1D: Tensor | None = None,
+    adds_input: Sequence[bool] = (),
 ) -> Tensor:
     """Decode the next position of each hypothesis by standard layers and a LayerNorm, in one call of native code.
 
@@ -515,8 +517,8 @@ def decode_natively(
     Shape: (R,1,D) -> (R,1,D)
     """
     buffers = [step.reserve(len(x_R1D), cache, x_R1D) for step, cache in zip(steps, caches, strict=True)]
-    bound = bind_natively(steps, buffers, context, caches, norm)
-    return bound.decode(x_R1D, caches[0].past(len(x_R1D), buffers[0]))
+    bound = bind_natively(steps, buffers, context, caches, norm, adds_input)
+    return bound.decode(x_R1D, caches[0].past(len(x_R1D), buffers[0]), input_R1D)
 
 
 def bind_natively(
@@ -525,10 +527,11 @@ def bind_natively(
     context: Context,
     caches: Sequence[LayerCache],
     norm: AroundSublayer | None,
+    adds_input: Sequence[bool] = (),
 ) -> BoundLayers:
     """Return layers and a LayerNorm for one call of native code, given what :meth:`NativeStep.reserve` returned."""
     sources = [step.source(context, cache) for step, cache in zip(steps, caches, strict=True)]
-    parts = [step.weights for step in steps], buffers, sources, norm
+    parts = [step.weights for step in steps], buffers, sources, norm, adds_input
     lowest = caches[0]
     if lowest.bound is None or not lowest.bound.is_of(*parts):
         lowest.bound = BoundLayers(*parts)

@@ -201,13 +201,11 @@ class LayerStack(nn.Module):
         x_R1D, input_R1D, *kept = states
         if self.links is not None and first == 0:
             x_R1D = self.links.read(x_R1D, 0, kept)
-        # Between two places where something else is read there are only layers.
-        read = [at for at in range(first + 1, end) if at in self.order.inputs_at or self._is_linked_at(at)]
+        # Between two places where links are read there are only layers, and the stack's input.
+        read = [at for at in range(first + 1, end) if self._is_linked_at(at)]
         for start, stop in pairwise([first, *read, end]):
-            if start in self.order.inputs_at:
-                x_R1D = x_R1D + input_R1D
             of_step = norm if stop == end and self.links is None else None
-            x_R1D = self._step(x_R1D, context, caches[start:stop], start, of_step)
+            x_R1D = self._step(x_R1D, input_R1D, context, caches[start:stop], start, of_step)
             if self.links is not None:
                 x_R1D = self.links.read(x_R1D, stop, kept)
         if self.links is not None and norm is not None:
@@ -217,20 +215,29 @@ class LayerStack(nn.Module):
     def _is_linked_at(self, number: int) -> bool:
         return self.links is not None and self.links.changes(number)
 
+    def _adds_input(self, start: int, end: int) -> list[bool]:
+        return [number in self.order.inputs_at for number in range(start, end)]
+
     def _step(
-        self, x_R1D: Tensor, context: Context, caches: Sequence[LayerCache], start: int, norm: nn.Module | None
+        self,
+        x_R1D: Tensor,
+        input_R1D: Tensor,
+        context: Context,
+        caches: Sequence[LayerCache],
+        start: int,
+        norm: nn.Module | None,
     ) -> Tensor:
         """Apply applications from ``start`` on, one for each cache, then ``norm``, in one native call if possible."""
         layers = list(self.layers)
         applied = [layers[index] for index in self.order.indices[start : start + len(caches)]]
-        steps = _native_steps(applied, len(x_R1D))
+        steps, adds_input = _native_steps(applied, len(x_R1D)), self._adds_input(start, start + len(caches))
         if steps:
             fused = native_norm(norm, steps)
-            x_R1D = decode_natively(steps, x_R1D, context, caches, fused)
+            x_R1D = decode_natively(steps, x_R1D, context, caches, fused, input_R1D, adds_input)
             norm = norm if fused is None else None
         else:
-            for layer, cache in zip(applied, caches, strict=True):
-                x_R1D = layer(x_R1D, context, cache)
+            for layer, cache, adds in zip(applied, caches, adds_input, strict=True):
+                x_R1D = layer(x_R1D + input_R1D if adds else x_R1D, context, cache)
         return x_R1D if norm is None else norm(x_R1D)
 
     def natively(
@@ -246,7 +253,7 @@ class LayerStack(nn.Module):
 
         The caches get room for ``steps`` of ``rows`` hypotheses.
         """
-        if type(embedding) is not TokenEmbedding or type(projection) is not Projection or self.order.inputs_at:
+        if type(embedding) is not TokenEmbedding or type(projection) is not Projection:
             return None
         if self.links is not None or not in_one_thread(rows) or not all(map(is_bare, (self, embedding, projection))):
             return None
@@ -258,7 +265,8 @@ class LayerStack(nn.Module):
             return None
         pairs = zip(own, caches, strict=True)
         buffers = [step.reserve(rows, cache, context.memory_BSD, steps) for step, cache in pairs]
-        bound = bind_natively(own, buffers, context, caches, fused)
+        adds_input = self._adds_input(0, self.applications)
+        bound = bind_natively(own, buffers, context, caches, fused, adds_input)
         return NativeDecoder(bound, lookup, panels, *caches[0].next(rows, buffers[0]))
 
     def read(self, x_BTD: Tensor, stage: int) -> Tensor:
