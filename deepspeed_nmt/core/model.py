@@ -17,7 +17,7 @@ from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.description import NotStandardError, StandardTransformer
 from deepspeed_nmt.errors import ConfigError, option
 from deepspeed_nmt.kernels.segments import Segments, mask_between
-from deepspeed_nmt.native.library import NativeDecoder
+from deepspeed_nmt.native.library import NativeDecoder, NativeSplit
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.compiled import compile_layers
@@ -86,6 +86,13 @@ class SplitDecoder(ABC):
     @abstractmethod
     def weights(self) -> tuple[int, int, int]:
         """Numbers of weights of the lower part, of the upper part, and of the projection after each of them."""
+
+    def natively(self, steps: int, memory: Memory, cache: DecoderCache) -> NativeSplit | None:
+        """Return native code that decodes one sentence by both parts, which have read the same positions.
+
+        There is room for ``steps`` positions more. None if the model has none. Afterwards call ``cache.take``.
+        """
+        return None
 
     @abstractmethod
     def lower(self, tokens_B: Tensor, positions_B: Tensor, memory: Memory, cache: DecoderCache) -> tuple[Tensor, ...]:

@@ -40,10 +40,10 @@ from deepspeed_nmt.methods.stabilisers import (
     make_residual,
     profile,
 )
-from deepspeed_nmt.native.library import NativeDecoder
+from deepspeed_nmt.native.library import NativeDecoder, NativeSplit
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import DecoderCache
-from deepspeed_nmt.nn.embedding import LearnedEmbedding, PositionName, Projection, TokenEmbedding
+from deepspeed_nmt.nn.embedding import LearnedEmbedding, PositionName, Projection, TokenEmbedding, native_ends
 from deepspeed_nmt.nn.layers import (
     Activation,
     Context,
@@ -324,10 +324,11 @@ class Transformer(StackedModel):
 
     @override
     def natively(self, rows: int, steps: int, memory: Memory, cache: DecoderCache) -> NativeDecoder | None:
-        if type(self).step is not Transformer.step:
+        ends = native_ends(self.target_embedding, self.projection, cache.length, steps, rows)
+        if ends is None or type(self).step is not Transformer.step:
             return None
-        parts = self.target_embedding, self.projection
-        return self.decoder.natively(rows, steps, memory.context(), cache.layers, *parts)
+        bound = self.decoder.bind(memory.context(), cache.layers, rows, steps)
+        return None if bound is None else NativeDecoder(bound, *ends, *cache.next(rows, bound))
 
     @override
     def split(self, stage: int) -> SplitDecoder:
@@ -348,6 +349,16 @@ class _SplitStack(SplitDecoder):
     def weights(self) -> tuple[int, int, int]:
         lower, upper = (self._model.decoder.weights(*at) for at in ((0, self._split), (self._split, self._end)))
         return lower, upper, self._model.projection.weight.numel()
+
+    @override
+    def natively(self, steps: int, memory: Memory, cache: DecoderCache) -> NativeSplit | None:
+        model, context, layers = self._model, memory.context(), cache.layers
+        ends = native_ends(model.target_embedding, model.projection, 0, cache.length + steps, 1)
+        lower = None if ends is None else model.decoder.bind(context, layers, 1, steps, 0, self._stage)
+        upper = None if lower is None else model.decoder.bind(context, layers, 1, steps, self._split)
+        if ends is None or lower is None or upper is None:
+            return None
+        return NativeSplit(lower, upper, *ends, cache.next(1, lower)[0])
 
     @override
     def lower(self, tokens_B: Tensor, positions_B: Tensor, memory: Memory, cache: DecoderCache) -> tuple[Tensor, ...]:

@@ -834,4 +834,101 @@ int64_t take_steps(const Decoder* decoder, const Past* past, const Hypotheses* k
         return -1;
     }
 }
+
+// One sentence: BOS and its tokens so far, with room for `limit` more than BOS; the number of all these; the
+// log-probability of its tokens; and of all passes, how many tokens were drafted, compared, accepted and gained.
+struct Drafted {
+    int64_t* tokens;
+    int64_t count, limit;
+    double log_prob;
+    int64_t drafted, compared, accepted, gained;
+};
+
+// Take passes of greedy decoding, at most `passes`, in which the lower part drafts up to `most` tokens and the upper part
+// reads them at once; see search/speculative.py. `past` is that of the next position, and `known` that of none but for
+// what does not change. Both parts have the same product; `positions` of the lower part begin with that of BOS. Return
+// the number of passes; -1 if there is no memory; -2 if there is no such token or place.
+int64_t take_passes(const Decoder* lower, const Decoder* upper, const Past* past, const Hypotheses* known,
+                    Drafted* sentence, int64_t most, int64_t eos, int64_t passes) {
+    const int64_t dim = lower->layers[0]->dim, entries = known->entries, rows = most + 1;
+    for (int64_t i = 0; i < known->nevers; i++) {
+        if (known->never[i] < 0 || known->never[i] >= entries) return -2;
+    }
+    const auto predict = [&](const Decoder* part, float* states, int64_t count) {
+        if (part->norm != nullptr) normalise(*part->norm, states, count, dim, states);
+        multiply(*part->projection, states, count, 0.0f, known->logits);
+    };
+    // The most probable token of a row, by its logits from which the tokens that are never predicted are taken.
+    const auto best = [&](int64_t row) {
+        float *x = known->logits + row * entries, top;
+        int64_t token;
+        for (int64_t i = 0; i < known->nevers; i++) x[known->never[i]] = -std::numeric_limits<float>::infinity();
+        Largest largest{&top, &token, 1, 0};
+        largest.add_all(x, entries, 0.0f, 0);
+        return token;
+    };
+    try {
+        const std::unique_ptr<float[]> states(new float[rows * dim]), input(new float[rows * dim]), exit(new float[dim]);
+        const std::unique_ptr<int64_t[]> draft(new int64_t[rows]);
+        const std::unique_ptr<uint8_t[]> seen(new uint8_t[rows * (sentence->limit + 1)]);
+        for (int64_t pass = 0; pass < passes; pass++) {
+            const int64_t before = sentence->count - 1;  // positions that are cached
+            const int64_t room = sentence->limit - before;  // tokens that may still follow
+            int64_t drafted = 0, width = 0;
+            Past now = *past;
+            while (true) {
+                const int64_t token = width == 0 ? sentence->tokens[before] : draft[width - 1];
+                float *own = states.get() + width * dim, *embedded = input.get() + width * dim;
+                now.hypotheses = 1;
+                now.positions = before + ++width;
+                if (embed_tokens(&token, 1, 1, lower->table, lower->entries, dim, lower->scale,
+                                 lower->positions + (now.positions - 1) * dim, embedded)) {
+                    return -2;
+                }
+                std::copy_n(embedded, dim, own);
+                const int64_t problem = decode_layers(lower->layers, lower->sources, lower->caches, lower->adds_input,
+                                                      lower->count, nullptr, &now, embedded, own, 0, 1);
+                if (problem) return -problem;
+                if (drafted == std::min(most, room - 1)) break;
+                std::copy_n(own, dim, exit.get());
+                predict(lower, exit.get(), 1);
+                draft[drafted++] = best(0);
+                if (draft[drafted - 1] == eos) break;
+            }
+            now.hypotheses = width;
+            now.positions = before + width;
+            for (int64_t row = 0; row < width; row++) {
+                uint8_t* of_row = seen.get() + row * now.positions;
+                std::fill(of_row, of_row + now.positions, uint8_t{0});
+                std::fill(of_row, of_row + before + row + 1, uint8_t{1});
+            }
+            now.seen = seen.get();
+            const int64_t problem = decode_layers(upper->layers, upper->sources, upper->caches, upper->adds_input,
+                                                  upper->count, nullptr, &now, input.get(), states.get(), 0, 1);
+            if (problem) return -problem;
+            predict(upper, states.get(), width);
+            int64_t token = 0;
+            for (int64_t row = 0; row < width; row++) {
+                const float* x = known->logits + row * entries;
+                const float log_sum = log_of_summed_exponentials(x, entries), end = x[eos];
+                token = best(row);
+                const bool is_last = row + 1 == room;
+                if (is_last) token = eos;
+                sentence->log_prob += (is_last ? end : x[token]) - log_sum;
+                sentence->tokens[sentence->count++] = token;
+                sentence->gained++;
+                if (row < drafted) {
+                    sentence->compared++;
+                    sentence->accepted += draft[row] == token;
+                }
+                if (token == eos || row >= drafted || draft[row] != token) break;
+            }
+            sentence->drafted += drafted;
+            if (token == eos) return pass + 1;
+        }
+    } catch (const std::bad_alloc&) {
+        return -1;
+    }
+    return passes;
+}
 }

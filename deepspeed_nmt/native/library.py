@@ -21,7 +21,7 @@ import shlex
 import shutil
 import stat
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from ctypes import c_double, c_float, c_int64, c_uint8, c_void_p
@@ -148,6 +148,15 @@ class _Changing(ctypes.Structure):
     _fields_ = tuple((name, c_void_p * 2) for name in ("tokens", "log_probs", "seen"))
 
 
+class _Drafted(ctypes.Structure):
+    _fields_ = (
+        ("tokens", c_void_p),
+        *((name, c_int64) for name in ("count", "limit")),
+        ("log_prob", c_double),
+        *((name, c_int64) for name in ("drafted", "compared", "accepted", "gained")),
+    )
+
+
 class Extended(NamedTuple):
     """Rows that end, and their log-probabilities, EOS included; those that live on, and what they are extended to."""
 
@@ -201,9 +210,9 @@ class Library:
             self.file, code = file, ctypes.CDLL(str(file))
             self.decode_layers, self.multiply_rows = code.decode_layers, code.multiply_rows
             self._extend, self._log_sums = code.extend_hypotheses, code.log_sums_of_rows
-            self._embed, self.take_steps = code.embed_tokens, code.take_steps
+            self._embed, self.take_steps, self.take_passes = code.embed_tokens, code.take_steps, code.take_passes
             functions = self.decode_layers, self.multiply_rows, self._extend, self._embed, self.take_steps
-            for function in (code.panel_outputs, *functions):
+            for function in (code.panel_outputs, *functions, self.take_passes):
                 function.restype = c_int64
             self._log_sums.restype = None
             self.panel_outputs = int(code.panel_outputs())
@@ -218,6 +227,8 @@ class Library:
         of_search = past, known, ctypes.POINTER(_Changing)
         self.take_steps.argtypes = (ctypes.POINTER(_Decoder), *of_search, *range_, c_int64, found, c_void_p)
         self._embed.argtypes = (c_void_p, *range_, c_void_p, *range_, c_double, c_void_p, c_void_p)
+        decoder = ctypes.POINTER(_Decoder)
+        self.take_passes.argtypes = (decoder, decoder, past, known, ctypes.POINTER(_Drafted), c_int64, *range_)
         self._log_sums.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
         self._lock, self._free = Lock(), torch.empty(0, dtype=torch.uint8, device="cpu")
         x = torch.arange(35, dtype=torch.float32, device="cpu").view(7, 5)
@@ -451,7 +462,7 @@ class BoundLayers:
         self._parts = layers, caches, sources, [norm], adds_input
         self.library, self.dim = layers[0].library, layers[0].dim
         self._sentences: set[int] = set()
-        _, self._places, _, self._capacity, _ = caches[0].shape
+        _, self.places, _, self.capacity, _ = caches[0].shape
         addresses, of_caches, of_sources = [], [], []
         for layer, cache_2NHCK, source in zip(layers, caches, sources, strict=True):
             width, of_source = self.dim // layer.heads, ctypes.addressof(_NO_SOURCE)
@@ -459,13 +470,13 @@ class BoundLayers:
                 raise ValueError(f"layers of a width of {self.dim} and {layer.dim} do not fit one another")
             if layer.has_source:
                 assert source is not None
-                if source.shape[:2] != (self._places, layer.heads) or source.shape[3] != width:
-                    raise ValueError(f"a source of {tuple(source.shape)} does not fit {self._places} places")
+                if source.shape[:2] != (self.places, layer.heads) or source.shape[3] != width:
+                    raise ValueError(f"a source of {tuple(source.shape)} does not fit {self.places} places")
                 of_source = source.address
                 if source.sentences is not None:
                     self._sentences.add(source.sentences)
             addresses.append(layer.address)
-            of_caches.append(_pointer(cache_2NHCK, (2, self._places, layer.heads, self._capacity, width)))
+            of_caches.append(_pointer(cache_2NHCK, (2, self.places, layer.heads, self.capacity, width)))
             of_sources.append(of_source)
         pointers, self._norm = c_void_p * len(layers), None if norm is None else _residual(norm, self.dim)
         of_norm = None if self._norm is None else ctypes.addressof(self._norm)
@@ -507,9 +518,9 @@ class BoundLayers:
 
     def check(self, past: Past) -> None:
         """Raise a ValueError unless sources and caches are those of these sentences."""
-        fits = self._sentences <= {past.sentences} and (past.places, past.capacity) == (self._places, self._capacity)
+        fits = self._sentences <= {past.sentences} and (past.places, past.capacity) == (self.places, self.capacity)
         if not fits:
-            raise ValueError(f"caches of {self._places} places do not fit {past.sentences} sentences")
+            raise ValueError(f"caches of {self.places} places do not fit {past.sentences} sentences")
 
 
 class Steps(NamedTuple):
@@ -547,23 +558,23 @@ class NativeDecoder:
     def __init__(
         self, layers: BoundLayers, lookup: Lookup, projection: Panels, past: Past, seen_RP: Tensor | None
     ) -> None:
-        steps, dim = lookup.positions_TD.shape
-        width = past.rows // past.sentences
+        steps, width = len(lookup.positions_TD), past.rows // past.sentences
         layers.check(past)
-        if not dim == layers.dim == projection.inputs or past.positions + (steps - 1) * width > past.capacity:
-            raise ValueError(f"{steps} steps of a width of {dim} do not fit the layers and their caches")
+        if past.positions + (steps - 1) * width > past.capacity:
+            raise ValueError(f"{steps} steps do not fit the caches")
         if seen_RP is None and width > 1:
             seen_RP = torch.ones(past.rows, past.positions - width, dtype=torch.bool, device="cpu")
-        self._parts, self._seen_RP = (layers, projection, past, lookup), seen_RP
+        self._structure = _decoder(layers, lookup, projection)
+        self._parts, self._seen_RP = (layers, lookup, projection, past), seen_RP
 
     def take_steps(self, tokens_RT: Tensor, log_prob_RT: Tensor, never: Tensor, eos: int) -> Steps:
         """Take steps up to one in which a hypothesis ends, or as many as there are positions.
 
         The arguments are those of :meth:`Library.extend`; a sentence has as many hypotheses before as after a step.
         """
-        layers, projection, past, (table_ED, scale, positions_TD) = self._parts
-        rows, beam, (entries, dim) = past.rows, past.rows // past.sentences, table_ED.shape
-        steps, length, before = len(positions_TD), tokens_RT.shape[1], past.positions - beam
+        layers, lookup, projection, past = self._parts
+        rows, beam = past.rows, past.rows // past.sentences
+        steps, length, before = len(lookup.positions_TD), tokens_RT.shape[1], past.positions - beam
         if 2 * beam > beam * projection.outputs or tokens_RT.shape[0] != rows:
             raise ValueError(f"{beam} extensions of {rows} x {projection.outputs} for {past.sentences} sentences")
         tokens = _Pair(tokens_RT, (rows, length), length + steps, torch.int64)
@@ -571,8 +582,6 @@ class NativeDecoder:
         seen = self._seen_RP
         tables = None if seen is None else _Pair(seen, (rows, before), before + steps * beam, torch.bool)
         logits_RV = log_prob_RT.new_empty(rows, projection.outputs)
-        of_table = _pointer(table_ED, (entries, dim)), _pointer(positions_TD, (steps, dim)), entries, scale
-        decoder = _Decoder(*layers.arguments, *of_table, ctypes.addressof(projection.structure))
         of_never = _pointer(never, (len(never),), torch.int64)
         sizes = past.sentences, rows, length, projection.outputs, len(never)
         known = _Hypotheses(logits_RV.data_ptr(), None, None, None, of_never, *sizes)
@@ -580,12 +589,70 @@ class NativeDecoder:
         changing = _Changing(tokens.pointers, log_probs.pointers, unseen if tables is None else tables.pointers)
         found, count = _Found(past.sentences, beam), c_int64()
         of_search = past.structure, known, changing, beam, eos, steps, found.structure(), ctypes.addressof(count)
-        ended, taken = layers.library.take_steps(decoder, *of_search), count.value
+        ended, taken = layers.library.take_steps(self._structure, *of_search), count.value
         after = (x.of(taken - 1, length + taken).view(past.sentences, beam, -1) for x in (tokens, log_probs))
         extended = found.extended(ended, *after)
         tokens_RT, log_prob_RT = (x.of(taken, length + taken - 1) for x in (tokens, log_probs))
         seen_RP = None if tables is None else tables.of(taken - 1, before + taken * beam)
         return Steps(taken, tokens_RT, log_prob_RT, seen_RP, extended)
+
+
+class NativeSplit:
+    """A decoder in two parts, all of it native code, which decodes one sentence by drafts of the lower part.
+
+    Args:
+        lower: with the LayerNorm after which it predicts.
+        upper: the same for the whole decoder.
+        lookup: with all positions.
+        projection: (V,D).
+        past: of the next position, without a mask; all positions before it are seen.
+    """
+
+    def __init__(
+        self, lower: BoundLayers, upper: BoundLayers, lookup: Lookup, projection: Panels, past: Past
+    ) -> None:
+        for part in (lower, upper):
+            part.check(past)
+        if past.rows > 1:
+            raise ValueError(f"{past.rows} rows in place of one")
+        self._structures = _decoder(lower, lookup, projection), _decoder(upper, lookup, projection)
+        self._parts = lower, upper, lookup, projection, past
+
+    def take_passes(
+        self, tokens: list[int], limit: int, most: int, passes: int, never: Tensor, eos: int
+    ) -> tuple[list[int], float, Mapping[str, int]]:
+        """Take passes with drafts of at most ``most`` tokens after BOS and ``tokens``, up to EOS.
+
+        Return the tokens that follow, of which there are at most ``limit`` in all; their log-probability (nats); and
+        the numbers of passes, of tokens, and of those drafted, compared and accepted.
+        """
+        lower, _, lookup, projection, past = self._parts
+        end = len(tokens) - 1 + passes * (most + 1)  # the most positions that are written
+        if len(tokens) != past.positions or not len(tokens) <= limit or most < 0:
+            raise ValueError(f"{len(tokens)} tokens do not fit {past.positions} positions and {limit} tokens")
+        if min(end, limit) > min(past.capacity, len(lookup.positions_TD)):
+            raise ValueError(f"{end} positions do not fit the caches")
+        buffer = (c_int64 * (limit + 1))(*tokens)
+        logits = (c_float * ((most + 1) * projection.outputs))()
+        sizes = 1, 1, 1, projection.outputs, len(never)
+        of_never = _pointer(never, (len(never),), torch.int64)
+        known = _Hypotheses(ctypes.addressof(logits), None, None, None, of_never, *sizes)
+        found = _Drafted(ctypes.addressof(buffer), len(tokens), limit)
+        taken = lower.library.take_passes(*self._structures, past.structure, known, found, most, eos, passes)
+        if taken < 0:
+            raise MemoryError("no memory for a pass") if taken == -1 else IndexError("no such token")
+        counts = {"passes": taken, "tokens": found.gained, "drafted": found.drafted}
+        counts |= {"compared": found.compared, "accepted": found.accepted}
+        return buffer[len(tokens) : found.count], found.log_prob, counts
+
+
+def _decoder(layers: BoundLayers, lookup: Lookup, projection: Panels) -> _Decoder:
+    (table_ED, scale, positions_TD), dim = lookup, layers.dim
+    if projection.inputs != dim:
+        raise ValueError(f"a projection of {projection.inputs} inputs does not fit layers of a width of {dim}")
+    table, positions = (_pointer(x, (len(x), dim)) for x in (table_ED, positions_TD))
+    of_table = table, positions, len(table_ED), scale
+    return _Decoder(*layers.arguments, *of_table, ctypes.addressof(projection.structure))
 
 
 class _Pair:

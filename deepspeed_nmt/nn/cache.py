@@ -71,11 +71,11 @@ class Ancestry:
             self._past = Past(*of_sentences, places, capacity)
         return self._past
 
-    def next(self, rows: int, places: int, capacity: int) -> tuple[Past, Tensor | None]:
-        """Return what native code needs to know of the next step, without a mask, and what is seen before it."""
+    def next(self, rows: int, bound: BoundLayers) -> tuple[Past, Tensor | None]:
+        """Return what layers need to know of their next step, without a mask, and what is seen before it, (R,P)."""
         width = rows // self.sentences
         of_sentences = self.sentences, rows, self.positions + width, None, self.places_B
-        return Past(*of_sentences, places, capacity), self._mask_RP
+        return Past(*of_sentences, bound.places, bound.capacity), self._mask_RP
 
     def take(self, positions: int, mask_RP: Tensor | None) -> None:
         """Add positions that native code has written, given what is seen after them."""
@@ -262,10 +262,6 @@ class LayerCache:
         ancestry.sentences = ancestry.sentences or rows
         return self._room(ancestry.positions + steps * (rows // ancestry.sentences), heads, width, like)
 
-    def next(self, rows: int, buffer: Tensor) -> tuple[Past, Tensor | None]:
-        """Return what :meth:`Ancestry.next` does, given what :meth:`reserve_steps` has returned."""
-        return self._ancestry.next(rows, *buffer.shape[1:4:2])
-
     def take(self, steps: int) -> None:
         """Keep the positions of some steps that native code has written."""
         self._positions = self._ancestry.positions
@@ -305,6 +301,10 @@ class DecoderCache:
     def length(self) -> int:
         """Target positions of a hypothesis so far."""
         return self.layers[0].length if self.layers else 0
+
+    def next(self, rows: int, bound: BoundLayers) -> tuple[Past, Tensor | None]:
+        """Return what :meth:`Ancestry.next` does."""
+        return self._ancestry.next(rows, bound)
 
     def take(self, steps: int, rows: int, mask_RP: Tensor | None) -> None:
         """Keep what native code has written in some steps, given the positions that are seen after them."""

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from deepspeed_nmt.kernels.choice import UsesKernels
 from deepspeed_nmt.kernels.segments import Segments
-from deepspeed_nmt.native.library import Lookup
-from deepspeed_nmt.nn.layers import Activation, Dropout, LayerNorm
+from deepspeed_nmt.native.library import Lookup, Panels
+from deepspeed_nmt.nn.layers import Activation, Dropout, LayerNorm, is_bare
 from deepspeed_nmt.nn.linear import Linear, OneRank, Sliceable, UsesPackedWeights
 
 
@@ -193,3 +193,13 @@ class Projection(nn.Module, UsesKernels, UsesPackedWeights, Sliceable):
         if consume is None:
             return self.kernels.linear(states, self.weight, self.bias)
         return consume(states, self.weight, bias=self.bias, vocabulary=vocabulary, kernels=self.kernels)
+
+
+def native_ends(
+    embedding: nn.Module, projection: nn.Module, offset: int, steps: int, rows: int
+) -> tuple[Lookup, Panels] | None:
+    """Return what native code needs before and after the layers of a decoder; None if it must not compute that."""
+    if type(embedding) is not TokenEmbedding or type(projection) is not Projection or projection.packed is None:
+        return None
+    lookup, panels = embedding.natively(offset, steps), projection.packed.of(projection).native(rows)
+    return (lookup, panels) if lookup and panels and is_bare(embedding) and is_bare(projection) else None

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed_nmt.native.library import NativeDecoder, in_one_thread
+from deepspeed_nmt.native.library import BoundLayers, in_one_thread
 from deepspeed_nmt.nn.cache import LayerCache
-from deepspeed_nmt.nn.embedding import Projection, TokenEmbedding
 from deepspeed_nmt.nn.layers import (
     Context,
     DecoderBlock,
@@ -240,34 +239,31 @@ class LayerStack(nn.Module):
                 x_R1D = layer(x_R1D + input_R1D if adds else x_R1D, context, cache)
         return x_R1D if norm is None else norm(x_R1D)
 
-    def natively(
+    def bind(
         self,
-        rows: int,
-        steps: int,
         context: Context,
         caches: Sequence[LayerCache],
-        embedding: nn.Module,
-        projection: nn.Module,
-    ) -> NativeDecoder | None:
-        """Return native code for the next steps between embedding and projection; None if it cannot do all of them.
+        rows: int,
+        steps: int,
+        start: int = 0,
+        stage: int | None = None,
+    ) -> BoundLayers | None:
+        """Return layers from ``start`` to an exit, with its LayerNorm, for native code; None if it must not be used.
 
-        The caches get room for ``steps`` of ``rows`` hypotheses.
+        The caches get room for ``steps`` of ``rows`` hypotheses. ``stage`` is counted from 1; default the top.
         """
-        if type(embedding) is not TokenEmbedding or type(projection) is not Projection:
+        stage = stage or self.stages
+        end, norm = self.order.stages[stage - 1], self.norm_at(stage)
+        if self.links is not None or not is_bare(self) or not in_one_thread(rows) or context.memory_BSD is None:
             return None
-        if self.links is not None or not in_one_thread(rows) or not all(map(is_bare, (self, embedding, projection))):
-            return None
-        own, packed = _native_steps([self.layers[index] for index in self.order.indices], rows), projection.packed
-        norm, lookup = self.norm_at(self.stages), embedding.natively(caches[0].length, steps)
-        panels = None if packed is None else packed.of(projection).native(rows)
+        own = _native_steps([self.layers[index] for index in self.order.indices[start:end]], rows)
         fused = native_norm(norm, own) if own else None
-        if not own or lookup is None or panels is None or context.memory_BSD is None or (norm and not fused):
+        if not own or (norm is not None and fused is None):
             return None
+        caches, adds_input = caches[start:end], self._adds_input(start, end)
         pairs = zip(own, caches, strict=True)
         buffers = [step.reserve(rows, cache, context.memory_BSD, steps) for step, cache in pairs]
-        adds_input = self._adds_input(0, self.applications)
-        bound = bind_natively(own, buffers, context, caches, fused, adds_input)
-        return NativeDecoder(bound, lookup, panels, *caches[0].next(rows, buffers[0]))
+        return bind_natively(own, buffers, context, caches, fused, adds_input)
 
     def read(self, x_BTD: Tensor, stage: int) -> Tensor:
         """Return the state as exit ``stage``, counted from 1, gives it out. Shape: (B,T,D) -> (B,T,D)."""

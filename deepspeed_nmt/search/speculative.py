@@ -60,6 +60,10 @@ _ALPHA, _EVIDENCE = 0.8, 4.0
 """Acceptance that is expected of a batch at first, and the number of drafted tokens that this counts for."""
 
 
+_PASSES = 4
+"""Passes that one call of native code takes at most, with drafts of one length: Ctrl+C waits for it."""
+
+
 class SpeculativeConfig(LeftToRightSettings):
     """Greedy decoding by drafts of an exit of the model itself."""
 
@@ -140,11 +144,11 @@ class Speculative(SentenceSearch[DraftedSentence]):
     @override
     def decode(self, sentences: list[DraftedSentence], memory: Memory, rules: TokenRules) -> None:
         device, cache, eos = memory.states_BSD.device, self.model.begin(), self.vocabulary.eos
-        free_rows, compared, accepted = rows_for_one(self.model), 0, 0
+        compared, accepted = 0, 0
+        if len(sentences) == 1 and self._decode_natively(sentences[0], memory, rules, cache):
+            return
         while True:
-            alpha = (_EVIDENCE * _ALPHA + accepted) / (_EVIDENCE + compared)
-            most = max(sentence.limit - len(sentence.tokens) for sentence in sentences) - 1
-            k = self.draft_length(alpha, len(sentences), min(most, self.config.draft_tokens), free_rows)
+            k = self._draft_length(compared, accepted, sentences)
             drafts, stand, states = self._draft(k, sentences, memory, rules, cache)
             if any(layer.state for layer in cache.layers):
                 raise ConfigError(
@@ -178,6 +182,33 @@ class Speculative(SentenceSearch[DraftedSentence]):
             cache.select(rows_B, rows_B if has_finished else None)
             if has_finished:
                 sentences, memory = [sentences[row] for row in kept], memory.select(rows_B)
+
+    def _draft_length(self, compared: int, accepted: int, sentences: Sequence[DraftedSentence]) -> int:
+        """Return the number of tokens to draft, given how many were compared with the decoder's and accepted."""
+        alpha = (_EVIDENCE * _ALPHA + accepted) / (_EVIDENCE + compared)
+        most = max(sentence.limit - len(sentence.tokens) for sentence in sentences) - 1
+        return self.draft_length(alpha, len(sentences), min(most, self.config.draft_tokens), rows_for_one(self.model))
+
+    def _decode_natively(
+        self, sentence: DraftedSentence, memory: Memory, rules: TokenRules, cache: DecoderCache
+    ) -> bool:
+        """Decode one sentence, several passes in each call of native code; return False if that cannot be."""
+        bos, eos, compared, accepted = self.vocabulary.bos, self.vocabulary.eos, 0, 0
+        if self.native is None or self.config.draft_confidence < 1.0 or rules.read_tokens(1):
+            return False
+        while sentence.tokens[-1:] != [eos]:
+            k = self._draft_length(compared, accepted, [sentence])
+            parts = self._parts.natively(_PASSES * (k + 1), memory, cache)
+            if parts is None:
+                return False
+            known = [bos, *sentence.tokens], sentence.limit
+            tokens, log_prob, counts = parts.take_passes(*known, k, _PASSES, rules.never, eos)
+            cache.take(len(tokens), 1, None)
+            sentence.tokens += tokens
+            sentence.log_prob += log_prob
+            compared, accepted = compared + counts["compared"], accepted + counts["accepted"]
+            self.counts.update({name: counts[name] for name in ("drafted", "accepted", "tokens", "passes")})
+        return True
 
     def draft_length(self, alpha: float, sentences: int, most: int, free_rows: float) -> int:
         """Return the number of tokens to draft (k), at most ``most``, given the acceptance and F."""

@@ -220,13 +220,38 @@ def test_steps_that_do_not_fit_are_refused() -> None:
     for wrong_tokens in (torch.tensor([[1, 9]]), torch.tensor([[1, -1]])):
         with pytest.raises(IndexError):
             good.take_steps(wrong_tokens, log_probs, never, 2)
-    for arguments in (
-        (tokens.int(), log_probs, never),
-        (tokens, log_probs.double(), never),
-        (tokens[:, :1], log_probs, never),
-    ):
+    for pair in ((tokens.int(), log_probs), (tokens, log_probs.double()), (tokens[:, :1], log_probs)):
         with pytest.raises(ValueError):
-            good.take_steps(*arguments, 2)
+            good.take_steps(*pair, never, 2)
+
+
+def test_passes_that_do_not_fit_are_refused() -> None:
+    code, never = native.library(), torch.tensor([0])
+    around = [AroundSublayer(torch.ones(8), torch.zeros(8), 1e-5, 1.0, True)] * 2
+    joint, square = Panels(code, torch.eye(8).repeat(3, 1), None), Panels(code, torch.eye(8), None)
+    layer = NativeLayer(code, 1, "relu", around, [joint, *[square] * 3])
+    lower, upper = (native.BoundLayers([layer], [torch.zeros(2, 1, 1, 6, 8)], [None]) for _ in range(2))
+    torch.manual_seed(1)
+    lookup, output = native.Lookup(torch.randn(9, 8), 1.0, torch.zeros(6, 8)), Panels(code, torch.randn(9, 8), None)
+
+    def split(positions: int) -> native.NativeSplit:
+        return native.NativeSplit(lower, upper, lookup, output, Past(1, 1, positions, None, None, 1, 6))
+
+    found, log_prob, counts = split(1).take_passes([1], 5, 2, 2, never, 2)
+    assert 1 <= len(found) == counts["tokens"] <= 5 and log_prob < 0.0 and counts["passes"] <= 2
+    assert split(1).take_passes([1], 1, 2, 1, never, 2)[0] == [2], "at its limit a sentence ends"
+    for tokens, limit, most, passes in (([1], 5, -1, 1), ([1, 3], 5, 2, 1), ([1], 0, 2, 1), ([1], 9, 6, 1)):
+        with pytest.raises(ValueError):
+            split(1).take_passes(tokens, limit, most, passes, never, 2)
+    for token in (-1, 9):
+        with pytest.raises(IndexError):
+            split(1).take_passes([token], 5, 2, 1, never, 2)
+        with pytest.raises(IndexError):
+            split(1).take_passes([1], 5, 2, 1, torch.tensor([token]), 2)
+    with pytest.raises(ValueError):
+        native.NativeSplit(
+            lower, upper, lookup, Panels(code, torch.randn(9, 7), None), Past(1, 1, 1, None, None, 1, 6)
+        )
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,9 +1,10 @@
 """Self-speculative decoding: the tokens of greedy decoding, whatever is drafted, by a cache that both parts share."""
 
+import itertools
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -18,7 +19,7 @@ from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.native import library as native
-from deepspeed_nmt.nn.layers import LowRank
+from deepspeed_nmt.nn.layers import LayerNorm, LowRank
 from deepspeed_nmt.nn.linear import pack_weights
 from deepspeed_nmt.search.base import Hypothesis, Request
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
@@ -57,7 +58,7 @@ def model_of(name: str) -> TranslationModel:
         if isinstance(module, LowRank):  # which would do nothing
             torch.nn.init.normal_(module.up_DR, std=0.2)
     if name == "added":
-        model.stacks[1][0].exits["2"] = torch.nn.LayerNorm(24)
+        model.stacks[1][0].exits["2"] = LayerNorm(24)
     return model
 
 
@@ -83,9 +84,21 @@ def assert_same(ours: list[list[Hypothesis]], expected: list[Hypothesis]) -> Non
         assert (one.score, one.log_prob) == pytest.approx((other.score, other.log_prob), abs=1e-4)
 
 
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    """Decode in one thread, in which projections are native in fp32, too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("natively", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_drafts_change_no_token(name: str, natively: bool) -> None:
+def test_drafts_change_no_token(name: str, natively: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, take = [], native.NativeSplit.take_passes
+    monkeypatch.setattr(native.NativeSplit, "take_passes", lambda *args: calls.append(args[3]) or take(*args))
     if natively and native.obstacle() is not None:
         pytest.skip(f"{native.obstacle()}")
     model, layers, rows = model_of(name), FAMILIES[name][1], random_sources(LENGTHS, V.size)
@@ -99,7 +112,17 @@ def test_drafts_change_no_token(name: str, natively: bool) -> None:
     assert counts["tokens"] == sum(len(one.tokens) + 1 for one in expected)
     # A pass gives what is accepted and one token more, unless the draft ends in EOS.
     assert counts["tokens"] <= counts["passes"] + counts["accepted"] <= counts["tokens"] + len(rows)
+    assert not calls, "one sentence is decoded by native code alone, a batch is not"
     assert_same(search_of(model, layers).search(torch.tensor(rows[:1]), False), expected[:1])
+    one_by_one = [search_of(model, layers, k) for k in (0, 1, 3, 9)]
+    for search, row in itertools.product(one_by_one, range(len(rows))):
+        assert_same(search.search(torch.tensor(rows[row : row + 1]), False), expected[row : row + 1])
+    assert set(calls) >= ({0, 1, 3} if natively and name in ("pre", "post", "drop", "chain", "added") else set())
+    for k, search in zip((0, 1, 3, 9), one_by_one, strict=True):
+        counts = search.counts
+        assert counts["tokens"] == sum(len(one.tokens) + 1 for one in expected)
+        assert counts["drafted"] <= k * counts["passes"] and counts["accepted"] <= counts["drafted"]
+        assert counts["tokens"] <= counts["passes"] + counts["accepted"] <= counts["tokens"] + len(rows)
 
 
 def test_rules_prefixes_and_limits_hold() -> None:
