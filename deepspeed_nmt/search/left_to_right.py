@@ -109,17 +109,24 @@ class TokenRules:
         self._eos = vocabulary.eos
         self._least = settings.min_length + min((request.tags for request in requests), default=0)
         self._ngram = settings.no_repeat_ngram
-        self.never = torch.tensor(vocabulary.unpredicted, device=device)
         suppressed = {*settings.suppress_tokens, *([vocabulary.unk] if settings.suppress_unknown else [])}
         suppressed = {token for token in suppressed if token < vocabulary.size} - {vocabulary.eos}
-        self._suppressed = torch.tensor(sorted(suppressed), device=device) if suppressed else None
         self._prefixes = [request.prefix for request in requests]
         self._longest_prefix = max(map(len, self._prefixes), default=0)
-        self._always = bool(self._ngram or suppressed)
+        unpredicted = set(vocabulary.unpredicted)
+        if not self._longest_prefix:  # which could contain suppressed tokens
+            unpredicted, suppressed = unpredicted | suppressed, set()
+        self.never = torch.tensor(sorted(unpredicted), device=device)
+        self._suppressed = torch.tensor(sorted(suppressed), device=device) if suppressed else None
 
     def read_tokens(self, length: int) -> bool:
         """Return True if more may be forbidden to hypotheses of ``length`` tokens after the step, or longer ones."""
-        return self._always or length < self._least or length <= self._longest_prefix
+        return (
+            bool(self._ngram)
+            or length < self._least
+            or self._suppressed is not None
+            or length <= self._longest_prefix
+        )
 
     def apply(self, logits_RV: Tensor, tokens_RT: Tensor, numbers: Sequence[int]) -> None:
         """Set the logits of forbidden tokens to -inf in place; see :class:`Live` for the arguments."""

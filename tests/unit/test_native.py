@@ -180,7 +180,12 @@ def test_steps_are_taken_one_by_one_for_hooks_and_rules_of_tokens(
 ) -> None:
     ours, theirs = both(model_of("pre"))
     counted, calls = Counted(monkeypatch), []
-    for settings, one_by_one in (({}, 0), ({"min_length": 5}, 3), ({"no_repeat_ngram": 3}, 12)):
+    for settings, one_by_one in (
+        ({}, 0),
+        ({"min_length": 5}, 3),
+        ({"suppress_tokens": (9, 8)}, 0),
+        ({"no_repeat_ngram": 3}, 12),
+    ):
         limits = {"max_length_ratio": 0.0, "max_length_extra": 12, "beam": 1}
         search = BeamSearch(BeamConfig.model_validate({**limits, **settings}), ours, VOCABULARY)
         counted.steps.clear()
