@@ -25,6 +25,8 @@ from deepspeed_nmt.parallel.world import check_launcher, connect, listed_ranks
 
 _CLOCK_S = 1.0
 """Difference of clocks in seconds from which on logs and files are confusing."""
+_CLOCK_READINGS = 3
+"""Times that a clock is read; the reading that was answered fastest counts, since a busy host answers late."""
 _VISIBLE_S = 60.0
 """Seconds in which a file of one host must appear on another."""
 _TRIAL_SKEW_S = 30.0
@@ -130,21 +132,25 @@ def clocks(group: Group) -> Iterator[Finding]:
     exchange, rank, limit_s = group.exchange, group.context.place.rank, group.context.limit_s
     others, largest, compared = group.first_ranks[1:], 0.0, False
     if rank in others:
-        exchange.get(f"time for {rank}", 0, limit_s)
-        exchange.put("time", time.time())
+        for number in range(_CLOCK_READINGS):
+            exchange.get(f"time {number} for {rank}", 0, limit_s)
+            exchange.put(f"time {number}", time.time())
     if not others or not group.is_main:
         return
     for rank in others:
-        began = time.time()
-        exchange.put(f"time for {rank}", 0)
+        readings = []
         try:
-            theirs = exchange.get("time", rank, limit_s)
+            for number in range(_CLOCK_READINGS):
+                began = time.time()
+                exchange.put(f"time {number} for {rank}", 0)
+                theirs = exchange.get(f"time {number}", rank, limit_s)
+                half = (time.time() - began) / 2
+                readings.append((half, theirs - (began + half)))
         except TimeoutError as error:
             yield warning(f"the clock of {group.host(rank)} could not be compared ({error})")
             continue
         compared = True
-        uncertainty = (time.time() - began) / 2
-        offset = theirs - (began + uncertainty)
+        uncertainty, offset = min(readings)
         largest = max(largest, abs(offset) + uncertainty)
         if abs(offset) - uncertainty > _CLOCK_S:
             side = "ahead of" if offset > 0 else "behind"

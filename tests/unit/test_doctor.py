@@ -316,8 +316,10 @@ def test_clocks_are_compared(tmp_path: Path) -> None:
 
     def answer(group: Group) -> Iterable[Finding]:
         if group.context.host == "node1":
-            group.exchange.get("time for 1", 0, 5.0)
-            group.exchange.put("time", time.time() - 7.0)
+            for number in range(3):
+                group.exchange.get(f"time {number} for 1", 0, 5.0)
+                group.exchange.put(f"time {number}", time.time() - 7.0)
+                time.sleep(0.4 if number == 0 else 0.0)  # the second answer is late, and does not count
             return []
         return hosts.clocks(group)
 
