@@ -17,7 +17,7 @@ from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.description import NotStandardError, StandardTransformer
 from deepspeed_nmt.errors import ConfigError, option
 from deepspeed_nmt.kernels.segments import Segments, mask_between
-from deepspeed_nmt.native.library import NativeDecoder, NativeSplit
+from deepspeed_nmt.native.decoder import NativeDecoder, NativeSplit
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.compiled import compile_layers

@@ -40,7 +40,7 @@ from deepspeed_nmt.methods.stabilisers import (
     make_residual,
     profile,
 )
-from deepspeed_nmt.native.library import NativeDecoder, NativeSplit
+from deepspeed_nmt.native.decoder import NativeDecoder, NativeSplit
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PositionName, Projection, TokenEmbedding, native_ends

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed_nmt.native.library import BoundLayers, Past, Source
+from deepspeed_nmt.native.decoder import BoundLayers, Past, Source
 
 _BLOCK = 64
 """Least number of positions by which a self-attention cache grows."""

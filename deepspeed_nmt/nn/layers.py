@@ -19,7 +19,7 @@ from deepspeed_nmt import randomness
 from deepspeed_nmt.kernels import torch_ops
 from deepspeed_nmt.kernels.choice import UsesKernels
 from deepspeed_nmt.kernels.segments import Mask
-from deepspeed_nmt.native.library import AroundSublayer, BoundLayers, NativeLayer, Past, Source
+from deepspeed_nmt.native.decoder import AroundSublayer, BoundLayers, NativeLayer, Past, Source
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import KeysValues, LayerCache
 from deepspeed_nmt.nn.linear import Linear, PackedWeights, Product, Sliceable, UsesPackedWeights

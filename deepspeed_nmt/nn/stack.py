@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed_nmt.native.library import BoundLayers, in_one_thread
+from deepspeed_nmt.native.decoder import BoundLayers
+from deepspeed_nmt.native.library import in_one_thread
 from deepspeed_nmt.nn.cache import LayerCache
 from deepspeed_nmt.nn.layers import (
     Context,

@@ -18,8 +18,19 @@ from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import CheckpointError, ConfigError
 from deepspeed_nmt.kernels.choice import Kernels
+from deepspeed_nmt.native import decoder
 from deepspeed_nmt.native import library as native
-from deepspeed_nmt.native.library import AroundSublayer, NativeError, NativeLayer, Panels, Past, Source
+from deepspeed_nmt.native.decoder import (
+    AroundSublayer,
+    BoundLayers,
+    NativeDecoder,
+    NativeLayer,
+    NativeSplit,
+    Past,
+    Source,
+    Steps,
+)
+from deepspeed_nmt.native.library import NativeError, Panels
 from deepspeed_nmt.nn.layers import DecoderLayer, NativeStep
 from deepspeed_nmt.nn.linear import pack_weights
 from deepspeed_nmt.search.alignment import watched
@@ -144,10 +155,10 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps: list[int] = []
-        self._take = native.NativeDecoder.take_steps
-        monkeypatch.setattr(native.NativeDecoder, "take_steps", lambda *args: self._count(*args))
+        self._take = NativeDecoder.take_steps
+        monkeypatch.setattr(NativeDecoder, "take_steps", lambda *args: self._count(*args))
 
-    def _count(self, *args: Any) -> native.Steps:
+    def _count(self, *args: Any) -> Steps:
         found = self._take(*args)
         self.steps.append(found.taken)
         return found
@@ -208,10 +219,10 @@ def test_steps_that_do_not_fit_are_refused() -> None:
     around = [AroundSublayer(torch.ones(8), torch.zeros(8), 1e-5, 1.0, True)] * 2
     joint, square = Panels(code, torch.eye(8).repeat(3, 1), None), Panels(code, torch.eye(8), None)
     layer = NativeLayer(code, 1, "relu", around, [joint, *[square] * 3])
-    layers = native.BoundLayers([layer], [torch.zeros(2, 1, 1, 5, 8)], [None])
+    layers = BoundLayers([layer], [torch.zeros(2, 1, 1, 5, 8)], [None])
     lookup, output, past = native.Lookup(table, 1.0, positions), Panels(code, torch.randn(9, 8), None), (1, 1, 2)
     tokens, log_probs, never = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2), torch.tensor([0])
-    make = native.NativeDecoder
+    make = NativeDecoder
     found = make(layers, lookup, output, Past(*past, None, None, 1, 5), None).take_steps(tokens, log_probs, never, 2)
     assert 1 <= found.taken <= 4 and found.extended.tokens_BKT.shape == (1, 1, 2 + found.taken)
     for wrong in ((1, 1, 3), (1, 1, 2, torch.ones(1, 2, dtype=torch.bool))):
@@ -235,12 +246,12 @@ def test_passes_that_do_not_fit_are_refused() -> None:
     around = [AroundSublayer(torch.ones(8), torch.zeros(8), 1e-5, 1.0, True)] * 2
     joint, square = Panels(code, torch.eye(8).repeat(3, 1), None), Panels(code, torch.eye(8), None)
     layer = NativeLayer(code, 1, "relu", around, [joint, *[square] * 3])
-    lower, upper = (native.BoundLayers([layer], [torch.zeros(2, 1, 1, 6, 8)], [None]) for _ in range(2))
+    lower, upper = (BoundLayers([layer], [torch.zeros(2, 1, 1, 6, 8)], [None]) for _ in range(2))
     torch.manual_seed(1)
     lookup, output = native.Lookup(torch.randn(9, 8), 1.0, torch.zeros(6, 8)), Panels(code, torch.randn(9, 8), None)
 
-    def split(positions: int) -> native.NativeSplit:
-        return native.NativeSplit(lower, upper, lookup, output, Past(1, 1, positions, None, None, 1, 6))
+    def split(positions: int) -> NativeSplit:
+        return NativeSplit(lower, upper, lookup, output, Past(1, 1, positions, None, None, 1, 6))
 
     found, log_prob, counts = split(1).take_passes([1], 5, 2, 2, never, 2)
     assert 1 <= len(found) == counts["tokens"] <= 5 and log_prob < 0.0 and counts["passes"] <= 2
@@ -254,9 +265,7 @@ def test_passes_that_do_not_fit_are_refused() -> None:
         with pytest.raises(IndexError):
             split(1).take_passes([1], 5, 2, 1, torch.tensor([token]), 2)
     with pytest.raises(ValueError):
-        native.NativeSplit(
-            lower, upper, lookup, Panels(code, torch.randn(9, 7), None), Past(1, 1, 1, None, None, 1, 6)
-        )
+        NativeSplit(lower, upper, lookup, Panels(code, torch.randn(9, 7), None), Past(1, 1, 1, None, None, 1, 6))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -300,7 +309,7 @@ def test_int8_uses_threads() -> None:
     with torch.inference_mode():
         assert translated(model, 2, source_BS) == alone
         calls: list[tuple[int, int]] = []
-        native._in_threads(lambda first, end: calls.append((first, end)) or 0, 200, 60)  # type: ignore[func-returns-value]
+        native.in_threads(lambda first, end: calls.append((first, end)) or 0, 200, 60)  # type: ignore[func-returns-value]
         assert sorted(calls) == [(0, 66), (66, 133), (133, 200)]
 
 
@@ -308,9 +317,9 @@ def test_threads_work_on_when_the_main_one_has_ended(monkeypatch: pytest.MonkeyP
     """An executor would refuse; of an error in one of them the caller learns."""
     monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
     torch.set_num_threads(2)
-    assert native._in_threads(lambda first, end: end, 40, 16) == 40
+    assert native.in_threads(lambda first, end: end, 40, 16) == 40
     with pytest.raises(ZeroDivisionError):
-        native._in_threads(lambda first, end: end // first, 40, 16)
+        native.in_threads(lambda first, end: end // first, 40, 16)
 
 
 def test_threads_that_ctrl_c_leaves_at_work_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,11 +334,12 @@ def test_threads_that_ctrl_c_leaves_at_work_keep_their_memory(monkeypatch: pytes
     joint = Panels(native.library(), torch.eye(8).repeat(3, 1), None)
     layer = NativeLayer(native.library(), 1, "relu", around, [joint, *[panels] * 3])
     x, cache, seen = torch.ones(1, 1, 8), torch.zeros(2, 1, 1, 3, 8), torch.ones(1, 1, 1, 3, dtype=torch.bool)
-    monkeypatch.setattr(native, "_in_threads", interrupted)
+    for module in (native, decoder):
+        monkeypatch.setattr(module, "in_threads", interrupted)
     with pytest.raises(KeyboardInterrupt):
         panels(x)
     with pytest.raises(KeyboardInterrupt):
-        native.BoundLayers([layer], [cache], [None]).decode(x.clone(), Past(1, 1, 3, seen, None, 1, 3))
+        BoundLayers([layer], [cache], [None]).decode(x.clone(), Past(1, 1, 3, seen, None, 1, 3))
     used = [weakref.ref(one) for one in (x, cache, seen)]
     del x, cache, seen
     assert all(one() is not None for one in used)
@@ -414,7 +424,7 @@ def test_a_layer_is_that_of_the_equations(capability: str, width: int) -> None:
     expected = cache.clone()
     past = Past(sentences, rows, positions, seen, place, *cache.shape[1:4:2])
     source = Source(keys, values, source_seen)
-    bound = native.BoundLayers([layer], [cache], [source])
+    bound = BoundLayers([layer], [cache], [source])
     found = bound.decode(x, past)
 
     def attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -465,7 +475,7 @@ def test_a_layer_is_that_of_the_equations(capability: str, width: int) -> None:
         (x, cache, Source(keys, values, source_seen[:2])),
     ):
         with pytest.raises(ValueError):
-            native.BoundLayers([layer], [buffer], [of]).decode(state, past)
+            BoundLayers([layer], [buffer], [of]).decode(state, past)
     for parts in ((keys, values[:, :, 1:], None), (keys, values, source_seen[..., 1:])):
         with pytest.raises(ValueError):
             Source(*parts)
@@ -481,7 +491,7 @@ def test_activations(activation: str, capability: str) -> None:
         weights = (zeros.repeat(3, 1), None), (zeros, None), (zeros, inputs), (torch.eye(dim), None)
         layer = NativeLayer(code, 1, activation, around, [Panels(code, *pair) for pair in weights])
         past = Past(1, 1, 1, None, None, places=1, capacity=2)
-        bound = native.BoundLayers([layer], [torch.zeros(2, 1, 1, 2, dim)], [None])
+        bound = BoundLayers([layer], [torch.zeros(2, 1, 1, 2, dim)], [None])
         found = bound.decode(torch.zeros(1, 1, dim), past).flatten()
         expected = {"relu": F.relu, "gelu": F.gelu, "swish": F.silu}[activation](inputs)
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6)

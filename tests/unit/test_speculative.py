@@ -19,6 +19,7 @@ from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.native import library as native
+from deepspeed_nmt.native.decoder import NativeSplit
 from deepspeed_nmt.nn.layers import LayerNorm, LowRank
 from deepspeed_nmt.nn.linear import pack_weights
 from deepspeed_nmt.search.base import Hypothesis, Request
@@ -97,8 +98,8 @@ def _one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("natively", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_drafts_change_no_token(name: str, natively: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, take = [], native.NativeSplit.take_passes
-    monkeypatch.setattr(native.NativeSplit, "take_passes", lambda *args: calls.append(args[3]) or take(*args))
+    calls, take = [], NativeSplit.take_passes
+    monkeypatch.setattr(NativeSplit, "take_passes", lambda *args: calls.append(args[3]) or take(*args))
     if natively and native.obstacle() is not None:
         pytest.skip(f"{native.obstacle()}")
     model, layers, rows = model_of(name), FAMILIES[name][1], random_sources(LENGTHS, V.size)
