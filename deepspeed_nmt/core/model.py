@@ -152,8 +152,10 @@ class DecodableModel(nn.Module, ABC):
             cache: keys and values of the positions before; the step appends to it.
         """
 
-    def natively(self, rows: int, steps: int, memory: Memory, cache: DecoderCache) -> NativeDecoder | None:
-        """Return native code that takes the next ``steps`` of ``rows`` hypotheses, to the bit as :meth:`step` does.
+    def natively(self, rows: int, beam: int, steps: int, memory: Memory, cache: DecoderCache) -> NativeDecoder | None:
+        """Return native code that takes the next ``steps``, to the bit as :meth:`step` does.
+
+        The first has ``rows`` hypotheses, and the others ``beam`` for each sentence.
 
         None if there is none for the model, or not for so many rows. Afterwards call ``cache.take``.
         """

@@ -323,11 +323,12 @@ class Transformer(StackedModel):
         return logits
 
     @override
-    def natively(self, rows: int, steps: int, memory: Memory, cache: DecoderCache) -> NativeDecoder | None:
-        ends = native_ends(self.target_embedding, self.projection, cache.length, steps, rows)
+    def natively(self, rows: int, beam: int, steps: int, memory: Memory, cache: DecoderCache) -> NativeDecoder | None:
+        widest = beam * len(memory.states_BSD)
+        ends = native_ends(self.target_embedding, self.projection, cache.length, steps, widest)
         if ends is None or type(self).step is not Transformer.step:
             return None
-        bound = self.decoder.bind(memory.context(), cache.layers, rows, steps)
+        bound = self.decoder.bind(memory.context(), cache.layers, widest, beam * steps)
         return None if bound is None else NativeDecoder(bound, *ends, *cache.next(rows, bound))
 
     @override

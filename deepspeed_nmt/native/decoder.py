@@ -7,6 +7,7 @@ a sentence, N places and C capacity of a cache in positions, S source length, V 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping, Sequence
 from ctypes import c_float, c_int64, c_uint8, c_void_p
 from operator import is_
@@ -18,7 +19,6 @@ from torch import Tensor
 from deepspeed_nmt.native import structures
 from deepspeed_nmt.native.library import (
     ROWS_OF_A_THREAD,
-    Extended,
     Found,
     Library,
     Lookup,
@@ -212,22 +212,32 @@ class BoundLayers:
             raise ValueError(f"caches of {self.places} places do not fit {past.sentences} sentences")
 
 
+class Ended(NamedTuple):
+    """A hypothesis that ends: its sentence, its tokens after BOS, the log-probabilities up to each and to EOS."""
+
+    sentence: int
+    tokens: list[int]
+    log_probs: list[float]
+
+
 class Steps(NamedTuple):
     """Steps of a search.
 
     Attributes:
         taken: number of steps.
-        tokens_RT: the hypotheses before the last step, and their log-probabilities up to each token.
-        log_prob_RT: see there.
-        seen_RP: the positions that they see in it, bool; None for all.
-        extended: what the last step extends them to.
+        ended: the hypotheses that have ended.
+        seen_RP: the positions that hypotheses see in the last step, bool; None for all.
+        row_BK: rows of the last step that live on, and the tokens and log-probabilities of what they are extended to.
+        tokens_BKT: see there.
+        log_prob_BKT: see there.
     """
 
     taken: int
-    tokens_RT: Tensor
-    log_prob_RT: Tensor
+    ended: list[Ended]
     seen_RP: Tensor | None
-    extended: Extended
+    row_BK: Tensor
+    tokens_BKT: Tensor
+    log_prob_BKT: Tensor
 
 
 class NativeDecoder:
@@ -247,45 +257,63 @@ class NativeDecoder:
     def __init__(
         self, layers: BoundLayers, lookup: Lookup, projection: Panels, past: Past, seen_RP: Tensor | None
     ) -> None:
-        steps, width = len(lookup.positions_TD), past.rows // past.sentences
         layers.check(past)
-        if past.positions + (steps - 1) * width > past.capacity:
-            raise ValueError(f"{steps} steps do not fit the caches")
-        if seen_RP is None and width > 1:
-            seen_RP = torch.ones(past.rows, past.positions - width, dtype=torch.bool, device="cpu")
         self._structure = _decoder(layers, lookup, projection)
         self._parts, self._seen_RP = (layers, lookup, projection, past), seen_RP
 
-    def take_steps(self, tokens_RT: Tensor, log_prob_RT: Tensor, never: Tensor, eos: int) -> Steps:
-        """Take steps up to one in which a hypothesis ends, or as many as there are positions.
+    def take_steps(
+        self, tokens_RT: Tensor, log_prob_RT: Tensor, never: Tensor, counts: Sequence[int], beam: int, eos: int
+    ) -> Steps:
+        """Take steps up to one after which ``beam`` hypotheses of a sentence have ended, or as many as are prepared.
 
-        The arguments are those of :meth:`Library.extend`; a sentence has as many hypotheses before as after a step.
+        ``counts`` of each sentence have ended before; the other arguments are those of :meth:`Library.extend`.
         """
         layers, lookup, projection, past = self._parts
-        rows, beam = past.rows, past.rows // past.sentences
-        steps, length, before = len(lookup.positions_TD), tokens_RT.shape[1], past.positions - beam
-        if 2 * beam > beam * projection.outputs or tokens_RT.shape[0] != rows:
-            raise ValueError(f"{beam} extensions of {rows} x {projection.outputs} for {past.sentences} sentences")
-        tokens = _Pair(tokens_RT, (rows, length), length + steps, torch.int64)
-        log_probs = _Pair(log_prob_RT, (rows, length), length + steps)
-        seen = self._seen_RP
-        tables = None if seen is None else _Pair(seen, (rows, before), before + steps * beam, torch.bool)
-        logits_RV = log_prob_RT.new_empty(rows, projection.outputs)
+        rows, sentences, steps, seen_RP = past.rows, past.sentences, len(lookup.positions_TD), self._seen_RP
+        hypotheses, widest, length = rows // sentences, sentences * beam, tokens_RT.shape[1]
+        before, longest = past.positions - hypotheses, length + steps
+        positions = before + hypotheses + (steps - 1) * beam
+        if (
+            rows != len(tokens_RT)
+            or not hypotheses <= beam <= hypotheses * projection.outputs // 2
+            or min(counts) < 0
+        ):
+            raise ValueError(f"{beam} extensions of {rows} x {projection.outputs} for {sentences} sentences")
+        if positions > past.capacity or len(counts) != sentences or max(counts) >= beam:
+            raise ValueError(f"{steps} steps do not fit the caches, or {sentences} sentences")
+        tokens = _Pair(tokens_RT, (rows, length), widest * longest, torch.int64)
+        log_probs, tables = _Pair(log_prob_RT, (rows, length), widest * longest), None
+        if seen_RP is None and beam > 1:
+            seen_RP = tokens_RT.new_ones(rows, before, dtype=torch.bool)
+        if seen_RP is not None:
+            tables = _Pair(seen_RP, (rows, before), widest * positions, torch.bool)
+        logits_RV = log_prob_RT.new_empty(widest, projection.outputs)
         of_never = pointer(never, (len(never),), torch.int64)
-        sizes = past.sentences, rows, length, projection.outputs, len(never)
+        sizes = sentences, rows, length, projection.outputs, len(never)
         known = structures.Hypotheses(logits_RV.data_ptr(), None, None, None, of_never, *sizes)
-        unseen = (c_void_p * 2)()
-        changing = structures.Changing(
-            tokens.pointers, log_probs.pointers, unseen if tables is None else tables.pointers
-        )
-        found, count = Found(past.sentences, beam), c_int64()
-        of_search = past.structure, known, changing, beam, eos, steps, found.structure(), ctypes.addressof(count)
-        ended, taken = layers.library.take_steps(self._structure, *of_search), count.value
-        after = (x.of(taken - 1, length + taken).view(past.sentences, beam, -1) for x in (tokens, log_probs))
-        extended = found.extended(ended, *after)
-        tokens_RT, log_prob_RT = (x.of(taken, length + taken - 1) for x in (tokens, log_probs))
-        seen_RP = None if tables is None else tables.of(taken - 1, before + taken * beam)
-        return Steps(taken, tokens_RT, log_prob_RT, seen_RP, extended)
+        of_tables = (c_void_p * 2)() if tables is None else tables.pointers
+        changing = structures.Changing(tokens.pointers, log_probs.pointers, of_tables)
+        most = 2 * widest  # of each sentence fewer than `beam` hypotheses end before the last step, and as many in it
+        numbers_2E, tokens_ET = tokens_RT.new_empty(2, most), tokens_RT.new_empty(most, longest)
+        totals_E, log_prob_ET = log_prob_RT.new_empty(most), log_prob_RT.new_empty(most, longest)
+        of_ended = (x.data_ptr() for x in (*numbers_2E, tokens_ET, log_prob_ET, totals_E))
+        of_counts = (c_int64 * sentences)(*counts)
+        ended, found = structures.Ended(*of_ended, ctypes.addressof(of_counts), longest), Found(sentences, beam)
+        of_search = past.structure, known, changing, beam, eos, steps, found.structure(), ended
+        taken = layers.library.take_steps(self._structure, *of_search)
+        shape = sentences, beam, length + taken
+        _, _, row_BK, *after = found.extended(taken, tokens.of(taken - 1, *shape), log_probs.of(taken - 1, *shape))
+        number, last_rows = ended.number, rows if taken == 1 else widest
+        seen_RP = None if tables is None else tables.of(taken - 1, last_rows, positions - (steps - taken) * beam)
+        all_ended = [
+            Ended(sentence, of_tokens[1:end], [*of_log_probs[:end], total])
+            for sentence, end, of_tokens, of_log_probs, total in zip(
+                *numbers_2E[:, :number].tolist(),
+                *(x[:number].tolist() for x in (tokens_ET, log_prob_ET, totals_E)),
+                strict=True,
+            )
+        ]
+        return Steps(taken, all_ended, seen_RP, row_BK, *after)
 
 
 class NativeSplit:
@@ -349,18 +377,15 @@ def _decoder(layers: BoundLayers, lookup: Lookup, projection: Panels) -> structu
 class _Pair:
     """Two copies of a table that grows in each step, which reads one, at first the second, and writes the other."""
 
-    def __init__(
-        self, x_RN: Tensor, shape: tuple[int, int], longest: int, dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, x_RN: Tensor, shape: tuple[int, int], most: int, dtype: torch.dtype = torch.float32) -> None:
         pointer(x_RN, shape, dtype)
-        self._both = x_RN.new_empty(2, shape[0] * longest)
+        self._both = x_RN.new_empty(2, most)
         self._both[1, : x_RN.numel()] = x_RN.flatten()
-        self._rows = shape[0]
-        self.pointers = (c_void_p * 2)(self._both.data_ptr(), self._both[1].data_ptr())
+        self.pointers = (c_void_p * 2)(*(x.data_ptr() for x in self._both))
 
-    def of(self, number: int, columns: int) -> Tensor:
-        """Return the first copy, for an even number, or the second, with so many columns."""
-        return self._both[number % 2, : self._rows * columns].view(self._rows, columns)
+    def of(self, number: int, *shape: int) -> Tensor:
+        """Return the first copy, for an even number, or the second, in the shape that it has."""
+        return self._both[number % 2, : math.prod(shape)].view(shape)
 
 
 def _residual(around: AroundSublayer, dim: int) -> structures.Residual:

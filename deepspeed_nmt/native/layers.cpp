@@ -783,41 +783,48 @@ struct Decoder {
 struct Changing {
     int64_t* tokens[2];
     float* log_probs[2];
-    uint8_t* seen[2];  // (rows, positions), or null if all is seen, which needs one hypothesis of a sentence
+    uint8_t* seen[2];  // (rows, positions), or null if all is seen, which needs a beam of 1
 };
 
-// Take steps of a search, in which each sentence has `beam` hypotheses: as many as `most`, up to one in which a
-// hypothesis ends. `past` is that of the first step, and `known` that of none but for what does not change. Return as
-// `extend_hypotheses` does, for the last step.
+// Hypotheses that end: their sentence, their number of tokens before EOS, `longest` places for these and for the
+// log-probabilities up to each, and that of all with EOS. `counts` of each sentence are those that ended before.
+struct Ended {
+    int64_t *sentences, *lengths, *tokens;
+    float *log_probs, *totals;
+    int64_t *counts, longest, number;
+};
+
+// Take steps of a search, in which each sentence has `beam` hypotheses from the second step on: as many as `most`, up
+// to one after which `beam` hypotheses of a sentence have ended. `past` is that of the first step, and `known` that of
+// none but for what does not change. `found` is what the last step extends. Return the number of steps; -1 if there is
+// no memory, -2 if there is no such token or place.
 int64_t take_steps(const Decoder* decoder, const Past* past, const Hypotheses* known, const Changing* changing,
-                   int64_t beam, int64_t eos, int64_t most, const Extended* found, int64_t* taken) {
-    const int64_t rows = known->rows, dim = decoder->layers[0]->dim, hypotheses = past->hypotheses;
+                   int64_t beam, int64_t eos, int64_t most, const Extended* found, Ended* ended) {
+    const int64_t dim = decoder->layers[0]->dim, widest = known->sentences * beam;
     try {
-        const std::unique_ptr<float[]> states(new float[rows * dim]), input(new float[rows * dim]);
+        const std::unique_ptr<float[]> states(new float[widest * dim]), input(new float[widest * dim]);
+        Past now = *past;
+        Hypotheses newest = *known;
         for (int64_t step = 0;; step++) {
-            const int64_t before = (step + 1) % 2, after = step % 2;
-            Past now = *past;
-            now.positions += step * hypotheses;
+            const int64_t before = (step + 1) % 2, after = step % 2, rows = newest.rows, positions = now.positions;
             now.seen = changing->seen[after];
             if (now.seen != nullptr) {
-                const int64_t positions = now.positions - hypotheses;
+                const int64_t known_positions = positions - now.hypotheses;
                 uint8_t* seen = changing->seen[after];
                 for (int64_t row = 0; row < rows; row++) {
                     const int64_t parent = step == 0 ? row : found->rows[row];
-                    seen = std::copy_n(changing->seen[before] + parent * positions, positions, seen);
-                    for (int64_t own = 0; own < hypotheses; own++) *seen++ = own == row % hypotheses;
+                    const uint8_t* of_parent = changing->seen[before] + parent * known_positions;
+                    seen = std::copy_n(of_parent, known_positions, seen);
+                    for (int64_t own = 0; own < now.hypotheses; own++) *seen++ = own == row % now.hypotheses;
                 }
             }
-            Hypotheses newest = *known;
-            newest.length += step;
             newest.tokens = changing->tokens[before];
             newest.log_probs = changing->log_probs[before];
             Extended extended = *found;
             extended.tokens = changing->tokens[after];
             extended.log_probs = changing->log_probs[after];
-            const float* position = decoder->positions + step * dim;
             if (embed_tokens(newest.tokens + newest.length - 1, rows, newest.length, decoder->table, decoder->entries,
-                             dim, decoder->scale, position, input.get())) {
+                             dim, decoder->scale, decoder->positions + step * dim, input.get())) {
                 return -2;
             }
             std::copy_n(input.get(), rows * dim, states.get());
@@ -826,9 +833,24 @@ int64_t take_steps(const Decoder* decoder, const Past* past, const Hypotheses* k
                               decoder->norm, &now, input.get(), states.get(), 0, now.sentences);
             if (problem) return -problem;
             multiply(*decoder->projection, states.get(), rows, 0.0f, newest.logits);
-            const int64_t ended = extend_hypotheses(&newest, beam, eos, &extended);
-            *taken = step + 1;
-            if (ended != 0 || *taken == most) return ended;
+            const int64_t ending = extend_hypotheses(&newest, beam, eos, &extended);
+            if (ending < 0) return ending;
+            bool is_last = step + 1 == most;
+            for (int64_t i = 0; i < ending; i++) {
+                const int64_t row = found->ended_rows[i], sentence = row / now.hypotheses, number = ended->number++;
+                ended->sentences[number] = sentence;
+                ended->lengths[number] = newest.length;
+                std::copy_n(newest.tokens + row * newest.length, newest.length, ended->tokens + number * ended->longest);
+                std::copy_n(newest.log_probs + row * newest.length, newest.length,
+                            ended->log_probs + number * ended->longest);
+                ended->totals[number] = found->ended_log_probs[i];
+                is_last |= ++ended->counts[sentence] >= beam;
+            }
+            if (is_last) return step + 1;
+            now.hypotheses = beam;
+            now.positions = positions + beam;
+            newest.rows = widest;
+            newest.length++;
         }
     } catch (const std::bad_alloc&) {
         return -1;

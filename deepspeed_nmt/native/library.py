@@ -141,7 +141,14 @@ class Library:
         known, found = ctypes.POINTER(structures.Hypotheses), ctypes.POINTER(structures.Extended)
         self._extend.argtypes = (known, c_int64, c_int64, found)
         of_search = past, known, ctypes.POINTER(structures.Changing)
-        self.take_steps.argtypes = (ctypes.POINTER(structures.Decoder), *of_search, *range_, c_int64, found, c_void_p)
+        self.take_steps.argtypes = (
+            ctypes.POINTER(structures.Decoder),
+            *of_search,
+            *range_,
+            c_int64,
+            found,
+            ctypes.POINTER(structures.Ended),
+        )
         self._embed.argtypes = (c_void_p, *range_, c_void_p, *range_, c_double, c_void_p, c_void_p)
         decoder = ctypes.POINTER(structures.Decoder)
         self.take_passes.argtypes = (

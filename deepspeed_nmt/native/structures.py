@@ -99,6 +99,15 @@ class Changing(ctypes.Structure):
     _fields_ = tuple((name, c_void_p * 2) for name in ("tokens", "log_probs", "seen"))
 
 
+class Ended(ctypes.Structure):
+    """Hypotheses that end."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("sentences", "lengths", "tokens", "log_probs", "totals", "counts")),
+        *((name, c_int64) for name in ("longest", "number")),
+    )
+
+
 class Drafted(ctypes.Structure):
     """A sentence that is decoded by drafts."""
 

@@ -256,11 +256,10 @@ class LayerCache:
         self.length += 1
         return buffer
 
-    def reserve_steps(self, steps: int, rows: int, heads: int, width: int, like: Tensor) -> Tensor:
-        """Make room as :meth:`reserve` does, for several steps that are not taken yet; see :meth:`take`."""
-        ancestry = self._ancestry
-        ancestry.sentences = ancestry.sentences or rows
-        return self._room(ancestry.positions + steps * (rows // ancestry.sentences), heads, width, like)
+    def reserve_positions(self, more: int, sentences: int, heads: int, width: int, like: Tensor) -> Tensor:
+        """Make room for so many positions more of each sentence, which are not written yet; see :meth:`take`."""
+        self._ancestry.sentences = sentences
+        return self._room(self._ancestry.positions + more, heads, width, like)
 
     def take(self, steps: int) -> None:
         """Keep the positions of some steps that native code has written."""
@@ -306,9 +305,9 @@ class DecoderCache:
         """Return what :meth:`Ancestry.next` does."""
         return self._ancestry.next(rows, bound)
 
-    def take(self, steps: int, rows: int, mask_RP: Tensor | None) -> None:
-        """Keep what native code has written in some steps, given the positions that are seen after them."""
-        self._ancestry.take(steps * (rows // self._ancestry.sentences), mask_RP)
+    def take(self, steps: int, positions: int, mask_RP: Tensor | None) -> None:
+        """Keep the positions of each sentence that native code has written in some steps, given what is seen then."""
+        self._ancestry.take(positions, mask_RP)
         for layer in self.layers:
             layer.take(steps)
 

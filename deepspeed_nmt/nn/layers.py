@@ -431,10 +431,13 @@ class NativeStep:
         self._head_dim, self._heads = own.head_dim, own.q_proj.out_features // own.head_dim
         self._cross = layer.cross_attention if isinstance(layer, DecoderLayer) else None
 
-    def reserve(self, rows: int, cache: LayerCache, like: Tensor, steps: int | None = None) -> Tensor:
-        """Make room in the cache for the next position of each hypothesis, or for those of ``steps`` to be taken."""
-        size = rows, self._heads, self._head_dim, like
-        return cache.reserve(*size) if steps is None else cache.reserve_steps(steps, *size)
+    def reserve(self, rows: int, cache: LayerCache, like: Tensor) -> Tensor:
+        """Make room in the cache for the next position of each hypothesis; see :meth:`LayerCache.reserve`."""
+        return cache.reserve(rows, self._heads, self._head_dim, like)
+
+    def reserve_positions(self, more: int, sentences: int, cache: LayerCache, like: Tensor) -> Tensor:
+        """Make room in the cache for so many positions; see :meth:`LayerCache.reserve_positions`."""
+        return cache.reserve_positions(more, sentences, self._heads, self._head_dim, like)
 
     def source(self, context: Context, cache: LayerCache) -> Source | None:
         """Return the keys and values of the source; None if the layer has no cross-attention."""

@@ -245,17 +245,19 @@ class LayerStack(nn.Module):
         context: Context,
         caches: Sequence[LayerCache],
         rows: int,
-        steps: int,
+        positions: int,
         start: int = 0,
         stage: int | None = None,
     ) -> BoundLayers | None:
         """Return layers from ``start`` to an exit, with its LayerNorm, for native code; None if it must not be used.
 
-        The caches get room for ``steps`` of ``rows`` hypotheses. ``stage`` is counted from 1; default the top.
+        It is for up to ``rows`` hypotheses, and the caches get room for ``positions`` more of each sentence.
+        ``stage`` is counted from 1; default the top.
         """
         stage = stage or self.stages
         end, norm = self.order.stages[stage - 1], self.norm_at(stage)
-        if self.links is not None or not is_bare(self) or not in_one_thread(rows) or context.memory_BSD is None:
+        memory_BSD = context.memory_BSD
+        if self.links is not None or not is_bare(self) or not in_one_thread(rows) or memory_BSD is None:
             return None
         own = _native_steps([self.layers[index] for index in self.order.indices[start:end]], rows)
         fused = native_norm(norm, own) if own else None
@@ -263,7 +265,7 @@ class LayerStack(nn.Module):
             return None
         caches, adds_input = caches[start:end], self._adds_input(start, end)
         pairs = zip(own, caches, strict=True)
-        buffers = [step.reserve(rows, cache, context.memory_BSD, steps) for step, cache in pairs]
+        buffers = [step.reserve_positions(positions, len(memory_BSD), cache, memory_BSD) for step, cache in pairs]
         return bind_natively(own, buffers, context, caches, fused, adds_input)
 
     def read(self, x_BTD: Tensor, stage: int) -> Tensor:

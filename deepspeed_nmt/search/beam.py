@@ -26,7 +26,8 @@ at, F hypotheses that finish, T target length so far (BOS included).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar, Literal
 
 import torch
@@ -38,7 +39,6 @@ from deepspeed_nmt.core.model import DecodableModel, Memory
 from deepspeed_nmt.core.parts import MAX_HYPOTHESES
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import option
-from deepspeed_nmt.native.library import Extended
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.search.base import PENALTY_NAMES, Hypothesis, LengthPenalty, PenaltyName, Request
 from deepspeed_nmt.search.left_to_right import (
@@ -134,18 +134,23 @@ class BeamSearch(LeftToRightSearch[BeamSentence]):
 
     @override
     def step(self, live: Live[BeamSentence], memory: Memory, cache: DecoderCache) -> Extensions:
-        """Take a step, or with native code as many as :data:`_STEPS` up to one in which a hypothesis ends."""
-        rows, rules = len(live.tokens_RT), live.rules
-        steps = min(_STEPS, min(sentence.limit for sentence in live.sentences) - live.length)
-        is_able = self.native is not None and self.groups == 1 and live.width == self.size
-        if steps < 1 or not is_able or rules.read_tokens(live.length):
-            return super().step(live, memory, cache)
-        decoder = self.model.natively(rows, steps, memory, cache)
+        """Take a step, or with native code as many as :data:`_STEPS`, up to one after which a sentence is done."""
+        sentences, size, rules, rows = live.sentences, self.size, live.rules, len(live.tokens_RT)
+        steps = min(_STEPS, min(sentence.limit for sentence in sentences) - live.length)
+        is_able = self.native is not None and self.groups == 1 and steps > 0 and not rules.read_tokens(live.length)
+        is_able = is_able and 2 * size <= live.width * self.model.vocab_size
+        decoder = self.model.natively(rows, size, steps, memory, cache) if is_able else None
         if decoder is None:
             return super().step(live, memory, cache)
-        found = decoder.take_steps(live.tokens_RT, live.log_prob_RT, rules.never, self.vocabulary.eos)
-        cache.take(found.taken, rows, found.seen_RP)
-        return self._went_on(replace(live, tokens_RT=found.tokens_RT, log_prob_RT=found.log_prob_RT), found.extended)
+        counts = [sentence.counts[0] for sentence in sentences]
+        so_far = live.tokens_RT, live.log_prob_RT, rules.never
+        found = decoder.take_steps(*so_far, counts, size, self.vocabulary.eos)
+        cache.take(found.taken, live.width + (found.taken - 1) * size, found.seen_RP)
+        for number, tokens, totals in found.ended:
+            by_token = tuple(after - before for before, after in pairwise(totals))
+            self._end(sentences[number], 0, tokens, totals[-1], by_token)
+        unfinished = self._unfinished(sentences, live.length + found.taken - 1)
+        return Extensions(unfinished, found.row_BK, found.tokens_BKT, found.log_prob_BKT)
 
     def extend(self, live: Live[BeamSentence], logits_RV: Tensor) -> Extensions:
         """Extend all groups by a token, one group after another; see :meth:`LeftToRightSearch.extend`."""
@@ -187,7 +192,7 @@ class BeamSearch(LeftToRightSearch[BeamSentence]):
         parent_BK, token_BK, log_prob_BK = joined
         first_B = torch.arange(0, len(logits_RV), live.width, device=parent_BK.device)
         row_BK = parent_BK + first_B.unsqueeze(1)
-        return live.extended(self._unfinished(live), row_BK, token_BK, log_prob_BK)
+        return live.extended(self._unfinished(sentences, live.length), row_BK, token_BK, log_prob_BK)
 
     def finish(self, sentence: BeamSentence) -> list[Hypothesis]:
         """Return the best hypotheses of all groups."""
@@ -225,25 +230,27 @@ class BeamSearch(LeftToRightSearch[BeamSentence]):
             log_sum_R = self.native.log_sums(logits_RV)
             live.forbid(logits_RV)
         so_far = logits_RV, log_sum_R, live.tokens_RT, live.log_prob_RT, rules.never
-        return self._went_on(live, self.native.extend(*so_far, len(live.sentences), self.size, self.vocabulary.eos))
-
-    def _went_on(self, live: Live[BeamSentence], found: Extended) -> Extensions:
-        """Record the hypotheses that native code has ended."""
+        found = self.native.extend(*so_far, len(live.sentences), self.size, self.vocabulary.eos)
         if found.ended:
             self._record(live, 0, found.ended, found.ended_log_probs)
-        return Extensions(self._unfinished(live), found.row_BK, found.tokens_BKT, found.log_prob_BKT)
+        unfinished = self._unfinished(live.sentences, live.length)
+        return Extensions(unfinished, found.row_BK, found.tokens_BKT, found.log_prob_BKT)
 
-    def _unfinished(self, live: Live[BeamSentence]) -> list[bool]:
-        return [sentence.limit > live.length and min(sentence.counts) < self.size for sentence in live.sentences]
+    def _unfinished(self, sentences: Sequence[BeamSentence], length: int) -> list[bool]:
+        return [sentence.limit > length and min(sentence.counts) < self.size for sentence in sentences]
 
     def _record(self, live: Live[BeamSentence], group: int, rows: Sequence[int], log_probs: Sequence[float]) -> None:
         """Record the hypotheses of a group that finish, which are those of these rows and EOS."""
-        penalty, ended = self.penalty(live.length), live.ended(rows, log_probs)
+        ended = live.ended(rows, log_probs)
         for row, (tokens, by_token), log_prob in zip(rows, ended, log_probs, strict=True):
-            sentence = live.sentences[row // live.width]
-            sentence.counts[group] += 1
-            hypothesis = Hypothesis(tokens, log_prob / penalty, log_prob, token_log_probs=by_token)
-            sentence.finished.setdefault(tuple(tokens), hypothesis)
+            self._end(live.sentences[row // live.width], group, tokens, log_prob, by_token)
+
+    def _end(
+        self, sentence: BeamSentence, group: int, tokens: list[int], log_prob: float, by_token: tuple[float, ...]
+    ) -> None:
+        sentence.counts[group] += 1
+        score = log_prob / self.penalty(len(tokens) + 1)
+        sentence.finished.setdefault(tuple(tokens), Hypothesis(tokens, score, log_prob, token_log_probs=by_token))
 
 
 def _closing(live: Live[BeamSentence]) -> list[bool]:

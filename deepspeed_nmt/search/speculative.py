@@ -203,7 +203,7 @@ class Speculative(SentenceSearch[DraftedSentence]):
                 return False
             known = [bos, *sentence.tokens], sentence.limit
             tokens, log_prob, counts = parts.take_passes(*known, k, _PASSES, rules.never, eos)
-            cache.take(len(tokens), 1, None)
+            cache.take(len(tokens), len(tokens), None)
             sentence.tokens += tokens
             sentence.log_prob += log_prob
             compared, accepted = compared + counts["compared"], accepted + counts["accepted"]

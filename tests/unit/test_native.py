@@ -170,7 +170,7 @@ def test_steps_in_one_call_are_those_one_by_one(name: str, int8: bool, monkeypat
     """To the bit, where a decoder is native as a whole; sentences end at different steps."""
     ours, _ = both(model_of(name), int8)
     counted = Counted(monkeypatch)
-    for beam, count in ((1, 1), (1, 9), (4, 1), (4, 40)):
+    for beam, count in ((1, 1), (1, 9), (4, 1), (4, 40), (36, 2)):
         settings = BeamConfig(beam=beam, max_length_ratio=0.0, max_length_extra=40)
         search = BeamSearch(settings, ours, VOCABULARY)
         counted.steps.clear()
@@ -220,25 +220,30 @@ def test_steps_that_do_not_fit_are_refused() -> None:
     joint, square = Panels(code, torch.eye(8).repeat(3, 1), None), Panels(code, torch.eye(8), None)
     layer = NativeLayer(code, 1, "relu", around, [joint, *[square] * 3])
     layers = BoundLayers([layer], [torch.zeros(2, 1, 1, 5, 8)], [None])
-    lookup, output, past = native.Lookup(table, 1.0, positions), Panels(code, torch.randn(9, 8), None), (1, 1, 2)
+    lookup, output = native.Lookup(table, 1.0, positions), Panels(code, torch.randn(9, 8), None)
     tokens, log_probs, never = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2), torch.tensor([0])
-    make = NativeDecoder
-    found = make(layers, lookup, output, Past(*past, None, None, 1, 5), None).take_steps(tokens, log_probs, never, 2)
-    assert 1 <= found.taken <= 4 and found.extended.tokens_BKT.shape == (1, 1, 2 + found.taken)
-    for wrong in ((1, 1, 3), (1, 1, 2, torch.ones(1, 2, dtype=torch.bool))):
-        seen = wrong[3] if len(wrong) > 3 else None
+
+    def decoder_of(positions: int, seen: torch.Tensor | None = None) -> NativeDecoder:
+        return NativeDecoder(layers, lookup, output, Past(1, 1, positions, None, None, 1, 5), seen)
+
+    good = decoder_of(2)
+    found = good.take_steps(tokens, log_probs, never, [0], 1, 2)
+    assert 1 <= found.taken <= 4 and found.tokens_BKT.shape == (1, 1, 2 + found.taken)
+    for wrong in (decoder_of(3), decoder_of(2, torch.ones(1, 2, dtype=torch.bool))):
         with pytest.raises(ValueError):
-            decoder = make(layers, lookup, output, Past(*wrong[:3], None, None, 1, 5), seen)
-            decoder.take_steps(tokens, log_probs, never, 2)
+            wrong.take_steps(tokens, log_probs, never, [0], 1, 2)
+    for counts, beam in (([0], 0), ([0], 5), ([1], 1), ([-1], 1), ([0, 0], 1), ([0], 2)):
+        with pytest.raises(ValueError):
+            good.take_steps(tokens, log_probs, never, counts, beam, 2)
     with pytest.raises(ValueError):
-        make(layers, native.Lookup(table, 1.0, torch.zeros(4, 7)), output, Past(*past, None, None, 1, 5), None)
-    good = make(layers, lookup, output, Past(*past, None, None, 1, 5), None)
+        narrow = native.Lookup(table, 1.0, torch.zeros(4, 7))
+        NativeDecoder(layers, narrow, output, Past(1, 1, 2, None, None, 1, 5), None)
     for wrong_tokens in (torch.tensor([[1, 9]]), torch.tensor([[1, -1]])):
         with pytest.raises(IndexError):
-            good.take_steps(wrong_tokens, log_probs, never, 2)
+            good.take_steps(wrong_tokens, log_probs, never, [0], 1, 2)
     for pair in ((tokens.int(), log_probs), (tokens, log_probs.double()), (tokens[:, :1], log_probs)):
         with pytest.raises(ValueError):
-            good.take_steps(*pair, never, 2)
+            good.take_steps(*pair, never, [0], 1, 2)
 
 
 def test_passes_that_do_not_fit_are_refused() -> None:
