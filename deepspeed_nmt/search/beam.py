@@ -53,6 +53,8 @@ from deepspeed_nmt.search.left_to_right import (
 
 _STEPS = 16
 """Steps of which one call of native code takes at most so many: Ctrl+C waits for it."""
+_ROWS = 256
+"""Hypotheses of all steps of such a call, for which the caches get room: in a large batch a sentence is done soon."""
 
 
 class BeamSettings(LeftToRightSettings):
@@ -136,7 +138,8 @@ class BeamSearch(LeftToRightSearch[BeamSentence]):
     def step(self, live: Live[BeamSentence], memory: Memory, cache: DecoderCache) -> Extensions:
         """Take a step, or with native code as many as :data:`_STEPS`, up to one after which a sentence is done."""
         sentences, size, rules, rows = live.sentences, self.size, live.rules, len(live.tokens_RT)
-        steps = min(_STEPS, min(sentence.limit for sentence in sentences) - live.length)
+        steps = min(_STEPS, max(1, _ROWS // (len(sentences) * size)))
+        steps = min(steps, min(sentence.limit for sentence in sentences) - live.length)
         is_able = self.native is not None and self.groups == 1 and steps > 0 and not rules.read_tokens(live.length)
         is_able = is_able and 2 * size <= live.width * self.model.vocab_size
         decoder = self.model.natively(rows, size, steps, memory, cache) if is_able else None
