@@ -53,7 +53,7 @@ from deepspeed_nmt.errors import ConfigError, option
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.linear import packing_of
 from deepspeed_nmt.search.base import PENALTY_NAMES, Hypothesis, LengthPenalty, PenaltyName, Request, check_finite
-from deepspeed_nmt.search.beam import BeamConfig
+from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from deepspeed_nmt.search.left_to_right import LeftToRightSettings, Sentence, SentenceSearch, TokenRules
 
 _ALPHA, _EVIDENCE = 0.8, 4.0
@@ -127,6 +127,7 @@ class Speculative(SentenceSearch[DraftedSentence]):
     def __init__(self, config: SpeculativeConfig, model: DecodableModel, vocabulary: Vocabulary) -> None:
         super().__init__(config, model, vocabulary)
         self.counts = Counter[str]()
+        self._greedy: BeamSearch | None = None  # once it is known that native code serves the model
         self._parts, self._penalty = model.split(config.draft_layers), LengthPenalty.parse(config.length_penalty)
         lower, upper, projection = self._parts.weights
         self._lower, self._projection = (each / (lower + upper + projection) for each in (lower, projection))
@@ -146,6 +147,8 @@ class Speculative(SentenceSearch[DraftedSentence]):
         device, cache, eos = memory.states_BSD.device, self.model.begin(), self.vocabulary.eos
         compared, accepted = 0, 0
         if len(sentences) == 1 and self._decode_natively(sentences[0], memory, rules, cache):
+            return
+        if len(sentences) > 1 and self._decode_greedily(sentences, memory, rules):
             return
         while True:
             k = self._draft_length(compared, accepted, sentences)
@@ -208,6 +211,23 @@ class Speculative(SentenceSearch[DraftedSentence]):
             sentence.log_prob += log_prob
             compared, accepted = compared + counts["compared"], accepted + counts["accepted"]
             self.counts.update({name: counts[name] for name in ("drafted", "accepted", "tokens", "passes")})
+        return True
+
+    def _decode_greedily(self, sentences: Sequence[DraftedSentence], memory: Memory, rules: TokenRules) -> bool:
+        """Decode a batch in which drafts do not pay; return False if they do, or native code cannot."""
+        if self.native is None or self.config.draft_confidence < 1.0 or self._draft_length(0, 0, sentences):
+            return False
+        if self._greedy is None:
+            if self.model.natively(len(sentences), 1, 1, memory, self.model.begin()) is None:
+                return False
+            self._greedy = BeamSearch(self.config.without_drafts(), self.model, self.vocabulary)
+        greedy, self._greedy.native = self._greedy, self.native
+        found = [greedy.start(sentence.number, sentence.limit, sentence.request) for sentence in sentences]
+        greedy.decode(found, memory, rules)
+        for sentence, ended in zip(sentences, found, strict=True):
+            (best,) = greedy.finish(ended)
+            sentence.tokens, sentence.log_prob = [*best.tokens, self.vocabulary.eos], best.log_prob
+            self.counts.update(tokens=len(sentence.tokens), passes=len(sentence.tokens))
         return True
 
     def draft_length(self, alpha: float, sentences: int, most: int, free_rows: float) -> int:

@@ -115,6 +115,9 @@ def test_drafts_change_no_token(name: str, natively: bool, monkeypatch: pytest.M
     assert counts["tokens"] <= counts["passes"] + counts["accepted"] <= counts["tokens"] + len(rows)
     assert not calls, "one sentence is decoded by native code alone, a batch is not"
     assert_same(search_of(model, layers).search(torch.tensor(rows[:1]), False), expected[:1])
+    in_batches = search_of(model, layers, 0)  # greedy decoding, all of it native if that can be
+    assert_same(in_batches.search(padded(rows)), expected)
+    assert in_batches.counts["tokens"] == in_batches.counts["passes"] == sum(len(one.tokens) + 1 for one in expected)
     one_by_one = [search_of(model, layers, k) for k in (0, 1, 3, 9)]
     for search, row in itertools.product(one_by_one, range(len(rows))):
         assert_same(search.search(torch.tensor(rows[row : row + 1]), False), expected[row : row + 1])
