@@ -279,7 +279,7 @@ class NativeDecoder:
             or min(counts) < 0
         ):
             raise ValueError(f"{beam} extensions of {rows} x {projection.outputs} for {sentences} sentences")
-        if positions > past.capacity or len(counts) != sentences or max(counts) >= beam:
+        if steps < 1 or positions > past.capacity or len(counts) != sentences or max(counts) >= beam:
             raise ValueError(f"{steps} steps do not fit the caches, or {sentences} sentences")
         tokens = _Pair(tokens_RT, (rows, length), widest * longest, torch.int64)
         log_probs, tables = _Pair(log_prob_RT, (rows, length), widest * longest), None
@@ -349,6 +349,8 @@ class NativeSplit:
         end = len(tokens) - 1 + passes * (most + 1)  # the most positions that are written
         if len(tokens) != past.positions or not len(tokens) <= limit or most < 0:
             raise ValueError(f"{len(tokens)} tokens do not fit {past.positions} positions and {limit} tokens")
+        if not 0 <= eos < projection.outputs:
+            raise IndexError(f"{eos} is no token of {projection.outputs}")
         if min(end, limit) > min(past.capacity, len(lookup.positions_TD)):
             raise ValueError(f"{end} positions do not fit the caches")
         buffer = (c_int64 * (limit + 1))(*tokens)

@@ -113,8 +113,8 @@ class TokenEmbedding(nn.Module, Sliceable, UsesPackedWeights):
     def _positions(self, length: int) -> Tensor:
         kept, weight = self._positions_TD, self.weight
         if kept.shape[0] < length or kept.device != weight.device or kept.dtype != weight.dtype:
-            self._positions_TD = self.table(max(256, 1 << (length - 1).bit_length())).to(weight.dtype)
-        return self._positions_TD
+            kept = self._positions_TD = self.table(max(256, 1 << (length - 1).bit_length())).to(weight.dtype)
+        return kept  # another thread may have replaced the table by a shorter one
 
     def table(self, length: int) -> Tensor:
         """Compute the positions 0..length-1 on the embedding's device. Shape: -> (length, D), fp32."""

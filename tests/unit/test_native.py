@@ -31,6 +31,7 @@ from deepspeed_nmt.native.decoder import (
     Steps,
 )
 from deepspeed_nmt.native.library import NativeError, Panels
+from deepspeed_nmt.nn.embedding import TokenEmbedding
 from deepspeed_nmt.nn.layers import DecoderLayer, NativeStep
 from deepspeed_nmt.nn.linear import pack_weights
 from deepspeed_nmt.search.alignment import watched
@@ -235,6 +236,11 @@ def test_steps_that_do_not_fit_are_refused() -> None:
     for counts, beam in (([0], 0), ([0], 5), ([1], 1), ([-1], 1), ([0, 0], 1), ([0], 2)):
         with pytest.raises(ValueError):
             good.take_steps(tokens, log_probs, never, counts, beam, 2)
+    none = NativeDecoder(
+        layers, native.Lookup(table, 1.0, positions[:0]), output, Past(1, 1, 2, None, None, 1, 5), None
+    )
+    with pytest.raises(ValueError, match="0 steps"):
+        none.take_steps(tokens, log_probs, never, [0], 1, 2)
     with pytest.raises(ValueError):
         narrow = native.Lookup(table, 1.0, torch.zeros(4, 7))
         NativeDecoder(layers, narrow, output, Past(1, 1, 2, None, None, 1, 5), None)
@@ -269,6 +275,8 @@ def test_passes_that_do_not_fit_are_refused() -> None:
             split(1).take_passes([token], 5, 2, 1, never, 2)
         with pytest.raises(IndexError):
             split(1).take_passes([1], 5, 2, 1, torch.tensor([token]), 2)
+        with pytest.raises(IndexError):
+            split(1).take_passes([1], 5, 2, 1, never, token)
     with pytest.raises(ValueError):
         NativeSplit(lower, upper, lookup, Panels(code, torch.randn(9, 7), None), Past(1, 1, 1, None, None, 1, 6))
 
@@ -590,6 +598,20 @@ def test_tokens_are_looked_up() -> None:
     ):
         with pytest.raises(ValueError):
             code.embed(parts[0], native.Lookup(parts[1], 1.0, parts[2]))
+
+
+class Raced(TokenEmbedding):
+    """An embedding whose table of positions another thread replaces by a shorter one as soon as it is kept."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value[:3] if name == "_positions_TD" else value)
+
+
+def test_positions_suffice_whatever_another_thread_keeps() -> None:
+    embedding = Raced(torch.nn.Parameter(torch.randn(9, 8)), 0.0).eval()
+    pack_weights(embedding, native=native.library())
+    lookup = embedding.natively(290, 10)
+    assert lookup is not None and torch.equal(lookup.positions_TD, embedding.table(300)[290:])
 
 
 @pytest.fixture(autouse=True)
