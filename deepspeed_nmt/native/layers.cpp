@@ -706,11 +706,12 @@ int64_t extend_hypotheses(const Hypotheses* known, int64_t beam, int64_t eos, co
     return ended;
 }
 
-// Rows of a table times `scale`, plus one position. Return 0, or 2 if there is no such token.
+// Rows of a table times `scale`, plus a position of each, or of all if `of_position` is 0. Return 0, or 2 if there is
+// no such token.
 int64_t embed_tokens(const int64_t* tokens, int64_t rows, int64_t of_token, const float* table, int64_t entries,
-                     int64_t dim, double scale, const float* position, float* output) {
+                     int64_t dim, double scale, const float* position, int64_t of_position, float* output) {
     const float factor = static_cast<float>(scale);
-    for (int64_t row = 0; row < rows; row++, output += dim) {
+    for (int64_t row = 0; row < rows; row++, output += dim, position += of_position) {
         const int64_t token = tokens[row * of_token];
         if (token < 0 || token >= entries) return 2;
         const float* x = table + token * dim;
@@ -824,7 +825,7 @@ int64_t take_steps(const Decoder* decoder, const Past* past, const Hypotheses* k
             extended.tokens = changing->tokens[after];
             extended.log_probs = changing->log_probs[after];
             if (embed_tokens(newest.tokens + newest.length - 1, rows, newest.length, decoder->table, decoder->entries,
-                             dim, decoder->scale, decoder->positions + step * dim, input.get())) {
+                             dim, decoder->scale, decoder->positions + step * dim, 0, input.get())) {
                 return -2;
             }
             std::copy_n(input.get(), rows * dim, states.get());
@@ -904,7 +905,7 @@ int64_t take_passes(const Decoder* lower, const Decoder* upper, const Past* past
                 now.hypotheses = 1;
                 now.positions = before + ++width;
                 if (embed_tokens(&token, 1, 1, lower->table, lower->entries, dim, lower->scale,
-                                 lower->positions + (now.positions - 1) * dim, embedded)) {
+                                 lower->positions + (now.positions - 1) * dim, 0, embedded)) {
                     return -2;
                 }
                 std::copy_n(embedded, dim, own);

@@ -149,7 +149,7 @@ class Library:
             found,
             ctypes.POINTER(structures.Ended),
         )
-        self._embed.argtypes = (c_void_p, *range_, c_void_p, *range_, c_double, c_void_p, c_void_p)
+        self._embed.argtypes = (c_void_p, *range_, c_void_p, *range_, c_double, c_void_p, c_int64, c_void_p)
         decoder = ctypes.POINTER(structures.Decoder)
         self.take_passes.argtypes = (
             decoder,
@@ -186,15 +186,16 @@ class Library:
         return log_sums_R
 
     def embed(self, tokens_R1: Tensor, lookup: Lookup) -> Tensor:
-        """Embed tokens at one position. Shape: -> fp32 (R,1,D)."""
-        table_ED, scale, position_1D = lookup
+        """Embed tokens at one position, or each at its own. Shape: -> fp32 (R,1,D)."""
+        table_ED, scale, positions_TD = lookup
         rows, (entries, dim) = len(tokens_R1), table_ED.shape
         if tokens_R1.shape != (rows, 1) or tokens_R1.dtype != torch.int64 or not tokens_R1.is_cpu:
             raise ValueError(f"{tokens_R1.dtype} {tuple(tokens_R1.shape)} in place of a token for each row")
-        states_R1D = position_1D.new_empty(rows, 1, dim)
-        table, position = pointer(table_ED, (entries, dim)), pointer(position_1D, (1, dim))
+        states_R1D, positions = positions_TD.new_empty(rows, 1, dim), 1 if len(positions_TD) == 1 else rows
+        table, position = pointer(table_ED, (entries, dim)), pointer(positions_TD, (positions, dim))
+        of_position = position, 0 if positions == 1 else dim
         of_tokens = tokens_R1.data_ptr(), rows, tokens_R1.stride(0)
-        if self._embed(*of_tokens, table, entries, dim, scale, position, states_R1D.data_ptr()):
+        if self._embed(*of_tokens, table, entries, dim, scale, *of_position, states_R1D.data_ptr()):
             raise IndexError("no such token")
         return states_R1D
 

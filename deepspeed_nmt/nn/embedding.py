@@ -89,11 +89,12 @@ class TokenEmbedding(nn.Module, Sliceable, UsesPackedWeights):
         elif segments is None:
             end = offset + tokens_BT.shape[1]
             positions_TD = self._positions(end)[offset:end]
-            if tokens_BT.shape[1] == 1 and (lookup := self.natively(offset, 1)) is not None:
-                assert self.packed is not None and self.packed.native is not None
-                return self.packed.native.embed(tokens_BT, lookup)
         else:
             positions_TD = self._positions(segments.longest).index_select(0, segments.positions)
+        if segments is None and tokens_BT.shape[1] == 1 and (lookup := self.natively(0, 1)) is not None:
+            assert self.packed is not None and self.packed.native is not None
+            positions_TD = positions_TD.reshape(-1, self.weight.shape[1])
+            return self.packed.native.embed(tokens_BT, lookup._replace(positions_TD=positions_TD))
         embedded: Tensor = self.dropout(self.ranks.lookup(tokens_BT, self.weight) * self.scale + positions_TD)
         return embedded
 

@@ -588,6 +588,16 @@ def test_tokens_are_looked_up() -> None:
         torch.testing.assert_close(
             code.embed(each, native.Lookup(table, 6.1, position)), table[each] * 6.1 + position
         )
+    own = torch.randn(3, 37)
+    torch.testing.assert_close(
+        code.embed(tokens[:, 1:], native.Lookup(table, 6.1, own)), table[tokens[:, 1:]] * 6.1 + own.unsqueeze(1)
+    )
+    embedding = TokenEmbedding(torch.nn.Parameter(table), 0.0).eval()
+    pack_weights(embedding, native=code)
+    found = embedding(tokens[:, 1:], torch.tensor([4, 300, 4]))  # as a search by drafts embeds, a greedy one each
+    assert all(torch.equal(found[row], embedding(tokens[row : row + 1, 1:], at)[0]) for row, at in ((0, 4), (1, 300)))
+    with pytest.raises(ValueError):
+        code.embed(tokens[:, 1:], native.Lookup(table, 1.0, own[:2]))
     for wrong in (-1, 9):
         with pytest.raises(IndexError):
             code.embed(torch.tensor([[3], [wrong]]), native.Lookup(table, 1.0, position))
