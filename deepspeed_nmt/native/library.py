@@ -161,7 +161,7 @@ class Library:
             *range_,
         )
         self._log_sums.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
-        self._lock, self._free = Lock(), torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._free = torch.empty(0, dtype=torch.uint8, device="cpu")
         x = torch.arange(35, dtype=torch.float32, device="cpu").view(7, 5)
         weight = (x.flatten()[:15] - 7.0).repeat(9)[:130].view(26, 5)
         if not torch.equal(Panels(self, weight, None)(x), x @ weight.t()):
@@ -170,7 +170,7 @@ class Library:
     def kept(self, x: Tensor) -> Tensor:
         """Return a contiguous copy in large pages, if the system has them: fewer addresses to look up."""
         size = x.numel() * x.element_size()
-        with self._lock:
+        with _LOCK:
             if size > len(self._free):
                 memory = mmap.mmap(-1, max(size, _CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 with suppress(AttributeError, OSError):
@@ -322,6 +322,8 @@ def _threads() -> _Threads:
 
 
 os.register_at_fork(after_in_child=_threads.cache_clear)  # a child has none of the threads
+_LOCK = Lock()  # of memory for weights; no child begins while another thread holds it
+os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
 def pointer(x: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
