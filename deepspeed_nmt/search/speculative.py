@@ -303,6 +303,7 @@ class Speculative(SentenceSearch[DraftedSentence]):
                 logits_BWV[row, last, eos] = end_BW[row, last]
         token_BW = logits_BWV.argmax(dim=2)
         for row, last in enumerate(lasts):
+            token_BW[row, last:] = eos  # also if that is impossible
             for place, token in enumerate(drafts[row][:last]):
                 if stand[row][place]:
                     token_BW[row, place] = token

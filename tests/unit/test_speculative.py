@@ -17,7 +17,7 @@ from deepspeed_nmt.config import validate
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.errors import CheckpointError, ConfigError
 from deepspeed_nmt.native import library as native
 from deepspeed_nmt.native.decoder import NativeSplit
 from deepspeed_nmt.nn.layers import LayerNorm, LowRank
@@ -137,6 +137,14 @@ def test_rules_prefixes_and_limits_hold() -> None:
     for rules in (RULES, {}, limits, {"max_length": 1}):
         search = search_of(model, 2, 5, **rules)
         assert_same(search.search(padded(rows), True, requests), greedy(model, rows, requests, **rules))
+
+
+def test_a_model_that_cannot_end_is_damaged() -> None:
+    model, rows = model_of("pre"), random_sources(LENGTHS, V.size)
+    model.projection.bias = torch.nn.Parameter(torch.zeros(V.size))
+    model.projection.bias.data[V.eos] = -torch.inf
+    with pytest.raises(CheckpointError):
+        search_of(model, 2, 3).search(padded(rows))
 
 
 @torch.inference_mode()
