@@ -23,6 +23,7 @@ from deepspeed_nmt.native.library import (
     Library,
     Lookup,
     Panels,
+    checked,
     in_threads,
     pointer,
 )
@@ -300,20 +301,18 @@ class NativeDecoder:
         of_counts = (c_int64 * sentences)(*counts)
         ended, found = structures.Ended(*of_ended, ctypes.addressof(of_counts), longest), Found(sentences, beam)
         of_search = past.structure, known, changing, beam, eos, steps, found.structure(), ended
-        taken = layers.library.take_steps(self._structure, *of_search)
-        shape = sentences, beam, length + taken
-        _, _, row_BK, *after = found.extended(taken, tokens.of(taken - 1, *shape), log_probs.of(taken - 1, *shape))
-        number, last_rows = ended.number, rows if taken == 1 else widest
+        taken = checked(layers.library.take_steps(self._structure, *of_search))
+        shape, last_rows = (sentences, beam, length + taken), rows if taken == 1 else widest
+        tokens_BKT, log_prob_BKT = tokens.of(taken - 1, *shape), log_probs.of(taken - 1, *shape)
         seen_RP = None if tables is None else tables.of(taken - 1, last_rows, positions - (steps - taken) * beam)
+        parts = (*numbers_2E, tokens_ET, log_prob_ET, totals_E)
         all_ended = [
-            Ended(sentence, of_tokens[1:end], [*of_log_probs[:end], total])
-            for sentence, end, of_tokens, of_log_probs, total in zip(
-                *numbers_2E[:, :number].tolist(),
-                *(x[:number].tolist() for x in (tokens_ET, log_prob_ET, totals_E)),
-                strict=True,
+            Ended(sentence, own_tokens[1:end], [*own_log_probs[:end], total])
+            for sentence, end, own_tokens, own_log_probs, total in zip(
+                *(x[: ended.number].tolist() for x in parts), strict=True
             )
         ]
-        return Steps(taken, all_ended, seen_RP, row_BK, *after)
+        return Steps(taken, all_ended, seen_RP, found.row_BK, tokens_BKT, log_prob_BKT)
 
 
 class NativeSplit:
@@ -359,9 +358,8 @@ class NativeSplit:
         of_never = pointer(never, (len(never),), torch.int64)
         known = structures.Hypotheses(ctypes.addressof(logits), None, None, None, of_never, *sizes)
         found = structures.Drafted(ctypes.addressof(buffer), len(tokens), limit)
-        taken = lower.library.take_passes(*self._structures, past.structure, known, found, most, eos, passes)
-        if taken < 0:
-            raise MemoryError("no memory for a pass") if taken == -1 else IndexError("no such token")
+        of_pass = past.structure, known, found, most, eos, passes
+        taken = checked(lower.library.take_passes(*self._structures, *of_pass))
         counts = {"passes": taken, "tokens": found.gained, "drafted": found.drafted}
         counts |= {"compared": found.compared, "accepted": found.accepted}
         return buffer[len(tokens) : found.count], found.log_prob, counts

@@ -84,22 +84,33 @@ class Extended(NamedTuple):
 
 
 class Found:
-    """What extensions of B sentences with K hypotheses each are written into."""
+    """Buffers for the extensions of B sentences with K hypotheses each.
+
+    Attributes:
+        row_BK: rows that live on.
+    """
 
     def __init__(self, sentences: int, beam: int) -> None:
-        self._row_BK = torch.empty(sentences, beam, dtype=torch.int64, device="cpu")
+        self.row_BK = torch.empty(sentences, beam, dtype=torch.int64, device="cpu")
         self._ended, self._log_probs = (c_int64 * (sentences * beam))(), (c_float * (sentences * beam))()
 
     def structure(self, tokens: int | None = None, log_probs: int | None = None) -> structures.Extended:
         """Return the addresses, with those of tokens and log-probabilities of the extended hypotheses."""
         of_ended = ctypes.addressof(self._ended), log_probs, ctypes.addressof(self._log_probs)
-        return structures.Extended(self._row_BK.data_ptr(), tokens, *of_ended)
+        return structures.Extended(self.row_BK.data_ptr(), tokens, *of_ended)
 
-    def extended(self, count: int, tokens_BKT: Tensor, log_prob_BKT: Tensor) -> Extended:
-        """Return what has been found, if so many hypotheses end, or raise what a negative number means."""
-        if count < 0:
-            raise MemoryError("no memory for a step of decoding") if count == -1 else IndexError("no such token")
-        return Extended(self._ended[:count], self._log_probs[:count], self._row_BK, tokens_BKT, log_prob_BKT)
+    def ended(self, count: int) -> tuple[list[int], list[float]]:
+        """Return the rows of the hypotheses that end, given their number, and their log-probabilities."""
+        return self._ended[:count], self._log_probs[:count]
+
+
+def checked(result: int) -> int:
+    """Return what a function of the code returns, or raise what it means if it is negative."""
+    if result < 0:
+        raise (
+            MemoryError("no memory for a step of decoding") if result == -1 else IndexError("no such token or place")
+        )
+    return result
 
 
 class Lookup(NamedTuple):
@@ -135,32 +146,19 @@ class Library:
             self.is_wide = self.panel_outputs >= _WIDE
         except (OSError, AttributeError) as error:  # such as a file system from which nothing may be run
             raise NativeError(f"the compiled code cannot be loaded ({error})") from error
-        past, pointers, range_ = ctypes.POINTER(structures.Past), [c_void_p] * 4, [c_int64] * 2
-        self.decode_layers.argtypes = (*pointers, c_int64, c_void_p, past, c_void_p, c_void_p, *range_)
-        self.multiply_rows.argtypes = (ctypes.POINTER(structures.Product), c_void_p, c_int64, c_void_p)
-        known, found = ctypes.POINTER(structures.Hypotheses), ctypes.POINTER(structures.Extended)
-        self._extend.argtypes = (known, c_int64, c_int64, found)
-        of_search = past, known, ctypes.POINTER(structures.Changing)
-        self.take_steps.argtypes = (
-            ctypes.POINTER(structures.Decoder),
-            *of_search,
-            *range_,
-            c_int64,
-            found,
-            ctypes.POINTER(structures.Ended),
-        )
-        self._embed.argtypes = (c_void_p, *range_, c_void_p, *range_, c_double, c_void_p, c_int64, c_void_p)
-        decoder = ctypes.POINTER(structures.Decoder)
-        self.take_passes.argtypes = (
-            decoder,
-            decoder,
-            past,
-            known,
-            ctypes.POINTER(structures.Drafted),
-            c_int64,
-            *range_,
-        )
-        self._log_sums.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
+        names = "Product", "Past", "Hypotheses", "Extended", "Decoder", "Changing", "Ended", "Drafted"
+        kinds = (ctypes.POINTER(getattr(structures, name)) for name in names)
+        product, past, known, found, decoder, changing, ended, drafted = kinds
+        pointer_, integer = c_void_p, c_int64
+        tables, range_ = [pointer_] * 4, [integer] * 2
+        self.decode_layers.argtypes = (*tables, integer, pointer_, past, pointer_, pointer_, *range_)
+        self.multiply_rows.argtypes = product, pointer_, integer, pointer_
+        self._extend.argtypes = known, integer, integer, found
+        self.take_steps.argtypes = decoder, past, known, changing, *[integer] * 3, found, ended
+        self.take_passes.argtypes = decoder, decoder, past, known, drafted, *[integer] * 3
+        of_table = pointer_, integer, integer, c_double
+        self._embed.argtypes = (pointer_, integer, integer, *of_table, pointer_, integer, pointer_)
+        self._log_sums.argtypes = pointer_, integer, integer, pointer_
         self._free = torch.empty(0, dtype=torch.uint8, device="cpu")
         x = torch.arange(35, dtype=torch.float32, device="cpu").view(7, 5)
         weight = (x.flatten()[:15] - 7.0).repeat(9)[:130].view(26, 5)
@@ -230,8 +228,9 @@ class Library:
         )
         tokens_BKT = tokens_RT.new_empty(sentences, beam, length + 1)
         log_prob_BKT, found = log_prob_RT.new_empty(tokens_BKT.shape), Found(sentences, beam)
-        count = self._extend(known, beam, eos, found.structure(tokens_BKT.data_ptr(), log_prob_BKT.data_ptr()))
-        return found.extended(count, tokens_BKT, log_prob_BKT)
+        buffers = found.structure(tokens_BKT.data_ptr(), log_prob_BKT.data_ptr())
+        ended = found.ended(checked(self._extend(known, beam, eos, buffers)))
+        return Extended(*ended, found.row_BK, tokens_BKT, log_prob_BKT)
 
 
 class Panels:

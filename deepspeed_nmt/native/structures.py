@@ -45,7 +45,7 @@ class States(ctypes.Structure):
 
 
 class Past(ctypes.Structure):
-    """What all layers of a step share."""
+    """The positions of a step that all layers share."""
 
     _fields_ = (
         *((name, c_int64) for name in ("sentences", "hypotheses", "places")),
@@ -75,7 +75,7 @@ class Hypotheses(ctypes.Structure):
 
 
 class Extended(ctypes.Structure):
-    """What extensions are written into."""
+    """Buffers for extensions."""
 
     _fields_ = tuple((name, c_void_p) for name in ("rows", "tokens", "ended_rows", "log_probs", "ended_log_probs"))
 
@@ -94,7 +94,7 @@ class Decoder(ctypes.Structure):
 
 
 class Changing(ctypes.Structure):
-    """What a step changes."""
+    """Pairs of buffers, of which a step reads one and writes the other."""
 
     _fields_ = tuple((name, c_void_p * 2) for name in ("tokens", "log_probs", "seen"))
 

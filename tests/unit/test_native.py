@@ -247,6 +247,8 @@ def test_steps_that_do_not_fit_are_refused() -> None:
     for wrong_tokens in (torch.tensor([[1, 9]]), torch.tensor([[1, -1]])):
         with pytest.raises(IndexError):
             good.take_steps(wrong_tokens, log_probs, never, [0], 1, 2)
+    with pytest.raises(IndexError):
+        decoder_of(1).take_steps(torch.tensor([[9]]), torch.zeros(1, 1), never, [0], 1, 2)
     for pair in ((tokens.int(), log_probs), (tokens, log_probs.double()), (tokens[:, :1], log_probs)):
         with pytest.raises(ValueError):
             good.take_steps(*pair, never, [0], 1, 2)
