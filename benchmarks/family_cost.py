@@ -42,6 +42,7 @@ def families(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
         "relative positions": {"model": {"name": "relative_positions", **shape}},
         "transparent attention": {"model": {"name": "transparent_attention", **shape}},
         "DLCL": {"model": {"name": "dlcl", **shape}},
+        "MSC": {"model": {"name": "msc", **shape}},
         "SDT": {"model": {"name": "sdt", **shape, "stack_layers": max(1, layers // 2)}},
         "recurrent, each layer twice": {"model": {"name": "recurrent", **shape, **half, **loops}},
         "depth growing, one layer on top": {

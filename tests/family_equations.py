@@ -1,4 +1,4 @@
-"""Transcriptions of GNMT, ConvS2S, merged attention and layer-wise coordination, from the equations of the papers.
+"""Transcriptions of GNMT, ConvS2S, merged attention, layer-wise coordination and MSC, from the equations of the papers.
 
 As in :mod:`tests.transformer_equations`: one sentence and one position at a time, with the weights of a model's
 modules and none of its code.
@@ -136,3 +136,51 @@ def mixed(layer: Any, style: str, x: Tensor, h: Tensor) -> Tensor:
     memory, heads = norm(layer.self_residual.norm, x) if style == "pre" else x, x.shape[1] // attention.head_dim
     rows = [attend(attention, heads, h[t : t + 1], torch.cat([memory, h[: t + 1]])) for t in range(len(h))]
     return torch.cat(rows)
+
+
+def msc(model: Any, source: Sequence[int], target: Sequence[int]) -> Tensor:
+    """Compute the decoder's top states (Wei et al. 2020): a layer a block, and a GRU from block to block."""
+    x, y = embed(model.source_embedding.weight, source), embed(model.target_embedding.weight, target)
+    carried, layers, cell = x, list(model.encoder.layers), model.context_cell.cell
+    size = len(layers) // len(model.decoder.layers)
+    for number, above in enumerate(model.decoder.layers):
+        style = above.self_residual.style
+        for layer in layers[number * size : (number + 1) * size]:
+            x = reading(
+                layer,
+                style,
+                x,
+                [
+                    (layer.self_residual, layer.self_attention, None, False),
+                    (layer.context_residual, layer.context_attention, carried, False),
+                ],
+            )
+        block = norm(model.block_norms[number], x) if style == "pre" else x
+        carried = torch.stack([gru(cell, *pair) for pair in zip(block, carried, strict=True)])
+        y = reading(
+            above,
+            style,
+            y,
+            [
+                (above.self_residual, above.self_attention, None, True),
+                (above.cross_residual, above.cross_attention, block, False),
+                (above.context_residual, above.context_attention, carried, False),
+            ],
+        )
+    return y if model.decoder.final_norm is None else norm(model.decoder.final_norm, y)
+
+
+def reading(layer: Any, style: str, x: Tensor, attentions: Sequence[tuple[Any, Any, Tensor | None, bool]]) -> Tensor:
+    """Attend to states, or to itself, in order, then apply the feed-forward network."""
+    for around, attention, memory, causal in attentions:
+        heads = x.shape[1] // attention.head_dim
+        x = residual(around, style, x, lambda h: attend(attention, heads, h, h if memory is None else memory, causal))
+    return residual(layer.feed_forward_residual, style, x, partial(network, layer.feed_forward))
+
+
+def gru(cell: Any, x: Tensor, h: Tensor) -> Tensor:
+    """Compute the next state of a GRU (Cho et al. 2014), whose reset gate scales what its product has computed."""
+    read, kept = cell.weight_ih @ x + cell.bias_ih, cell.weight_hh @ h + cell.bias_hh
+    (r_x, z_x, n_x), (r_h, z_h, n_h) = read.chunk(3), kept.chunk(3)
+    z = torch.sigmoid(z_x + z_h)
+    return (1 - z) * torch.tanh(n_x + torch.sigmoid(r_x + r_h) * n_h) + z * h

@@ -48,6 +48,7 @@ ARMS = {
         *(18, 6, "model.name=sdt", "model.stack_layers=6"),
         *("growth.encoder_layers=[6,12]", "growth.decoder_layers=[6,6]"),
     ),
+    "msc18-6": transformer(18, 6, "model.name=msc"),
     "coordination6": transformer(6, 6, "model.name=coordination"),
     "merged_attention18": transformer(
         18, 18, "model.norm=post", "model.init=depth_scaled", "layer.name=merged_attention"

@@ -24,6 +24,7 @@ from deepspeed_nmt.methods import (
     label_smoothed,
     masked_tokens,
     merged_attention,
+    msc,
     multi_softmax,
     parallel_decoder,
     recurrent,
@@ -53,6 +54,7 @@ MODELS: Registry[TranslationModel] = Registry(
         dlcl.ENTRY,
         relative_positions.ENTRY,
         sdt.ENTRY,
+        msc.ENTRY,
     ],
 )
 # Builder: (config, number, parts) -> decoder layer.

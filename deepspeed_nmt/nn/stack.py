@@ -143,12 +143,14 @@ class LayerStack(nn.Module):
         context: Context,
         caches: Sequence[LayerCache] | None = None,
         exits: Sequence[int] | None = None,
+        first: int = 0,
     ) -> list[Tensor]:
         """Apply the layers, up to the deepest of the given exits.
 
         Args:
             caches: one for each application, when decoding position by position, from the top.
             exits: counted from 1; default the top.
+            first: application, from 0, with which to begin, in a stack without links.
 
         Shape: (B,T,D) -> one (B,T,D) per exit
         """
@@ -164,7 +166,7 @@ class LayerStack(nn.Module):
         states: dict[int, Tensor] = {}
         every = self.recompute_every if self.training and torch.is_grad_enabled() else 0
         contexts = self._contexts(context, indices)
-        for number, index in enumerate(indices):
+        for number, index in enumerate(indices[first:], first):
             if number in self.order.inputs_at:
                 x_BTD = x_BTD + input_BTD
             layer, shared = self.layers[index], contexts.get(index, context)

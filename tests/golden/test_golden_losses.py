@@ -79,6 +79,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "relative_positions": {"model": {"name": "relative_positions", **SHAPE, "clip_distance": 4}},
     "sdt": {"model": {"name": "sdt", **SHAPE, "encoder_layers": 4, "stack_layers": 2}},
     "coordination": {"model": {"name": "coordination", **SHAPE}},
+    "msc": {"model": {"name": "msc", **SHAPE, "encoder_layers": 4}},
     "merged_attention": {
         "model": {"name": "transformer", **SHAPE, "norm": "post"},
         "layer": {"name": "merged_attention"},

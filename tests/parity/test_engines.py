@@ -43,7 +43,7 @@ ENGINES = {
 # Methods whose engines are the same, and that share the start of the ranks.
 JOINT = {
     ("gnmt", "convs2s", "merged", "coordination"): ["zero3+recompute"],
-    ("dlcl", "relative_positions", "sdt"): ["zero2+packed"],
+    ("dlcl", "relative_positions", "sdt", "msc"): ["zero2+packed"],
 }
 ENGINES |= {method: {1: ["plain"], 2: names} for methods, names in JOINT.items() for method in methods}
 # Engines of each method on two pairs of tensor-parallel ranks, and the settings that make the model shallower there.
@@ -57,6 +57,7 @@ TENSOR = {
     "dlcl": ["zero3+recompute+packed"],
     "relative_positions": ["zero3+recompute+packed"],
     "sdt": ["zero3+recompute+packed"],
+    "msc": ["zero3+recompute+packed"],
 }
 # They also have the connections of deep stacks that have weights of their own.
 DEPTHS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""GNMT, ConvS2S, merged attention, layer-wise coordination: equations, gradients, sizes, decoding, and refusals."""
+"""GNMT, ConvS2S, merged attention, layer-wise coordination, MSC: equations, gradients, sizes, decoding, and refusals."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,15 +29,17 @@ FAMILIES: dict[str, tuple[Any, list[dict[str, Any]]]] = {
     ),
     "merged": (family_equations.merged, [{"norm": "pre"}]),
     "coordination": (family_equations.coordination, [{"norm": "post", "heads": 2}]),
+    "msc": (family_equations.msc, [{"norm": "post", "encoder_layers": 2}]),
 }
 """The transcription of each family, and settings that change those of its `SelfTest`."""
-OWN_LAYERS = ["gnmt", "convs2s", "coordination"]
+OWN_LAYERS = ["gnmt", "convs2s", "coordination", "msc"]
 """Those that are models, and not decoder layers of a Transformer."""
 ODD: dict[str, list[dict[str, Any]]] = {
     "gnmt": [{"dim": 1}, {"dim": 7, "encoder_layers": 2, "decoder_layers": 2}],
     "convs2s": [{"dim": 1, "encoder_convolutions": [[1, 1, 1]], "decoder_convolutions": [[1, 3, 1]]}],
     "merged": [{"dim": 2, "heads": 1, "encoder_layers": 1, "decoder_layers": 1}],
     "coordination": [{"dim": 3, "heads": 3, "encoder_layers": 1, "decoder_layers": 1}],
+    "msc": [{"dim": 3, "heads": 3, "encoder_layers": 1, "decoder_layers": 1}],
 }
 """Odd sizes that train and decode."""
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -57,6 +59,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": {"name": "coordination", "encoder_layers": 3}}, "encoder_layers is 3 and decoder_layers 6"),
     ({"model": {"name": "coordination", "norm": "deepnorm"}}, "norm is deepnorm"),
     ({"model": {"name": "coordination", "decoder_norm": "post"}}, "decoder_norm is post and norm pre"),
+    ({"model": {"name": "msc", "encoder_layers": 8}}, "encoder_layers is 8, but the decoder's 6 layers attend"),
+    ({"model": {"name": "msc", "encoder_layers": 4}}, "use encoder_layers=6"),
+    ({"model": {"name": "msc", "norm": "deepnorm"}}, "norm is deepnorm"),
     ({"model": {"name": "coordination", "heads": 3}}, "heads is 3, which does not divide dim 512"),
     (
         {"model": {"name": "relative_positions"}, "layer": {"name": "merged_attention"}},
@@ -71,6 +76,9 @@ COUNTS = [
     ("matt_ds_init_20", 27_500, 27_500, 154.3),
     # An estimate of Wang et al. (2019).
     ("coordination_big", 33_000, None, 210),
+    # Both rows of Wei et al. fit embeddings of 37,000 tokens for each side.
+    ("msc_base_48", 37_000, None, 272),
+    ("msc_big_18", 37_000, None, 512),
 ]
 """Recipe, sizes of the target's and the source's vocabulary, and printed parameters in millions."""
 CASES = [(name, changes) for name, (_, variants) in FAMILIES.items() for changes in ({}, *variants)]
