@@ -1,4 +1,4 @@
-"""Transcriptions of GNMT, ConvS2S, merged attention, layer-wise coordination and MSC, from the equations of the papers.
+"""Transcriptions of GNMT, ConvS2S, merged attention, layer-wise coordination and MSC from equations.
 
 As in :mod:`tests.transformer_equations`: one sentence and one position at a time, with the weights of a model's
 modules and none of its code.
@@ -9,7 +9,7 @@ Legend: S source length, T target length, D model width.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -144,38 +144,27 @@ def msc(model: Any, source: Sequence[int], target: Sequence[int]) -> Tensor:
     carried, layers, cell = x, list(model.encoder.layers), model.context_cell.cell
     size = len(layers) // len(model.decoder.layers)
     for number, above in enumerate(model.decoder.layers):
-        style = above.self_residual.style
+        style, heads = above.self_residual.style, x.shape[1] // above.self_attention.head_dim
         for layer in layers[number * size : (number + 1) * size]:
-            x = reading(
-                layer,
-                style,
-                x,
-                [
-                    (layer.self_residual, layer.self_attention, None, False),
-                    (layer.context_residual, layer.context_attention, carried, False),
-                ],
-            )
+            x = residual(layer.self_residual, style, x, partial(attend_to_itself, layer.self_attention, heads))
+            x = residual(layer.context_residual, style, x, reading(layer.context_attention, heads, carried))
+            x = residual(layer.feed_forward_residual, style, x, partial(network, layer.feed_forward))
         block = norm(model.block_norms[number], x) if style == "pre" else x
         carried = torch.stack([gru(cell, *pair) for pair in zip(block, carried, strict=True)])
-        y = reading(
-            above,
-            style,
-            y,
-            [
-                (above.self_residual, above.self_attention, None, True),
-                (above.cross_residual, above.cross_attention, block, False),
-                (above.context_residual, above.context_attention, carried, False),
-            ],
-        )
+        prefix = partial(attend_to_itself, above.self_attention, heads, causal=True)
+        y = residual(above.self_residual, style, y, prefix)
+        y = residual(above.cross_residual, style, y, reading(above.cross_attention, heads, block))
+        y = residual(above.context_residual, style, y, reading(above.context_attention, heads, carried))
+        y = residual(above.feed_forward_residual, style, y, partial(network, above.feed_forward))
     return y if model.decoder.final_norm is None else norm(model.decoder.final_norm, y)
 
 
-def reading(layer: Any, style: str, x: Tensor, attentions: Sequence[tuple[Any, Any, Tensor | None, bool]]) -> Tensor:
-    """Attend to states, or to itself, in order, then apply the feed-forward network."""
-    for around, attention, memory, causal in attentions:
-        heads = x.shape[1] // attention.head_dim
-        x = residual(around, style, x, lambda h: attend(attention, heads, h, h if memory is None else memory, causal))
-    return residual(layer.feed_forward_residual, style, x, partial(network, layer.feed_forward))
+def attend_to_itself(attention: Any, heads: int, h: Tensor, causal: bool = False) -> Tensor:
+    return attend(attention, heads, h, h, causal)
+
+
+def reading(attention: Any, heads: int, memory: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda h: attend(attention, heads, h, memory)
 
 
 def gru(cell: Any, x: Tensor, h: Tensor) -> Tensor:

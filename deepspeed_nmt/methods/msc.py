@@ -9,9 +9,9 @@ context C, which a GRU carries from block to block, position by position. With e
     B_0 = C_0 = e,    B_n = block_n(B_{n-1}, C_{n-1}),    C_n = GRU(B_n, C_{n-1}),    n = 1 .. M,
     s_n = layer_n(s_{n-1}, B_n, C_n).
 
-Layers of the encoder attend to themselves, then to C_{n-1}; layer n of the decoder to the target, then to B_n, then to
-C_n; a feed-forward network follows, each within its residual connection. With pre-norm, decoder and GRU read B_n
-through a LayerNorm of its own.
+Layers of the encoder attend to their input, then to C_{n-1}; layer n of the decoder to the target, then to B_n, then
+to C_n. A feed-forward network follows. Each has a residual connection. With pre-norm, decoder and GRU read B_n through
+a LayerNorm of its own.
 
 The authors published no code, and how their layers read the context could not be looked up. Attention by matrices of
 its own in each layer, with one GRU for all blocks, has 272.7M and 510.4M parameters if source and target have an
@@ -60,7 +60,7 @@ class MSCConfig(TransformerShape):
         if n % m:
             lower = f"{n // m * m} or " if n > m else ""
             raise ValueError(
-                f"encoder_layers is {n}, but the decoder's {m} layers attend to as many blocks of equally many layers; "
+                f"encoder_layers is {n}, but the decoder's {m} layers attend to as many blocks of equal size; "
                 f"use encoder_layers={lower}{-(-n // m) * m}"
             )
         if self.norm == "deepnorm":

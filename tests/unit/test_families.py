@@ -1,4 +1,4 @@
-"""GNMT, ConvS2S, merged attention, layer-wise coordination, MSC: equations, gradients, sizes, decoding, and refusals."""
+"""GNMT, ConvS2S, MAtt, layer-wise coordination, MSC: equations, gradients, sizes, decoding, and refusals."""
 
 from collections.abc import Mapping
 from typing import Any
