@@ -10,8 +10,8 @@ context C, which a GRU carries from block to block, position by position. With e
     s_n = layer_n(s_{n-1}, B_n, C_n).
 
 Layers of the encoder attend to their input, then to C_{n-1}; layer n of the decoder to the target, then to B_n, then
-to C_n. A feed-forward network follows. Each has a residual connection. With pre-norm, decoder and GRU read B_n through
-a LayerNorm of its own.
+to C_n. A feed-forward network follows. Each has a residual connection. With pre-norm, decoder and GRU read B_n
+through a LayerNorm of its own.
 
 The authors published no code, and how their layers read the context could not be looked up. Attention by matrices of
 its own in each layer, with one GRU for all blocks, has 272.7M and 510.4M parameters if source and target have an
@@ -43,8 +43,9 @@ from deepspeed_nmt.methods.transformer import (
     initialise_layers,
     layer_parts,
 )
+from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import KeysValues, LayerCache
-from deepspeed_nmt.nn.layers import Context, DecoderLayer, EncoderLayer, LayerNorm, LayerParts
+from deepspeed_nmt.nn.layers import Context, DecoderLayer, EncoderLayer, LayerNorm, LayerParts, Residual
 from deepspeed_nmt.nn.stack import LayerStack
 from deepspeed_nmt.registry import Entry, SelfTest
 
@@ -96,6 +97,8 @@ class ContextEncoderLayer(EncoderLayer):
 class ContextDecoderLayer(DecoderLayer):
     """Layer ``number``, from 0, of the decoder; the memory of its :class:`Context` has all blocks and contexts."""
 
+    context_attention: MultiHeadAttention
+    context_residual: Residual
     number: int
 
     @classmethod
