@@ -7,21 +7,26 @@ TEXT is a directory with raw Multi30k (train and val in .en and .de). All arms h
 
     loops1, ... loops8   2+2 layers, applied 1, 2, 4 or 8 times on both sides
     loops_any            a random number of 1 to 8 loops of each side in every update
+    loops_rank           the same, with a map of rank 8 after each loop
     loops_taught         a random number beside all 8 loops (exits=2x2), which teach it with weight 1
     exits, exits_taught, exits_symmetric     4+4 layers, exits=2x2, without a teacher, and with either divergence
 
 Each model translates the validation text at equal depths of both sides that it was trained for, from its last
-checkpoint, on which that text had no influence. An arm that has a row in the record is not run again.
+checkpoint, on which that text had no influence. If OUT has the model of equally many loops alone with the same seed,
+or of `exits` for the taught ones, differences of BLEU from it have intervals by a paired bootstrap test. An arm that
+has a row in the record is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from arms import sh
 from collapse import COLUMNS as MEASURED
 from collapse import add_options, layers, prepare, results, train
 from records import Results, Table
@@ -47,6 +52,7 @@ def looped(loops: int) -> list[str]:
 ARMS = {
     **{f"loops{loops}": looped(loops) for loops in (1, 2, 4, 8)},
     "loops_any": [*looped(8), *ANY],
+    "loops_rank": [*looped(8), *ANY, "model.loop_rank=8"],
     "loops_taught": [*looped(8), *TWO, TAUGHT],
     "exits": [*layers(4, 4), *TWO],
     "exits_taught": [*layers(4, 4), *TWO, TAUGHT],
@@ -55,17 +61,41 @@ ARMS = {
 COLUMNS = {title: MEASURED[title] for title in ("arm", "seed", "at update", "train ppl", "valid ppl", "hours")}
 
 
-def measured(run: Path, text: ParallelText) -> list[dict[str, float]]:
+def hypotheses(run: Path, depth: int) -> Path:
+    """Return the file of a run's translations at a depth."""
+    return run / f"depth_{depth}.hyp"
+
+
+def base_of(name: str, depth: int) -> str:
+    """Return the arm that a model of several depths is compared with at one of them."""
+    return f"loops{depth}" if name.startswith("loops_") else "exits"
+
+
+def measured(name: str, seed: str, out: Path, text: ParallelText, reference: Path) -> list[dict[str, Any]]:
     """Translate a text at the trained depths, and return BLEU and seconds of each."""
+    run = out / f"{name}-seed{seed}"
     whole, found = Translator.open(run, checkpoint="last"), []
     scorer, top = common_scorer([Run.open(run)], text), whole.model.stages
     for depth in DEPTHS:
-        name = f"{depth}-{depth}"
-        if name in whole.exits or (depth, depth) == top:
-            started = time.monotonic()
-            lines = [one.text for one in whole.at_exit(name).translate(text.sources)]
-            found.append({"depth": depth, "BLEU": scorer.first(lines), "seconds": time.monotonic() - started})
+        exit = f"{depth}-{depth}"
+        if exit not in whole.exits and (depth, depth) != top:
+            continue
+        started = time.monotonic()
+        lines = [one.text for one in whole.at_exit(exit).translate(text.sources)]
+        row = {"depth": depth, "BLEU": scorer.first(lines), "seconds": time.monotonic() - started}
+        hypotheses(run, depth).write_text("".join(f"{line}\n" for line in lines))
+        base = hypotheses(out / f"{base_of(name, depth)}-seed{seed}", depth)
+        if base.exists() and "_" in name:
+            files = ["--hypothesis", str(base), str(hypotheses(run, depth)), "--reference", str(reference)]
+            row |= json.loads(sh("score", *files, "--json").splitlines()[1])["comparison"]
+        found.append(row)
     return found
+
+
+def difference(row: dict[str, Any]) -> str:
+    """Return how far BLEU is from that of the model of one depth, with its interval."""
+    low, high = row["interval"]
+    return f"{row['difference']:+.1f} [{low:+.1f}, {high:+.1f}]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,12 +109,17 @@ def run(arguments: argparse.Namespace) -> Iterator[Results]:
 
     def row(name: str, seed: str) -> dict[str, Any]:
         trained = train(name, seed, ARMS[name], arguments.updates or 3000, data, arguments)
-        return {**trained, "depths": measured(arguments.out / f"{name}-seed{seed}", text)}
+        return {**trained, "depths": measured(name, seed, arguments.out, text, arguments.text / "val.de")}
 
     for found in results(arguments, COLUMNS, row):
-        by_depth = [
-            {"arm": row["arm"], "seed": row["seed"], **{f"at {one['depth']}": one["BLEU"] for one in row["depths"]}}
+        names = [{"arm": row["arm"], "seed": row["seed"]} for row in found.rounds]
+        bleu = [{f"at {one['depth']}": one["BLEU"] for one in row["depths"]} for row in found.rounds]
+        intervals = [
+            {f"at {one['depth']}": difference(one) for one in row["depths"] if "interval" in one}
             for row in found.rounds
         ]
-        found.tables["bleu"] = Table.of(by_depth, {f"at {depth}": "{:.2f}" for depth in DEPTHS})
+        rows = [name | own for name, own in zip(names, bleu, strict=True)]
+        found.tables["bleu"] = Table.of(rows, {f"at {depth}": "{:.2f}" for depth in DEPTHS})
+        compared = [name | own for name, own in zip(names, intervals, strict=True) if own]
+        found.tables["against one depth"] = Table.of(compared)
         yield found
