@@ -7,10 +7,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from records import Results, Table
 
@@ -64,6 +65,19 @@ def sh(*words: str) -> str:
     """Run a command of `deepspeed-nmt` on one thread and return its output."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run([*PROGRAM, *words], env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def compared(base: Path, hypothesis: Path, reference: Path) -> dict[str, Any]:
+    """Compare translations with others by a paired bootstrap test of BLEU; see :func:`difference`."""
+    files = ["--hypothesis", str(base), str(hypothesis), "--reference", str(reference)]
+    comparison: dict[str, Any] = json.loads(sh("score", *files, "--json").splitlines()[1])["comparison"]
+    return comparison
+
+
+def difference(comparison: Mapping[str, Any]) -> str:
+    """Return the difference of a comparison with its interval."""
+    low, high = comparison["interval"]
+    return f"{comparison['difference']:+.1f} [{low:+.1f}, {high:+.1f}]"
 
 
 class Experiment:
@@ -150,9 +164,8 @@ class Experiment:
         shown = []
         for row, score in zip(rows, scores, strict=True):
             bleu: dict[str, object] = {"test BLEU": score["bleu"]["score"]}
-            if (compared := score.get("comparison")) is not None:
-                low, high = compared["interval"]
-                bleu["against the first"] = f"{compared['difference']:+.1f} [{low:+.1f}, {high:+.1f}]"
+            if (comparison := score.get("comparison")) is not None:
+                bleu["against the first"] = difference(comparison)
             shown.append({title: row.get(key) for title, key in COLUMNS.items()} | bleu)
         formats = {"parameters": "{:,}", "trained": "{:,}"}
         formats |= dict.fromkeys(("train ppl", "valid ppl", "valid BLEU"), "{:,.1f}")

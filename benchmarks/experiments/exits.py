@@ -11,7 +11,8 @@ the inverse of their probability, `multi4x4_equal` weights them equally. An upda
 ones, so on equal budgets compare them with `layers4_long`. `multi4x4_all`, which is no default job, trains all 16
 exits in each update. Finally `report depths` of each N x M model is drawn to OUT/depths-<arm>-seed<n>.png, and rules
 by which its exits choose, fitted on the validation text, translate the test set beside its fixed decoder depths, all
-in turn; seconds are medians of three, without loading.
+in turn; seconds are medians of three, without loading. They are compared with the full depth by a paired bootstrap
+test.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from arms import Arm, Experiment, add_options, sh
+from arms import Arm, Experiment, add_options, compared, difference, sh
 from records import Results, Table
 
 from deepspeed_nmt.api import Translator
@@ -93,14 +94,26 @@ def chosen(run: Path, data: Path) -> list[dict[str, object]]:
         search = {"name": "choosing_exits", "exits": exits, "rule": name}
         ways[f"{name} of all exits"] = Translator.open(run, checkpoint="average", **search)
     text = ParallelText.read(data / "test.source", data / "test.target")
-    scorer, seconds, bleus = common_scorer([Run.open(run)], text), {way: [] for way in ways}, {}
+    scorer, seconds = common_scorer([Run.open(run)], text), {way: [] for way in ways}
+    files, bleus = {way: run.with_name(f"{run.name}.way-{n}.hyp") for n, way in enumerate(ways)}, {}
     for _ in range(3):
         for way, translator in ways.items():
             started = time.monotonic()
             lines = [one.text for one in translator.translate(text.sources)]
             seconds[way].append(time.monotonic() - started)
             bleus[way] = scorer.first(lines)
-    return [{"run": run.name, "way": way, "BLEU": bleus[way], "seconds": median(seconds[way])} for way in ways]
+            files[way].write_text("".join(f"{line}\n" for line in lines))
+    whole = files[f"{exits[-1]} decoder layers"]
+    return [
+        {
+            "run": run.name,
+            "way": way,
+            "BLEU": bleus[way],
+            "against all layers": difference(compared(whole, files[way], data / "test.target")),
+            "seconds": median(seconds[way]),
+        }
+        for way in ways
+    ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

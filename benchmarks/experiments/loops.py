@@ -20,13 +20,12 @@ has a row in the record is not run again.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from arms import sh
+from arms import compared, difference
 from collapse import COLUMNS as MEASURED
 from collapse import add_options, layers, prepare, results, train
 from records import Results, Table
@@ -86,16 +85,9 @@ def measured(name: str, seed: str, out: Path, text: ParallelText, reference: Pat
         hypotheses(run, depth).write_text("".join(f"{line}\n" for line in lines))
         base = hypotheses(out / f"{base_of(name, depth)}-seed{seed}", depth)
         if base.exists() and "_" in name:
-            files = ["--hypothesis", str(base), str(hypotheses(run, depth)), "--reference", str(reference)]
-            row |= json.loads(sh("score", *files, "--json").splitlines()[1])["comparison"]
+            row |= compared(base, hypotheses(run, depth), reference)
         found.append(row)
     return found
-
-
-def difference(row: dict[str, Any]) -> str:
-    """Return how far BLEU is from that of the model of one depth, with its interval."""
-    low, high = row["interval"]
-    return f"{row['difference']:+.1f} [{low:+.1f}, {high:+.1f}]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,6 +112,6 @@ def run(arguments: argparse.Namespace) -> Iterator[Results]:
         ]
         rows = [name | own for name, own in zip(names, bleu, strict=True)]
         found.tables["bleu"] = Table.of(rows, {f"at {depth}": "{:.2f}" for depth in DEPTHS})
-        compared = [name | own for name, own in zip(names, intervals, strict=True) if own]
-        found.tables["against one depth"] = Table.of(compared)
+        rows = [name | own for name, own in zip(names, intervals, strict=True) if own]
+        found.tables["against one depth"] = Table.of(rows)
         yield found
