@@ -1,12 +1,13 @@
-"""Experiment: the best learning rate by depth and width, of pre-norm and of CompleteP.
+"""Experiment: the best learning rate by depth and width, of pre-norm, of CompleteP, and of pre-norm with Muon.
 
     python benchmarks/run.py rates --text TEXT --out OUT [--jobs ARM:SEED ...] [--updates N] [--set K=V ...]
 
-TEXT is a directory with raw Multi30k (train and val in .en and .de). An arm is `pre` or `completep`, the layers of
-encoder and of decoder, the width, and a learning rate. CompleteP has the rules for 6 layers and D=64. Heads are 16
-wide, the feed-forward network is four times as wide as the state, updates have some 2,050 target tokens, and the rate
-falls with the root of the update after a warm-up of 100; 250 updates. A rate is the best one of its model if the
-validation loss at the end is the lowest. An arm that has a row in the record is not run again.
+TEXT is a directory with raw Multi30k (train and val in .en and .de). An arm is `pre`, `completep` or `muon`, the
+layers of encoder and of decoder, the width, and a learning rate. All but `muon` have Adam. CompleteP has the rules for
+6 layers and D=64. Heads are 16 wide, the feed-forward network is four times as wide as the state, updates have some
+2,050 target tokens, and the rate falls with the root of the update after a warm-up of 100; 250 updates. A rate is the
+best one of its model if the validation loss at the end is the lowest. An arm that has a row in the record is not run
+again.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ from records import Results, Table
 
 RESUMES = True
 """A record that exists has the arms that have ended."""
-STYLES = {"pre": ["model.norm=pre"], "completep": ["model.norm=completep", "model.base_dim=64"]}
-SIZES = ((6, 64), (24, 64), (6, 256), (100, 64))
+STYLES = {
+    "pre": ["model.norm=pre"],
+    "completep": ["model.norm=completep", "model.base_dim=64"],
+    "muon": ["model.norm=pre", "optimizer.name=muon"],
+}
+SIZES = ((6, 64), (24, 64), (6, 256), (50, 64), (100, 64))
 """Layers of each side, and widths."""
 RATES = ("1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2")
 SHORT = [
@@ -61,7 +66,7 @@ def best(rounds: list[dict[str, Any]]) -> Table:
             if found:
                 shown = {rate: found.get(rate) for rate in RATES}
                 rows.append(
-                    {"norm": style, "layers": layers, "D": dim, **shown, "best": min(found, key=found.__getitem__)}
+                    {"arms": style, "layers": layers, "D": dim, **shown, "best": min(found, key=found.__getitem__)}
                 )
     return Table.of(rows, dict.fromkeys(RATES, "{:.2f}"))
 
