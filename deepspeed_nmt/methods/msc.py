@@ -13,9 +13,9 @@ Layers of the encoder attend to their input, then to C_{n-1}; layer n of the dec
 to C_n. A feed-forward network follows. Each has a residual connection. With pre-norm, decoder and GRU read B_n
 through a LayerNorm of its own.
 
-The authors published no code, and how their layers read the context could not be looked up. Attention by matrices of
-its own in each layer, with one GRU for all blocks, has 272.7M and 510.4M parameters if source and target have an
-embedding each, V=37,000; printed are 272M (BASE 48-6) and 512M (BIG 18-6).
+The authors' repository has no code, and how their layers read the context could not be looked up. Attention by
+matrices of its own in each layer, with one GRU for all blocks, has 272.7M and 510.4M parameters if source and target
+have an embedding each, V=37,000; printed are 272M (BASE 48-6) and 512M (BIG 18-6).
 
 Legend: B sentences, S source length, T target length, D model width, M blocks, H heads, K head width, R rows = B x
 beam.
