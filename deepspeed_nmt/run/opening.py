@@ -285,7 +285,9 @@ class Opened:
     def exits(self, models: Sequence[TranslationModel]) -> list[str]:
         """Return the names of the exits that all runs have trained, the top last."""
         names = [trained_exits(run, model) for run, model in zip(self.runs, models, strict=True)]
-        return [name for name in names[0] if all(name in others for others in names[1:])]
+        shared = [name for name in names[0] if all(name in others for others in names[1:])]
+        # The top of a grown model is called deep, and that of others top: all have one.
+        return shared if names[0][-1] in shared else [*shared, TOP]
 
     def alignment_layers(self, models: Sequence[TranslationModel], layer: int | None) -> list[int]:
         """Return the decoder layer of each model whose cross-attention aligns: ``layer``, or the best one of each."""

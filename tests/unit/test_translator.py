@@ -302,6 +302,22 @@ class StubRun:
     path: Path = Path("run")
 
 
+class TopRun(StubRun):
+    """A run that has trained its top alone."""
+
+    def trained_at(self, exit: str, stages: tuple[int, int]) -> bool:
+        return False
+
+
+def test_runs_whose_exits_have_other_names_share_the_top() -> None:
+    grown: Any = StubRun(load_config("depth_growing_base_8"))
+    other: Any = TopRun(load_config("transformer_base"))
+    models = [plain(1), plain(2)]
+    for runs in ((grown, other), (other, grown)):
+        assert Opened(runs, "best", "top").exits(models) == ["top"]
+    assert Opened((grown, grown), "best", "top").exits(models) == ["shallow", "deep"]
+
+
 def refusal(recipe: str, changes: dict[str, Any], *exits: str, settings: tuple[str, ...] = ()) -> str:
     run: Any = StubRun(load_config(recipe, settings=settings))
     with pytest.raises(ConfigError) as error:
