@@ -101,10 +101,16 @@ class DetailsReader:
         scores: list[list[Sequence[float] | None]] = [[one.token_scores for one in best] for best in found]
         is_scored = all(of_one is not None for of_best in scores for of_one in of_best)
         vocabulary = self._tokenizer.vocabulary
+        first = int(self._tags.target is not None)  # the tag is given: it relies on nothing, and covers nothing
         watch = AttentionWatch([] if self._aligning is None else [self._aligning], source_BS, vocabulary)
         if self._aligning is not None or ((self._token_scores or self._reliance) and not is_scored):
+
+            def decoded(numbers: list[int], rows_N: Tensor, real_NT: Tensor) -> None:
+                real_NT[:, :first] = False
+                watch.decoded(numbers, rows_N, real_NT)
+
             with watch.watching():
-                forced = token_log_probs(self._model, vocabulary, source_BS, padded, tokens, watch.decoded)
+                forced = token_log_probs(self._model, vocabulary, source_BS, padded, tokens, decoded)
             scores = [list(of_best) for of_best in forced]
         unseen: list[list[float]] = []
         if self._reliance:
@@ -122,7 +128,6 @@ class DetailsReader:
                     links = word_links(own, words, target_words(one.tokens, self._tokenizer))
                     coverage = watch.coverage(0, number)
                 if self._reliance:
-                    first = int(self._tags.target is not None)  # the tag is given, and relies on nothing
                     values = one.tokens[first:], list(log_probs or ())[first:], unseen[number][first:]
                     text = self._tags.untagged(one.text)
                     whole_words = self._tokenizer.reference(self._tags.untagged(line, "source"))

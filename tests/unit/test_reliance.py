@@ -10,10 +10,11 @@ from deepspeed_nmt.api import Translator
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods.depth_growing import DepthGrowingConfig, build_depth_growing
-from deepspeed_nmt.search.models import Ensemble
-from deepspeed_nmt.search.reliance import Reliance, ScoredTranslation, repetition
+from deepspeed_nmt.search.alignment import watched
+from deepspeed_nmt.search.models import Ensemble, members_of
+from deepspeed_nmt.search.reliance import COVERED, Reliance, ScoredTranslation, repetition
 from deepspeed_nmt.search.searches import SEARCHES
-from deepspeed_nmt.text import join_segments, shared_words
+from deepspeed_nmt.text import Tags, join_segments, shared_words
 from tests.models import Letters, sharp_transformer, sharpened
 
 LINES = ["hello", "a", "translation", "", "deep", "zz", "longer", "model"]
@@ -68,6 +69,21 @@ def test_details_can_be_had_together() -> None:
         for one in best:
             assert one.reliance is not None and (one.reliance.coverage is None) == (not line)
             assert one.reliance.log_prob == pytest.approx(one.log_prob, abs=1e-4)
+
+
+def test_the_tag_of_a_target_covers_no_source() -> None:
+    translator = opened("beam", beam=2, max_length=2)
+    translator.tags = Tags(target="z")
+    (model,), sources = members_of(translator.model), ["translation", "hello"]
+    attention, vocabulary = model.cross_attentions()[2], translator.tokenizer.vocabulary
+    found = translator.translate(sources, reliance=True, alignment=True, alignment_layer=2)
+    for source, one in zip(sources, found, strict=True):
+        source_1S = torch.tensor([[*translator.tokenizer.encode(source), vocabulary.source.eos]])
+        with torch.inference_mode(), watched([attention]) as seen:
+            model.decode(torch.tensor([[vocabulary.bos, *one.tokens]]), model.encode(source_1S))
+        words_TS = seen[attention][0, 1:, :-1]
+        assert one.reliance is not None
+        assert one.reliance.coverage == pytest.approx((words_TS.sum(dim=0) >= COVERED).float().mean().item())
 
 
 def test_copies_are_counted_in_whole_words_where_text_is_segmented() -> None:
