@@ -283,9 +283,11 @@ class Opened:
     """Layers that align best by exit, once they have been chosen."""
 
     def exits(self, models: Sequence[TranslationModel]) -> list[str]:
-        """Return the names of the exits that all runs have trained, the top last."""
+        """Return the names of the exits up to this one that all runs have trained, the top last."""
         names = [trained_exits(run, model) for run, model in zip(self.runs, models, strict=True)]
         shared = [name for name in names[0] if all(name in others for others in names[1:])]
+        if self.exit in shared:  # a named one
+            return shared[: shared.index(self.exit) + 1]
         # The top of a grown model is called deep, and that of others top: all have one.
         return shared if names[0][-1] in shared else [*shared, TOP]
 

@@ -316,6 +316,7 @@ def test_runs_whose_exits_have_other_names_share_the_top() -> None:
     for runs in ((grown, other), (other, grown)):
         assert Opened(runs, "best", "top").exits(models) == ["top"]
     assert Opened((grown, grown), "best", "top").exits(models) == ["shallow", "deep"]
+    assert Opened((grown, grown), "best", "shallow").exits(models) == ["shallow"]
 
 
 def refusal(recipe: str, changes: dict[str, Any], *exits: str, settings: tuple[str, ...] = ()) -> str:
