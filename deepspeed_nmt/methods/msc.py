@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from typing_extensions import Self, override
 
 from deepspeed_nmt.core.model import Exits, Memory
-from deepspeed_nmt.core.parts import Stages
+from deepspeed_nmt.core.parts import ModelConfig, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.segments import Segments, mask_between
 from deepspeed_nmt.methods.transformer import (
@@ -68,9 +68,22 @@ class MSCConfig(TransformerShape):
             raise ValueError("norm is deepnorm, whose constants are for layers that read no context; use pre or post")
         return self
 
+    @property
+    def block_layers(self) -> int:
+        """Number of layers of a block."""
+        return self.encoder_layers // self.decoder_layers
+
     @override
     def custom_layers(self) -> tuple[str, int] | None:
         return None
+
+    @override
+    def composition_differences(self, other: ModelConfig) -> list[str]:
+        differences = super().composition_differences(other)
+        if isinstance(other, MSCConfig) and other.block_layers != self.block_layers:
+            # Layers of the other run move to other blocks, so they read and feed other contexts.
+            differences.append(f"a block has {other.block_layers} encoder layers there and {self.block_layers} here")
+        return differences
 
     @override
     def exit_stages(self) -> tuple[Stages, Stages] | None:

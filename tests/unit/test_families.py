@@ -15,6 +15,7 @@ from deepspeed_nmt.core.objective import Objective, Passes, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
+from deepspeed_nmt.methods.msc import MSCConfig
 from deepspeed_nmt.parity import settings_of
 from deepspeed_nmt.search.searches import SEARCHES
 from tests import family_equations, transformer_equations
@@ -209,6 +210,13 @@ def test_methods_of_transformers_are_refused(name: str) -> None:
 def test_a_run_of_another_family_is_named(name: str) -> None:
     ours, other = settings_of(name).model, settings_of("vanilla").model
     assert f"model.name is transformer there and {ours.name} here" in " ".join(ours.composition_differences(other))
+
+
+def test_blocks_of_another_size_are_named() -> None:
+    """A deeper encoder takes the layers of a shallower one (`--init-from`), which are in other blocks then."""
+    shallow, deeper, equal = (MSCConfig(encoder_layers=n, decoder_layers=m) for n, m in ((4, 2), (8, 2), (8, 4)))
+    assert deeper.composition_differences(shallow) == ["a block has 2 encoder layers there and 4 here"]
+    assert not equal.composition_differences(shallow) + shallow.composition_differences(shallow)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
