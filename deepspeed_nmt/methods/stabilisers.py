@@ -44,6 +44,8 @@ NEEDS_FINAL_NORM = frozenset({"pre", "layernorm_scaling", "peri", "layer_scale",
 """Those that normalise the input of a sub-layer, and not the state: a stack of them ends in a LayerNorm."""
 KEEPS_STATE = frozenset({"pre", "layernorm_scaling", "layer_scale"})
 """Those that leave the state as it is if a sub-layer computes zero, whatever the number of layers."""
+BY_DEPTH = frozenset({"deepnorm", "completep"})
+"""Those with constants that depend on the number of layers."""
 BASE_LAYERS = 6
 """Depth at which the settings of most recipes were chosen."""
 _PROFILED_PAIRS, _PROFILED_LENGTH = 64, 32

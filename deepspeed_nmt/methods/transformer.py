@@ -32,6 +32,7 @@ from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.segments import Segments, mask_between
 from deepspeed_nmt.methods.stabilisers import (
     BASE_LAYERS,
+    BY_DEPTH,
     KEEPS_STATE,
     NEEDS_FINAL_NORM,
     PLAIN,
@@ -173,6 +174,17 @@ class TransformerShape(ModelConfig):
     def applications(self) -> tuple[int, int]:
         """Return the numbers of layers that encoder and decoder apply (N and M), for constants by depth."""
         return self.encoder_layers, self.decoder_layers
+
+    @override
+    def composition_differences(self, other: ModelConfig) -> list[str]:
+        differences = super().composition_differences(other)
+        if isinstance(other, TransformerShape) and self.norm in BY_DEPTH:
+            there, here = ("+".join(map(str, of.applications())) for of in (other, self))
+            if there != here:
+                differences.append(
+                    f"constants of model.norm={self.norm} are for {there} layers there and {here} here"
+                )
+        return differences
 
     def custom_layers(self) -> tuple[str, int] | None:
         """Return the setting and number of the decoder layers, all of which are built by ``layer``."""

@@ -236,3 +236,12 @@ def test_settings_without_a_meaning_are_refused(model: dict[str, Any], reason: s
 def test_other_programs_cannot_express_some(kind: str, reason: str) -> None:
     with pytest.raises(NotStandardError, match=reason):
         built(norm=kind).described()
+
+
+@pytest.mark.parametrize("kind", ["deepnorm", "pre", *NORMS])
+def test_a_warm_start_names_constants_that_are_for_another_depth(kind: str) -> None:
+    """Layers of a shallower model in a deeper one compute something else if constants follow the depth."""
+    shallow, deeper = (validate({"model": {**SHAPE, "norm": kind, "decoder_layers": m}}).model for m in (3, 5))
+    phrase = f"constants of model.norm={kind} are for 2+3 layers there and 2+5 here"
+    assert deeper.composition_differences(shallow) == [phrase] * (kind in ("deepnorm", "completep"))
+    assert not deeper.composition_differences(deeper)
