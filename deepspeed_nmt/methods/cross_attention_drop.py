@@ -11,13 +11,14 @@ cross-attention sub-layer of layer l in training, with its residual connection a
 The layer then runs self-attention and feed-forward only. Layers are numbered from 1, at the embedding. In inference
 every layer that has cross-attention applies it.
 
-With ``target_reliance`` R above 0, drop_ratio is not fixed. After each measurement of source reliance r by the
-collapse monitor, once the decoder has had time to read its source,
+With ``target_reliance`` R above 0, drop_ratio is not fixed. After each measurement by the collapse monitor, once the
+decoder has had time to read its source, with r the lower one of source and prefix reliance,
 
     drop_ratio <- clip(drop_ratio + adapt_step clip(1 - r / R, -1, 1), min_ratio, max_ratio),
 
-so it rises while the decoder relies less on its source than R, and falls while it relies more. The ratio is a
-function of what was measured, the same on all ranks, and saved with each checkpoint. This is not in the paper.
+so it rises while the decoder relies less on one of its inputs than R, and falls while it relies more on both. The
+ratio is a function of what was measured, the same on all ranks, and saved with each checkpoint. This is not in the
+paper.
 
 A choice (coin) is a function of (seed, update, pass, layer), so it is the same on all ranks, in all micro-batches of
 an update, and in recomputation. With ``coins: micro_batch`` it is also a function of the micro-batch's number on its
