@@ -6,11 +6,12 @@ predicts p_m, and the deep exit p as before:
     p_m = softmax(W norm_m(x_m + U_m V_m x_m)),
     loss = 1/E sum_m [CE(p_m, Y) + teacher D(p_m, p)],    D(p, q) = 1/2 [KL(p || q) + KL(q || p)].
 
-norm_m begins as the stack's final LayerNorm (after post-norm layers as the identity), U_m as zeros. U_m and V_m have
-the rank ``rank``; with 0 there are none, and an exit costs 2 D parameters. Everything else is frozen and runs as in
-inference, without dropout and without a graph, so an update costs a forward pass and the projections, and the output
-at full depth stays the same, bit for bit. An exit reads the state and does not change it, so that it shares keys and
-values of its layers with all deeper exits.
+norm_m begins as the stack's final LayerNorm, or without one (post-norm) with weights of 1 and biases of 0, which
+normalises what a layer's last LayerNorm has scaled. U_m begins as zeros. U_m and V_m have the rank ``rank``; with 0
+there are none, and an exit costs 2 D parameters. Everything else is frozen and runs as in inference, without dropout
+and without a graph, so an update costs a forward pass and the projections, and the output at full depth stays the
+same, bit for bit. An exit reads the state and does not change it, so that it shares keys and values of its layers
+with all deeper exits.
 
 A map before the final norm that is trained towards the last layer's distribution is that of Belrose, Furman, Smith,
 Halawi, Ostrovsky, McKinney, Biderman, Steinhardt: "Eliciting Latent Predictions from Transformers with the Tuned
