@@ -81,6 +81,11 @@ class CollapseMonitor:
         self._sentences = np.sort(order)
         # Each sentence gets the source, or the prefix, of its neighbour on a random ring: never its own.
         self._other = dict(zip(order.tolist(), np.roll(order, 1).tolist(), strict=True))
+        if config.every > 0 and len(order) < 2 and world.is_main:
+            logger.warning(
+                "the validation set has one sentence, with none to exchange its source with, so collapse is not "
+                "measured; prepare more, or set collapse.every=0"
+            )
 
     def due(self, update: int) -> bool:
         """Return True if a measurement follows ``update``."""

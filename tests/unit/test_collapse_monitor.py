@@ -32,8 +32,8 @@ class _Fixed(Replica):
         yield self.model
 
 
-def monitor(tmp_path: Path, **settings: object) -> CollapseMonitor:
-    corpus = random_corpus(tmp_path, pairs=40, vocab=50, seed=1, split="valid")
+def monitor(tmp_path: Path, pairs: int = 40, **settings: object) -> CollapseMonitor:
+    corpus = random_corpus(tmp_path, pairs, vocab=50, seed=1, split="valid")
     torch.manual_seed(1)
     config = TransformerConfig(dim=16, ffn_dim=16, heads=2, encoder_layers=1, decoder_layers=2, dropout=0.3)
     vocabulary = Vocabulary(50)
@@ -55,6 +55,17 @@ def test_a_decoder_without_cross_attention_has_no_reliance(tmp_path: Path) -> No
     values = monitor(tmp_path)(500)
     assert abs(values[RELIANCE]) < 1e-6
     assert values["collapse/cross_share/layer_01"] == 0.0 and values[NLL] > 3.0
+
+
+@pytest.mark.parametrize(("pairs", "every"), [(1, 100), (1, 0), (2, 100)])
+def test_that_nothing_is_measured_of_one_sentence_is_warned_of(
+    pairs: int, every: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise ``collapse.action=stop`` and layers that adapt would be left without effect in silence."""
+    caplog.set_level(logging.WARNING, logger="deepspeed_nmt")
+    subject = monitor(tmp_path, pairs, every=every)
+    assert subject.due(100) == (pairs > 1 and every > 0)
+    assert ["so collapse is not measured" in message for message in caplog.messages] == [True] * (pairs < 2 <= every)
 
 
 def test_prefixes_are_those_of_other_sentences(tmp_path: Path) -> None:
