@@ -17,13 +17,14 @@ With N = 4 and T = 2 there are seven applications.
 With ``repeat_input=false`` x is not added again, B_t = block(B_{t-1}), as in Dehghani, Gouws, Vinyals, Uszkoreit,
 Kaiser: "Universal Transformers", 2018. Such a stack is an ordinary one whose layers repeat.
 
-With ``loop_rank`` R > 0 the state after loop t, which the next loop and an exit there read, is
+With ``loop_rank`` R > 0 the state S_t after loop t, to which x is not added yet, becomes
 
-    B_t + U_t V_t B_t,
+    S_t + U_t V_t S_t,    so that in stacked sharing    B_t = (1 + U_t V_t) block(B_{t-1}) + x,
 
-with a U_t (D,R), zero at first, and a V_t (R,D) of its own, so loops may differ a little. It is an idea of Bae,
-Fisch, Harutyunyan, Ji, Kim, Schuster: "Relaxed Recursive Transformers: Effective Parameter Sharing with Layer-wise
-LoRA", 2024, who let the matrices within the layers differ; here it is the state between the loops.
+with a U_t (D,R), zero at first, and a V_t (R,D) of its own, so loops may differ a little. An exit there reads it
+without x. It is an idea of Bae, Fisch, Harutyunyan, Ji, Kim, Schuster: "Relaxed Recursive Transformers: Effective
+Parameter Sharing with Layer-wise LoRA", 2024, who let the matrices within the layers differ; here it is the state
+between the loops.
 
 Encoder and decoder have a T each; T = 1 is an ordinary stack. Parameters exist once. In decoding each application has
 a cache of its own for the target; the source's keys and values are equal in all applications of a layer, and are
