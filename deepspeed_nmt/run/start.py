@@ -42,6 +42,7 @@ from deepspeed_nmt.files import (
 )
 from deepspeed_nmt.manifest import HASH_SUFFIX, MANIFEST_FILE, DamagedRecordError
 from deepspeed_nmt.methods import LIKELIHOODS, MODELS
+from deepspeed_nmt.methods.label_smoothed import LabelSmoothedConfig
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.run.directory import (
     CHECKPOINTS,
@@ -404,7 +405,7 @@ def load_first_weights(
 def exits_settings(run: Path, which: str, exits: str) -> list[str]:
     """Return settings, as on the command line, that add exits to a checkpoint of a run; no programs are started.
 
-    Its model has the layers that the checkpoint has, and does not grow any more.
+    Its model has the layers that the checkpoint has, and does not grow any more. Labels are smoothed as in the run.
     """
     own = next(entry.name for entry in LIKELIHOODS.values() if getattr(entry.config, "adds_exits", False))
     config, depths = recorded_config(run), []
@@ -414,6 +415,11 @@ def exits_settings(run: Path, which: str, exits: str) -> list[str]:
         depths = [f"model.{side}={getattr(model, side)}" for side in SIDES]
         depths.append("growth={at: [], encoder_layers: [], decoder_layers: []}")
     others = [f"objective.{name}=null" for name in config.objective if name != own]
+    others += [
+        f"objective.{own}.smoothing={likelihood.smoothing}"
+        for likelihood in config.objective.values()
+        if isinstance(likelihood, LabelSmoothedConfig)
+    ]
     # What is translated at full depth does not change, so the loss of the exits chooses the best checkpoint.
     validation = ["validation.metrics=[]", "validation.best_by=loss", "validation.significant=0", "training.notify="]
     return [*depths, *others, f"objective.{own}.exits=[{exits}]", *validation]

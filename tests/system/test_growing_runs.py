@@ -22,6 +22,7 @@ SETTINGS = [
     *("validation.metrics=[]", "engine.name=plain", "model.decoder_layers=3", "schedule.name=wsd"),
     *("schedule.warmup_updates=2", "schedule.decay_updates=2", "growth.at=[3]", "growth.by=adjacent"),
     *("growth.encoder_layers=[1]", "growth.decoder_layers=[2]"),
+    "objective.label_smoothed.smoothing=0.2",
 ]
 
 
@@ -78,3 +79,4 @@ def test_exits_are_added_to_the_layers_that_a_checkpoint_has(grown: Path) -> Non
         config = load_config(file=grown / "config.yaml", settings=exits_settings(grown, which, "1"))
         model = config.for_update(1).model
         assert (model.encoder_layers, model.decoder_layers) == depths  # type: ignore[attr-defined]
+        assert config.objective["added_exits"].smoothing == 0.2  # type: ignore[attr-defined]
