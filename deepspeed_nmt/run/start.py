@@ -42,7 +42,6 @@ from deepspeed_nmt.files import (
 )
 from deepspeed_nmt.manifest import HASH_SUFFIX, MANIFEST_FILE, DamagedRecordError
 from deepspeed_nmt.methods import LIKELIHOODS, MODELS
-from deepspeed_nmt.methods.label_smoothed import LabelSmoothedConfig
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.run.directory import (
     CHECKPOINTS,
@@ -416,9 +415,9 @@ def exits_settings(run: Path, which: str, exits: str) -> list[str]:
         depths.append("growth={at: [], encoder_layers: [], decoder_layers: []}")
     others = [f"objective.{name}=null" for name in config.objective if name != own]
     others += [
-        f"objective.{own}.smoothing={likelihood.smoothing}"
-        for likelihood in config.objective.values()
-        if isinstance(likelihood, LabelSmoothedConfig)
+        f"objective.{own}.smoothing={part.smoothing}"
+        for part in config.objective.values()
+        if hasattr(part, "smoothing")
     ]
     # What is translated at full depth does not change, so the loss of the exits chooses the best checkpoint.
     validation = ["validation.metrics=[]", "validation.best_by=loss", "validation.significant=0", "training.notify="]
