@@ -25,7 +25,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -152,13 +152,22 @@ def entries_of(run: Path) -> list[dict[str, Any]]:
 
 
 def train(
-    name: str, seed: str, own: list[str], updates: int, data: dict[str, Path], arguments: argparse.Namespace
+    name: str,
+    seed: str,
+    own: list[str],
+    updates: int,
+    data: dict[str, Path],
+    arguments: argparse.Namespace,
+    begin: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Train an arm with settings of its own until its end or its time is up, and return what it has measured."""
+    """Train an arm with settings of its own until its end or its time is up, and return what it has measured.
+
+    ``begin`` are options that take the place of recipe and data.
+    """
     memory = name.startswith("memory")
     run = arguments.out / f"{name}-seed{seed}"
     settings = [*COMMON, *own, *arguments.settings, f"training.max_updates={updates}", f"training.seed={seed}"]
-    words = ["train", "--recipe", "multi30k_cpu", "--data", str(data["pairs" if memory else "data"])]
+    words = ["train", *(begin or ["--recipe", "multi30k_cpu", "--data", str(data["pairs" if memory else "data"])])]
     begun = time.monotonic()
     status = _run([*words, "--run", str(run), *settings], run, arguments.hours * 3600)
     row = _measured(run)
