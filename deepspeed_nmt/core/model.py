@@ -234,7 +234,11 @@ class TranslationModel(DecodableModel):
     @override
     def at_exit(self, name: str) -> TranslationModel:
         if name != TOP:
-            raise ConfigError(f"the exit is '{name}', but the model has only its top; omit it")
+            names = map(option, ("exit", "encoder_layers", "decoder_layers"))
+            raise ConfigError(
+                f"the model has no exit but its top, the whole of both stacks, and cannot decode from '{name}'; "
+                f"leave {', '.join(names)} out"
+            )
         return self
 
     def rates(self) -> Mapping[nn.Parameter, Rates]:

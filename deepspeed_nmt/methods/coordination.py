@@ -54,6 +54,8 @@ class CoordinationConfig(TransformerShape):
     name: Literal["coordination"] = "coordination"
 
     packed: ClassVar[bool] = False
+    known_norms: ClassVar[frozenset[str]] = frozenset({"pre", "post"})
+    """DeepNorm's constants differ between the sides."""
 
     @model_validator(mode="after")
     def _check_depths(self) -> CoordinationConfig:
@@ -62,8 +64,6 @@ class CoordinationConfig(TransformerShape):
                 f"encoder_layers is {self.encoder_layers} and decoder_layers {self.decoder_layers}, but each layer "
                 "serves both sides; make them equal"
             )
-        if self.norm == "deepnorm":
-            raise ValueError("norm is deepnorm, whose constants differ between the sides; use pre or post")
         if self.decoder_norm not in (None, self.norm):
             raise ValueError(
                 f"decoder_norm is {self.decoder_norm} and norm {self.norm}, but each layer serves both sides; remove "

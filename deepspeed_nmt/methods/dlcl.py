@@ -21,10 +21,9 @@ Legend: B sentences, T length, D model width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import model_validator
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -38,14 +37,8 @@ from deepspeed_nmt.registry import Entry, SelfTest
 class CombinedShape(TransformerShape):
     """Shape of a Transformer whose layers read combinations of states."""
 
-    @model_validator(mode="after")
-    def _check_norm(self) -> CombinedShape:
-        if self.norm == "deepnorm":
-            raise ValueError(
-                "norm is deepnorm, whose constants are for layers that read the state below, but those of "
-                f"model.name={self.name} read combinations; use norm=pre or norm=post"
-            )
-        return self
+    known_norms: ClassVar[frozenset[str]] = frozenset({"pre", "post"})
+    """DeepNorm's constants are for layers that read the state below."""
 
     @override
     def ways_to_grow(self) -> Sequence[str]:

@@ -24,7 +24,7 @@ beam.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import model_validator
@@ -55,6 +55,9 @@ class MSCConfig(TransformerShape):
 
     name: Literal["msc"] = "msc"
 
+    known_norms: ClassVar[frozenset[str]] = frozenset({"pre", "post"})
+    """DeepNorm's constants are for layers that read no context."""
+
     @model_validator(mode="after")
     def _check_blocks(self) -> MSCConfig:
         n, m = self.encoder_layers, self.decoder_layers
@@ -64,8 +67,6 @@ class MSCConfig(TransformerShape):
                 f"encoder_layers is {n}, but the decoder's {m} layers attend to as many blocks of equal size; "
                 f"use encoder_layers={lower}{-(-n // m) * m}"
             )
-        if self.norm == "deepnorm":
-            raise ValueError("norm is deepnorm, whose constants are for layers that read no context; use pre or post")
         return self
 
     @property
@@ -82,7 +83,7 @@ class MSCConfig(TransformerShape):
         differences = super().composition_differences(other)
         if isinstance(other, MSCConfig) and other.block_layers != self.block_layers:
             # Layers of the other run move to other blocks, so they read and feed other contexts.
-            differences.append(f"a block has {other.block_layers} encoder layers there and {self.block_layers} here")
+            differences.append(f"blocks have {other.block_layers} encoder layers there and {self.block_layers} here")
         return differences
 
     @override

@@ -150,7 +150,9 @@ class TransformerShape(ModelConfig):
             raise ValueError(f"heads is {self.heads}, which does not divide dim {self.dim}; use {nearest}")
         if self.norm not in self.known_norms:
             *some, last = [norm for norm in get_args(Norm) if norm in self.known_norms]
-            raise ValueError(f"norm is {self.norm}, which this model does not have; use {', '.join(some)} or {last}")
+            raise ValueError(
+                f"norm is {self.norm}, which model.name={self.name} does not have; use {', '.join(some)} or {last}"
+            )
         if self.norm in ("deepnorm", "layernorm_scaling", "completep") and self.init != "xavier":
             raise ValueError(
                 f"init is {self.init}, but norm={self.norm} is a scaling by depth of its own; set init=xavier"

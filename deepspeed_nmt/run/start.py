@@ -469,8 +469,10 @@ def _copy(model: TranslationModel, checkpoint: Checkpoint, source: Run, prefix: 
         *(f"{name.removeprefix(prefix)} is missing" for name in sorted(missing)),
     ]  # fmt: skip
     if differences:
+        there, here = source.config.model.name, config.model.name
+        names = "" if grow or there == here else f"model.name is {there} there and {here} here; "
         raise ConfigError(
-            f"the {'bottom' if grow else 'model'} has another shape than {source.path}: "
+            f"the {'bottom' if grow else 'model'} has another shape than {source.path}: {names}"
             f"{differences[0].removeprefix(prefix)} (one of {len(differences)} differences); make the model.* and "
             f"layer.* settings those of {source.path / 'config.yaml'}"
         )

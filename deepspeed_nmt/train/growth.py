@@ -89,8 +89,11 @@ class GrowthConfig(Config):
             return
         model, ways = parts.model, parts.model.ways_to_grow()
         if self.by not in ways:
-            remedy = f"use growth.by={' or '.join(ways)}" if ways else "set growth.at=[], encoder and decoder too"
-            yield f"growth.by is {self.by}, and a model.name={model.name} of such settings cannot grow so; {remedy}"
+            if ways:
+                cannot, remedy = f"cannot grow by {self.by}", f"use growth.by={' or '.join(ways)}"
+            else:
+                cannot, remedy = "cannot grow", "remove growth.at, growth.encoder_layers and growth.decoder_layers"
+            yield f"a model.name={model.name} of these settings {cannot}; {remedy}"
             return
         if self.at[-1] >= max_updates:
             yield (

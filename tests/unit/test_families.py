@@ -215,7 +215,7 @@ def test_a_run_of_another_family_is_named(name: str) -> None:
 def test_blocks_of_another_size_are_named() -> None:
     """A deeper encoder takes the layers of a shallower one (`--init-from`), which are in other blocks then."""
     shallow, deeper, equal = (MSCConfig(encoder_layers=n, decoder_layers=m) for n, m in ((4, 2), (8, 2), (8, 4)))
-    assert deeper.composition_differences(shallow) == ["a block has 2 encoder layers there and 4 here"]
+    assert deeper.composition_differences(shallow) == ["blocks have 2 encoder layers there and 4 here"]
     assert not equal.composition_differences(shallow) + shallow.composition_differences(shallow)
 
 

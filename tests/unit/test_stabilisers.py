@@ -216,7 +216,7 @@ def test_at_zero_every_layer_begins_as_the_identity() -> None:
         ({"layer_scale": 0.1}, "layer_scale is a setting of norm=layer_scale only"),
         ({"norm": "post", "base_layers": 6}, "base_layers is a setting of norm=completep only"),
         ({"norm": "pre", "base_dim": 8}, "base_dim is a setting of norm=completep only"),
-        ({"name": "dlcl", "norm": "peri"}, "norm is peri, which this model does not have; use pre, post or deepnorm"),
+        ({"name": "dlcl", "norm": "peri"}, "norm is peri, which model.name=dlcl does not have; use pre or post"),
         ({"name": "recurrent", "norm": "admin"}, "use pre, post, deepnorm, b2t, peri or layer_scale"),
     ],
 )
