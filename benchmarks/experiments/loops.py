@@ -113,5 +113,5 @@ def run(arguments: argparse.Namespace) -> Iterator[Results]:
         rows = [name | own for name, own in zip(names, bleu, strict=True)]
         found.tables["bleu"] = Table.of(rows, {f"at {depth}": "{:.2f}" for depth in DEPTHS})
         rows = [name | own for name, own in zip(names, intervals, strict=True) if own]
-        found.tables["against one depth"] = Table.of(rows)
+        found.tables["against"] = Table.of(rows)
         yield found
