@@ -78,7 +78,8 @@ def measured(name: str, seed: str, out: Path, text: Path) -> list[dict[str, Any]
             drafting, counts = Translator.open(run, checkpoint="last", **drafts), SourceCounts()
             for _ in drafting.stream(pair.sources, max_tokens=1, counts=counts):
                 pass
-            row["accepted"] = counts.drafts.get("accepted", 0) / max(1, counts.drafts.get("drafted", 0))
+            if drafted := counts.drafts.get("drafted", 0):  # none if they would not pay
+                row["accepted"] = counts.drafts.get("accepted", 0) / drafted
     return found
 
 
