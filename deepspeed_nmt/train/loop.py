@@ -288,7 +288,8 @@ class TrainingLoop:
 
     def _save(self, progress: Progress, *, must: bool) -> None:
         self.ledger.begin("saving")
-        self.watchdog.at("comparing the training data with its hashes", slow=True)
+        step = f"comparing the training data with its hashes before saving update {progress.update}"
+        self.watchdog.at(step, slow=True)
         with fail_together(self.world):
             if self.verified is not None:
                 self.verified.result()
