@@ -65,9 +65,8 @@ def best(rounds: list[dict[str, Any]]) -> Table:
             }
             if found:
                 shown = {rate: found.get(rate) for rate in RATES}
-                rows.append(
-                    {"arms": style, "layers": layers, "D": dim, **shown, "best": min(found, key=found.__getitem__)}
-                )
+                known = min(found, key=found.__getitem__) if len(found) > 2 else None
+                rows.append({"arms": style, "layers": layers, "D": dim, **shown, "best": known})
     return Table.of(rows, dict.fromkeys(RATES, "{:.2f}"))
 
 
