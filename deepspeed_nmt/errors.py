@@ -162,6 +162,12 @@ def counted(count: int, units: str) -> str:
     return f"{count:,} {units.removesuffix('s') if count == 1 else units}"
 
 
+def multiples_around(count: int, of: int) -> str:
+    """Return the multiples of a number next to a count that is none, for a message: "12 or 18"."""
+    lower = f"{count // of * of} or " if count > of else ""
+    return f"{lower}{-(-count // of) * of}"
+
+
 def listed(items: Sequence[object], most: int) -> str:
     """Return the first of some items, and the number of further ones, for a message: "1, 2 and 5 more"."""
     more = f" and {len(items) - most} more" if len(items) > most else ""

@@ -34,6 +34,7 @@ from typing_extensions import Self, override
 from deepspeed_nmt.core.model import Exits, Memory
 from deepspeed_nmt.core.parts import ModelConfig, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import multiples_around
 from deepspeed_nmt.kernels.segments import Segments, mask_between
 from deepspeed_nmt.methods.transformer import (
     SMALL,
@@ -62,10 +63,9 @@ class MSCConfig(TransformerShape):
     def _check_blocks(self) -> MSCConfig:
         n, m = self.encoder_layers, self.decoder_layers
         if n % m:
-            lower = f"{n // m * m} or " if n > m else ""
             raise ValueError(
                 f"encoder_layers is {n}, but the decoder's {m} layers attend to as many blocks of equal size; "
-                f"use encoder_layers={lower}{-(-n // m) * m}"
+                f"use encoder_layers={multiples_around(n, m)}"
             )
         return self
 

@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from deepspeed_nmt.core.parts import MAX_LAYERS, ModelConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.errors import ConfigError, multiples_around
 from deepspeed_nmt.methods.dlcl import CombinedShape, LayerCombination, build_dlcl
 from deepspeed_nmt.methods.transformer import SMALL, Transformer
 from deepspeed_nmt.nn.layers import MakeDecoderLayer, make_decoder_layer
@@ -50,9 +50,8 @@ class SDTConfig(CombinedShape):
     def _check_stacks(self) -> SDTConfig:
         h, n = self.stack_layers, self.encoder_layers
         if n % h:
-            lower = f"{n // h * h} or " if n > h else ""
             raise ValueError(
-                f"encoder_layers is {n}, no multiple of stack_layers {h}; use encoder_layers={lower}{-(-n // h) * h}"
+                f"encoder_layers is {n}, no multiple of stack_layers {h}; use encoder_layers={multiples_around(n, h)}"
             )
         return self
 
