@@ -253,7 +253,10 @@ def worker_pool(
         if len(items) == 1:
             return map(work, items)
         with _signals_blocked():  # of the workers
-            return pool.map(work, items)
+            results = [pool.submit(work, item) for item in items]
+        results.reverse()
+        # pool.map would cancel those that are left after an error, which the pool's thread may then trip over
+        return (results.pop().result() for _ in items)
 
     try:
         yield run

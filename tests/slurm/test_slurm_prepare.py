@@ -35,10 +35,19 @@ def test_tasks_on_two_nodes_make_the_bytes_of_one_process(cluster: Cluster, data
     words = _words(data, out, 4)
     _prepare(cluster, tmp_path, *words)
     cluster.until(lambda: len([*directory.glob("clean/0*")]) > 0, 200, "the end of a task")
-    cluster.until(lambda: bool(_jobs(cluster, "-t", "R")), 200, "a running task")
-    status = _prepare(cluster, tmp_path, "--status", str(out))
-    assert "vocabulary  " in status and " running" in status, status
-    for job in _jobs(cluster, "-t", "R"):
+    status = ""
+
+    def held() -> bool:
+        """Stop what runs, so that no task ends before it is seen and killed."""
+        nonlocal status
+        for job in _jobs(cluster, "-t", "R"):
+            cluster.run("scancel", "--signal", "STOP", "--full", job)
+        status = _prepare(cluster, tmp_path, "--status", str(out))
+        return " stopped" in status
+
+    cluster.until(held, 200, "a task that is stopped")
+    assert "vocabulary  " in status, status
+    for job in _jobs(cluster, "-t", "R,ST"):
         cluster.run("scancel", "--signal", "KILL", "--full", job)
     cluster.until(lambda: not _jobs(cluster), 200, "the end of all jobs")
     if not (out / "meta.json").exists():  # the machine may be slow

@@ -127,7 +127,7 @@ def test_layer_scale_begins_by_depth(layers: int, start: float) -> None:
         float(part.output_scale.detach().max()) for part in model.encoder.modules() if hasattr(part, "output_scale")
     }
     assert list(scales) == [pytest.approx(start)]
-    assert float(model.decoder.layers[0].self_residual.output_scale[0]) == pytest.approx(0.1)
+    assert model.decoder.layers[0].self_residual.output_scale[0].item() == pytest.approx(0.1)
 
 
 def test_completep_divides_by_the_depth_of_each_stack() -> None:
