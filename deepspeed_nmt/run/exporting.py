@@ -100,7 +100,6 @@ def export_run(
     export is unchanged.
     """
     format = FORMATS[request.format]
-    check_installed(format.package, f"--format {format.name}", format.install)
     check_utf8_name(out, "--out")
     if is_export(out) and not overwrite:
         raise ConfigError(f"{out} has an export; add --overwrite to replace it")
@@ -117,6 +116,7 @@ def export_run(
         format.check(empty)
     except NotStandardError as error:
         raise ConfigError(f"{run.path} cannot be exported as {format.name}: {error}") from error
+    check_installed(format.package, f"--format {format.name}", format.install)
     info = _info(then, request, empty)
     check(info)
     checkpoint = run.checkpoint(request.checkpoint)

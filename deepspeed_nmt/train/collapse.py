@@ -18,7 +18,7 @@ cross-attention, the monitor also measures
     collapse/cross_share/layer_NN = |c| / (|a| + |c| + |f|)
 
 where |a|, |c| and |f| are the norms of the outputs of self-attention, cross-attention and feed-forward network,
-averaged over target tokens.
+averaged over target tokens. Further sub-layers, such as the attention of MSC to its context, are not counted.
 
 Legend: B sentences, T target length.
 """
