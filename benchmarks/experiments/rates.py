@@ -1,13 +1,13 @@
-"""Experiment: the best learning rate by depth and width, of pre-norm, of CompleteP, and of pre-norm with Muon.
+"""Experiment: the best learning rate by depth and width, of Adam with three kinds of pre-norm layers, and of Muon.
 
     python benchmarks/run.py rates --text TEXT --out OUT [--jobs ARM:SEED ...] [--updates N] [--set K=V ...]
 
-TEXT is a directory with raw Multi30k (train and val in .en and .de). An arm is `pre`, `completep` or `muon`, the
-layers of encoder and of decoder, the width, and a learning rate. All but `muon` have Adam. CompleteP has the rules of
-6 layers and D=64. Heads are 16 wide, the feed-forward network is four times as wide as the state, updates have some
-2,050 target tokens, and the rate falls with the root of the update after a warm-up of 100; 250 updates. A rate is the
-best one of its model if the validation loss at the end is the lowest. An arm that has a row in the record is not run
-again.
+TEXT is a directory with raw Multi30k (train and val in .en and .de). An arm is `pre`, `scaled` (pre-norm with
+depth-scaled initialisation), `completep` or `muon` (pre-norm), the layers of encoder and of decoder, the width, and a
+learning rate. All but `muon` have Adam. CompleteP has the rules of 6 layers and D=64. Heads are 16 wide, the
+feed-forward network is four times as wide as the state, updates have some 2,050 target tokens, and the rate falls
+with the root of the update after a warm-up of 100; 250 updates. A rate is the best one of its model if the validation
+loss at the end is the lowest. An arm that has a row in the record is not run again.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ RESUMES = True
 """A record that exists has the arms that have ended."""
 STYLES = {
     "pre": ["model.norm=pre"],
+    "scaled": ["model.norm=pre", "model.init=depth_scaled"],
     "completep": ["model.norm=completep", "model.base_dim=64"],
     "muon": ["model.norm=pre", "optimizer.name=muon"],
 }
