@@ -192,20 +192,21 @@ def timed(run: Path, sources: Sequence[str], beam: int, rounds: dict[str, Any]) 
 
 
 def compared(name: str, values: Values, wrong: NDArray[np.bool_], seed: int) -> dict[str, Any]:
-    """Return a row with the AUROC of each measure, and of the difference of the last to the first."""
+    """Return a row with the AUROC of each measure, and of the differences of the others to the first."""
     generator = np.random.default_rng(seed)
-    differences = []
+    first, *others = values
+    rounds: list[dict[str, float]] = []
     for _ in range(_ROUNDS):
         chosen = generator.integers(len(wrong), size=len(wrong))
         if 0 < wrong[chosen].sum() < len(chosen):
-            first, *_, last = (auroc(value[chosen], wrong[chosen]) for value in values.values())
-            differences.append(last - first)
-    low, high = np.quantile(differences, [0.025, 0.975])
+            rounds.append({title: auroc(value[chosen], wrong[chosen]) for title, value in values.items()})
     areas = {title: auroc(value, wrong) for title, value in values.items()}
-    first, *_, last = areas.values()
-    return {
+    row: dict[str, Any] = {
         "wrong": name,
         "lines": len(wrong),
         **{title: f"{area:.1%}" for title, area in areas.items()},
-        "reliance - log-probability": f"{100 * (last - first):+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]",
     }
+    for title in others:
+        low, high = np.quantile([100 * (each[title] - each[first]) for each in rounds], [0.025, 0.975])
+        row[f"{title} - {first}"] = f"{100 * (areas[title] - areas[first]):+.1f} [{low:+.1f}, {high:+.1f}]"
+    return row
