@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/run.py decode [--layers 6 15 27] [--beams 4 1] [--batches 1 32 256]
     OMP_NUM_THREADS=1 python benchmarks/run.py decode --as decode_trained --trained RUN --text FILE
     OMP_NUM_THREADS=1 python benchmarks/run.py decode --as decode_drafts --trained RUN --text FILE --drafts 1 2 \
-        [--confidences 0.7 0.9] [--reference FILE]
+        [--layers 6 15 27] [--confidences 0.7 0.9] [--reference FILE]
     OMP_NUM_THREADS=1 python benchmarks/run.py decode --as decode_start --start-up RUN
 
 The model is written for the other programs as `deepspeed-nmt export` writes it. Its weights are random, so that no
@@ -16,8 +16,9 @@ CTranslate2's seconds in the same precision divided by the program's (of CTransl
 bf16). Loading and packing are not measured: every program has translated the text before.
 
 --drafts measures speculative decoding instead, drafted by so many layers, beside greedy decoding by the same native
-code and by CTranslate2: the first 64 lines of the text, in batches as they stand. With --confidences, drafted tokens
-also stand from these probabilities on. With --reference, BLEU is that of the whole text, in batches of 64.
+code and by CTranslate2: the first 64 lines of the text, in batches as they stand. The model is the run's, read out at
+--layers of its decoder. With --confidences, drafted tokens also stand from these probabilities on. With --reference,
+BLEU is that of the whole text, in batches of 64.
 
 --start-up measures the whole command for one line instead, from its start to its end, of a trained run: ours, ours by
 CTranslate2, and Hugging Face's classes on the exported run.
@@ -44,7 +45,7 @@ from records import Results, Table
 from timing import Work, add_rounds, in_turns, ratio, relative
 from torch import Tensor
 
-from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.model import TOP, TranslationModel, exit_name
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.export.ctranslate2_weights import write_ctranslate2
 from deepspeed_nmt.export.huggingface_weights import write_huggingface
@@ -88,12 +89,12 @@ def random_subject(layers: int) -> Subject:
     return Subject(str(layers), make, V, ours, {"min_decoding_length": STEPS - 1, "max_decoding_length": STEPS})
 
 
-def trained_subject(run: Run) -> Subject:
-    """Return the model of a run, whose hypotheses end where they do."""
-    vocabulary = run.tokenizer.vocabulary
-    layers = str(len(run.loaded("best")[0].stacks[1][0].layers))
-    ours = {"length_penalty": "mean"}
-    return Subject(layers, lambda: run.loaded("best")[0], vocabulary, ours, {"length_penalty": 1.0})
+def trained_subject(run: Run, layers: int | None = None) -> Subject:
+    """Return the model of a run, at an exit after so many decoder layers, whose hypotheses end where they do."""
+    encoder, top = run.loaded("best")[0].stages
+    exit = TOP if layers in (None, top) else exit_name(encoder, layers)
+    make, peers = lambda: run.loaded("best")[0].at_exit(exit), {"length_penalty": 1.0}
+    return Subject(str(layers or top), make, run.tokenizer.vocabulary, {"length_penalty": "mean"}, peers)
 
 
 def encoded(run: Run, text: Path, lines: int) -> Tensor:
@@ -164,25 +165,30 @@ def huggingface(subject: Subject, directory: Path) -> Translate:
 
 
 def drafts(run: Run, arguments: argparse.Namespace, directory: Path) -> Iterator[Results]:
-    """Measure speculative decoding beside greedy decoding; rows more with each precision and batch."""
-    subject, sources_NS = trained_subject(run), encoded(run, arguments.text, LINES)
-    lengths_N = sources_NS.ne(subject.vocabulary.pad).sum(dim=1)
+    """Measure speculative decoding beside greedy decoding; rows more with each depth, precision and batch."""
+    sources_NS, pad = encoded(run, arguments.text, LINES), run.tokenizer.vocabulary.pad
+    lengths_N = sources_NS.ne(pad).sum(dim=1)
     rows: list[dict[str, object]] = []
     rounds: dict[str, object] = {}
     bleus: dict[str, dict[str, float]] = {}
-    for precision, size in itertools.product(PEERS, arguments.batches):
-        where = directory / f"{precision}-{size}"
+    for layers, precision, size in itertools.product(arguments.layers, PEERS, arguments.batches):
+        subject, where = trained_subject(run, layers), directory / f"{layers}-{precision}-{size}"
         where.mkdir()
         starts = range(0, LINES, size)
         batches = [sources_NS[at : at + size, : int(lengths_N[at : at + size].max())] for at in starts]
-        searches = drafting(subject, precision, arguments.drafts, arguments.confidences)
+        searches = drafting(
+            subject, precision, [m for m in arguments.drafts if 2 * m < layers], arguments.confidences
+        )
         peer = ctranslate2(subject, precision, where)
-        case = f"{precision}, {size}"
-        more, rounds[case] = measure_drafts(searches, peer, batches, subject.vocabulary.pad, arguments.rounds)
-        if arguments.reference is not None and precision not in bleus:
-            bleus[precision] = bleus_of(run, searches, arguments.text, arguments.reference)
-        of_program = bleus.get(precision, {})
-        rows += [{"precision, batch": case, **row, "BLEU": of_program.get(str(row["program"]))} for row in more]
+        case = f"{layers}, {precision}, {size}"
+        more, rounds[case] = measure_drafts(searches, peer, batches, pad, arguments.rounds)
+        weights = f"{layers}, {precision}"
+        if arguments.reference is not None and weights not in bleus:
+            bleus[weights] = bleus_of(run, searches, arguments.text, arguments.reference)
+        of_program = bleus.get(weights, {})
+        rows += [
+            {"layers, precision, batch": case, **row, "BLEU": of_program.get(str(row["program"]))} for row in more
+        ]
         formats = {"speed-up": "{:.2f}", "accepted": "{:.0%}", "tokens a pass": "{:.2f}", "as greedy": "{:.1%}"}
         formats["BLEU"] = "{:.1f}"
         yield Results(tables={"drafts": Table.of(rows, formats)}, rounds=rounds)
@@ -295,7 +301,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trained", type=Path, metavar="RUN", help="measure the model of a run")
     parser.add_argument("--text", type=Path, metavar="FILE", help="source text for it")
     parser.add_argument(
-        "--drafts", type=int, nargs="+", metavar="M", help="measure drafts by the first M layers of it"
+        "--drafts",
+        type=int,
+        nargs="+",
+        metavar="M",
+        help="measure drafts by the first M layers of it, if they are less than half",
     )
     parser.add_argument(
         "--confidences", type=float, nargs="+", default=[], metavar="P", help="probabilities from which drafts stand"
