@@ -35,7 +35,8 @@ class BatchConfig(Config):
     micro_tokens: Annotated[int | Literal["auto"], number_or_auto(1, MAX_TOKENS)] = Field(
         default=4096,
         description="tokens a GPU holds at once, padding included: of the longer of the two sides; auto: the largest "
-        "power of two up to 65,536 that fits into a GPU, and on a CPU 4,096",
+        "power of two up to 65,536 that fits into a GPU and is at most twice its share of an update, and on a CPU "
+        "4,096",
     )
     layout: Literal["auto", "padded", "packed"] = Field(
         default="auto",

@@ -120,7 +120,7 @@ class System:
     rules: Sequence[ExitRule] = ()
 
     def rule(self, max_loss: float) -> ExitRule:
-        """Return the fastest of the rules that lose at most ``max_loss`` BLEU."""
+        """Return the fastest of the rules that lose at most ``max_loss`` BLEU, or else that of the best BLEU."""
         return fastest(self.rules, baseline(self.depths).bleu - max_loss)
 
     def report(self, max_loss: float) -> dict[str, Any]:
@@ -162,7 +162,10 @@ class System:
                 row += [cell(self.oracle.sentences[row[0]]), f"{self.oracle.cumulative[row[0]]:.1%}"]
             lines.append(f"BLEU with the best pair for each sentence: {self.oracle.bleu:.2f}")
         if self.rules:
-            lines.append(f"fastest rule within {max_loss} BLEU: {self.rule(max_loss)}")
+            rule = self.rule(max_loss)
+            enough = rule.bleu >= baseline(self.depths).bleu - max_loss
+            kind = f"fastest rule within {max_loss} BLEU" if enough else f"no rule within {max_loss} BLEU, best one"
+            lines.append(f"{kind}: {rule}")
         return "\n".join([f"{self.name}:", table(rows), *lines])
 
 

@@ -1,6 +1,6 @@
 """Effect of the two inputs of an untrained model, and gradients of its layers.
 
-How well these numbers foretell whether a stack trains has not been measured. On pairs of random tokens,
+How well these numbers foretell whether a stack trains was measured on narrow models only. On pairs of random tokens,
 :func:`probe` measures
 
     source, prefix   RMS of the change of the decoder's top states if each sentence gets the source, or the prefix, of

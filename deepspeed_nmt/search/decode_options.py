@@ -208,8 +208,8 @@ class DecodeOptions(Config):
     draft_tokens: int | None = _setting("K", "speculative: most tokens that are drafted at once (default: 8)")
     draft_confidence: float | None = _setting(
         "P",
-        "speculative: probability from which a drafted token stands unasked, which is faster and no longer greedy "
-        "(default: 1, none)",
+        "speculative: accepts a drafted token without verification if the exit gives it a probability of P or "
+        "more; no longer greedy (default: 1, none)",
     )
     iterations: int | None = _setting("T", "mask-predict: iterations (default: search.iterations of the run)")
     length_beam: int | None = _setting(

@@ -166,7 +166,7 @@ class CollapseMonitor:
                 f"only {values[RELIANCE]:.3f} nats a token {bound} it is turning into a language model, and its BLEU "
                 "will be near 0 even if its loss is low."
             )
-            remedies = [*self._remedies, *_FOR_SOURCES, *_FOR_ANY]
+            remedies = [*_FOR_SOURCES, *_FOR_ANY, *self._remedies]
         else:
             what = (
                 "the decoder does not read what it has written. With the prefixes exchanged among the sentences, its "

@@ -54,9 +54,9 @@ class GrowthConfig(Config):
     )
     by: By = Field(
         default="stack",
-        description="new layers are copies of the uppermost ones above them (stack), or of their neighbours "
-        "(adjacent); all layers lie on lines between old ones (interpolate); new ones above add nothing at first "
-        "(zero)",
+        description="stack: new layers on top are copies of the uppermost old ones; adjacent: each copy is beside "
+        "its original; interpolate: all layers lie on lines between old ones; zero: new layers on top add nothing at "
+        "first",
     )
 
     @model_validator(mode="after")

@@ -14,7 +14,9 @@ from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.evaluate.metrics import METRICS, Scorer
 from deepspeed_nmt.reports.depths import (
     Depth,
+    ExitRule,
     Members,
+    System,
     cheapest,
     measure,
     oracle,
@@ -44,6 +46,12 @@ def test_the_oracle_chooses_the_best_depth_and_of_equal_ones_the_fastest() -> No
     counts, chosen = oracle(DEPTHS, translations, bleus)
     assert counts == {"1-1": 1, "1-2": 1, "2-1": 1, "2-2": 0}
     assert chosen == [good] * 3
+
+
+def test_a_rule_that_loses_more_is_not_called_one_that_loses_less() -> None:
+    system = System("run", DEPTHS, rules=[ExitRule("confidence", (1, 2), -0.1, 24.0, 2.0, {1: 1, 2: 1})])
+    assert "fastest rule within 0.5 BLEU: confidence" in system.text(0.5)
+    assert "no rule within 0.1 BLEU, best one: confidence" in system.text(0.1)
 
 
 def run(path: str, encoder: int, decoder: int, *settings: str) -> Run:
