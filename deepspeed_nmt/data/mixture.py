@@ -70,13 +70,14 @@ class Phase(Config):
 
     first: int
     temperature: float
+    tag: str = "source"
     streams: tuple[Stream, ...]
     absent: tuple[Stream, ...] = ()
 
     def same_mixture(self, other: Phase) -> bool:
-        """Return True if the other phase draws from the same corpora with the same shares."""
+        """Return True if the other phase draws from the same corpora with the same shares and tags."""
         mine, theirs = ([(s.corpus, s.weights) for s in phase.streams] for phase in (self, other))
-        return self.temperature == other.temperature and mine == theirs
+        return (self.temperature, self.tag, mine) == (other.temperature, other.tag, theirs)
 
 
 class MixtureConfig(Config):

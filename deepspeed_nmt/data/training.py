@@ -165,7 +165,7 @@ class TrainingData:
             Stream(corpus=part.identity, pairs=len(text), tokens=text.mean_target_tokens, weights=part.weights)
             for part, text in zip(self.parts, corpora.parts, strict=True)
         )
-        return Phase(first=first, temperature=config.temperature, streams=streams)
+        return Phase(first=first, temperature=config.temperature, tag=config.tag, streams=streams)
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.options))

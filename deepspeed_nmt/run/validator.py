@@ -7,11 +7,14 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.console import logger
@@ -146,7 +149,9 @@ class ModelValidator:
         significant = True
         if self._world.is_main:
             sets = self._sets if chooses == MEAN else {chooses: self._sets[chooses]}
-            significant = is_significant(best, [one.texts for one in sets.values()], update, than, level)
+            # Sets of several languages have one metric with several tokenizers.
+            chosen = [(one.best or best, one.texts) for one in sets.values()]
+            significant = is_significant(chosen, update, than, level)
         return bool(from_main(significant, self._world))
 
 
@@ -198,7 +203,7 @@ class _MeasuredSet:
         self.batched = ValidationSet(data.corpus(SPLIT), vocabulary, config.batch, world.rank, world.ranks)
         self._longest_line = max(MAX_SOURCE_TOKENS, main.longest_source)
         longest = data.meta.splits[SPLIT].source.longest
-        self.metrics, _ = self._config.chosen(data.text_form, name)
+        self.metrics, self.best = self._config.chosen(data.text_form, name)
         self.commands = [metric for metric in self.metrics if isinstance(metric, CommandMetric) and not metric.late]
         if self.metrics and longest > self._longest_line and world.is_main:
             logger.warning(
@@ -283,9 +288,12 @@ class _MeasuredSet:
         return {validation_tag(name, self.name): score for name, score in scores.items()}
 
 
-def is_significant(metric: Metric, sets: Sequence[ValidationTexts], update: int, over: int, level: float) -> bool:
-    """Return True if a gain, of the mean over some sets, is significant by paired bootstrap, or cannot be tested."""
-    p_value = _p_value(metric, sets, update, over)
+def is_significant(sets: Sequence[tuple[Metric, ValidationTexts]], update: int, over: int, level: float) -> bool:
+    """Return True if a gain, of the mean over some sets, is significant by paired bootstrap, or cannot be tested.
+
+    Each set has the metric with the tokenizer of its language.
+    """
+    metric, p_value = sets[0][0], _p_value(sets, update, over)
     gain = f"the gain of update {update} over update {over}"
     if p_value is None:
         logger.warning("%s counts as significant, because %s cannot be tested", gain, metric.name)
@@ -295,32 +303,31 @@ def is_significant(metric: Metric, sets: Sequence[ValidationTexts], update: int,
     return p_value < level
 
 
-def _p_value(metric: Metric, sets: Sequence[ValidationTexts], update: int, over: int) -> float | None:
+def _p_value(sets: Sequence[tuple[Metric, ValidationTexts]], update: int, over: int) -> float | None:
     """Return the p-value of a gain, 1 if it is none; None if translations or scores of sentences are missing.
 
     The sentences of all sets are resampled together.
     """
-    from deepspeed_nmt.evaluate.scoring import bootstrap, paired_bootstrap
+    from deepspeed_nmt.evaluate.scoring import bootstrap, score_of_statistics, sentence_statistics
 
-    sides: list[list[float]] = [[], []]
-    texts: list[list[str]] = [[], [], []]
-    for of in sets:
-        for number, side in enumerate((update, over)):
+    sides: list[list[Any]] = [[], []]
+    score: Callable[[NDArray[Any]], float] = np.mean
+    for metric, of in sets:
+        for rows, side in zip(sides, (over, update), strict=True):
             if isinstance(metric, CommandMetric):
                 scores = read_sentence_scores(of.path(side, f"{metric.name}.sentences"), len(of.references))
                 if scores is None:
                     return None
-                sides[number] += scores
+                rows += scores
             elif (lines := of.read(side)) is None:
                 return None
             else:
-                texts[number] += of.converted(lines, metric.kind)
-        texts[2] += of.converted(of.references, metric.kind)
-    if isinstance(metric, TextMetric):
-        new, old, references = texts
-        (compared,) = paired_bootstrap([old, new], [references], metric.make(False))
-    else:
-        (compared,) = bootstrap(sides[::-1], np.mean)
+                assert isinstance(metric, TextMetric)
+                made = metric.make(False)
+                score = partial(score_of_statistics, made)
+                references = of.converted(of.references, metric.kind)
+                rows += [*sentence_statistics(made, of.converted(lines, metric.kind), [references])]
+    (compared,) = bootstrap(sides, score)
     # Where the mean over sets is better, all sentences together may be worse.
     is_gain = compared.difference > 0.0 if metric.higher_is_better else compared.difference < 0.0
     return compared.p_value if is_gain else 1.0

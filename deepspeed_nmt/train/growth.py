@@ -177,8 +177,11 @@ class Grown:
         parameters = dict(model.named_parameters())
         self._sums = {name: self._sum(name, name in names) for name in parameters}
         self._fresh = {name: parameters[name].detach().clone() for name, of in self._sums.items() if not of}
+        # Fresh layers that add zero times what they compute, as with model.layer_scale=0, must not compute zero as
+        # well: no factor would have a gradient.
+        adds_zero = any(name.endswith(".output_scale") and not weight.any() for name, weight in self._fresh.items())
         for name, weight in self._fresh.items():
-            if by == "zero" and _LAST_PRODUCT.search(name):
+            if by == "zero" and not adds_zero and _LAST_PRODUCT.search(name):
                 weight.zero_()
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ from deepspeed_nmt.config import load_config, validate
 from deepspeed_nmt.data.data_directory import DataDirectory, Meta
 from deepspeed_nmt.engine.contract import EngineScalars, ParameterState
 from deepspeed_nmt.errors import ConfigError, DataError
-from deepspeed_nmt.evaluate.metrics import METRICS
+from deepspeed_nmt.evaluate.metrics import METRICS, in_language
 from deepspeed_nmt.evaluate.scoring import bootstrap, paired_bootstrap
 from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.parallel.world import World
@@ -258,22 +258,36 @@ def test_a_gain_is_tested_on_the_translations_of_the_run(tmp_path: Path, caplog:
     texts.begin(references, references, [], 0)
     texts.write(1, ["a b c x e f"] * 40, ())
     texts.write(2, references, ())
-    compared = [texts]
-    metric = METRICS["bleu"]
-    assert is_significant(metric, compared, 2, 1, 0.05) and not is_significant(metric, compared, 2, 1, 0.0005)
-    assert not is_significant(metric, compared, 1, 2, 0.05), "a loss, as of all sentences beside a gain of the mean"
-    assert is_significant(metric, compared, 2, 3, 0.0005), "of translations that are lost"
+    compared = [(METRICS["bleu"], texts)]
+    assert is_significant(compared, 2, 1, 0.05) and not is_significant(compared, 2, 1, 0.0005)
+    assert not is_significant(compared, 1, 2, 0.05), "a loss, as of all sentences beside a gain of the mean"
+    assert is_significant(compared, 2, 3, 0.0005), "of translations that are lost"
     assert caplog.messages == [
         "the gain of update 2 over update 3 counts as significant, because bleu cannot be tested"
     ]
     command = ValidationConfig(metrics=("a=command:/a",)).commands["a"]
-    assert is_significant(command, compared, 2, 1, 0.0005)
+    compared = [(command, texts)]
+    assert is_significant(compared, 2, 1, 0.0005)
     for update, score in ((1, 0.5), (2, 0.6)):
         lines = (f"{score + 0.01 * (number % 2)}\n" for number in range(40))
         texts.path(update, "a.sentences").write_text("".join(lines))
-    assert is_significant(command, compared, 2, 1, 0.05) and not is_significant(command, compared, 1, 1, 0.05)
-    lower = replace(command, higher_is_better=False)
-    assert is_significant(lower, compared, 1, 2, 0.05) and not is_significant(lower, compared, 2, 1, 0.05)
+    assert is_significant(compared, 2, 1, 0.05) and not is_significant(compared, 1, 1, 0.05)
+    lower = [(replace(command, higher_is_better=False), texts)]
+    assert is_significant(lower, 1, 2, 0.05) and not is_significant(lower, 2, 1, 0.05)
+
+
+def test_sets_of_two_languages_are_tested_with_the_tokenizer_of_each(tmp_path: Path) -> None:
+    """A gain in a text without spaces counts, where a tokenizer that divides at spaces sees none."""
+    texts, metrics = {}, {}
+    for language, reference in (("de", "a b c d e f"), ("zh", "一二三四五六七八")):
+        form = TextForm("raw", "en", language)
+        metrics[language] = in_language(METRICS["bleu"], language)
+        texts[language] = ValidationTexts(tmp_path, language, form=form)
+        texts[language].begin([reference] * 40, [reference] * 40, [], 0)
+        texts[language].write(1, ["a b c d x f" if language == "de" else "一二三四五六人口"] * 40, ())
+        texts[language].write(2, ["a b c d x f" if language == "de" else "一二三四五六七口"] * 40, ())
+    assert is_significant([(metrics[language], texts[language]) for language in texts], 2, 1, 0.01)
+    assert not is_significant([(metrics["de"], texts[language]) for language in texts], 2, 1, 0.01)
 
 
 RAW, TOKENISED = TextForm(form="raw"), TextForm(form="tokenised")

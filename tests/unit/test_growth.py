@@ -93,6 +93,7 @@ def test_weights_and_moments_are_the_same_sums(by: Any) -> None:
         [],
         ["model.norm=layernorm_scaling"],
         ["model.norm=layer_scale"],
+        ["model.norm=layer_scale", "model.layer_scale=0"],
         ["layer.name=merged_attention"],
         ["layer.name=cross_attention_drop", "layer.drop_depth=1", "layer.drop_ratio=0.5"],
     ],
@@ -100,15 +101,17 @@ def test_weights_and_moments_are_the_same_sums(by: Any) -> None:
 )
 def test_layers_of_zero_leave_the_function_as_it_was(more: list[str]) -> None:
     saved, state, shallow, deep = grown(settings("zero", *more))
-    data = two_pairs()
+    data, scaled = two_pairs(), "model.layer_scale=0" in more
+    zeros = (".output_scale",) if scaled else (".out_proj.", ".down_proj.")
     torch.testing.assert_close(deep(data), shallow(data), rtol=0, atol=1e-12)
     for name, parameter in deep.named_parameters():
         if name not in saved.weights:
             moment = state.optimizer_state(name, "exp_avg_sq")
             assert moment.tolist() == torch.zeros_like(parameter)[..., :1].tolist()
-            assert bool(parameter.any()) != (".out_proj." in name or ".down_proj." in name or name.endswith("bias"))
+            assert bool(parameter.any()) != (any(part in name for part in zeros) or name.endswith("bias"))
     deep.train()(data).square().sum().backward()
-    assert deep.get_parameter("encoder.layers.4.feed_forward.down_proj.weight").grad.abs().max() > 0
+    learning = "feed_forward_residual.output_scale" if scaled else "feed_forward.down_proj.weight"
+    assert deep.get_parameter(f"encoder.layers.4.{learning}").grad.abs().max() > 0
 
 
 def test_an_encoder_of_sdt_grows_by_its_own_rule() -> None:

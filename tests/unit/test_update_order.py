@@ -179,6 +179,7 @@ def test_a_changed_mixture_goes_on_where_its_corpora_were() -> None:
     order = mixture([ALWAYS, ALWAYS])
     phase = order.shares.phase
     assert next_phase([phase], phase.model_copy(update={"first": 500}), {}) == (phase,), "the same mixture goes on"
+    assert len(next_phase([phase], phase.model_copy(update={"tag": "target"}), {})) == 2, "tags change sides"
     before = taken(phase, 500, 2000)
     assert list(before.values()) == order.shares.positions(500)
     heavier = phase.model_copy(
