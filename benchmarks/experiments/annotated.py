@@ -93,10 +93,11 @@ def marked(corpus: Path) -> list[dict[str, str]]:
         return [row for row in csv.DictReader(stream) if all(row[mark] in ("0", "1") for mark in MARKS)]
 
 
-def found(run: Path, corpus: list[dict[str, str]], seed: int) -> list[dict[str, Any]]:
-    """Score the corpus, and return rows with the AUROC of each mark."""
+def found(run: Path, corpus: list[dict[str, str]], seed: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Score the corpus, and return rows with the AUROC of each mark, and shares that the flag `detached` is on."""
     judge = Judge(Translator.open(run, checkpoint="last", precision="fp32"))
-    values = values_of(judge.score([row["src"] for row in corpus], [row["mt"] for row in corpus]))
+    scored = judge.score([row["src"] for row in corpus], [row["mt"] for row in corpus])
+    values, flagged = values_of(scored), np.array(["detached" in one.flags for one in scored])
     marks = {mark: np.array([row[mark] == "1" for row in corpus]) for mark in MARKS}
     none = ~np.logical_or.reduce(list(marks.values()))
     wrong = np.logical_or.reduce([marks[mark] for mark in HALLUCINATIONS])
@@ -105,7 +106,8 @@ def found(run: Path, corpus: list[dict[str, str]], seed: int) -> list[dict[str, 
         chosen = none | marks[mark]
         own = {name: value[chosen] for name, value in values.items()}
         rows.append(compared(title, own, marks[mark][chosen], seed) | {"lines": int(marks[mark].sum())})
-    return rows
+    flags = {"no mark": none, **{title: marks[mark] for mark, title in MARKS.items()}}
+    return rows, {title: float(flagged[chosen].mean()) for title, chosen in flags.items()}
 
 
 def run(arguments: argparse.Namespace) -> Iterator[Results]:
@@ -114,9 +116,12 @@ def run(arguments: argparse.Namespace) -> Iterator[Results]:
 
     def row(name: str, seed: str) -> dict[str, Any]:
         trained = train(name, seed, ARMS[name], arguments.updates or UPDATES, {"data": data[name]}, arguments)
-        return {**trained, "auroc": found(arguments.out / f"{name}-seed{seed}", corpus, int(seed))}
+        areas, flagged = found(arguments.out / f"{name}-seed{seed}", corpus, int(seed))
+        return {**trained, "auroc": areas, "detached": flagged}
 
     for each in results(arguments, COLUMNS, row):
         rows = [{"arm": one["arm"], "seed": one["seed"], **area} for one in each.rounds for area in one["auroc"]]
         each.tables["auroc"] = Table.of(rows)
+        rows = [{"arm": one["arm"], "seed": one["seed"], **one["detached"]} for one in each.rounds]
+        each.tables["detached"] = Table.of(rows, dict.fromkeys(("no mark", *MARKS.values()), "{:.1%}"))
         yield each

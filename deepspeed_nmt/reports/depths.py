@@ -278,7 +278,8 @@ def measure(
 ) -> System:  # fmt: skip
     """Translate a text at every depth of a system; the times are medians of ``repeat`` measurements.
 
-    ``with_rules`` tries rules for the trained exits of the full encoder, ``with_signs`` measures reliance and drafts.
+    ``with_rules`` tries rules for the trained exits of the full encoder, by beam search as they are used,
+    ``with_signs`` measures reliance and drafts.
 
     Raises:
         ConfigError: if there are fewer than two of them.
@@ -286,6 +287,7 @@ def measure(
     """
     pairs = [pair for _, of_run in system.pairs for pair in of_run]
     exits = _exits(system) if with_rules else []
+    settings = {"name": "beam"} if with_rules else {}
     times: dict[Pair, list[tuple[float, float]]] = {pair: [] for pair in pairs}
     translations: dict[Pair, list[Translation]] = {}
     bleus: dict[Pair, float] = {}
@@ -297,7 +299,7 @@ def measure(
     # All pairs in turn, so that a change of the machine's load affects them alike.
     for repetition, (run, of_run) in product(range(repeat), system.pairs):
         started = time.monotonic()
-        translator = Translator.open(run.path, checkpoint=checkpoint, **text.tags_for(run))
+        translator = Translator.open(run.path, checkpoint=checkpoint, **text.tags_for(run), **settings)
         to_load = time.monotonic() - started
         for pair in of_run:
             shallower = translator.at_exit(exit_name(*pair))

@@ -134,3 +134,6 @@ def test_depths_without_an_exit_below_that_could_draft_are_translated_greedily(
     assert opened[-1]["draft_confidence"] == 1.0, (
         "of drafts that the whole decoder accepts, whatever the run's search"
     )
+    run.trained_at = lambda *_: True
+    measure(Members("one", [(run, pairs)]), text, scorer, **options, with_oracle=False, with_rules=True)
+    assert opened[-1]["name"] == "beam", "rules are fitted with the search that uses them"
