@@ -52,7 +52,7 @@ MARKS = {
 HALLUCINATIONS = ("full-unsupport", "strong-unsupport", "repetitions")
 COLUMNS = {
     title: MEASURED[title]
-    for title in ("arm", "seed", "at update", "train ppl", "valid ppl", "valid BLEU", "source reliance", "hours")
+    for title in ("arm", "seed", "at update", "train ppl", "valid ppl", "valid BLEU", "source reliance")
 }
 
 
