@@ -108,8 +108,8 @@ class DecodeOptions(Config):
     )
     reliance: str | bool | None = _option(
         "F",
-        "file for signs of doubt, a line for each translation: reliance on the source, coverage, repetition, copies, "
-        "flags, and the reliance of each token",
+        "file for signs of doubt, a line for each translation: reliance on the source, share of the source, "
+        "coverage, repetition, copies, flags, and the reliance of each token",
         torch=True,
     )
     exit: str | None = _option(

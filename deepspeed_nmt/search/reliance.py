@@ -120,7 +120,8 @@ class Reliance(ScoredTranslation):
 
     def fields(self, pieces: Sequence[str]) -> str:
         """Return the fields of a line of a file, separated by tabs, given the spelling of the tokens."""
-        numbers = self.reliance or 0.0, self.mean_log_prob, self.coverage, self.repetition, self.copy
+        means = self.reliance or 0.0, self.source_share or 0.0, self.mean_log_prob
+        numbers = *means, self.coverage, self.repetition, self.copy
         by_token = " ".join(pieces), joined(self.log_probs), joined(self.token_reliance or ())
         return "\t".join(
             (*("" if number is None else f"{number:.9g}" for number in numbers), ",".join(self.flags), *by_token)

@@ -207,12 +207,12 @@ def test_reliance_is_a_score_for_filters(run: Path, source: Path, tmp_path: Path
     doubt, tokenizer = tmp_path / "doubt", Translator.open(run, device="cpu").tokenizer
     text = translate(run, source, tmp_path / "out", "--reliance", str(doubt), "--precision", "fp32")
     rows = [line.split("\t") for line in doubt.read_text(encoding="utf-8").splitlines()]
-    assert [row[0] for row in rows] == [str(number) for number in range(10)] and {len(row) for row in rows} == {10}
+    assert [row[0] for row in rows] == [str(number) for number in range(10)] and {len(row) for row in rows} == {11}
     for line, row in zip(text, rows, strict=True):
-        assert tokenizer.decode([tokenizer.number(piece) or 0 for piece in row[7].split()]) == line
-        by_token = [float(value) for value in row[9].split()]
+        assert tokenizer.decode([tokenizer.number(piece) or 0 for piece in row[8].split()]) == line
+        by_token = [float(value) for value in row[10].split()]
         assert sum(by_token) / len(by_token) == pytest.approx(float(row[1]), abs=1e-6)
-    scores = [float(row[1]) for row in rows]
+    scores = [float(row[2]) for row in rows]
     pairs = list(zip(text, source.read_text(encoding="utf-8").splitlines(), strict=True))
     kept = PairStream(f"score={sorted(scores)[3]!r}", TextForm()).keep(pairs, scores)
     assert kept.sum() == 7 and kept.tolist() == [score >= sorted(scores)[3] for score in scores]

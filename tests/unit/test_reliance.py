@@ -123,7 +123,8 @@ def test_flags_and_their_measures() -> None:
 
 def test_a_line_of_the_file() -> None:
     fields = relying(end=-13.0, seen=-2.0).fields(["▁a", "b"]).split("\t")
-    numbers = [float(field) for field in fields[:5]]
-    assert numbers == pytest.approx([0.9, -3.1, 0.5, 0.0, 0.4]) and fields[5:7] == ["detached,truncated", "▁a b"]
-    assert [len(field.split()) for field in fields[7:]] == [10, 10] and fields[8].split()[-1] == "-9"
-    assert Reliance([], [], []).fields([]) == "\t".join(["0", "0", "", "0", "0", "", "", "", ""])
+    numbers = [float(field) for field in fields[:6]]
+    assert numbers == pytest.approx([0.9, 0.9 / 4.0, -3.1, 0.5, 0.0, 0.4])
+    assert fields[6:8] == ["detached,truncated", "▁a b"]
+    assert [len(field.split()) for field in fields[8:]] == [10, 10] and fields[9].split()[-1] == "-9"
+    assert Reliance([], [], []).fields([]) == "\t".join(["0", "0", "0", "", "0", "0", "", "", "", ""])
