@@ -8,7 +8,8 @@ directory beside the result, renamed at the end.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from deepspeed_nmt.data.vocabulary_training import adopt_models
 from deepspeed_nmt.errors import DataError, shown_bytes
 from deepspeed_nmt.files import remove, resolved
 from deepspeed_nmt.manifest import check_own
+from deepspeed_nmt.text import DamagedLine, text_of
 
 _DISK_SHARE = 2.5
 """Bytes of clean text, hashes, parts and result for each byte of text, about."""
@@ -126,6 +128,9 @@ def _copy_held_out(directory: Path, options: PrepareOptions) -> dict[str, tuple[
         files = zip(*(records[f"{split}.{side}"] for side in SIDES), strict=True)
         pairs += [[(record.path, record.lines) for record in pair] for pair in files]
     check_aligned(pairs)
+    for name, files_of in records.items():
+        if name.endswith(".target"):
+            _check_encoding(directory / name, files_of)
     for side, paths in zip(SIDES, options.paths("valid"), strict=True):
         with (directory / f"valid.{side}").open("rb") as text:
             if not any(map(bytes.strip, text)):
@@ -134,6 +139,18 @@ def _copy_held_out(directory: Path, options: PrepareOptions) -> dict[str, tuple[
                     "sentence pairs of the training text"
                 )
     return records
+
+
+def _check_encoding(copied: Path, records: Sequence[InputRecord]) -> None:
+    """Raise a DataError if references, copied from some files into one, are not UTF-8: none would be matched."""
+    with copied.open("rb") as text:
+        for record in records:
+            for number, line in enumerate(islice(text, record.lines), 1):
+                if isinstance(text_of(line), DamagedLine):
+                    raise DataError(
+                        f"line {number:,} of {record.path} is not UTF-8, and no translation can match it; convert "
+                        "the file, for example by `iconv -f LATIN1 -t UTF-8`"
+                    )
 
 
 def _check_room(directory: Path, options: PrepareOptions) -> None:

@@ -33,7 +33,7 @@ from typing_extensions import override
 from deepspeed_nmt import __version__
 from deepspeed_nmt.console import logger, progress
 from deepspeed_nmt.core.vocabulary import SIDES, Side
-from deepspeed_nmt.data.clean import CleaningConfig, PairChecker, fits
+from deepspeed_nmt.data.clean import CleaningConfig, PairChecker, fits, repair
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter, join_files
 from deepspeed_nmt.data.data_directory import FORMAT, META_FILE, DataDirectory, Meta, RoundTrip, open_tokenizer
 from deepspeed_nmt.data.filters import EXAMPLES, Hashes, Removals
@@ -236,7 +236,7 @@ def clean(work: Preparation, task: int, new: Path) -> PairsRecord:
                 files[side].write("".join(f"{text[side]}\n" for text in texts).encode())
             if links is not None:
                 own = (
-                    links[place] if _have_same_words(pairs[place], text) else _LOST
+                    links[place] if _have_same_words(pairs[place], text, options.unicode) else _LOST
                     for place, text in zip(places, texts, strict=True)
                 )
                 files[2].writelines(line + b"\n" for line in own)
@@ -255,12 +255,15 @@ def clean(work: Preparation, task: int, new: Path) -> PairsRecord:
     return PairsRecord(read=checker.read, pairs=kept, removals=checker.removals, repaired=checker.repaired)
 
 
-def _have_same_words(pair: tuple[bytes, bytes], text: tuple[str, str]) -> bool:
+def _have_same_words(pair: tuple[bytes, bytes], text: tuple[str, str], rules: Sequence[str]) -> bool:
     """Return True if the words between ASCII white space, which fast_align counts, are those of the clean text.
 
     A Unicode rule may leave nothing of a word, and other white space divides words of the clean text only.
     """
-    return all(len(old.split()) == len(new.split()) for old, new in zip(pair, text, strict=True))
+    return all(
+        [repair(word.decode(), rules)[0] for word in old.split()] == new.split()
+        for old, new in zip(pair, text, strict=True)
+    )
 
 
 def find_repetitions(work: Preparation, task: int, new: Path, reason: str) -> PairsRecord:

@@ -38,8 +38,13 @@ def check_links(lines: Sequence[bytes], pairs: Sequence[tuple[bytes, bytes]], na
 
 
 def token_links(line: bytes, source: Sequence[Sequence[int]], target: Sequence[Sequence[int]]) -> list[int]:
-    """Return source and target position of each link of tokens, in turn, given the positions of the words' tokens."""
+    """Return source and target position of each link of tokens, in turn, given the positions of the words' tokens.
+
+    None are left of a line that links a word which the pair lacks: its words were divided at other white space.
+    """
     words = {(int(link[1]), int(link[2])) for link in _LINK.finditer(line)}
+    if any(i >= len(source) or j >= len(target) for i, j in words):
+        return []
     return [n for i, j in sorted(words) for at in source[i] for to in target[j] for n in (at, to)]
 
 
@@ -55,4 +60,13 @@ def tokens_of_words(
         if tokenizer.segmented or not words or piece.startswith(SPACE):
             words.append([])
         words[-1].append(position)
-    return words if len(words) == len(text.split()) else None
+    given = text.split()
+    if len(words) != len(given):
+        return None
+    if tokenizer.decode(tokens[tagged:], side) != text:
+        # Where the normalization has changed the text, a word that vanished may hide one that was cut.
+        of_words = ([tokens[position] for position in word] for word in words)
+        pairs = zip(of_words, tokenizer.encode_batch(given, side), strict=True)
+        if any(tokenizer.decode(own, side) != tokenizer.decode(alone, side) for own, alone in pairs):
+            return None
+    return words

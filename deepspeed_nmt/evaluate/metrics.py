@@ -67,7 +67,7 @@ class Metric(ABC):
 class TextMetric(Metric):
     """A metric of sacreBLEU, which is a function of translations and references.
 
-    ``make`` makes sacreBLEU's object, given True to ignore case. Only a BLEU has a ``tokenizer``.
+    ``make`` makes sacreBLEU's object, given True to ignore case. One of words has a ``tokenizer``.
     """
 
     make: Callable[[bool], SacreBleuMetric]
@@ -109,10 +109,11 @@ def _chrf(lowercase: bool) -> SacreBleuMetric:
     return CHRF(lowercase=lowercase)
 
 
-def _ter(lowercase: bool) -> SacreBleuMetric:
+def _ter(lowercase: bool, without_spaces: bool = False) -> SacreBleuMetric:
     from sacrebleu.metrics.ter import TER
 
-    return TER()  # which ignores case by default
+    # It ignores case by default. Chinese and Japanese characters are words of their own only of normalised text.
+    return TER(normalized=without_spaces, asian_support=without_spaces)
 
 
 METRICS: Mapping[str, TextMetric] = {
@@ -124,7 +125,7 @@ METRICS: Mapping[str, TextMetric] = {
             name="bleu_tokenised", kind="tokenised", least=1.0, make=partial(_bleu, "none", "none"), tokenizer="none"
         ),
         TextMetric(name="chrf", kind="plain", make=_chrf),
-        TextMetric(name="ter", kind="plain", higher_is_better=False, make=_ter),
+        TextMetric(name="ter", kind="plain", higher_is_better=False, make=_ter, tokenizer="none"),
         *(_named_bleu(f"bleu_{tokenizer.replace('-', '_')}", tokenizer) for tokenizer in TOKENIZERS),
     )
 }
@@ -132,8 +133,10 @@ METRICS: Mapping[str, TextMetric] = {
 
 
 def in_language(metric: Metric, language: str | None) -> Metric:
-    """Return a metric of translations into a language, of which `bleu` has the tokenizer."""
+    """Return a metric of translations into a language, of which `bleu` has the tokenizer, and `ter` the words."""
     tokenizer = OF_LANGUAGE.get(re.split("[-_]", language or "")[0].lower())
+    if tokenizer in ("zh", "ja-mecab") and metric.name == "ter":
+        return replace(METRICS["ter"], make=partial(_ter, without_spaces=True), tokenizer="asian")
     if tokenizer is None or metric.name != "bleu":
         return metric
     return replace(METRICS[f"bleu_{tokenizer.replace('-', '_')}"], name="bleu")
@@ -141,10 +144,10 @@ def in_language(metric: Metric, language: str | None) -> Metric:
 
 def warn_of_spaces(name: str, references: Sequence[str], metrics: Iterable[Metric]) -> None:
     """Warn if most references have no spaces between words, and a metric's tokenizer divides text at spaces."""
-    dividing = [m.name for m in metrics if isinstance(m, TextMetric) and m.tokenizer in ("13a", "intl")]
+    dividing = [m.name for m in metrics if isinstance(m, TextMetric) and m.tokenizer in ("13a", "intl", "none")]
     if dividing and 2 * (count := sum(map(without_spaces, references))) > len(references):
         text = f"%s: %d of %d lines have no spaces between words, and {dividing[0]} takes them for one word"
-        remedy = "name the target language (score --language, prepare --target-lang), or choose bleu_char"
+        remedy = "name the target language (score --language, prepare --target-lang), or choose bleu_char or chrf"
         logger.warning(f"{text}; {remedy}", name, count, len(references))
 
 

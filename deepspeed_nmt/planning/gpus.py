@@ -66,6 +66,9 @@ GPUS = {
     )
 }
 
+_CARDS = {"h100 pcie": 756.0, "h100 nvl": 835.0, "h200 nvl": 835.0, "v100-pcie": 112.0}
+"""Peaks of cards with less power than those of :data:`GPUS`, by a part of their names."""
+
 
 def gpu_named(name: str) -> Gpu:
     """Return the GPU named by ``--gpu``: a known name, or NAME:GiB for any other."""
@@ -85,7 +88,15 @@ def gpu_named(name: str) -> Gpu:
 
 
 def kind_of(device_name: str) -> Gpu | None:
-    """Return the known GPU that matches a device's name, such as "Tesla V100-SXM2-16GB"; its memory may differ."""
+    """Return the known GPU that matches a device's name, such as "Tesla V100-SXM2-16GB"; its memory may differ.
+
+    None of a slice of a GPU, by MIG, whose peak is a share that its name does not say.
+    """
+    lowered = device_name.lower()
+    if re.search(r"\bmig\b", lowered):
+        return None
     # Not an RTX A1000 as an A100.
-    kinds = [gpu for gpu in GPUS.values() if re.search(rf"{gpu.name.partition('-')[0]}(?!\d)", device_name.lower())]
-    return max(kinds, key=lambda gpu: gpu.gib, default=None)
+    kinds = [gpu for gpu in GPUS.values() if re.search(rf"{gpu.name.partition('-')[0]}(?!\d)", lowered)]
+    kind = max(kinds, key=lambda gpu: gpu.gib, default=None)
+    slower = next((tflops for card, tflops in _CARDS.items() if card in lowered), None)
+    return kind if kind is None or slower is None else replace(kind, tflops=slower)

@@ -23,7 +23,7 @@ from deepspeed_nmt.files import atomic_write_text, open_text, shown_name, text_l
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.reports.run_log import read_file
 from deepspeed_nmt.run.directory import SCORES_FILE, Run
-from deepspeed_nmt.text import NO_TAGS, TextForm
+from deepspeed_nmt.text import NO_TAGS, DamagedLine, TextForm
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,21 @@ class ParallelText:
 
     @classmethod
     def read(cls, source: Path, reference: Path) -> ParallelText:
-        """Read a test set. Files that cannot be read, are empty or not aligned, are a DataError."""
+        """Read a test set.
+
+        Raises:
+            DataError: if files cannot be read, are empty or not aligned, or if references are not UTF-8.
+        """
         sides = []
         for path in (source, reference):
             with open_text(path) as stream:
                 sides.append(list(text_lines(stream, path)))
         sources, references = sides
+        if damaged := [number for number, line in enumerate(references, 1) if isinstance(line, DamagedLine)]:
+            raise DataError(
+                f"line {damaged[0]:,} of {shown_name(reference)} is not UTF-8; convert the file, for example by "
+                "`iconv -f LATIN1 -t UTF-8`"
+            )
         if len(sources) != len(references) or not sources:
             names = f"{shown_name(source)} and {shown_name(reference)}"
             counts = f"{len(sources)} and {len(references)} lines"

@@ -79,12 +79,19 @@ def test_bleu_has_the_tokenizer_of_the_language(caplog: pytest.LogCaptureFixture
         metric = in_language(bleu, code)
         assert isinstance(metric, TextMetric) and f"tok:{tokenizer}|" in metric.signature() and metric.name == "bleu"
         assert metric.score(chinese, chinese) == (0.0 if tokenizer == "13a" else pytest.approx(100.0))
+    ter = in_language(METRICS["ter"], "ja")
+    assert isinstance(ter, TextMetric) and ter.score([chinese[0].replace("长", "短")], chinese[:1]) < 20.0
+    assert in_language(METRICS["ter"], "de") is METRICS["ter"]
     text = TextForm("raw", target_lang="zh")
     metrics, best = ValidationConfig().chosen(text)
     assert Scorer(metrics, text, chinese)(chinese) == {"bleu": pytest.approx(100.0)} and best == metrics[0]
     warn_of_spaces("references", chinese, metrics)
     warn_of_spaces("references", ["Das ist ein Satz mit 北京."], [bleu])
+    warn_of_spaces("references", chinese, [ter])
     assert not caplog.messages
+    warn_of_spaces("references", chinese, [METRICS["ter"]])
+    assert "ter takes them for one word" in caplog.text
+    caplog.clear()
     warn_of_spaces("references", chinese, [bleu])
     assert "2 of 2 lines" in caplog.text and "--language" in caplog.text
 

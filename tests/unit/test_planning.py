@@ -262,6 +262,9 @@ def test_a_gpu_is_known_by_the_name_of_its_device() -> None:
     devices = ["Tesla V100-SXM2-16GB", "NVIDIA A100-SXM4-40GB", "NVIDIA GH200 480GB", "NVIDIA RTX A1000", "H20"]
     kinds = [kind and kind.name for kind in map(kind_of, devices)]
     assert kinds == ["v100-32g", "a100-80g", "h200-141g", None, None]
+    assert kind_of("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None, "a slice, of unknown peak"
+    cards = {name: kind_of(name) for name in ("Tesla V100-PCIE-32GB", "NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3")}
+    assert [kind and kind.tflops for kind in cards.values()] == [112.0, 756.0, 989.0]
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,15 @@ def test_unaligned_files_give_both_counts(texts: dict[str, Any], tmp_path: Path)
     assert _left_behind(tmp_path) == []
 
 
+def test_references_must_be_utf8(texts: dict[str, Any], tmp_path: Path) -> None:
+    (file,) = texts["valid_target"]
+    good = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(good[0] + "ein großer Satz\n".encode("latin-1") + b"".join(good[2:]))
+    with pytest.raises(DataError, match=rf"^line 2 of {re.escape(str(file))} is not UTF-8, .* `iconv -f LATIN1"):
+        _prepare(texts)
+    assert _left_behind(tmp_path) == []
+
+
 def test_nothing_left_after_cleaning(texts: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"left after cleaning of 144 \(144: more than 2 tokens\)"):
         _prepare(texts, cleaning={"max_length": 2})
