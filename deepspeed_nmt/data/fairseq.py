@@ -67,6 +67,8 @@ def symbols_of(content: bytes, path: Path) -> list[str]:
 
 _MOST_FOREIGN = 0.1
 """Share of a dictionary's symbols that its SentencePiece model may lack."""
+_FREQUENT = 100
+"""Symbols at the beginning of a dictionary, the most frequent ones; none of words has SentencePiece's mark."""
 DICTIONARY_FILES: Mapping[Side, str] = {"source": "vocabulary.source.txt", "target": "vocabulary.target.txt"}
 
 
@@ -87,8 +89,11 @@ class FairseqTokenizer(Tokenizer):
         }
         self._words = {side: dict(list(numbers.items())[len(SPECIAL) :]) for side, numbers in self._numbers.items()}
         self._shared = self._pieces["source"] == self._pieces["target"]
-        marked = sum(SPACE in symbol for symbol in self._pieces["target"])
-        self._is_sentencepiece = marked > 0.1 * len(self._pieces["target"])
+        words = self._pieces["target"][len(SPECIAL) :]
+        marked = sum(SPACE in word for word in words)
+        # Few pieces of Chinese, and one of a vocabulary of characters, begin a word; but these are frequent.
+        is_frequent = any(word.startswith(SPACE) for word in words[:_FREQUENT])
+        self._is_sentencepiece = models is not None or is_frequent or marked > 0.1 * len(words)
         self._models, self._processors = models, dict[Side, Any]()
         self.segmented = models is None
         for side, model in zip(SIDES, models or (), strict=False):

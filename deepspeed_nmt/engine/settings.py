@@ -139,9 +139,9 @@ _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 _OTHER_KEYS = """
 aio autotuning bf16 checkpoint comms_logger communication_data_type compile compression_training csv_monitor
 curriculum_learning data_efficiency data_types datastates_ckpt disable_allgather disable_python_gc dump_state
-expert_parallel flops_profiler fp16 gradient_clipping gradient_predivide_factor hybrid_engine log_level
-memory_breakdown pipeline prescale_gradients seq_parallel_communication_data_type sparse_gradients
-steps_per_print timers use_data_before_expert_parallelism wall_clock_breakdown wandb
+expert_parallel flops_profiler fp16 gradient_clipping hybrid_engine log_level memory_breakdown pipeline
+prescale_gradients seq_parallel_communication_data_type sparse_gradients steps_per_print timers
+use_data_before_expert_parallelism wall_clock_breakdown wandb
 weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
 """
 """Top-level keys of DeepSpeed's configuration besides those that the run decides. Other versions may have more."""
@@ -154,6 +154,8 @@ _FORBIDDEN_KEYS = {
     "bfloat16": "engine.precision (its name is 'bf16' today)",
     "amp": "engine.precision",
     "managed_gradient_accumulation": "the engine, which begins and ends each update",
+    # By the number of ranks, ZeRO-3 divides without reduce_scatter, and does not multiply again (DeepSpeed 0.19).
+    "gradient_predivide_factor": "the engine, which divides the loss by the tokens of an update",
     "gradient_allreduce_op": "the engine, which divides the loss by the tokens of an update",
     "activation_checkpointing": "engine.recompute_* (DeepSpeed's fails if layers share weights)",
     "tensorboard": "this program's own TensorBoard log",

@@ -39,6 +39,7 @@ from deepspeed_nmt.run.late_scores import LateScores
 from deepspeed_nmt.run.resolve import checkpoint_size, resolve, workload_of
 from deepspeed_nmt.run.start import Origin, load_first_weights
 from deepspeed_nmt.run.validator import ModelValidator
+from deepspeed_nmt.text import TextForm
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
 from deepspeed_nmt.train.collapse import CollapseMonitor
 from deepspeed_nmt.train.events import NO_EVENTS, Detail, Events, check_progress
@@ -110,7 +111,11 @@ class Trainer:
         """
         self.ledger.begin("restore")
         checkpoint = self._newest_checkpoint()
-        progress = Progress() if checkpoint is None else with_comparable_best(checkpoint, self.config)
+        progress = (
+            Progress()
+            if checkpoint is None
+            else with_comparable_best(checkpoint, self.config, self.data.main.text_form)
+        )
         if not again and not self.config.training.ends_at(progress):
             with fail_together(self.world):
                 if self.world.is_main:
@@ -325,11 +330,11 @@ class Trainer:
         return 0
 
 
-def with_comparable_best(checkpoint: Checkpoint, config: RunConfig) -> Progress:
+def with_comparable_best(checkpoint: Checkpoint, config: RunConfig, text: TextForm) -> Progress:
     """Return a checkpoint's progress; its best score is that of another measure after a change of settings.
 
-    Scores of another search, of other sentences, or by another program of the same name cannot be compared: the next
-    one is the best so far.
+    Scores of another search, of other sentences or another form of text, which chooses the tokenizer of BLEU, or by
+    another program of the same name cannot be compared: the next one is the best so far.
     """
     progress, record = checkpoint.progress, checkpoint.run
     by, score = progress.best_by or "", progress.best_score
@@ -340,11 +345,11 @@ def with_comparable_best(checkpoint: Checkpoint, config: RunConfig) -> Progress:
         (of.search, of.validation.max_sentences, of.validation.commands.get(measure))
         for of in (validate(record.config), config)
     )
-    if before == now:
+    if before == now and record.text in (None, text):
         return progress
     logger.info(
-        "search.*, validation.max_sentences or the program %s have changed: scores are not compared with those up to "
-        "update %d, and the choice of the best checkpoint begins anew",
+        "search.*, validation.max_sentences, the form or language of text or the program %s have changed: scores are "
+        "not compared with those up to update %d, and the choice of the best checkpoint begins anew",
         measure,
         progress.update,
     )

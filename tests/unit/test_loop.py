@@ -15,6 +15,7 @@ from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine.contract import UpdateResult
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run.trainer import warn_of_early_end, with_comparable_best
+from deepspeed_nmt.text import TextForm
 from deepspeed_nmt.train.configuration import TrainingConfig
 from deepspeed_nmt.train.growth import GrowthConfig
 from deepspeed_nmt.train.log import LogWindow, Workload
@@ -160,10 +161,14 @@ def test_scores_by_another_measure_are_not_compared() -> None:
 def test_scores_of_other_translations_are_not_compared(setting: str, by: str, best_at: list[int]) -> None:
     before = validated((31.0, 2.0), by=by)[1]
     began = load_config(settings=["validation.metrics=[command:/x/a]"])
-    checkpoint: Any = SimpleNamespace(progress=before, run=SimpleNamespace(config=began.model_dump(mode="json")))
-    assert with_comparable_best(checkpoint, began) == before
-    progress = with_comparable_best(checkpoint, load_config(settings=[setting]))
+    text, record = TextForm("raw", "en", "zh"), SimpleNamespace(config=began.model_dump(mode="json"), text=None)
+    checkpoint: Any = SimpleNamespace(progress=before, run=record)
+    assert with_comparable_best(checkpoint, began, text) == before
+    progress = with_comparable_best(checkpoint, load_config(settings=[setting]), text)
     assert validated((30.0, 2.5), progress=progress, by=by)[0] == best_at
+    record.text = TextForm("raw", "en")
+    progress = with_comparable_best(checkpoint, began, text)
+    assert validated((30.0, 2.5), progress=progress, by=by)[0] == ([] if by == "valid/loss" else [1])
 
 
 def test_nan_is_never_better() -> None:
