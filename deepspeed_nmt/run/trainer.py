@@ -111,11 +111,9 @@ class Trainer:
         """
         self.ledger.begin("restore")
         checkpoint = self._newest_checkpoint()
-        progress = (
-            Progress()
-            if checkpoint is None
-            else with_comparable_best(checkpoint, self.config, self.data.main.text_form)
-        )
+        progress = Progress()
+        if checkpoint is not None:
+            progress = with_comparable_best(checkpoint, self.config, self.data.main.text_form)
         if not again and not self.config.training.ends_at(progress):
             with fail_together(self.world):
                 if self.world.is_main:

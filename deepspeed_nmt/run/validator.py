@@ -313,6 +313,7 @@ def _p_value(sets: Sequence[tuple[Metric, ValidationTexts]], update: int, over: 
     sides: list[list[Any]] = [[], []]
     score: Callable[[NDArray[Any]], float] = np.mean
     for metric, of in sets:
+        references = [of.converted(of.references, metric.kind)]
         for rows, side in zip(sides, (over, update), strict=True):
             if isinstance(metric, CommandMetric):
                 scores = read_sentence_scores(of.path(side, f"{metric.name}.sentences"), len(of.references))
@@ -325,8 +326,7 @@ def _p_value(sets: Sequence[tuple[Metric, ValidationTexts]], update: int, over: 
                 assert isinstance(metric, TextMetric)
                 made = metric.make(False)
                 score = partial(score_of_statistics, made)
-                references = of.converted(of.references, metric.kind)
-                rows += [*sentence_statistics(made, of.converted(lines, metric.kind), [references])]
+                rows += [*sentence_statistics(made, of.converted(lines, metric.kind), references)]
     (compared,) = bootstrap(sides, score)
     # Where the mean over sets is better, all sentences together may be worse.
     is_gain = compared.difference > 0.0 if metric.higher_is_better else compared.difference < 0.0
