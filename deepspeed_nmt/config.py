@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from pydantic import SerializeAsAny, ValidationError
 
+from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.parts import LayerConfig, ModelConfig, PartConfig, Parts, SearchConfig
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.mixture import MixtureConfig
@@ -113,6 +114,9 @@ def load_config(
 ) -> RunConfig:
     """Load a configuration; each source overrides those before it. A ConfigError lists all settings that are wrong.
 
+    A source that names another part than those before it, such as another optimizer, leaves of their settings for it
+    those that mean the same.
+
     Args:
         settings: of the form ``section.key=value``, with the value in YAML.
         resumed: file with the settings of the run that is resumed. What it records is not the user's choice.
@@ -122,6 +126,8 @@ def load_config(
     given: dict[str, Any] = {}  # without those that the resumed run recorded
 
     def take(content: Mapping[str, Any], *, recorded: bool = False) -> None:
+        if left := _leave_other_parts(merged, content):
+            logger.info("without %s, which another part had", ", ".join(left))
         for into in (merged,) if recorded else (merged, given):
             merge(into, content)
 
@@ -131,10 +137,33 @@ def load_config(
         take(read_yaml(file), recorded=recipe is None and file == resumed)
     take(options)
     problems: list[str] = []
+    single: dict[str, Any] = {}
     for content in given_settings(settings, problems):
-        take(content)
+        merge(single, content)
+    take(single)
     config = validate(merged, problems)
     return config.model_copy(update={"engine": config.engine.chosen_by(given.get("engine", {}))})
+
+
+def _leave_other_parts(merged: dict[str, Any], content: Mapping[str, Any]) -> list[str]:
+    """Remove settings of the parts that ``content`` replaces by others, and return their keys.
+
+    A setting that both parts have, with the same default, means the same, and stays.
+    """
+    left = []
+    for section, registry in NAMED.items():
+        old, new = merged.get(section), content.get(section)
+        if not (isinstance(old, dict) and isinstance(new, Mapping) and "name" in new):
+            continue
+        names = old.get("name", registry.default), new["name"]
+        if names[0] == names[1] or not all(name in registry for name in names):
+            continue
+        before, after = (registry[name].config.model_fields for name in names)
+        for key in [key for key in old if key != "name" and key in before]:
+            if key not in after or after[key].default != before[key].default:
+                del old[key]
+                left.append(f"{section}.{key}")
+    return left
 
 
 def given_settings(settings: Sequence[str], problems: list[str]) -> list[dict[str, Any]]:

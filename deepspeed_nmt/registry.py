@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown, typed
 
@@ -24,6 +24,27 @@ class Config(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, defer_build=True
     )
+
+
+class Section(Config):
+    """Base of the sections of a run's settings, and of the parts that are configured in them."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_number(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse true and false, as which YAML reads yes, no, on and off, for a number: they would be 1 and 0."""
+        words = [one for one in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(one, bool)]
+        if words and info.field_name in cls.model_fields:
+            kinds = _kinds(cls.model_fields[info.field_name].annotation)
+            if bool not in kinds and kinds & {int, float}:
+                raise ValueError(f"is {shown(value)}; give {'a whole' if float not in kinds else 'a'} number")
+        return value
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """Return the types that an annotation is made of."""
+    parts = [part for part in get_args(annotation) if isinstance(part, type) or get_args(part)]
+    return {annotation}.union(*map(_kinds, parts))
 
 
 C = TypeVar("C", bound=Config)

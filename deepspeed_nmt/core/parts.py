@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field
 
 from deepspeed_nmt.core.vocabulary import Side, Vocabulary
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.registry import Config, Section
 
 if TYPE_CHECKING:
     from deepspeed_nmt.core.model import TranslationModel
@@ -29,7 +29,7 @@ MAX_HYPOTHESES = 1_000
 """Bound on the hypotheses, samples or candidates of a sentence in a search."""
 
 
-class PartConfig(Config):
+class PartConfig(Section):
     """Settings of a part of a run."""
 
     def contradictions(self, parts: Parts) -> Iterable[str]:

@@ -17,13 +17,13 @@ from pydantic import Field
 
 from deepspeed_nmt.data.corpus import Indices, Lengths
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.registry import Config, number_or_auto
+from deepspeed_nmt.registry import Section, number_or_auto
 
 MAX_TOKENS = 1 << 30
 """Bound on the tokens of a batch or an update, far below those at which 64-bit sums of them overflow."""
 
 
-class BatchConfig(Config):
+class BatchConfig(Section):
     """Amounts of text in an update and on a GPU."""
 
     update_tokens: int = Field(

@@ -24,7 +24,7 @@ from deepspeed_nmt import randomness
 from deepspeed_nmt.data.corpus import Corpora, Indices
 from deepspeed_nmt.data.update_order import Cursor, UpdateOrder, UpdatePlace, Window, window_updates
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.registry import Config, Section
 
 _SAMPLED_SEGMENTS = 4
 """Most segments whose first window stands for the run."""
@@ -80,7 +80,7 @@ class Phase(Config):
         return (self.temperature, self.tag, mine) == (other.temperature, other.tag, theirs)
 
 
-class MixtureConfig(Config):
+class MixtureConfig(Section):
     """Training on several corpora."""
 
     temperature: float = Field(

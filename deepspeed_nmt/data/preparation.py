@@ -28,7 +28,7 @@ from deepspeed_nmt.data.inputs import (
 )
 from deepspeed_nmt.data.options import PrepareOptions, input_option
 from deepspeed_nmt.data.sentencepiece import type_of
-from deepspeed_nmt.data.stages import PairEncoder, Preparation, join, replacing_data, staged_data
+from deepspeed_nmt.data.stages import PairEncoder, Preparation, differing, join, replacing_data, staged_data
 from deepspeed_nmt.data.tasks import run_stages
 from deepspeed_nmt.data.tokenizer import SampledSegmentations, Tokenizer
 from deepspeed_nmt.data.vocabulary_training import adopt_models
@@ -67,7 +67,7 @@ def prepare(options: PrepareOptions) -> Meta | str:
                 Preparation,
                 options,
                 lambda new: set_up(new, options, vocabulary, sampling, options.tasks or 1),
-                lambda work: work.check_same(options),
+                lambda work: work.check_same(options, options.recorded(vocabulary, sampling)),
             )
         with staged_data(out) as staging:
             work = set_up(staging / ".work", options, vocabulary, sampling)
@@ -194,10 +194,10 @@ def _existing_vocabulary(options: PrepareOptions) -> Tokenizer | None:
 
 def same_or_refuse(out: Path, options: PrepareOptions, recorded: Mapping[str, Any]) -> Meta:
     """Open an existing data directory if it was made from the same text with the same options; refuse others."""
-    meta, differing = differences(out, options, recorded)
-    if differing:
+    meta, names = differences(out, options, recorded)
+    if names:
         raise DataError(
-            f"--out {out} holds data that differs in {', '.join(differing)}; give --overwrite to replace it, or "
+            f"--out {out} holds data that differs in {', '.join(names)}; give --overwrite to replace it, or "
             "choose another --out"
         )
     DataDirectory.open(out).verify_hashes()
@@ -209,9 +209,4 @@ def differences(out: Path, options: PrepareOptions, recorded: Mapping[str, Any])
     """Return the record of a data directory, and the ``recorded`` options and texts in which it differs."""
     inputs = inspect_inputs(options.inputs)
     meta = DataDirectory.open(out).meta
-    differing = [name for name in sorted({*recorded, *meta.options}) if recorded.get(name) != meta.options.get(name)]
-    for name in sorted({*inputs, *meta.inputs}):
-        new, old = (tuple(record.sha256 for record in records.get(name, ())) for records in (inputs, meta.inputs))
-        if new != old:
-            differing.append(f"{name} text")
-    return meta, differing
+    return meta, differing((recorded, inputs), (meta.options, meta.inputs))

@@ -44,6 +44,7 @@ from deepspeed_nmt.data.inputs import (
     Piece,
     count_pieces,
     index_text,
+    inspect_inputs,
     lines_of,
     read_pairs,
     read_pieces,
@@ -165,13 +166,16 @@ class Preparation(Work[PairsRecord]):
         pieces = sum(count_pieces(self.place("index", number)) for number in range(self.stages["index"]))
         return max(1, min(-(-pieces // TASK_PIECES), MAX_TASKS))
 
-    def check_same(self, options: PrepareOptions) -> Preparation:
-        """Return this work, or raise a DataError if its tasks are of other options, or the text has changed."""
+    def check_same(self, options: PrepareOptions, recorded: Mapping[str, Any]) -> Preparation:
+        """Return this work, or raise a DataError if its tasks are of other options, or the text has changed.
+
+        ``recorded`` are the options that decide the result now.
+        """
         own = {"overwrite", *FREE}
         old, new = (each.model_dump(exclude=own) for each in (self.options, options))
-        if differing := [typed(name) for name in old if old[name] != new[name]]:
+        if others := [typed(name) for name in old if old[name] != new[name]]:
             raise DataError(
-                f"{self.directory} holds tasks of another {', '.join(differing)}; remove it, or choose another --out"
+                f"{self.directory} holds tasks of another {', '.join(others)}; remove it, or choose another --out"
             )
         for number in range(self.stages["index"]):
             for text in self.record("index", number).texts.values() if self.place("index", number).is_dir() else ():
@@ -180,6 +184,11 @@ class Preparation(Work[PairsRecord]):
                         f"{text.record.path} has changed since its pieces were found; remove {self.directory}, and "
                         "start again"
                     )
+        inputs = inspect_inputs({name: options.inputs[name] for name in self.inputs})
+        if changed := differing((recorded, inputs), (self.recorded, self.inputs)):
+            raise DataError(
+                f"{self.directory} holds tasks that differ in {', '.join(changed)}; remove it, and start again"
+            )
         return self
 
     def pieces(self, task: int) -> Iterator[Piece]:
@@ -207,6 +216,19 @@ class Preparation(Work[PairsRecord]):
         for ranges in repeated.values():
             keep[_places(ranges, task)] = False
         return keep
+
+
+Content = tuple[Mapping[str, Any], Mapping[str, tuple[InputRecord, ...]]]
+"""Options that decide the result, and records of files, by name."""
+
+
+def differing(new: Content, old: Content) -> list[str]:
+    """Return the names of the options and texts that differ."""
+    now, before = (
+        {**options, **{f"{name} text": [file.sha256 for file in files] for name, files in inputs.items()}}
+        for options, inputs in (new, old)
+    )
+    return [name for name in sorted({*now, *before}) if now.get(name) != before.get(name)]
 
 
 def _places(ranges: list[Places], task: int) -> Places:

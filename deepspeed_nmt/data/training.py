@@ -91,6 +91,11 @@ class CorpusRecord(Config):
         return DataOption(Path(self.path), self.weights, self.tag)
 
 
+def is_mixture(parts: Sequence[DataPart | CorpusRecord]) -> bool:
+    """Return True for several corpora, and for one whose weight changes."""
+    return len(parts) > 1 or any(part.weights != (Weight(value=part.weights[0].value),) for part in parts)
+
+
 class TrainingData:
     """Data directories of a run. The first one gives the vocabulary and the validation set.
 
@@ -117,8 +122,7 @@ class TrainingData:
     @property
     def is_mixture(self) -> bool:
         """True if updates are drawn from shares of corpora, instead of the epochs of one."""
-        part = self.parts[0]
-        return len(self.parts) > 1 or part.weights != (Weight(value=part.weights[0].value),)
+        return is_mixture(self.parts)
 
     @property
     def records(self) -> tuple[CorpusRecord, ...]:

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from deepspeed_nmt.core.model import Rates, TranslationModel
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.registry import Section
 
 Groups = list[dict[str, Any]]
 """Groups of parameters with their settings, as torch's optimizers take them."""
 
 
-class OptimizerConfig(Config):
+class OptimizerConfig(Section):
     """Settings of an optimizer, and what others need to know of it.
 
     Attributes:

@@ -22,7 +22,7 @@ from deepspeed_nmt.files import parse_json
 from deepspeed_nmt.kernels.choice import parse_setting
 from deepspeed_nmt.kernels.precision import Precision, native_precision
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.registry import Config, number_or_auto
+from deepspeed_nmt.registry import Section, number_or_auto
 
 
 def _kernels(value: object) -> object:
@@ -44,7 +44,7 @@ DEFAULT_DS_CONFIG = "zero2"
 """DeepSpeed's configuration where ``engine.ds_config`` is not set."""
 
 
-class EngineConfig(Config):
+class EngineConfig(Section):
     """Settings of the engine that carries out updates."""
 
     name: Literal["auto", "plain", "deepspeed"] = Field(

@@ -200,6 +200,8 @@ class CrossAttentionDropLayer(DecoderLayer):
             return context.kept
         draw = context.draw
         assert draw is not None, "cross-attention drop needs the update's number in training"
+        if draw.update == 0:  # which is never trained, and stands for the largest one when memory is measured
+            return tuple(range(len(draw.passes)))
         key = (self.number,) if self.coins_per == "update" else (self.number, draw.micro_batch)
         coins = draw.uniform(Purpose.CROSS_ATTENTION_DROP, *key)
         return tuple(index for index, coin in enumerate(coins) if coin >= self.rate)

@@ -28,7 +28,7 @@ from deepspeed_nmt.parallel.world import World
 RecomputedLayers = tuple[int, int]
 """Every k-th layer application of encoder and decoder is recomputed; 0 none."""
 LENGTH = 32
-"""Tokens of each sentence in the micro-batches that are counted."""
+"""Tokens of each sentence in the micro-batches that are counted, or as many as the model has positions for."""
 _COUNTED = (1024, 4096, 8192, 16384)
 """Sizes in tokens of the micro-batches that are counted; other sizes are interpolated. Up to 4,096 the loss of a GPU
 holds all logits at once, from there on a chunk of them (:func:`deepspeed_nmt.kernels.cross_entropy.chunk_rows`),
@@ -123,7 +123,8 @@ def count_update(
     for parameter in model.parameters():
         # Gradients exist already, as in the second micro-batch of an update.
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    batch = _batch(tokens, vocabulary, 0)  # the largest that an objective asks for
+    length = min(tokens, _within(LENGTH, model.longest_source), _within(LENGTH, model.longest_target))
+    batch = _batch(max(1, tokens // length), length, length, vocabulary, 0)  # the largest that an objective asks for
     kept: list[int] = []
     exchange = exchange or Exchange()
     exchange.bytes = 0
@@ -150,13 +151,14 @@ def count_rates(model: TranslationModel, objective: Objective, vocabulary: Vocab
     only the extreme ones are run: work is affine in the depths of encoder and decoder.
     """
     module = TrainModule(model, objective).train()
+    rows, target, source = 8, _within(LENGTH, model.longest_target), _within(2 * LENGTH, model.longest_source)
     alike: dict[tuple[str, ...], dict[tuple[int, int], list[int]]] = {}
     for update in range(1, _UPDATES + 1):
         names = tuple(part.name for part in objective.due(update))
-        depth = objective.deepest(model, _batch(LENGTH, vocabulary, update))
+        depth = objective.deepest(model, _batch(1, target, source, vocabulary, update))
         alike.setdefault(names, {}).setdefault(depth, []).append(update)
-    tokens, flops = 8 * LENGTH, []
-    for source_length in (LENGTH, 2 * LENGTH):
+    flops = []
+    for source_length in (source // 2, source):
         total = 0.0
         for by_depth in alike.values():
             swapped = [(decoder, -encoder) for encoder, decoder in by_depth]
@@ -165,19 +167,22 @@ def count_rates(model: TranslationModel, objective: Objective, vocabulary: Vocab
             for depth in corners:
                 with Tally() as tally:
                     for update in (run := by_depth[depth][:2]):
-                        module(_batch(tokens, vocabulary, update, source_length)).loss.backward()
+                        module(_batch(rows, target, source_length, vocabulary, update)).loss.backward()
                 works.append(tally.flops / len(run))
             plane, *_ = np.linalg.lstsq([(1, *depth) for depth in corners], works, rcond=None)
             total += sum(len(updates) * float(plane @ (1, *depth)) for depth, updates in by_depth.items())
         flops.append(total / _UPDATES)
-    source = (flops[1] - flops[0]) / tokens
-    return source, flops[0] / tokens - source
+    by_source = (flops[1] - flops[0]) / (rows * (source - source // 2))
+    return by_source, (flops[0] - by_source * rows * (source // 2)) / (rows * target)
 
 
-def _batch(tokens: int, vocabulary: Vocabulary, update: int, source_length: int | None = None) -> Batch:
-    length = min(LENGTH, tokens)
-    rows = max(1, tokens // length)
-    source_length, count = source_length or length, rows * length
+def _within(length: int, longest: int | None) -> int:
+    """Return a length that a model has positions for."""
+    return length if longest is None else min(length, longest)
+
+
+def _batch(rows: int, length: int, source_length: int, vocabulary: Vocabulary, update: int) -> Batch:
+    count = rows * length
     of = functools.partial(torch.zeros, dtype=torch.int64, device="meta")
     # One source position counts as padding: batches without any are rare.
     return Batch(

@@ -11,7 +11,7 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.data.batching import BatchConfig, divide_update
 from deepspeed_nmt.data.corpus import Corpora
 from deepspeed_nmt.data.loader import check_lengths
-from deepspeed_nmt.data.mixture import MixtureOrder, next_phase, taken
+from deepspeed_nmt.data.mixture import MixtureOrder, Phase, next_phase, taken
 from deepspeed_nmt.data.packing import pack_update, row_sizes
 from deepspeed_nmt.data.training import TrainingData
 from deepspeed_nmt.data.update_order import Cursor, EpochOrder, UpdateOrder, Window
@@ -28,13 +28,12 @@ _MARGIN = 0.03
 
 
 def update_order_of(
-    corpora: Corpora, config: RunConfig, data: TrainingData, progress: Progress | None = None
+    corpora: Corpora, config: RunConfig, data: TrainingData, phases: Sequence[Phase] = (), first: int = 1
 ) -> UpdateOrder:
-    """Return which sentences make which update of a run."""
-    phases = () if progress is None else progress.phases
+    """Return which sentences make which update of a run in its newest phase, or in one from update ``first`` on."""
     if not phases and not data.is_mixture:
         return EpochOrder(corpora, config.training.seed, config.batch.update_tokens)
-    phase = phases[-1] if phases else data.phase(corpora, config.mixture, 1)
+    phase = phases[-1] if phases else data.phase(corpora, config.mixture, first)
     training = config.training
     return MixtureOrder(corpora, training.seed, config.batch.update_tokens, phase, training.max_updates)
 
@@ -79,13 +78,14 @@ def layout_on(config: RunConfig, precision: Precision, capability: Capability | 
 
 
 def batch_on(
-    config: RunConfig, micro_tokens: int, data: TrainingData, precision: Precision, world: World
+    config: RunConfig, micro_tokens: int, data: TrainingData, precision: Precision, world: World, first: int
 ) -> BatchConfig:
-    """Return sizes of batches with their layout on these ranks."""
+    """Return sizes of batches from the update ``first`` on, with their layout on these ranks."""
     layout = layout_on(config, precision, capability_of(world.device))
     batch = config.batch.model_copy(update={"layout": layout, "micro_tokens": micro_tokens})
     if config.batch.layout == "auto" and layout == "packed":
-        return with_less_padding(batch, update_order_of(data.corpora(config.mixture), config, data), world)
+        order = update_order_of(data.corpora(config.mixture), config, data, first=first)
+        return with_less_padding(batch, order, world)
     return batch
 
 

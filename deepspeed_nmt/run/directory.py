@@ -20,7 +20,7 @@ from deepspeed_nmt.config import RunConfig, validate
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.parts import LikelihoodConfig
-from deepspeed_nmt.data.data_directory import VOCABULARY_FILES, open_tokenizer
+from deepspeed_nmt.data.data_directory import VOCABULARY_FILES, DataDirectory, open_tokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.data.training import TrainingData
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
@@ -96,6 +96,11 @@ class Run:
     def checkpoints(self) -> CheckpointStore:
         """Checkpoints of the run, to read and choose from."""
         return CheckpointStore(self.path / CHECKPOINTS)
+
+    def check_vocabulary(self, data: DataDirectory) -> None:
+        """Check that the tokens of a data directory are those of the run; a DataError if they are not."""
+        if any(self.files.get(name) != file for name, file in data.vocabulary.items()):
+            raise DataError(f"{data.path} has another vocabulary than {self.path}")
 
     @property
     def longest_line(self) -> int:

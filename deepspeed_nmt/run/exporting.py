@@ -215,6 +215,7 @@ def _own_pairs(run: Run, most: int) -> tuple[list[tuple[str, str, str]], str]:
     """Return sources, targets and splits of a run's data, and its path."""
     try:
         data = recorded_data(run.path).main
+        run.check_vocabulary(data)
     except DataError as error:
         raise DataError(
             f"no data of {run.path}, by which translations are compared; export with another text (`export "

@@ -202,7 +202,9 @@ def alignment_layer(run: Run, model: TranslationModel) -> int:
     if len(attentions) == 1:
         return next(iter(attentions))
     try:
-        corpus = DataDirectory.open(Path(DataRecord.read(run.path).path)).corpus("valid")
+        data = DataDirectory.open(Path(DataRecord.read(run.path).path))
+        run.check_vocabulary(data)
+        corpus = data.corpus("valid")
     except DataError as error:
         raise ConfigError(
             f"{option('alignment')} chooses the decoder layer on the validation text of the run, which cannot be "

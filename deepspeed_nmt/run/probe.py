@@ -28,6 +28,7 @@ from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 
 _PAIRS, _LENGTH = 16, 16
+"""Of the pairs, which are shorter for a model with fewer positions."""
 _FIRST_WORD = 4
 """The lowest token that is no special one."""
 
@@ -65,14 +66,15 @@ def probe(config: RunConfig, vocabulary: Vocabulary) -> Probe:
     model = build_model(config, vocabulary)
     module = TrainModule(model, build_objective(config, vocabulary))
     generator = torch.Generator().manual_seed(config.training.seed)
+    length = min(_LENGTH, model.longest_source or _LENGTH, model.longest_target or _LENGTH)
 
     def words(size: int) -> Tensor:
-        return torch.randint(min(_FIRST_WORD, size - 1), size, (_PAIRS, _LENGTH - 1), generator=generator)
+        return torch.randint(min(_FIRST_WORD, size - 1), size, (_PAIRS, length - 1), generator=generator)
 
     end = torch.full((_PAIRS, 1), vocabulary.eos)
     source_BS = torch.cat([words(vocabulary.source.size), torch.full((_PAIRS, 1), vocabulary.source.eos)], dim=1)
     target = words(vocabulary.size)
-    tokens = _PAIRS * _LENGTH
+    tokens = _PAIRS * length
     batch = Batch(
         source_BS=source_BS,
         target_input_BT=torch.cat([torch.full((_PAIRS, 1), vocabulary.bos), target], dim=1),

@@ -146,7 +146,9 @@ def resolve(
     if config.batch.micro_tokens == "auto" and world.ranks > 1:  # GPUs may differ
         micro_tokens = -int(max_over_ranks([-float(micro_tokens)], world))
     with fail_together(world):
-        batch = batch_on(config, micro_tokens, data, engine.precision, world)
+        trained = CheckpointStore(resumed / CHECKPOINTS).names() if resumed else []
+        first = CheckpointStore.update_of(trained[-1]) + 1 if trained else 1
+        batch = batch_on(config, micro_tokens, data, engine.precision, world, first)
     backends = kernels.describe(world.device, DTYPES[engine.precision])
     is_compiled = config.engine.compile == "layers"
     return Resolved(vocabulary, engine, batch, recompute, kernels, backends, is_compiled)
@@ -296,8 +298,12 @@ def agree_on_kernels(kernels: Kernels, world: World, dtypes: Iterable[torch.dtyp
 
 
 def check_room(run: Path, config: RunConfig, data: TrainingData) -> None:
-    """Check that a run's checkpoints have room, before anything is written, unless the run has ended."""
+    """Check that a run's checkpoints have room, before anything is written, unless the run has ended.
+
+    The run's lock is held.
+    """
     store = CheckpointStore(run / CHECKPOINTS)
+    store.restore(clear=True)  # a checkpoint that a killed process was writing takes the room of the next one
     names = store.names()
     progress = store.progress(names[-1]) if names else None
     if progress is not None and config.training.ends_at(progress):

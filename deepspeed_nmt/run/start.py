@@ -29,7 +29,7 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.parts import LikelihoodConfig
 from deepspeed_nmt.data.data_directory import DataDirectory
-from deepspeed_nmt.data.training import DataOption, TrainingData
+from deepspeed_nmt.data.training import DataOption, TrainingData, is_mixture
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError, counted
 from deepspeed_nmt.files import (
     atomic_write_text,
@@ -154,6 +154,13 @@ def _check_same(path: Path, config: RunConfig, data: TrainingData) -> None:
             )
     before = recorded_config(path).flat()
     now = config.flat()
+    if not (data.is_mixture or is_mixture(recorded.corpora)):  # of a mixture, another tag begins a phase
+        tags = data.parts[0].tag, next((corpus.tag for corpus in recorded.corpora), None)
+        told = [_told(tag, of["mixture.tag"]) for tag, of in zip(tags, (now, before), strict=True)]
+        if told[0] != told[1]:
+            raise ConfigError(
+                f"{data} has {told[0]}, but {path} was trained with {told[1]}; give the same, or start a new run"
+            )
     if problems := [
         f"{key} is {now.get(key, 'unset')}, but {path} has a checkpoint and stays at {before.get(key, 'unset')}; "
         "leave out --recipe, --config and this setting to keep the run's own, or start a new run"
@@ -167,6 +174,10 @@ def _check_same(path: Path, config: RunConfig, data: TrainingData) -> None:
         and (key.startswith(_LEARNING) or (key == "training.max_updates" and config.schedule.needs_end))
     ]:
         logger.warning("%s continues with other settings: %s", path, ", ".join(changes))
+
+
+def _told(tag: str | None, side: object) -> str:
+    return "no tag" if tag is None else f"the tag {tag} in front of {side}s"
 
 
 def _check_own(path: Path) -> None:

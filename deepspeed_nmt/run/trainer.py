@@ -127,7 +127,7 @@ class Trainer:
                 self.store.forget_choice_after(progress.update)
             corpora = self.data.corpora(self.config.mixture)
             progress = with_mixture(progress, corpora, self.config, self.data)
-            order = update_order_of(corpora, self.config, self.data, progress)
+            order = update_order_of(corpora, self.config, self.data, progress.phases)
             if self.world.is_main and not again:
                 warn_of_early_end(self.config, progress, order.updates_in(progress.epoch))
         with ExitStack() as stack:

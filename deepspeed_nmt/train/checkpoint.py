@@ -317,9 +317,12 @@ class CheckpointStore:
         names = (path.name for path in self.directory.glob("update-*") if path.is_dir())
         return sorted(filter(_NAME.fullmatch, names), key=self.update_of)
 
-    def restore(self) -> None:
-        """Restore checkpoints that a killed process had moved away to replace them."""
-        restore_directories(self.directory, _NAME.pattern, _is_whole, clear=False)
+    def restore(self, *, clear: bool = False) -> None:
+        """Restore checkpoints that a killed process had moved away to replace them; ``clear`` what it left of others.
+
+        Only the process that trains here may clear.
+        """
+        restore_directories(self.directory, _NAME.pattern, _is_whole, clear=clear)
 
     @staticmethod
     def update_of(name: str) -> int:

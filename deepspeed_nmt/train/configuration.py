@@ -20,7 +20,7 @@ from deepspeed_nmt.data.batching import MAX_TOKENS
 from deepspeed_nmt.errors import ConfigError, shown
 from deepspeed_nmt.evaluate.command_metrics import CommandMetric
 from deepspeed_nmt.evaluate.metrics import AUTO, METRICS, Metric, in_language
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.registry import Section
 from deepspeed_nmt.text import Kind, TextForm
 from deepspeed_nmt.train.progress import Progress
 
@@ -44,7 +44,7 @@ Probe = Literal["auto", "always", "never"]
 Save = Literal["background", "blocking"]
 
 
-class TrainingConfig(Config):
+class TrainingConfig(Section):
     """Length of training, and intervals of logging, validation and checkpoints."""
 
     seed: int = Field(default=1, ge=0, lt=1 << 63, description="seed of initial weights, data order, and dropout")
@@ -137,7 +137,7 @@ def words_of(command: str) -> list[str]:
         raise ValueError(f"is {command!r}, whose quotations are not closed ({error})") from None
 
 
-class CollapseConfig(Config):
+class CollapseConfig(Section):
     """Detection of decoders that ignore their source, or what they have written."""
 
     every: int = Field(default=500, ge=0, description="updates between measurements; 0: never")
@@ -201,7 +201,7 @@ def _known(value: object) -> object:
     return value
 
 
-class ValidationConfig(Config):
+class ValidationConfig(Section):
     """Validation during training."""
 
     metrics: Annotated[tuple[str, ...] | Literal["auto"], BeforeValidator(_known)] = Field(

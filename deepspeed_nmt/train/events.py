@@ -109,6 +109,7 @@ class Line(BaseModel):
     event: str = ""
     text: str = ""
     job: str | None = None
+    signal: str = ""
 
     @classmethod
     def read(cls, text: bytes) -> Line | None:
@@ -138,12 +139,14 @@ def reason(error: BaseException) -> str:
     return first_line(error)
 
 
+_TIME_IS_UP = "SIGUSR1"
+"""Signal that comes before a job's time limit."""
 MAX_FRUITLESS = 3
 """Starts of a job in a row without a new checkpoint, after which it is not started again."""
 
 
 def check_progress(run: Path, update: int, job: str | None) -> None:
-    """Check that one of a job's last starts has left a new checkpoint, or was stopped on request.
+    """Check that one of a job's last starts has left a new checkpoint, or was stopped on request, as by preemption.
 
     Only the starts of this job count, so a user who has mended the cause submits it anew.
 
@@ -159,6 +162,8 @@ def check_progress(run: Path, update: int, job: str | None) -> None:
                 causes.clear()
             else:
                 causes.append("it was killed, or its host was lost")
+        elif line.event == "stop" and line.signal == _TIME_IS_UP and line.update == update and causes:
+            causes[-1] = f"{line.text}, as the time limit came before another update"
         elif line.event in ("stop", "end"):
             causes.clear()
         elif line.event == "failure" and causes:

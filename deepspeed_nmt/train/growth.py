@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from deepspeed_nmt.core.parts import LikelihoodConfig, ModelConfig, Parts
 from deepspeed_nmt.engine.contract import SavedState
-from deepspeed_nmt.registry import Config, problems_of
+from deepspeed_nmt.registry import Section, problems_of
 
 By = Literal["stack", "adjacent", "interpolate", "zero"]
 SIDES = ("encoder_layers", "decoder_layers")
@@ -42,7 +42,7 @@ _LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.")
 _LAST_PRODUCT = re.compile(r"\.(out_proj|down_proj)\.")
 
 
-class GrowthConfig(Config):
+class GrowthConfig(Section):
     """Growth of the encoder and the decoder in the course of a run, up to the depths of ``model``."""
 
     at: tuple[_Positive, ...] = Field(default=(), description="updates after which the model grows; []: it does not")

@@ -7,10 +7,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.registry import Section
 
 
-class ScheduleConfig(Config):
+class ScheduleConfig(Section):
     """Learning-rate schedule: a linear warm-up to ``optimizer.lr``, then a decay."""
 
     name: Literal["inverse_sqrt", "cosine", "linear", "constant", "wsd"] = Field(

@@ -23,7 +23,7 @@ from deepspeed_nmt.run.exporting import ExportRequest, export_text
 from deepspeed_nmt.sample import write_sample
 from deepspeed_nmt.search.decode_options import DecodeOptions
 from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
-from tests.commands import logged, translate
+from tests.commands import logged, refused, translate
 from tests.support import ROOT, prepare_sample
 from tests.system.conftest import SMALL
 
@@ -77,6 +77,16 @@ def test_tags_of_the_data_are_those_of_translations(run: Path, tmp_path: Path) -
     other = translate(run, source, tmp_path / "c", "--tag", "<bt>")
     assert other != plain
     assert translate(run, source, tmp_path / "d", "--tag", "<bt>", "--max-tokens", "16") == other
+
+
+def test_another_tag_is_no_other_corpus_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, words = run.parent / "data", ["train", "--run", str(run), "training.max_updates=13"]
+    refused(
+        [*words, "--data", f"{data}@<bt>"],
+        capsys,
+        f"{run} was trained with no tag",
+        "the tag <bt> in front of sources",
+    )
 
 
 def test_validation_is_tagged_and_scored_without_tags(run: Path) -> None:

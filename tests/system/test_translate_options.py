@@ -195,6 +195,11 @@ def test_alignments(
     assert main([*command, str(links), "--detokenise"]) == 2
     assert "--detokenise" in capsys.readouterr().err
 
+    with monkeypatch.context() as patch:
+        patch.setattr("deepspeed_nmt.data.data_directory.DataDirectory.vocabulary", {"vocabulary.model": "another"})
+        assert main([*command, str(links)]) == 2
+        assert "which cannot be read (" in (said := capsys.readouterr().err) and "has another vocabulary than" in said
+
     def fail(path: Path) -> None:
         raise DataError("the data is gone")
 

@@ -124,6 +124,8 @@ def test_what_a_killed_process_left_goes_with_the_next_checkpoint(store: Checkpo
     # Of an update that this run does not save, and of an average.
     for name in (".update-0000003.partial-01234567", ".average.partial-01234567"):
         (store.directory / name).mkdir(parents=True)
+    store.restore()
+    assert len(list(store.directory.glob(".*"))) == 2, "another process may be writing"
     save(store, 4)
     assert sorted(each.name for each in store.directory.glob(".*")) == [".average.partial-01234567"]
     store.save_average([store.read("update-0000004")])

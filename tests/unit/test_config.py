@@ -114,6 +114,19 @@ def test_a_setting_of_another_component_names_that_component() -> None:
     assert load_config(settings=["model.name=recurrent", "model.encoder_loops=2"])
 
 
+def test_another_part_leaves_the_settings_of_the_one_before_but_not_those_that_are_given() -> None:
+    config = load_config("multi30k_cpu", settings=["optimizer.clip_norm=3", "optimizer.name=adafactor"])
+    assert config.optimizer.lr == 1e-2 and config.optimizer.clip_norm == 3.0
+    given = load_config("multi30k_cpu", settings=["optimizer.lr=1e-3", "optimizer.name=adafactor"])
+    assert given.optimizer.lr == 1e-3
+    recipe = load_config("transformer_base")
+    muon = load_config("transformer_base", settings=["optimizer.name=muon"])
+    assert (muon.optimizer.lr, muon.optimizer.model_dump()["beta2"]) == (recipe.optimizer.lr, 0.98)
+    assert load_config("deep_decoder_base_30", settings=["layer.name=standard"]).layer.name == "standard"
+    (problem,) = problems("optimizer.name=adafactor", "optimizer.beta1=0.5")
+    assert problem.startswith("optimizer.beta1 is a setting of ")
+
+
 @pytest.mark.parametrize("name", recipes())
 def test_recipes_round_trip_through_yaml(name: str, tmp_path: Path) -> None:
     config = load_config(name)

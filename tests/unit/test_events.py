@@ -82,6 +82,16 @@ def test_a_job_that_gets_nowhere_three_times_in_a_row_is_not_started_again(tmp_p
         begin(events, 40)
         events.record("stop", 40, "stopped by SIGTERM")
     check_progress(tmp_path, 40, "7")
+    # A job whose time ends before each first update gets nowhere; preemption is no fault of its own.
+    for signal in ("SIGTERM", "SIGUSR1", "SIGUSR1", "SIGUSR1"):
+        check_progress(tmp_path, 40, "9")
+        with Events(tmp_path, True) as events:
+            begin(events, 40, "9")
+            events.record("stop", 40, f"stopped by {signal}", signal=signal)
+    with pytest.raises(
+        NoProgressError, match=r"1\. stopped by SIGUSR1, as the time limit came before another update"
+    ):
+        check_progress(tmp_path, 40, "9")
     for at in (40, 60, 40, 40):  # after a rollback it may resume at an earlier one
         begin(events, at)
     check_progress(tmp_path, 40, "7")

@@ -34,6 +34,9 @@ PLAN = ["plan", "--recipe", "transformer_base"]
         ("validation.best_by=x", f"validation.best_by is 'x', which is none of auto, loss, {KNOWN}"),
         ("validation.metrics=[blue]", f"validation.metrics has 'blue', which is none of {METRICS}"),
         ("model.dim=\udcff", "model.dim is '\\udcff'"),
+        ("training.patience=yes", "training.patience is True; give a whole number"),
+        ("optimizer.lr=on", "optimizer.lr is True; give a number"),
+        ("growth.at=[no]", "growth.at is [False]; give a whole number"),
         ("model.name=" + LONG, "model.name is 'nnnn"),
         ("search.length_penalty=x", "search.length_penalty must be gnmt:A or power:A with A from 0 to 10, mean, or "
          "none, but is 'x'; the usual one is gnmt:0.6"),

@@ -137,30 +137,46 @@ def test_muon_is_its_equation_and_adamw_for_the_rest() -> None:
             assert torch.equal(p, q), name
 
 
+def test_muon_leaves_a_matrix_alone_whose_gradient_is_zero() -> None:
+    torch.manual_seed(1)
+    model = build_transformer(TransformerConfig(dim=16, ffn_dim=32, heads=2, encoder_layers=1, decoder_layers=1), V)
+    optimizer = MuonConfig(weight_decay=0.1).over(model)
+    crossing = model.decoder.layers[0].cross_attention.q_proj.weight
+    before = []
+    for dropped in (False, True, False):
+        before.append(crossing.detach().clone())
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if dropped and p is crossing else torch.randn_like(p)
+        optimizer.step()
+    assert not torch.equal(before[0], before[1]) and torch.equal(before[1], before[2])
+    assert crossing.grad is not None and not torch.equal(before[2], crossing)
+
+
 def test_muon_without_matrices_of_layers_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.name=muon is for matrices of layers"):
         MuonConfig().over(torch.nn.Linear(3, 4))
 
 
-def test_adafactor_is_its_equation() -> None:
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float64, 1.0), (torch.float32, 1e-6)])
+def test_adafactor_is_its_equation(dtype: torch.dtype, scale: float) -> None:
     torch.manual_seed(1)
-    model, lr, decay = torch.nn.Linear(4, 3).double(), 0.02, 0.1
+    model, lr, decay = torch.nn.Linear(4, 3).to(dtype), 0.02, 0.1
     optimizer = AdafactorConfig(lr=lr, weight_decay=decay).over(model)
-    w, b = model.weight.detach().clone(), model.bias.detach().clone()
+    w, b = model.weight.detach().double().clone(), model.bias.detach().double().clone()
     rows, columns, squares = torch.zeros(3, 1).double(), torch.zeros(1, 4).double(), torch.zeros(3).double()
     for t in range(1, 5):
         share = t**-0.8
-        g, h = torch.randn(3, 4).double(), torch.randn(3).double()
+        g, h = scale / t**2 * torch.randn(3, 4).double(), scale / t**2 * torch.randn(3).double()
         rows = (1 - share) * rows + share * (g * g).mean(dim=1, keepdim=True)
         columns = (1 - share) * columns + share * (g * g).mean(dim=0, keepdim=True)
         squares = (1 - share) * squares + share * h * h
         for x, u, d in ((w, g / (rows * columns / rows.mean()).sqrt(), decay), (b, h / squares.sqrt(), 0.0)):
             size = max(1e-3, float(x.square().mean().sqrt())) * min(lr, t**-0.5)
             x.copy_((1 - lr * d) * x - size * u / max(1.0, float(u.square().mean().sqrt())))
-        model.weight.grad, model.bias.grad = g, h
+        model.weight.grad, model.bias.grad = g.to(dtype), h.to(dtype)
         optimizer.step()
-    torch.testing.assert_close(model.weight.detach(), w)
-    torch.testing.assert_close(model.bias.detach(), b)
+    torch.testing.assert_close(model.weight.detach(), w.to(dtype))
+    torch.testing.assert_close(model.bias.detach(), b.to(dtype))
 
 
 @pytest.mark.parametrize("name", ["muon", "adafactor"])

@@ -148,6 +148,19 @@ def test_work_of_a_regularizer_counts_as_often_as_it_is_due() -> None:
     assert fifth == pytest.approx(plain + (always - plain) / 5) and plain < fifth
 
 
+def test_a_model_of_few_positions_is_counted() -> None:
+    """Less is attended to, as the sentences that are counted are shorter; all else is the same for each token."""
+    blocks = [f"model.{side}_convolutions=[[2, 64, 3]]" for side in ("encoder", "decoder")]
+    few, many = (
+        load_config(settings=["model.name=convs2s", f"model.positions={positions}", *blocks])
+        for positions in (10, 1024)
+    )
+    rates = [count_rates(build_meta_model(config, V), build_objective(config, V), V) for config in (few, many)]
+    assert 0.5 * rates[1][0] < rates[0][0] < rates[1][0] and rates[0][1] == pytest.approx(rates[1][1], rel=0.02)
+    work = count_update(build_meta_model(few, V), build_objective(few, V), V, 1024, (0, 0))
+    assert work.tokens == 1020  # 102 sentences
+
+
 @pytest.mark.long
 def test_work_of_a_random_number_of_loops_is_that_of_the_mean_number() -> None:
     """On either side 1, 2 or 3 loops are drawn, and every loop has the same work."""
@@ -161,6 +174,15 @@ def test_work_of_a_random_number_of_loops_is_that_of_the_mean_number() -> None:
     drawn = ("exits=1x1", "full_depth=false")
     settings = ["objective.label_smoothed=null", *(f"objective.multi_softmax.{setting}" for setting in drawn)]
     assert work(3, 3, *settings) == pytest.approx(work(2, 2), rel=0.02)
+
+
+def test_memory_is_that_of_an_update_in_which_all_layers_attend() -> None:
+    def activations(ratio: float) -> int:
+        drop = ["layer.name=cross_attention_drop", "layer.drop_depth=2", f"layer.drop_ratio={ratio}"]
+        config = load_config(settings=[*NARROW, *SHALLOW, *drop])
+        return count_update(build_meta_model(config, V), build_objective(config, V), V, 1024, (0, 0)).activations
+
+    assert activations(0.9) == activations(0.0)
 
 
 def test_exits_that_are_added_count_beside_an_equal_model_without() -> None:

@@ -146,6 +146,11 @@ def test_tasks_refuse_other_options_other_text_and_other_packages(
     part.write_bytes(part.read_bytes()[:-8])
     with pytest.raises(DataError, match=r"clean/00001 is damaged \(duplicate\.hashes\.npy has .* bytes instead of"):
         cluster.run(Preparation, directory, "duplicate", None, 0, 3)
+    valid = texts["valid_target"][0]
+    valid.write_text((content := valid.read_text()).replace("a", "b"))
+    with pytest.raises(DataError, match=r"holds tasks that differ in valid.target text; remove it"):
+        _submit(texts)
+    valid.write_text(content)
     with texts["train_source"][0].open("a") as file:
         file.write("more\n")
     with pytest.raises(DataError, match=r"train_source has changed since .*; remove .*\.data\.tasks, and start"):

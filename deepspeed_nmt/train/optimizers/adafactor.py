@@ -24,6 +24,13 @@ from typing_extensions import override
 from deepspeed_nmt.engine.eager import eager
 from deepspeed_nmt.engine.optimizer import Groups, OptimizerConfig
 
+_EPS = 1e-18, 1e-3
+"""Torch's: least mean R, whose square is the least R C / mean R, and least RMS of a weight.
+
+Torch's own default of the first, the precision of fp32, would bound the moments of usual gradients of large models;
+the paper's 1e-30 has no square in fp32.
+"""
+
 
 class AdafactorConfig(OptimizerConfig):
     """Adafactor, by torch."""
@@ -46,4 +53,4 @@ class AdafactorConfig(OptimizerConfig):
 
     @override
     def build(self, groups: Groups) -> torch.optim.Optimizer:
-        return eager(torch.optim.Adafactor)(groups, lr=self.lr, beta2_decay=self.decay)
+        return eager(torch.optim.Adafactor)(groups, lr=self.lr, beta2_decay=self.decay, eps=_EPS)

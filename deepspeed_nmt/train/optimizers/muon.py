@@ -10,6 +10,9 @@ W of m rows and n columns with gradient G, momentum mu, learning rate r and weig
 where NS makes the singular values about 1 by five steps of a Newton-Schulz iteration. It is torch's, in bfloat16 on
 every device, so two layouts whose gradients differ by rounding agree less closely than with AdamW. Embeddings, the
 output projection, biases, norms and whatever else is no matrix of a layer have AdamW with the same learning rate.
+
+A matrix whose gradient is zero, such as that of a sub-layer that was dropped in an update, is left alone then: NS has
+no scale, so its old momentum would move it as far as a gradient does.
 """
 
 from __future__ import annotations
@@ -81,6 +84,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
             part.state = self.state
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Take a step of both."""
+        """Take a step of both; one that has no states yet makes them by its first step."""
+        hidden = (p for group in self.param_groups if group["muon"] for p in group["params"])
+        matrices = [p for p in hidden if self.state.get(p) and p.grad is not None]
+        used = torch.stack([matrix.grad.any() for matrix in matrices]).tolist() if matrices else []
+        unused = {p: p.grad for p, is_used in zip(matrices, used, strict=True) if not is_used}
+        for matrix in unused:
+            matrix.grad = None
         for part in self._parts:
             part.step()
+        for matrix, gradient in unused.items():
+            matrix.grad = gradient
