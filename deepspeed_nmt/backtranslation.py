@@ -482,6 +482,8 @@ def _checked(
     }
     if translation.choose_exits is not None:
         made[TRANSLATIONS][typed("choose_exits")] = read_rule(translation.choose_exits)
+    if runs:
+        made[TRANSLATIONS] |= _search_of(runs, translation)
     if options.score_run is not None:
         made[SCORES] = _made("--score-run", [_run(options.score_run, form, "--score-run", data)], "best")
 
@@ -505,6 +507,17 @@ def _made(name: str, runs: list[Run], checkpoint: str) -> dict[str, Any]:
     """Return what of runs decides their output."""
     weights = [run.checkpoint(checkpoint).weights_digest for run in runs]
     return {name: weights, f"vocabulary of {name}": [run.tokenizer.digest for run in runs]}
+
+
+def _search_of(runs: list[Run], translation: DecodeOptions) -> dict[str, Any]:
+    """Return how runs decode by themselves where the options leave it to them: the search, and the tags."""
+    from deepspeed_nmt.run.opening import chosen_tags, search_settings
+
+    search = search_settings(runs, translation.settings, translation.exits).model_dump(mode="json")
+    tags = chosen_tags(runs[0], translation.tag, translation.tag_target)
+    return {f"search.{name}": value for name, value in search.items()} | {
+        f"tag of {side}s": tags.of(side) for side in SIDES
+    }
 
 
 def _present(options: BacktranslateOptions, made: Mapping[str, Any]) -> tuple[str, ...]:

@@ -144,7 +144,10 @@ def _connections(stack: LayerStack, side: str) -> tuple[NormStyle, float]:
     kinds = {(around.style, around.alpha) for layer in stack.layers for around in _modules(layer, Residual)}
     if len(kinds) != 1:
         raise NotStandardError(f"the layers of its {side} differ in their norms or the weights of residual branches")
-    return kinds.pop()
+    norm, alpha = kinds.pop()
+    if norm != "pre" and stack.final_norm is not None:  # as of an exit that was added
+        raise NotStandardError(f"its {side} has a LayerNorm behind layers that end in one")
+    return norm, alpha
 
 
 def _standard(layer: nn.Module, which: str) -> nn.Module:

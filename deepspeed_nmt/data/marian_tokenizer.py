@@ -81,7 +81,7 @@ class MarianTokenizer(Tokenizer):
     @override
     def encode_batch(self, texts: Sequence[str], side: Side) -> list[list[int]]:
         processor, number_of, unk = self._processors[side], self._numbers[side].get, self.vocabulary.unk
-        languages = [_LANGUAGE.match(text) if side == "source" else None for text in texts]
+        languages = [_LANGUAGE.match(text) for text in texts]
         fronts = ["" if language is None else language[0] for language in languages]
         rests = [text.removeprefix(front) for text, front in zip(texts, fronts, strict=True)]
         pieces = [processor.encode(rest, out_type=str) for rest in rests]

@@ -396,7 +396,10 @@ def kept_directory() -> Path:
 
 
 def _compiler() -> list[str]:
-    given = shlex.split(os.environ.get("CXX", ""))
+    try:
+        given = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise NativeError(f"CXX is {os.environ['CXX']}, which has an open quotation") from error
     path = next(filter(None, map(shutil.which, given[:1] or _COMPILERS)), None)
     if path is None:
         raise NativeError("there is no C++ compiler; install g++" if not given else f"CXX is {given[0]}, no program")

@@ -14,6 +14,7 @@ Legend: N translations, T target length, S source length, B sentences.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,8 @@ from deepspeed_nmt.search.lines import LineTokenizer
 from deepspeed_nmt.search.reliance import COVERED
 from deepspeed_nmt.text import NO_TAGS, Tags
 
+_MAX_WORD = 1 << 16
+"""Characters of a word that are encoded; the tokens of its rest belong to it all the same."""
 Weighted = Sequence[tuple[MultiHeadAttention, float]]
 """Cross-attentions, one of each model, and the models' weights."""
 
@@ -126,13 +129,12 @@ def source_words(line: str, tokens: Sequence[int], tokenizer: LineTokenizer) -> 
     A token belongs to the first word up to which the line has that many tokens.
     """
     begins = int(list(tokens[:1]) == [tokenizer.vocabulary.source.bos])  # of a BERT's source
-    words = line.split()
     numbers = [0] * begins
-    for number in range(len(words)):
+    for number, word in enumerate(re.finditer(r"\S+", line)):
         if len(numbers) >= len(tokens):  # the line was cut
             break
-        upto = len(tokenizer.encode(" ".join(words[: number + 1])))
-        numbers += [number] * (upto - len(numbers))
+        end = min(word.end(), word.start() + _MAX_WORD)
+        numbers += [number] * (len(tokenizer.encode(line[:end])) - len(numbers))
     last = numbers[-1] if numbers else 0
     return (numbers + [last] * len(tokens))[: len(tokens)]
 

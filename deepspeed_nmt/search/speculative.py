@@ -153,15 +153,15 @@ class Speculative(SentenceSearch[DraftedSentence]):
         while True:
             k = self._draft_length(compared, accepted, sentences)
             drafts, stand, states = self._draft(k, sentences, memory, rules, cache)
+            width = len(states)
+            cache.as_block(width)
+            block = [torch.cat(parts, dim=1).view(-1, 1, parts[0].shape[2]) for parts in zip(*states, strict=True)]
+            logits_RV = self._parts.upper(block, memory, cache).float()
             if any(layer.state for layer in cache.layers):
                 raise ConfigError(
                     f"{option('draft_layers')} is for decoder layers that keep all positions, but those of this "
                     "model keep a state from which none can be removed; leave it out"
                 )
-            width = len(states)
-            cache.as_block(width)
-            block = [torch.cat(parts, dim=1).view(-1, 1, parts[0].shape[2]) for parts in zip(*states, strict=True)]
-            logits_RV = self._parts.upper(block, memory, cache).float()
             kept, lengths = [], []
             chosen = self._choose(logits_RV.view(len(sentences), width, -1), sentences, drafts, stand, rules)
             for row, (sentence, draft, tokens, log_probs) in enumerate(zip(sentences, drafts, *chosen, strict=True)):

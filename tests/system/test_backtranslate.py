@@ -10,6 +10,7 @@ import signal
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,6 +26,7 @@ from deepspeed_nmt.cli import main
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.inputs import IndexedText, inspect_inputs
 from deepspeed_nmt.errors import EXIT_STOPPED, DataError
+from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.search.decode_options import DecodeOptions
 from tests.commands import await_until, pair_words, refused, shell_environment, translate
 from tests.unit.test_prepare_cluster import slurm  # noqa: F401  # a fixture
@@ -91,8 +93,8 @@ def test_tasks_stopped_killed_and_resumed_make_the_same_files(
     assert main(["backtranslate", "--status", str(out)]) == 0
     assert f"translate  8  {len(done)}  0".split() in [line.split() for line in capfd.readouterr().out.splitlines()]
     command = words(*given, "--min-score", -99, "--", *SAMPLING)
-    assert main([*command, "--beam", "3"]) == 2
-    assert "holds tasks of another --beam" in capfd.readouterr().err
+    assert main([*command, "--top-k", "3"]) == 2
+    assert "holds tasks of another --top-k" in capfd.readouterr().err
 
     score = backtranslation._TASKS["score"]
 
@@ -144,7 +146,7 @@ def test_jobs_of_slurm_ask_for_gpus_and_make_the_same_files(
     (slurm / "queue").write_text("RUNNING\n")
     refused([*words("--filters", "html", *given)], capsys, "are in SLURM's queue")
     (slurm / "queue").write_text("")
-    refused([*words(*given), "--beam", "3"], capsys, "another --beam")
+    refused([*words(*given), "--top-k", "3"], capsys, "another --top-k")
     for stage, count in stages.items():
         for task in reversed(range(count)):
             cluster.run(Backtranslation, tasks, stage, None, task, count)
@@ -218,8 +220,8 @@ def test_targets_that_no_model_reads_cost_no_other_scores(trained: Path, monkeyp
     assert found == pytest.approx([first, -math.inf, empty, -math.inf], abs=1e-5)
 
 
-def test_another_rule_of_exits_is_another_translation(
-    trained: Path, tagged: Path, texts: list[Path], tmp_path: Path
+def test_another_rule_of_exits_or_search_of_the_run_is_another_translation(
+    trained: Path, tagged: Path, texts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, rule, made = DataDirectory.open(tagged), tmp_path / "rule.json", []
     for threshold in (-1.0, -2.0):
@@ -228,6 +230,13 @@ def test_another_rule_of_exits_is_another_translation(
         options = BacktranslateOptions(text=tuple(texts), data=tagged, out=tmp_path, translation=translation)
         made.append(backtranslation._checked(options, data)[1]["translations"])
     assert made[0] != made[1] and made[0].keys() == made[1].keys()
+    options = options.model_copy(update={"translation": DecodeOptions.of({"run": [trained]})})
+    own = Run.open(trained)
+    for beam in (5, 3):
+        search = own.config.search.model_copy(update={"beam": beam})
+        changed = replace(own, config=own.config.model_copy(update={"search": search}))
+        monkeypatch.setattr(Run, "open", lambda *_, changed=changed: changed)
+        assert backtranslation._checked(options, data)[1]["translations"]["search.beam"] == beam
 
 
 def test_each_gpu_has_a_worker(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,8 @@ def test_an_exit_is_described_as_a_transformer_of_its_layers_unless_it_has_a_map
             own = model.stacks[1][0].exits["1"]
             assert isinstance(own, LayerNorm) and torch.equal(weights["decoder.final_norm.weight"], own.weight)
         assert "decoder.final_norm.weight" in model.described().weights
+    with pytest.raises(NotStandardError, match="a LayerNorm behind layers that end in one"):
+        model_of(settings({"exits": [1]}, norm="post")).at_exit("2-1").described()  # type: ignore[attr-defined]
 
 
 def test_an_exit_of_a_model_that_is_cut_above_it_is_the_same() -> None:

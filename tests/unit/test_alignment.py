@@ -9,7 +9,7 @@ import torch
 
 from deepspeed_nmt.build import build_model
 from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
-from deepspeed_nmt.data.vocabulary_training import train_subwords
+from deepspeed_nmt.data.vocabulary_training import train_subwords, train_words
 from deepspeed_nmt.parity import VOCABULARY, methods, settings_of
 from deepspeed_nmt.search.alignment import AttentionWatch, source_words, target_words
 from deepspeed_nmt.search.forced import token_log_probs
@@ -55,6 +55,14 @@ def test_links_are_the_largest_weights_of_each_layer(method: str) -> None:
             assert watch.coverage(place, number) == pytest.approx(covered.float().mean().item())
 
 
+class Bounded(Letters):
+    """A tokenizer that gets no more of a word than may have to be translated."""
+
+    def encode(self, text: str, /) -> list[int]:
+        assert len(text) <= 1 << 16
+        return [9] * 5
+
+
 def test_words_of_tokens() -> None:
     text = ["der kleine Hund schläft im Garten", "die Katze schläft nicht", "ein Haus im großen Garten"] * 5
     bpe = train_subwords(text, 60)
@@ -67,6 +75,11 @@ def test_words_of_tokens() -> None:
         assert source_words(line, tokens, bpe) == expected == target_words(tokens, bpe)
         assert source_words(line, tokens[:4], bpe) == expected[:4]
         assert [bpe.number(piece) for piece in pieces] == tokens
+    segmented = train_words(["10\u00a0% ist gut"])
+    line = "10\u00a0% ist gut"  # three tokens of four words
+    assert source_words(line, segmented.encode(line), segmented) == [0, 2, 3]
+    longest = "x" * (1 << 17)
+    assert len(source_words(longest, [9] * 5, Bounded())) == 5
     space = bpe.number("▁")
     assert space is not None
     hund = bpe.encode("Hund")

@@ -241,10 +241,12 @@ def test_models_without_such_an_exit_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=r"`draft_layers` is \d"):
             search_of(model, layers)
-    merged = {"model": {"name": "transformer", **SIZES}, "layer": {"name": "merged_attention"}}
-    search = search_of(build_model(validate(merged), V).eval(), 1)
-    with pytest.raises(ConfigError, match="keep a state"):
-        search.search(padded(random_sources([3])))
+    top = {"top_encoder_layers": 1, "top_decoder_layers": 1}
+    for own, layers in (({"name": "transformer", **SIZES}, 1), ({"name": "depth_growing", **SIZES, **top}, 4)):
+        merged = {"model": own, "layer": {"name": "merged_attention"}}
+        search = search_of(build_model(validate(merged), V).eval(), layers, max_length=1)
+        with pytest.raises(ConfigError, match="keep a state"):
+            search.search(padded(random_sources([3])))
     with pytest.raises(ConfigError, match=r"search\.name=speculative .* model\.name=gnmt"):
         validate({"model": {"name": "gnmt"}, "search": {"name": "speculative"}})
     with pytest.raises(ConfigError, match=r"model\.decoder_layers is 4"):

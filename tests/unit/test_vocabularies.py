@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import sentencepiece
 
-from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.core.vocabulary import SIDES, Vocabulary
 from deepspeed_nmt.data.data_directory import open_tokenizer
 from deepspeed_nmt.data.marian_tokenizer import MarianTokenizer
 from deepspeed_nmt.data.sentencepiece import MODEL_FILE, SentencePieceTokenizer, type_of
 from deepspeed_nmt.data.tokenizer import INFO_FILE, Tokenizer
 from deepspeed_nmt.data.vocabulary_training import adopt_models, train_subwords, train_words
 from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.text import Tags
 
 ENGLISH = [
     f"the {a} house stands near the {b} river" for a in ("old", "new", "red") for b in ("wide", "cold", "long")
@@ -159,7 +160,12 @@ def test_languages_of_an_imported_model_are_symbols() -> None:
     special = {"eos": 0, "unk": 1, "pad": 3, "bos": 3}
     numbers = {"</s>": 0, "<unk>": 1, ">>fra<<": 2, "<pad>": 3}
     tokenizer = MarianTokenizer((foreign(), foreign()), (numbers, numbers), special)
-    assert tokenizer.symbols == (">>fra<<",) and tokenizer.symbol("source", ">>fra<<") == 2
+    assert tokenizer.symbols == (">>fra<<",)
+    for side in SIDES:  # as Hugging Face, which takes it for a symbol on either side
+        assert tokenizer.symbol(side, ">>fra<<") == 2
+        assert tokenizer.encode_batch([">>fra<<"], side) == [[2]]
+        assert tokenizer.encode_batch([">>fra<< the"], side)[0][0] == 2
+    assert Tags(target=">>fra<<").untagged(tokenizer.decode([2, *tokenizer.encode_batch(["the"], "target")[0]]))
 
 
 RAW = [f"the {a} house stands near the {b} river" for a in ("old", "new", "red") for b in ("wide", "cold", "long")]
