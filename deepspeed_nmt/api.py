@@ -88,7 +88,7 @@ class Translator:
         self.device = device
         self.max_source_tokens = max_source_tokens
         self.detokenise = detokenise
-        self.text = TextForm() if text is None else text
+        self.text = text or TextForm()
         self.tags = tags
         self._opened = opened
         self._lock = threading.RLock()

@@ -553,7 +553,7 @@ def _preparation(options: BacktranslateOptions, data: DataDirectory) -> PrepareO
     values |= {"filters": ",".join(filter(None, [options.filters, scored]))}
     values |= {"workers": options.workers or len(os.sched_getaffinity(0))}
     form = data.text_form
-    values |= {"text": form.form if form.form in ("raw", "moses", "tokenised") else None}
+    values["text"] = form.form
     for side in SIDES:
         values |= {f"train_{side}": (options.side(side),), f"valid_{side}": (data.path / f"valid.{side}",)}
         values |= {f"{side}_lang": getattr(form, f"{side}_lang"), f"tag_{side}": data.meta.tags.of(side)}

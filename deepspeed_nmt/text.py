@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from deepspeed_nmt.errors import ConfigError, import_optional, option, shown
 
 Kind = Literal["plain", "tokenised"]
 """Kinds of text that metrics score: plain text, or tokens separated by spaces."""
-Form = Literal["raw", "moses", "tokenised", "unknown"]
+Form = Literal["raw", "moses", "tokenised"]
 
 _LINES_WORTH_A_WARNING = 0.3
 """Share of lines that shows the form of a text. Fewer show nothing: a tokenised line, too, can end in "etc."."""
@@ -87,6 +87,11 @@ class Tags:
             return lines
         return (type(line)(f"{self.source} {line}") if line.strip() else line for line in lines)
 
+    def changed(self, source: str | None, target: str | None) -> Tags:
+        """Return the tags with those that a user gives, "" for none; a side with None keeps its own."""
+        given = {"source": source, "target": target}
+        return replace(self, **{side: tag or None for side, tag in given.items() if tag is not None})
+
     def untagged(self, line: str, side: Literal["source", "target"] = "target") -> str:
         """Remove the tag of its side from a line."""
         tag = self.of(side)
@@ -103,18 +108,13 @@ _UNDIVIDED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u
 class TextForm:
     """Form of a corpus's text. Segmented text has the form of the words that its segments make.
 
-    It is raw; moses: tokenised and escaped by Moses' tokenizer; tokenised: by another tool; or unknown: of an older
-    version, which did not record it. Language codes, for example "de", are None if they are not known.
+    It is raw; moses: tokenised and escaped by Moses' tokenizer; or tokenised: by another tool. Language codes, for
+    example "de", are None if they are not known.
     """
 
-    form: Form = "unknown"
+    form: Form = "raw"
     source_lang: str | None = None
     target_lang: str | None = None
-
-    @classmethod
-    def unrecorded(cls, segmented: bool) -> TextForm:
-        """Return the form of text whose form was not recorded; segmented text at least consists of tokens."""
-        return cls("tokenised" if segmented else "unknown")
 
     def __str__(self) -> str:
         """Return the form and the languages, as far as they are known."""
@@ -123,16 +123,12 @@ class TextForm:
 
     def contradicts(self, other: TextForm) -> bool:
         """Return True if two texts differ in form or language; what one does not record is no difference."""
-        forms = {self.form, other.form} - {"unknown"}
         sources = {self.source_lang, other.source_lang} - {None}
         targets = {self.target_lang, other.target_lang} - {None}
-        return any(len(values) > 1 for values in (forms, sources, targets))
+        return any(len(values) > 1 for values in ({self.form, other.form}, sources, targets))
 
     def problem(self, kind: Kind) -> str:
-        """Return the reason why translations cannot be made plain or tokenised, as a clause; "" if they can.
-
-        Text of unknown form is taken for plain text.
-        """
+        """Return the reason why translations cannot be made plain or tokenised, as a clause; "" if they can."""
         if kind == "plain":
             if self.form == "tokenised":
                 return "the text is tokenised by unknown rules"
@@ -140,8 +136,6 @@ class TextForm:
                 return "the text is tokenised, and its target language is not recorded"
         elif self.form == "raw" and self.target_lang is None:
             return "the text is raw, and its target language is not recorded"
-        elif self.form == "unknown":
-            return "the form of the text is not recorded"
         return ""
 
     def how(self, kind: Kind) -> str:
@@ -186,11 +180,6 @@ def plain_form(text: TextForm, language: str, owner: Path) -> TextForm:
             form = TextForm("moses", target_lang=check_language(language))
         except ValueError as error:
             raise ConfigError(f"{name}: {error}") from error
-    if form.form == "unknown":
-        raise ConfigError(
-            f"{name} needs a run that records the form of its text, but {owner} is of an older version; if its text "
-            "was tokenised by Moses, give the language, for example de"
-        )
     if reason := form.problem("plain"):
         raise ConfigError(f"{name}: {reason}; if Moses' tokenizer made it, give the language, for example de")
     form.convert("plain", [])  # imports what it needs before anything is translated

@@ -136,26 +136,22 @@ def _converters(arguments: argparse.Namespace, tokenised: bool) -> tuple[Convert
     from deepspeed_nmt.data.data_directory import META_FILE, DataDirectory, open_tokenizer
 
     verify_vocabulary(arguments.like)
-    tokenizer, recorded = open_tokenizer(arguments.like), None
+    tokenizer = open_tokenizer(arguments.like)
     if (arguments.like / META_FILE).exists():
-        recorded = DataDirectory.open(arguments.like).text_form
-    elif (arguments.like / "data.json").exists():
+        form = DataDirectory.open(arguments.like).text_form
+    else:
         from deepspeed_nmt.run.directory import DataRecord  # takes seconds
 
-        record = DataRecord.read(arguments.like)
-        recorded = record.common_text or record.text
-    form = recorded or TextForm.unrecorded(tokenizer.segmented)
+        form = DataRecord.read(arguments.like).common_text
     form = replace(form, target_lang=form.target_lang or language)
     kind: Kind = "tokenised" if tokenised else "plain"
-    known = form.form != "unknown"  # otherwise the text is what the options say
-    if known and (problem := form.problem(kind)):
+    if problem := form.problem(kind):
         remedy = "give --tokenised" if kind == "plain" else "leave out --tokenised"
         raise DataError(f"--like {arguments.like} cannot give {kind} text, because {problem}; {remedy}")
 
     def converter(own: TextForm, spelt: Converter = list) -> Converter:
         def convert(lines: Sequence[str]) -> list[str]:
-            joined = spelt(join(lines))
-            return own.convert(kind, joined) if known else joined
+            return own.convert(kind, spelt(join(lines)))
 
         return convert
 

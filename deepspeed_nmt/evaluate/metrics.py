@@ -30,7 +30,6 @@ AUTO: Mapping[str, tuple[str, ...]] = {
     "raw": ("bleu",),
     "moses": ("bleu", "bleu_tokenised"),
     "tokenised": ("bleu_tokenised",),
-    "unknown": ("bleu",),
 }
 """Metrics of `auto`, by the form of the text; the first one chooses the best checkpoint."""
 TOKENIZERS = ("13a", "intl", "char", "zh", "ja-mecab", "ko-mecab", "flores200")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +92,7 @@ def choose(options: DecodeOptions, info: ExportInfo, place: Path) -> tuple[Expor
             f"the export has {info.longest:,} positions, after which it would end; give {option('max_length')} "
             f"{info.longest}, or translate by the run with torch"
         )
-    given = {"source": options.tag, "target": options.tag_target}
-    tags = replace(info.tags, **{side: tag or None for side, tag in given.items() if tag is not None})
+    tags = info.tags.changed(options.tag, options.tag_target)
     if tags.target is not None:
         raise ConfigError(
             f"{option('tag_target')} is {tags.target}{' in the data of the run' * (options.tag_target is None)}, and "

@@ -19,11 +19,12 @@ from deepspeed_nmt.console import counting, logger
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.errors import ConfigError, DataError, UserError
 from deepspeed_nmt.evaluate.metrics import Scorer
+from deepspeed_nmt.evaluate.scoring import read_sentences
 from deepspeed_nmt.files import atomic_write_text, open_text, shown_name, text_lines
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.reports.run_log import read_file
 from deepspeed_nmt.run.directory import SCORES_FILE, Run
-from deepspeed_nmt.text import NO_TAGS, DamagedLine, TextForm
+from deepspeed_nmt.text import NO_TAGS, TextForm
 
 
 @dataclass(frozen=True)
@@ -47,16 +48,9 @@ class ParallelText:
         Raises:
             DataError: if files cannot be read, are empty or not aligned, or if references are not UTF-8.
         """
-        sides = []
-        for path in (source, reference):
-            with open_text(path) as stream:
-                sides.append(list(text_lines(stream, path)))
-        sources, references = sides
-        if damaged := [number for number, line in enumerate(references, 1) if isinstance(line, DamagedLine)]:
-            raise DataError(
-                f"line {damaged[0]:,} of {shown_name(reference)} is not UTF-8; convert the file, for example by "
-                "`iconv -f LATIN1 -t UTF-8`"
-            )
+        with open_text(source) as stream:
+            sources = list(text_lines(stream, source))
+        references = read_sentences(str(reference))
         if len(sources) != len(references) or not sources:
             names = f"{shown_name(source)} and {shown_name(reference)}"
             counts = f"{len(sources)} and {len(references)} lines"

@@ -110,12 +110,12 @@ class Run:
     @property
     def text_form(self) -> TextForm:
         """Form of the text of the data that the run was trained on, the first one of a mixture."""
-        return DataRecord.read(self.path).text or TextForm.unrecorded(self.tokenizer.segmented)
+        return DataRecord.read(self.path).text
 
     @property
     def translation_form(self) -> TextForm:
         """Form of the run's translations; of several languages, which a tag chooses, none is in it."""
-        return DataRecord.read(self.path).common_text or self.text_form
+        return DataRecord.read(self.path).common_text
 
     @property
     def tags(self) -> Tags:

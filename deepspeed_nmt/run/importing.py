@@ -59,7 +59,7 @@ def write_run(
     """
     vocabulary = tokenizer.files()
     records = {file: FileRecord.of(content) for file, content in vocabulary.items()}
-    data = DataRecord(path=origin, fingerprint=tokenizer.digest, text=text)
+    data = DataRecord(path=origin, fingerprint=tokenizer.digest, text=text, common_text=text)
     out.mkdir(parents=True, exist_ok=True)
     try:
         replace_files(out, {CONFIG_FILE: config.to_yaml().encode(), DATA_FILE: data.content(), **vocabulary})

@@ -138,8 +138,7 @@ def suppressed(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[int, ...]:
 
 def chosen_tags(run: Run, source: str | None, target: str | None) -> Tags:
     """Return the tags of a translation: those that the user gives, "" for none, None for those of the run's data."""
-    given = {"source": source, "target": target}
-    tags = replace(run.tags, **{side: tag or None for side, tag in given.items() if tag is not None})
+    tags = run.tags.changed(source, target)
     for side in SIDES:
         if (tag := tags.of(side)) is not None:
             run.tokenizer.symbol(side, tag)

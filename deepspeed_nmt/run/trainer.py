@@ -343,7 +343,7 @@ def with_comparable_best(checkpoint: Checkpoint, config: RunConfig, text: TextFo
         (of.search, of.validation.max_sentences, of.validation.commands.get(measure))
         for of in (validate(record.config), config)
     )
-    if before == now and record.text in (None, text):
+    if before == now and record.text == text:
         return progress
     logger.info(
         "search.*, validation.max_sentences, the form or language of text or the program %s have changed: scores are "

@@ -58,15 +58,15 @@ class DataDescription(Config):
     Attributes:
         longest_source: tokens of its longest source sentence, without EOS; 0 if it is not known.
         text: form of its text.
-        common_text: form of the text of all corpora, without languages in which they differ; None if it is ``text``.
+        common_text: form of the text of all corpora, without languages in which they differ.
         tags: symbols in front of all its sentences.
         corpora: corpora of a mixture; none if there is one corpus.
     """
 
     fingerprint: str
+    text: TextForm
+    common_text: TextForm
     longest_source: int = 0
-    text: TextForm | None = None
-    common_text: TextForm | None = None
     tags: Tags = NO_TAGS
     corpora: tuple[CorpusRecord, ...] = ()
 

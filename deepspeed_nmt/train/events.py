@@ -7,13 +7,11 @@ history of a run over all starts, also of updates that a resume or a rollback ha
 
 from __future__ import annotations
 
-import json
-import math
 import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -22,7 +20,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from deepspeed_nmt.console import logger
+from deepspeed_nmt.console import json_line, logger
 from deepspeed_nmt.errors import (
     ConfigError,
     NoProgressError,
@@ -65,8 +63,8 @@ class Events:
         if self._file is None:
             return
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        entry = {"time": now, "update": update, "event": event, "text": " ".join(text.split()), **finite(details)}
-        line = json.dumps(entry, ensure_ascii=False)
+        entry = {"time": now, "update": update, "event": event, "text": " ".join(text.split()), **details}
+        line = json_line(entry)
         with self._lock:
             try:
                 append_line(self._file, line)
@@ -174,12 +172,6 @@ def check_progress(run: Path, update: int, job: str | None) -> None:
             f"job {job} was started {len(causes)} times in a row after update {update}, and no start reached a new "
             f"checkpoint: {reasons}. Mend the cause, or save more often (training.save_every), and submit it anew"
         )
-
-
-def finite(values: Mapping[str, Detail]) -> dict[str, Detail]:
-    """Return values for JSON, with None for numbers that are not finite."""
-    odd = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
-    return {**values, **dict.fromkeys(odd)}
 
 
 LIMIT_S = 60.0

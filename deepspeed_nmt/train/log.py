@@ -7,7 +7,6 @@ values stays empty. TensorBoard shows a chart once for all runs together, and on
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed_nmt.console import ON_BAR, logger, progress_bar
+from deepspeed_nmt.console import ON_BAR, json_line, logger, progress_bar
 from deepspeed_nmt.core.batch import CORPUS_SUM
 from deepspeed_nmt.data.loader import Update
 from deepspeed_nmt.engine.contract import UpdateResult, add_sums
@@ -28,7 +27,7 @@ from deepspeed_nmt.engine.norms import Squares
 from deepspeed_nmt.files import atomic_write_bytes, read_regular
 from deepspeed_nmt.parallel.collectives import sum_over_ranks
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.train.events import Line, finite
+from deepspeed_nmt.train.events import Line
 from deepspeed_nmt.train.out_of_memory import peak_memory_gib
 from deepspeed_nmt.train.progress import LogState, Progress
 
@@ -102,7 +101,7 @@ class Metrics:
         update = progress.update
         with self._reporting():
             values = {**values, TARGET_TOKENS: float(progress.target_tokens)}
-            self._file.write(json.dumps({"update": update, **finite(values)}, allow_nan=False) + "\n")
+            self._file.write(json_line({"update": update, **values}) + "\n")
             self._file.flush()
             for tag, value in values.items():
                 self._opened_board().add_scalar(tag, value, update)

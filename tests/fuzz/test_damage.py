@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.run.directory import DataRecord, replace_files
+from deepspeed_nmt.text import TextForm
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from tests.fuzz.conftest import Explore
 from tests.support import prepare_sample
@@ -65,9 +66,12 @@ def try_damage(sound: Path, place: Path, seed: int, expected: str, errors: pytes
     shutil.copy(sound / "in", place / "in")
     fingerprint = Checkpoint(sound / "run/checkpoints/update-0000004").run
     assert fingerprint is not None
+    record = DataRecord(
+        path=str(place / "data"), fingerprint=fingerprint.fingerprint, text=TextForm(), common_text=TextForm()
+    )
     replace_files(
         place / "run",
-        {"data.json": DataRecord(path=str(place / "data"), fingerprint=fingerprint.fingerprint).content()},
+        {"data.json": record.content()},
     )
     target = place / rng.choice(["run", "run", "data"])
     done = [damage(target, rng) for _ in range(rng.choice([1, 1, 2]))]

@@ -205,7 +205,7 @@ def test_one_directory_with_two_tags_is_two_corpora(tmp_path: Path) -> None:
         {"path": "/data/en", "fingerprint": "a" * 64, "weights": weights, "tag": tag}
         for weights, tag in (([{"value": 3, "last": 50}, {"value": 1, "first": 51}], "<2de>"), ([{"value": 2}], None))
     ]
-    record = {"path": "/data/en", "fingerprint": "a" * 64, "corpora": corpora}
+    record = {"path": "/data/en", "fingerprint": "a" * 64, "corpora": corpora, "text": {}, "common_text": {}}
     (run / "data.json").write_text(json.dumps(record), encoding="utf-8")
     table = RunPage(run).tables["data"][0]
     columns = [[row[table.head.index(name)] for row in table.rows] for name in ("directory", "weight", "tag")]

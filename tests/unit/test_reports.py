@@ -100,7 +100,9 @@ def test_of_several_runs_of_a_point_the_one_nearest_to_the_recipe_is_taken(tmp_p
     for number, weight in (("9", 2.0), ("2", 3.0)):
         record = {"path": "/data", "fingerprint": "a" * 64}
         parts = [{**record, "weights": [{"value": weight}]}, {**record, "weights": [{"value": 1.0}]}]
-        (tmp_path / "runs" / number / "data.json").write_text(json.dumps({**record, "corpora": parts}))
+        (tmp_path / "runs" / number / "data.json").write_text(
+            json.dumps({**record, "text": {}, "common_text": {}, "corpora": parts})
+        )
     report = sweep()
     assert report.rows[0]["run"] == str(tmp_path / "runs" / "9"), "an engine is no difference; names decide"
     assert "point 1 (model.decoder_layers=1) has several runs" in report.log and "not a, 1" in report.log
@@ -115,7 +117,9 @@ def test_runs_are_compared_by_what_differs_and_what_came_of_it(
     one = make_run(tmp_path / "one", **logged, **sets)
     other = make_run(tmp_path / "other", "model.dropout=0.3", "optimizer.lr=5e-4", logged=100)
     for run, fingerprint in ((one, "a" * 64), (other, "b" * 64)):
-        (run / "data.json").write_text(json.dumps({"path": "/data", "fingerprint": fingerprint}))
+        (run / "data.json").write_text(
+            json.dumps({"path": "/data", "fingerprint": fingerprint, "text": {}, "common_text": {}})
+        )
     report = Report(capsys, tmp_path / "runs.svg", "runs", one, other)
     first, second = report.rows
     assert ["fingerprint of the data", "a" * 12, "b" * 12] in report.table, "another text by the same path"
