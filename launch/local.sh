@@ -13,7 +13,7 @@
 # Settings from the environment:
 #
 #   VENV                   virtual environment [.venv of this repository if it exists, otherwise the programs on PATH]
-#   OMP_NUM_THREADS        threads of each CPU rank [cores / ranks]
+#   OMP_NUM_THREADS        threads of each rank [cores / ranks]
 #   CUDA_VISIBLE_DEVICES   numbers of the GPUs to use, empty for CPU ranks [all]
 
 set -euo pipefail
@@ -40,11 +40,11 @@ gpus="$(list_gpus | wc -l)"
 settings=()
 if [ "$gpus" = 0 ]; then
     ranks="${ranks:-2}"
-    OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_for "$ranks")}"
-    export OMP_NUM_THREADS CUDA_VISIBLE_DEVICES="" DS_ACCELERATOR=cpu
+    export CUDA_VISIBLE_DEVICES="" DS_ACCELERATOR=cpu
     settings=(engine.device=cpu)
 fi
 ranks="${ranks:-$gpus}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_for "$ranks")}"
 where=(--num_gpus "$ranks")
 [ "$gpus" = 0 ] || take_gpus
 say "$ranks ranks on $([ "$gpus" = 0 ] && echo CPU || echo GPU)"

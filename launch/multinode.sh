@@ -15,8 +15,8 @@
 # Ranks wait for each other for engine.timeout_s seconds and name the rank that they wait for. Ctrl-C on one host
 # saves and stops on all hosts; a second Ctrl-C stops at once. The exit status is that of `train`.
 #
-# Settings from the environment: VENV as in launch/local.sh; OMP_NUM_THREADS, DEEPSPEED_NMT_KERNELS,
-# DEEPSPEED_NMT_PLUGINS and NCCL's variables are passed to all hosts.
+# Settings from the environment: VENV as in launch/local.sh; OMP_NUM_THREADS [cores of this host / its ranks, or the
+# most of a host], DEEPSPEED_NMT_KERNELS, DEEPSPEED_NMT_PLUGINS and NCCL's variables are passed to all hosts.
 
 set -euo pipefail
 # shellcheck source=launch/lib.sh
@@ -63,6 +63,9 @@ make_scratch
 if [ -n "$interface" ]; then
     export GLOO_SOCKET_IFNAME="$interface" NCCL_SOCKET_IFNAME="$interface"
 fi
+slots="$(awk '!/^[ \t]*(#|$)/ { sub(/.*slots=/, ""); print $1 + 0 }' "$hostfile")"
+slots="$(if [ -n "$node_rank" ]; then sed -n "$((node_rank + 1))p"; else sort -n | tail -n 1; fi <<<"$slots")"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_for "$slots")}"
 launcher=(--hostfile "$hostfile" --master_addr "$master" --master_port "$port")
 if [ -n "$node_rank" ]; then
     launcher+=(--no_ssh --node_rank "$node_rank")

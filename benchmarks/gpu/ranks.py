@@ -30,7 +30,7 @@ from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.parity import build, loader_of, train, write_corpus
 
 RANKS, UPDATES, METHOD = 2, 4, "vanilla"
-ENGINES = ("plain", "plain+packed", "zero1", "zero2", "zero3")
+ENGINES = ("plain", "plain+packed", "zero1", "zero2", "zero3", "offload")
 ON_GPU = ("plain:bf16+packed", "zero2:bf16")
 REHEARSED = ("plain", "zero1")
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 5e-2

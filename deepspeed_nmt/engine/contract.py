@@ -212,7 +212,7 @@ class Engine(ABC):
 
     def _steps(self) -> int:
         """Return the steps that the optimizer has counted, the same for all parameters; 0 if it does not count."""
-        return max((int(state["step"]) for state in self._optimizer.state.values() if "step" in state), default=0)
+        return next((int(state["step"]) for state in self._optimizer.state.values() if "step" in state), 0)
 
     def _set_steps(self, steps: int) -> None:
         for state in self._optimizer.state.values():

@@ -394,7 +394,8 @@ class GradientOrder:
         """Return a norm on the host, and with the same wait read what :meth:`check` needs."""
         if self._extremes is None:
             return norm.cpu()
-        values = torch.cat([norm.double().reshape(1), self._extremes]).cpu()
+        own = norm.double().reshape(1).to(self._extremes.device)  # DeepSpeed has it on the host if it offloads
+        values = torch.cat([own, self._extremes]).cpu()
         self._extremes = values[1:]
         return values[0].to(norm.dtype).view(norm.shape)
 

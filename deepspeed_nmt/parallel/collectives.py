@@ -46,7 +46,8 @@ def sum_over_ranks(values: dict[str, float], world: World) -> dict[str, float]:
 
 def max_over_ranks(values: list[float], world: World) -> Tensor:
     """Return the maximum of each value over all ranks, in double precision, on the device, without waiting for it."""
-    tensor = torch.tensor(values, dtype=torch.float64, device=world.device)
+    # `torch.tensor(..., device=...)` would wait until the device has done all that is queued.
+    tensor = torch.tensor(values, dtype=torch.float64).to(world.device, non_blocking=True)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor
 

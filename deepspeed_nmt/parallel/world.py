@@ -133,6 +133,8 @@ def join_world(
     if not dist.is_initialized():
         backend, timeout = "nccl" if use_cuda else "gloo", timedelta(seconds=timeout_s)
         with pointing_to_doctor():
+            # Groups that are made without a limit of their own, by DeepSpeed too, would otherwise have NCCL's.
+            dist.distributed_c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
             # A single rank needs no port.
             store = dist.HashStore() if ranks == 1 else meet(here, timeout_s, stop_requested)  # type: ignore[attr-defined]
             try:

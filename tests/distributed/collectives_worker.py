@@ -34,6 +34,8 @@ def fail(who: set[int], error: Exception, status: int, world: World) -> None:
 def main() -> None:
     world = join_world("cpu", timeout_s=300)
     rank, ranks = world.rank, world.ranks
+    limit = torch.distributed.distributed_c10d._get_default_timeout("nccl")
+    assert limit.total_seconds() == 300, "of the groups that DeepSpeed makes, too"
     assert sum_over_ranks({"b": 1.0, "a": float(rank)}, world) == {"a": ranks * (ranks - 1) / 2, "b": float(ranks)}
     assert any_rank(rank == ranks - 1, world) and not any_rank(False, world)
     assert from_main({"text": "größer", "n": [1, None]} if rank == 0 else "ignored", world) == {

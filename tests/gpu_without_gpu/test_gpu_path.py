@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deepspeed_nmt.build import build_model, build_objective
 from deepspeed_nmt.config import RunConfig, load_config, validate
@@ -17,6 +18,7 @@ from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.engine import plain
+from deepspeed_nmt.engine.deepspeed import GradientOrder
 from deepspeed_nmt.engine.plain import COLLECTED_BYTES, GradientSums, PlainEngine
 from deepspeed_nmt.kernels.choice import EXPECTED, OPERATIONS, Kernels
 from deepspeed_nmt.kernels.segments import Segments
@@ -78,6 +80,15 @@ def take_gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain, "GradientSums", lambda masters, _: GradientSums(masters, COLLECTED_BYTES))
     monkeypatch.setattr(Kernels, "device_type", lambda self, x: "cuda")
     use_varlen_on_a_cpu(monkeypatch)
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
+def test_a_norm_on_the_host_is_read_with_the_order_of_gradients_on_the_gpu(device: str) -> None:
+    """DeepSpeed has it on the host if it offloads the optimizer."""
+    with FakeTensorMode():
+        order = GradientOrder({}, World(0, 1, 0, torch.device("cpu")))
+        order._extremes = torch.zeros(2, dtype=torch.float64, device="cuda:0")
+        assert order.read(torch.zeros((), device=device)).device.type == "cpu"
 
 
 @pytest.mark.parametrize("configure", [plain_transformer, all_methods])

@@ -138,7 +138,7 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
 
 # What DeepSpeed's launcher makes of arguments: by pdsh remote shells read them, and those with spaces are quoted.
 LAUNCHER = """#!/usr/bin/env bash
-echo "$*" | sed 's/ --module.*//' >"$LAUNCHED"
+echo "threads $OMP_NUM_THREADS: $*" | sed 's/ --module.*//' >"$LAUNCHED"
 until [ "$1" = --module ]; do shift; done
 for word in "${@:2}"; do
     case "$word" in *" "*) word="\\"${word//\\"/\\\\\\"}\\"" ;; esac
@@ -156,13 +156,16 @@ echo 0 >"$DEEPSPEED_NMT_STATUS"
 def launched(script: str, *words: str, programs: Path, cwd: Path | None = None) -> str:
     """Return the options that a script gives DeepSpeed's launcher, and the arguments that ranks receive."""
     programs.mkdir(exist_ok=True)
-    for name, content in (("deepspeed", LAUNCHER), ("ssh", ""), ("pdsh", "")):
+    host = {"nvidia-smi": "#!/bin/sh\nprintf '0\\n1\\n'", "nproc": "#!/bin/sh\necho 24"}
+    for name, content in {"deepspeed": LAUNCHER, "ssh": "", "pdsh": "", **host}.items():
         (programs / name).write_text(content)
         (programs / name).chmod(0o755)
     path = f"{programs}:{os.environ['PATH']}"
     done = subprocess.run(
         [str(ROOT / "launch" / script), *words],
-        env=shell_environment(VENV=str(programs / "none"), PATH=path, LAUNCHED=str(programs / "launched")),
+        env=shell_environment(
+            VENV=str(programs / "none"), PATH=path, LAUNCHED=str(programs / "launched"), OMP_NUM_THREADS=""
+        ),
         capture_output=True,
         text=True,
         cwd=cwd,
@@ -171,11 +174,15 @@ def launched(script: str, *words: str, programs: Path, cwd: Path | None = None) 
 
 
 def test_remote_shells_read_arguments_as_they_are(tmp_path: Path) -> None:
-    (hostfile := tmp_path / "hostfile").write_text("one slots=1\n")
+    (hostfile := tmp_path / "hostfile").write_text("# hosts\none slots=4\ntwo slots=8\n")
     words = ["d=1@<2de>", 'my $HOME run\\x "q" `id`', "it's", "[a, b]", "50%n", "a*b;c", "(1) 2"]
     options = ["--hostfile", str(hostfile), "--", *words]
     said = launched("multinode.sh", *options, programs=tmp_path / "bin")
     assert said.endswith("".join(f"<{word}>" for word in ("deepspeed_nmt", "train", *words)))
+    assert said.startswith("threads 3: ")
+    for number, threads in enumerate((6, 3)):
+        said = launched("multinode.sh", "--node-rank", str(number), *options, programs=tmp_path / "bin")
+        assert said.startswith(f"threads {threads}: ")
     (place := tmp_path / "a place").mkdir()
     refused = launched("multinode.sh", *options, programs=tmp_path / "bin", cwd=place)
     assert f"the path of the working directory as it is: {place}" in refused
@@ -185,6 +192,9 @@ def test_local_trains_on_this_machine_by_the_settings_of_the_user(tmp_path: Path
     said = launched("local.sh", "--cpu", "--", "--run", "my run", "engine.device=auto", programs=tmp_path / "bin")
     assert "--hostfile /dev/null" in said, "DeepSpeed's default may name other hosts"
     assert said.endswith("<train><engine.device=cpu><--run><my run><engine.device=auto>")
+    assert said.startswith("threads 12: "), "of 24 cores"
+    said = launched("local.sh", "--", "--run", "my run", programs=tmp_path / "bin")
+    assert said.startswith("threads 12: ") and "--num_gpus 2" in said
 
 
 def test_tensorboard_reads_on_what_training_writes_after_choose_best(tmp_path: Path) -> None:
