@@ -20,6 +20,7 @@ from typing import Any, overload
 
 import torch
 
+from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TOP, DecodableModel, exit_name
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.data.tokenizer import Tokenizer
@@ -46,6 +47,7 @@ from deepspeed_nmt.search.decode_options import (
     check_type,
     checked_texts,
     identity_of,
+    read_rule,
 )
 from deepspeed_nmt.search.forced import score_lines
 from deepspeed_nmt.search.lines import LineInputs, SourceCounts, SourceLines, in_plain_text, warn_of_form
@@ -145,6 +147,11 @@ class Translator:
             for stage in search.exits if isinstance(search, ChoosingExitsConfig) else ():
                 cut_at(run, whole, exit_name(whole.stages[0], stage))  # warns of one that was not trained
         model = models[0] if len(models) == 1 else Ensemble(models, options.weights).eval()
+        if options.choose_exits is not None and read_rule(options.choose_exits)[1] not in (None, digests[0]):
+            logger.warning(
+                f"{options.choose_exits} was fitted on other weights than those of {runs[0].path}, whose exits may "
+                "be more or less sure of what they write; fit it again by `report depths --fit`"
+            )
         natively = resolve_native(options.native, device, precision)
         prepare_to_decode(model, device, precision, natively)
         longest = min(run.longest_line for run in runs)

@@ -481,7 +481,7 @@ def _checked(
         typed(name): value for name, value in translation.model_dump(mode="json", exclude=own).items()
     }
     if translation.choose_exits is not None:
-        made[TRANSLATIONS][typed("choose_exits")] = read_rule(translation.choose_exits)
+        made[TRANSLATIONS][typed("choose_exits")] = read_rule(translation.choose_exits)[0]
     if runs:
         made[TRANSLATIONS] |= _search_of(runs, translation)
     if options.score_run is not None:

@@ -6,7 +6,7 @@ Each table is an explicit list in the package that owns it (:mod:`deepspeed_nmt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_args
 
@@ -33,12 +33,20 @@ class Section(Config):
     @classmethod
     def _no_number(cls, value: object, info: ValidationInfo) -> object:
         """Refuse true and false, as which YAML reads yes, no, on and off, for a number: they would be 1 and 0."""
-        words = [one for one in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(one, bool)]
-        if words and info.field_name in cls.model_fields:
+        if info.field_name in cls.model_fields and any(isinstance(one, bool) for one in _leaves(value)):
             kinds = _kinds(cls.model_fields[info.field_name].annotation)
             if bool not in kinds and kinds & {int, float}:
                 raise ValueError(f"is {shown(value)}; give {'a whole' if float not in kinds else 'a'} number")
         return value
+
+
+def _leaves(value: object) -> Iterator[object]:
+    """Yield what lists and mappings hold, of any depth."""
+    if isinstance(value, (list, tuple, Mapping)):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(one)
+    else:
+        yield value
 
 
 def _kinds(annotation: Any) -> set[Any]:

@@ -153,10 +153,10 @@ def _depths(arguments: argparse.Namespace) -> int:
     options = {"checkpoint": arguments.checkpoint, "max_tokens": arguments.max_tokens, "repeat": arguments.repeat}
     extras = {"with_oracle": arguments.oracle, "with_rules": arguments.fit is not None, "with_signs": arguments.signs}
     measured = [measure(system, text, scorer, **options, **extras) for system in systems]
-    draw_depths(measured, arguments.out)
     loss = arguments.max_loss
     if arguments.fit is not None:
-        measured[0].rule(loss).write(arguments.fit)
+        measured[0].rule(loss).write(arguments.fit, runs[0].checkpoint(arguments.checkpoint).weights_digest)
+    draw_depths(measured, arguments.out)
     reports = [system.report(loss) for system in measured]
     return _print(arguments, reports, lambda: "\n\n".join(system.text(loss) for system in measured))
 

@@ -18,6 +18,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise, product
 from pathlib import Path
@@ -30,7 +31,7 @@ from deepspeed_nmt.core.model import exit_name
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.evaluate.metrics import Scorer
 from deepspeed_nmt.files import atomic_write_text
-from deepspeed_nmt.reports.pictures import picture
+from deepspeed_nmt.reports.pictures import picture, plainly
 from deepspeed_nmt.reports.run_log import run_names
 from deepspeed_nmt.reports.text_scores import ParallelText
 from deepspeed_nmt.run.directory import Run
@@ -98,9 +99,9 @@ class ExitRule:
     seconds: float
     sentences: Mapping[int, int]
 
-    def write(self, file: Path) -> None:
-        """Write the file that `translate --choose-exits` takes."""
-        atomic_write_text(file, json.dumps(asdict(self), indent=1))
+    def write(self, file: Path, weights: str) -> None:
+        """Write the file that `translate --choose-exits` takes, with the digest of the weights that fit it."""
+        atomic_write_text(file, json.dumps({**asdict(self), "weights": weights}, indent=1))
 
     def __str__(self) -> str:
         at = ", ".join(f"{number}: {count}" for number, count in self.sentences.items())
@@ -344,8 +345,9 @@ def _signs(
         if n == encoder and m < decoder:
             search = {"name": "speculative", "draft_layers": m, "draft_tokens": 4, "draft_confidence": 1.0}
             drafting, counts = Translator.open(run.path, checkpoint=checkpoint, **tags, **search), SourceCounts()
-            for _ in drafting.stream(sources, max_tokens=1, counts=counts):  # sentence by sentence, as drafts pay
-                pass
+            with suppress(ConfigError):  # of layers that keep a state, whose exits draft nothing
+                for _ in drafting.stream(sources, max_tokens=1, counts=counts):  # sentence by sentence, as drafts pay
+                    pass
             if drafted := counts.drafts.get("drafted", 0):
                 accepted = counts.drafts.get("accepted", 0) / drafted
         signs[n, m] = reliance, accepted
@@ -443,13 +445,13 @@ def draw_depths(systems: Sequence[System], out: Path) -> None:
         for system in systems:
             depths, front = system.depths, pareto_front(system.depths)
             points = plane.scatter([depth.seconds for depth in depths], [depth.bleu for depth in depths], s=14)
-            label, colour = f"Pareto front: {system.name}", points.get_facecolor()[0]
+            label, colour = plainly(f"Pareto front: {system.name}"), points.get_facecolor()[0]
             plane.plot([depth.seconds for depth in front], [depth.bleu for depth in front], color=colour, label=label)
             for depth in front:
                 plane.annotate(depth.name, (depth.seconds, depth.bleu), fontsize="small")
             if system.rules:
                 chosen = [rule.seconds for rule in system.rules], [rule.bleu for rule in system.rules]
-                plane.scatter(*chosen, s=20, marker="x", color=colour, label=f"rules: {system.name}")
+                plane.scatter(*chosen, s=20, marker="x", color=colour, label=plainly(f"rules: {system.name}"))
         plane.set(xlabel="seconds, without loading", ylabel="BLEU")
         plane.legend(fontsize="small")
         plane.grid(alpha=0.3)
@@ -467,7 +469,7 @@ def _draw_bleu(axis: Axes, system: System, scale: Normalize) -> None:
         axis.text(depth.decoder, depth.encoder, f"{depth.bleu:.1f}", ha="center", va="center", color="white")
     borders = (0.5, columns + 0.5, 0.5, rows + 0.5)
     axis.imshow(values, origin="lower", extent=borders, aspect="auto", norm=scale)
-    axis.set(xticks=range(1, columns + 1), yticks=range(1, rows + 1), title=f"BLEU: {system.name}")
+    axis.set(xticks=range(1, columns + 1), yticks=range(1, rows + 1), title=plainly(f"BLEU: {system.name}"))
     axis.set(xlabel="decoder stages m", ylabel="encoder stages n")
 
 
@@ -480,7 +482,7 @@ def _draw_signs(axis: Axes, systems: Sequence[System]) -> None:
         stages = [depth.decoder for depth in depths]
         reliances = [math.nan if depth.reliance is None else depth.reliance for depth in depths]
         accepted = [math.nan if depth.accepted is None else 100.0 * depth.accepted for depth in depths]
-        (line,) = axis.plot(stages, reliances, marker="o", label=system.name)
+        (line,) = axis.plot(stages, reliances, marker="o", label=plainly(system.name))
         shares.plot(stages, accepted, marker="s", linestyle="--", color=line.get_color())
     axis.set(xlabel="decoder stages m, whole encoder", ylabel="reliance on the source (nats): lines")
     axis.set_xticks(range(1, 1 + max(depth.decoder for system in systems for depth in system.depths)))
@@ -499,7 +501,7 @@ def _draw_choices(axis: Axes, systems: Sequence[System]) -> None:
         total = sum(sentences.values())
         shift = (number - (len(oracles) - 1) / 2) * width
         shares = [100.0 * sentences.get(name, 0) / total for name in names]
-        bars = axis.bar([place + shift for place in range(len(names))], shares, width, label=system)
+        bars = axis.bar([place + shift for place in range(len(names))], shares, width, label=plainly(system))
         sums.plot(range(len(names)), list(accumulate(shares)), color=bars[0].get_facecolor(), linewidth=1.5)
     axis.set_xticks(range(len(names)), names, rotation=90 if len(names) > 20 else 0)
     axis.set(xlabel="n-m", ylabel="sentences translated best (%): bars", title="oracle over depths")

@@ -224,13 +224,16 @@ def comparison_table(rows: Mapping[str, Mapping[str, Any]], measures: Sequence[s
     for one in scored:
         metric, text, sha256, signature = one
         which = f" ({sha256[:8]}, {signature})" if alike[metric, text] > 1 else ""
-        lines.append([f"{metric} of {text}{which}", *(_values(of_run[one]) for of_run in scores)])
+        cells = [of_run[one] for of_run in scores]
+        names = {score["checkpoint"].partition("-")[0] for of_run in cells for score in of_run}
+        named = len(names) > 1 or any(len(of_run) > 1 for of_run in cells)
+        lines.append([f"{metric} of {text}{which}", *(_values(of_run, named) for of_run in cells)])
     return lines
 
 
-def _values(scores: Sequence[Mapping[str, Any]]) -> str:
-    """Return the values of some scores, several with the checkpoint of each."""
+def _values(scores: Sequence[Mapping[str, Any]], named: bool) -> str:
+    """Return the values of some scores, ``named`` with the checkpoint of each."""
     values = [cell(score["value"], 2) for score in scores]
-    if len(scores) > 1:
+    if named:
         values = [f"{value} ({score['checkpoint']})" for value, score in zip(values, scores, strict=True)]
     return ", ".join(values) or cell(None)

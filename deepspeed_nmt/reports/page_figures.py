@@ -236,7 +236,7 @@ def _heat_map(log: RunLog, name: str, title: str, prefix: str, caption: str) -> 
         top = max(max(series.finite.values()) for series in rows.values())
         scale, unit = {"zmin": 0, "zmax": top or 1.0}, "share"
     else:
-        shown = [[math.log10(value) if value else None for value in row] for row in values]
+        shown = [[math.log10(value) if value and value > 0.0 else None for value in row] for row in values]
     figure.add_heatmap(
         x=updates, y=names, z=shown, customdata=values, colorscale="Viridis", hoverongaps=False, **scale,
         colorbar={"thickness": 12, "title_side": "right", "title_text": unit},

@@ -81,6 +81,11 @@ def use_log_scale(axis: Axes) -> None:
     axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2.0, 0.5)))
 
 
+def plainly(text: str) -> str:
+    """Return text that matplotlib writes as it is: without formulas, and in legends, which leave out ``_...``."""
+    return (" " * text.startswith("_")) + text.replace("$", r"\$")
+
+
 def draw_curves(logs: Mapping[str, RunLog], panels: Mapping[str, str], out: Path) -> None:
     """Draw a panel for each tag and its title over target tokens, with a line for each run by its name.
 
@@ -95,7 +100,7 @@ def draw_curves(logs: Mapping[str, RunLog], panels: Mapping[str, str], out: Path
         for axis, (tag, title) in zip(axes, panels.items(), strict=True):
             for name, log in logs.items():
                 tokens, values = log.over_tokens(tag)
-                axis.plot([count / 1e6 for count in tokens], values, label=name, linewidth=1.5)
+                axis.plot([count / 1e6 for count in tokens], values, label=plainly(name), linewidth=1.5)
             if tag.endswith("/ppl"):
                 use_log_scale(axis)
             axis.set(title=title, xlabel="million target tokens")
@@ -126,5 +131,5 @@ def _draw_shares(axes: Sequence[Axes], maps: Mapping[str, Mapping[int, Series]])
         borders = [min(0, updates[0] - 1), *updates]  # a column reaches back to the measurement before
         axis.pcolormesh(borders, [layer - 0.5 for layer in (*rows, max(layers) + 1)], grid, norm=scale)
         axis.yaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.set(xlabel="updates", ylabel="decoder layer", title=f"cross-attention's share: {name}")
+        axis.set(xlabel="updates", ylabel="decoder layer", title=plainly(f"cross-attention's share: {name}"))
     used[0].figure.colorbar(ScalarMappable(scale), ax=used)

@@ -19,7 +19,7 @@ from deepspeed_nmt.errors import ConfigError, DataError, counted, shown
 from deepspeed_nmt.evaluate.metrics import METRICS
 from deepspeed_nmt.recipes import load_sweep
 from deepspeed_nmt.reports.outcome import Outcome, differing
-from deepspeed_nmt.reports.pictures import picture, use_log_scale
+from deepspeed_nmt.reports.pictures import picture, plainly, use_log_scale
 from deepspeed_nmt.reports.run_log import SOURCE_RELIANCE, TRAIN_PERPLEXITY, validation_metric
 from deepspeed_nmt.run.directory import CONFIG_FILE
 
@@ -52,8 +52,9 @@ class Point:
         return f"point {self.number} ({', '.join(f'{key}={setting(value)}' for key, value in self.values.items())})"
 
     def value(self, axis: str) -> Any:
-        """Return the value of a setting; None if the point leaves it out."""
-        return self.recipe if axis == RECIPE else self.values.get(axis, self.settings.get(axis))
+        """Return the value of a setting; of a part of the objective True. None if the point leaves it out."""
+        own = self.recipe if axis == RECIPE else self.values.get(axis, self.settings.get(axis))
+        return own if own is not None else any(key.startswith(f"{axis}.") for key in self.settings) or None
 
     def differences(self, run: Outcome) -> dict[str, object]:
         """Return the settings of a run that are not those of the point."""
@@ -232,7 +233,7 @@ def draw_sweep(sweep: Sweep, rows: Sequence[Mapping[str, Any]], score: str, out:
             for label, members in lines.items():
                 points = sorted(members, key=lambda member: member[0]) if are_numbers else members
                 ys = [math.nan if row.get(result) is None else row[result] for _, row in points]
-                (drawn,) = axis.plot([x for x, _ in points], ys, marker="o", label=label)
+                (drawn,) = axis.plot([x for x, _ in points], ys, marker="o", label=plainly(label))
                 for (x, row), y in zip(points, ys, strict=True):
                     if row["status"] != "finished":
                         axis.plot(x, y, marker="o", color=drawn.get_color(), markerfacecolor="white")

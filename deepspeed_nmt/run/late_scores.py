@@ -73,7 +73,7 @@ class LateScores:
     def __init__(self, run: Path, config: ValidationConfig) -> None:
         self._keep = config.late_keep
         self._directory = ValidationTexts(run, MAIN).directory
-        self._metrics: dict[str, tuple[CommandMetric, ValidationTexts]] = {
+        self.metrics: dict[str, tuple[CommandMetric, ValidationTexts]] = {
             validation_tag(metric.name, name): (metric, ValidationTexts(run, name))
             for name in (MAIN, *config.sets)
             for metric in config.commands.values()
@@ -88,7 +88,7 @@ class LateScores:
                 logger.warning("%s %s; see %s", name, ending(status), log)
         self._processes = [started for started in self._processes if started[2].poll() is None]
         started = []
-        for tag, (metric, texts) in self._metrics.items():
+        for tag, (metric, texts) in self.metrics.items():
             result, log = texts.path(update, f"{metric.name}.result"), texts.path(update, f"{metric.name}.log")
             result.unlink(missing_ok=True)  # of the same update before a rollback
             try:
@@ -117,9 +117,9 @@ class LateScores:
         """Return a record with the values that have come, which is written if there are any."""
         values, late = dict(record.values), []
         for tag in record.late:
-            if tag not in self._metrics:  # of settings that have changed
+            if tag not in self.metrics:  # of settings that have changed
                 continue
-            metric, texts = self._metrics[tag]
+            metric, texts = self.metrics[tag]
             value = None
             try:
                 value = metric.read(texts.path(record.update, f"{metric.name}.result"))
@@ -177,7 +177,7 @@ def choose_best(run: Run) -> str:
         name, chosen = store.best(), store.chosen()
     if name is None:
         return f"{run.path} has no best checkpoint yet{to_come}"
-    how = "by its loss: no late score has come"
+    how = "by its loss: no late score has come" if late.metrics else "as training has chosen it"
     if chosen is not None and store.update_of(name) == chosen.update:
         how = f"{chosen.by.partition(' ')[0]} {run.config.validation.value_of(chosen.by, chosen.score):.4f}"
     return f"best checkpoint: {store.directory / name} ({how}){to_come}"

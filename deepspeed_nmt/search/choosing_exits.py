@@ -68,7 +68,12 @@ class ChoosingExitsConfig(ExitsSettings):
 
     @override
     def contradictions(self, parts: Parts) -> Iterator[str]:
-        """Refuse exits that the model lacks."""
+        """Refuse exits that the model lacks, and a choice of one."""
+        if len(self.exits) < 2:
+            yield (
+                f"search.exits is {list(self.exits)}, and search.name={self.name} chooses among several; give two or "
+                "more, or the file of a rule (translate --choose-exits)"
+            )
         stages = parts.model.exit_stages()
         if stages is None:
             yield (

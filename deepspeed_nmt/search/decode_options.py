@@ -322,7 +322,7 @@ class DecodeOptions(Config):
         """Settings of the search by name; None where those of the run are to be taken."""
         settings = self.given_values(*marked("setting"))
         if self.choose_exits is not None:
-            settings |= read_rule(self.choose_exits)
+            settings |= read_rule(self.choose_exits)[0]
         return {**settings, "name": next(filter(None, self._searches.values()), None)}
 
     def longest_line(self, default: int | None = None) -> int:
@@ -352,11 +352,15 @@ class DecodeOptions(Config):
         return {typed(name): value for name, value in self.given_values(*marked("stays")).items()}
 
 
-def read_rule(file: Path) -> dict[str, Any]:
-    """Read settings of the search choosing_exits that `report depths --fit` has written, or raise a ConfigError."""
+def read_rule(file: Path) -> tuple[dict[str, Any], object]:
+    """Read settings of the search choosing_exits, and the digest of the weights that they were fitted on.
+
+    Raises:
+        ConfigError: if the file is not what `report depths --fit` writes.
+    """
     try:
         content = parse_json(read_regular(file))
-        return {name: content[name] for name in ("exits", "rule", "threshold")}
+        return {name: content[name] for name in ("exits", "rule", "threshold")}, content.get("weights")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{option('choose_exits')} is {file}, which is not what `report depths --fit` writes "

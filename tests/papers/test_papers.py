@@ -25,6 +25,7 @@ from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.parity import VOCABULARY, train, write_corpus
 from deepspeed_nmt.recipes import load_recipe, load_sweep, recipe_files, recipes, sweeps
+from deepspeed_nmt.reports.sweep import Sweep
 from deepspeed_nmt.run.plans import Plans
 from tests.docs.pages import ROOT
 from tests.papers.pages import NOT_STATED, PAPERS, parsed, recipes_of, resolved, rows, settings, value_of
@@ -57,6 +58,13 @@ def test_every_recipe_and_sweep_is_listed() -> None:
     assert listed | OF_NO_PAPER == set(recipes())
     points = {point for row in rows() for point in row.points()}
     assert points == {(name, number + 1) for name in sweeps() for number in range(len(load_sweep(name)))}
+
+
+@pytest.mark.parametrize("name", sweeps())
+def test_points_of_a_sweep_differ_on_its_axes(name: str) -> None:
+    sweep = Sweep(name)
+    values = [tuple(map(point.value, sweep.axes)) for point in sweep.points]
+    assert len(set(map(str, values))) == len(values)
 
 
 def test_the_options_of_other_commands_exist() -> None:

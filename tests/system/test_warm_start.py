@@ -312,7 +312,13 @@ def test_a_model_of_many_exits_translates_at_each(
     rule = tmp_path / "rule.json"
     assert main([*report, "--json", "--oracle", "--signs", "--fit", str(rule)]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["rule"] == json.loads(rule.read_text()) and found["rule"]["exits"] == [1, 2]
+    written = json.loads(rule.read_text())
+    assert {**found["rule"], "weights": written["weights"]} == written and found["rule"]["exits"] == [1, 2]
+    translated(data, run, tmp_path, "--choose-exits", str(rule))
+    assert "was fitted on other weights" not in capsys.readouterr().err
+    rule.write_text(json.dumps({**written, "weights": "another"}))
+    translated(data, run, tmp_path, "--choose-exits", str(rule))
+    assert f"rule.json was fitted on other weights than those of {run}" in capsys.readouterr().err
     for threshold, layers in ((-1e6, "1"), (1.0, "2")):
         rule.write_text(json.dumps({**found["rule"], "threshold": threshold}))
         fixed = translated(data, run, tmp_path, "--decoder-layers", layers)

@@ -126,7 +126,7 @@ def test_a_rule_is_fitted_to_one_sentence() -> None:
 def test_a_file_of_a_rule_gives_the_settings_of_the_search(tmp_path: Path) -> None:
     same = [translation("a", -1.0)] * 2
     (rule,) = rules({1: same, 3: same}, {1: 1.0, 3: 3.0}, lambda texts: 1.0)
-    rule.write(tmp_path / "rule.json")
+    rule.write(tmp_path / "rule.json", "digest")
     options = DecodeOptions.of({"choose_exits": tmp_path / "rule.json", "beam": 2})
     given = {name: options.settings[name] for name in ("name", "exits", "rule", "threshold", "beam")}
     config = ChoosingExitsConfig.model_validate(given)
@@ -147,6 +147,7 @@ def test_an_ensemble_is_refused() -> None:
 @pytest.mark.parametrize(
     ("search", "model", "words"),
     [
+        ({"exits": [1]}, {}, ("search.exits is [1]", "chooses among several", "--choose-exits")),
         ({"exits": [1, 7]}, {}, ("search.exits has 7", "decoder_layers is 6")),
         ({"exits": [2, 1]}, {}, ("[2, 1]",)),
         ({"exits": []}, {}, ("search.exits",)),

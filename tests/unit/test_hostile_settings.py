@@ -36,6 +36,8 @@ PLAN = ["plan", "--recipe", "transformer_base"]
         ("model.dim=\udcff", "model.dim is '\\udcff'"),
         ("training.patience=yes", "training.patience is True; give a whole number"),
         ("optimizer.lr=on", "optimizer.lr is True; give a number"),
+        ("objective={label_smoothed: null, multi_softmax: {weights: {1-1: yes}}}",
+         "objective.multi_softmax.weights is {'1-1': True}; give a number"),
         ("growth.at=[no]", "growth.at is [False]; give a whole number"),
         ("model.name=" + LONG, "model.name is 'nnnn"),
         ("search.length_penalty=x", "search.length_penalty must be gnmt:A or power:A with A from 0 to 10, mean, or "

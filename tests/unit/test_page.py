@@ -284,9 +284,10 @@ def log_lines(tag: str, *values: str) -> list[str]:
         ([line for layer in LAYERS for line in log_lines(CROSS + layer, "0.5")], {CROSS + layer for layer in LAYERS}),
         (log_lines("train/loss", '"x"', "true", "[1]", "{}", "[" * 9999, "[" * 30 + "]" * 30), ()),
         (log_lines("valid/../../../x/bleu", "1") + log_lines("x" * 300, "1"), {"valid/../../../x/bleu"}),
+        (log_lines("norm/gradient/encoder.layer_1", "-1.0"), {"norm/gradient/encoder.layer_1"}),
         ([json.dumps({"update": 210, **{f"valid/set{number}/bleu": 1 for number in range(4000)}})], ()),
     ],
-    ids=["update", "numbers", "layers", "types", "names", "many"],
+    ids=["update", "numbers", "layers", "types", "names", "negative", "many"],
 )
 def test_a_hostile_log_is_drawn(lines: list[str], new: set[str], tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 200)
@@ -295,7 +296,8 @@ def test_a_hostile_log_is_drawn(lines: list[str], new: set[str], tmp_path: Path)
         stream.write("\n".join(lines) + "\n")
     assert page_of(run).text
     log = RunLog.read(run)
-    draw_curves({"run": log}, {"train/ppl": "perplexity"}, tmp_path / "out.svg")
+    draw_curves({"_run": log, "a$x_$b": log}, {"train/ppl": "perplexity"}, tmp_path / "out.svg")
+    assert "_run -->" in (tmp_path / "out.svg").read_text(encoding="utf-8")
     assert set(log.tags) - known == set(new) and list(log.cross_shares()) == list(range(1, 12))
 
 

@@ -161,6 +161,11 @@ def test_scores_of_texts_of_one_name_are_not_compared(tmp_path: Path, capsys: py
         ["bleu of test.en (bbbbbbbb, new)", "-", "-", "9.00"],
     ]
     assert [row["test"][0]["sha256"][0] for row in report.rows] == ["a", "b", "b"]
+    other = [{**score, "checkpoint": "update-0000030"}]
+    (tmp_path / "two" / "test_scores.json").write_text(json.dumps({"scores": other}))
+    report = Report(capsys, tmp_path / "runs.svg", "runs", *(tmp_path / name for name in ("two", "three")))
+    (line,) = (line for line in report.table if " of test.en" in line[0])
+    assert line == ["bleu of test.en", "9.00 (update-0000030)", "9.00 (average)"]
 
 
 def test_scores_of_several_checkpoints_are_told_apart() -> None:
@@ -173,7 +178,11 @@ def test_scores_of_several_checkpoints_are_told_apart() -> None:
         }
         for run, values in scores.items()
     }  # fmt: skip
-    assert comparison_table(rows, [])[-1] == ["bleu of test.en", "30.00 (update-400), 10.00 (update-100)", "25.00"]
+    assert comparison_table(rows, [])[-1] == [
+        "bleu of test.en",
+        "30.00 (update-400), 10.00 (update-100)",
+        "25.00 (update-400)",
+    ]
 
 
 def test_runs_are_named_by_more_than_a_number() -> None:

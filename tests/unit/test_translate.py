@@ -206,7 +206,6 @@ def test_many_unknown_tokens_are_told_once(model: TranslationModel, warnings: li
         (TextForm("moses", "en"), ["A dog sleeps.", "Yes"], "example by `sacremoses -l en tokenize`"),
         (TextForm("moses", "en"), ["A dog sleeps .", "Yes", "Mr. Smith", "and so on etc."], ""),
         (TextForm("raw"), ["A dog sleeps .\n"], "1 of the first 1 lines end in ' .' and look tokenised, but the run"),
-        (TextForm(), ["A dog sleeps.", "A dog sleeps ."], ""),
         (TextForm("raw"), [*["A dog sleeps."] * 100, *["A dog sleeps ."] * 100], ""),
     ],
 )

@@ -338,10 +338,14 @@ def test_an_option_of_another_search_is_refused_by_name() -> None:
 
 
 def test_a_chosen_exit_is_decoded_although_the_run_chooses_among_several() -> None:
-    run: Any = StubRun(load_config("transformer_base", settings=("search.name=choosing_exits", "search.beam=7")))
+    run: Any = StubRun(
+        load_config(
+            "transformer_base", settings=("search.name=choosing_exits", "search.exits=[1,2]", "search.beam=7")
+        )
+    )
     search = search_settings([run], {}, ["exit"])
     assert isinstance(search, BeamConfig) and search.beam == 7
-    exits = {"exits": (1,), "beam": 3}
+    exits = {"exits": (1, 2), "beam": 3}
     found, expected = (
         [each.score for each in opened(each).at_exit("2-2").translate(LINES)]
         for each in (config("choosing_exits", **exits), BeamConfig(beam=3))
