@@ -96,6 +96,11 @@ def values_of(scored: Sequence[Reliance]) -> dict[str, NDArray[np.float64]]:
     return {title: np.array([measure(one) for one in scored]) for title, measure in MEASURES.items()}
 
 
+def rounded(values: Values) -> dict[str, list[float]]:
+    """Return values for the record."""
+    return {title: value.round(4).tolist() for title, value in values.items()}
+
+
 def run(arguments: argparse.Namespace) -> Results:
     """Translate, score and compare."""
     sources, references = (
@@ -124,7 +129,7 @@ def run(arguments: argparse.Namespace) -> Results:
             ]
         )
         values = values_of([one.reliance for one in translated[name]])
-        rounds[name] = {title: value.tolist() for title, value in values.items()} | {"chrF": quality.tolist()}
+        rounds[name] = rounded({**values, "chrF": quality})
         rows.append(
             compared(f"{name}: lowest tenth by chrF", values, quality <= np.quantile(quality, 0.1), arguments.seed)
         )
@@ -139,7 +144,7 @@ def run(arguments: argparse.Namespace) -> Results:
     }
     for name in ("detached", "detached, likely"):
         values = values_of(planted[name])
-        rounds[name] = {title: value.tolist() for title, value in values.items()}
+        rounds[name] = rounded(values)
         both = {title: np.concatenate([own, values[title]]) for title, own in values_of(as_is).items()}
         rows.append(compared(name, both, np.repeat([False, True], len(texts)), arguments.seed))
     flagged = [
