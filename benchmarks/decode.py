@@ -153,7 +153,7 @@ def huggingface(subject: Subject, directory: Path) -> Translate:
     logging.disable_progress_bar()
     where = directory / f"huggingface-{subject.name}"
     where.mkdir()
-    write_huggingface(where, subject.make().described(), V, LONGEST)
+    write_huggingface(where, subject.make().described(), V, LONGEST, {})
     model = AutoModelForSeq2SeqLM.from_pretrained(where).eval()
     limits = {"min_new_tokens": STEPS, "max_new_tokens": STEPS, "do_sample": False}
 

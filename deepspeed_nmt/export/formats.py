@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -45,6 +45,8 @@ class Subject:
     longest: int
     precision: str
     tags: Tags = NO_TAGS
+    dropouts: Mapping[str, float] = field(default_factory=dict)
+    """Probabilities of dropout in its training, by the names of the settings."""
 
 
 class Format(ABC):

@@ -89,7 +89,8 @@ class HuggingFaceFormat(Format):
     @override
     @staticmethod
     def write(directory: Path, subject: Subject) -> None:
-        write_huggingface(directory, subject.model.described(), subject.tokenizer.vocabulary, subject.longest)
+        described, vocabulary = subject.model.described(), subject.tokenizer.vocabulary
+        write_huggingface(directory, described, vocabulary, subject.longest, subject.dropouts)
         write_marian_tokenizer(directory, subject.tokenizer, subject.longest)
 
     @override
@@ -137,7 +138,9 @@ class HuggingFaceFormat(Format):
         return result
 
 
-def write_huggingface(directory: Path, model: StandardTransformer, vocabulary: Vocabulary, longest: int) -> None:
+def write_huggingface(
+    directory: Path, model: StandardTransformer, vocabulary: Vocabulary, longest: int, dropouts: Mapping[str, float]
+) -> None:
     """Write a model as ``transformers`` reads it: weights, ``config.json`` and ``generation_config.json``."""
     model = standardise(model)
     kind, name = _CLASSES[model.norms[0]]
@@ -172,7 +175,7 @@ def write_huggingface(directory: Path, model: StandardTransformer, vocabulary: V
         "max_position_embeddings": longest,
         "static_position_embeddings": True,
         "is_encoder_decoder": True,
-        "dropout": 0.1,
+        **{name: dropouts.get(name, 0.0) for name in ("dropout", "attention_dropout", "activation_dropout")},
         "torch_dtype": "float32",
         **special,
     }

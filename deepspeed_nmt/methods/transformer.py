@@ -261,7 +261,8 @@ class Transformer(StackedModel):
     def rates(self) -> Mapping[nn.Parameter, Rates]:
         if self.transfer is None:
             return {}
-        parts = (self.source_embedding, self.target_embedding, self.decoder.final_norm)
+        exits = (norm for norm in self.decoder.exits.modules() if isinstance(norm, LayerNorm))
+        parts = (self.source_embedding, self.target_embedding, self.decoder.final_norm, *exits)
         weights = [p for part in parts if part is not None for p in part.parameters()]
         return self.transfer.rates(self, [*weights, self.projection.weight])
 

@@ -131,7 +131,8 @@ def export_run(
     scorer = None if text.references is None else run.scorer(text.references, run.text_form)
     cut = run.model(request.checkpoint).at_exit(exit).eval()
 
-    subject = Subject(cut, run.tokenizer, longest, request.precision, run.tags)
+    dropouts = {name: value for name, value in then.config.model.model_dump().items() if name.endswith("dropout")}
+    subject = Subject(cut, run.tokenizer, longest, request.precision, run.tags, dropouts)
     with replacing(out, is_export), staged(out, partial(Certificate.check_own, out)) as new:
         format.write(new, subject)
         run.tokenizer.save(new)

@@ -151,6 +151,9 @@ def _tokenizer(files: MarianFiles, name: str) -> MarianTokenizer:
         )
     if "<unk>" not in files.numbers:
         raise ConfigError(f"{name} has no token <unk>; use another model")
+    ends = ({piece for piece, number in side.items() if number == config.eos_token_id} for side in numbers)
+    if files.target_numbers.get("<unk>") != files.numbers["<unk>"] or not set.intersection(*ends):
+        raise ConfigError(f"the vocabularies of {name} have other numbers for <unk> or EOS; use another model")
     special = {
         "pad": config.pad_token_id,
         "bos": config.decoder_start_token_id,

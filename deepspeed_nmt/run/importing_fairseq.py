@@ -55,7 +55,7 @@ class _Unread:
     def __setstate__(self, state: object) -> None: ...
 
     def __repr__(self) -> str:
-        return "an object of numpy"
+        return "an object that describes no model"
 
 
 _NUMPY = (
@@ -68,6 +68,7 @@ _STAND_INS: dict[str, Any] = {
     "argparse.Namespace": argparse.Namespace,
     "_codecs.encode": _Unread,
     **{f"numpy.{name}": _Unread for name in _NUMPY},
+    **{f"fairseq.meters.{name}Meter": _Unread for name in ("Average", "Time", "Stopwatch")},  # before 0.9
 }
 """Classes that are created besides those of tensors, by their names there; fairseq's arguments are a Namespace."""
 _OF_TENSORS = re.compile(
@@ -80,8 +81,10 @@ _GLOBAL = re.compile(r"\b(?:GLOBAL|class) ([\w.]+)")
 _CONVERT = (
     'write a copy where fairseq is installed: python -c "import sys, torch; from omegaconf import OmegaConf; '
     "state = torch.load(sys.argv[1], map_location='cpu', weights_only=False); "
-    "state = {'cfg': OmegaConf.to_container(OmegaConf.create(state['cfg']), resolve=True, enum_to_str=True), "
-    "'model': state['model']}; torch.save(state, sys.argv[2])\" CHECKPOINT COPY"
+    "cfg = state.get('cfg'); "
+    "cfg = cfg and OmegaConf.to_container(OmegaConf.create(cfg), resolve=True, enum_to_str=True); "
+    "state = {'cfg': cfg, 'args': state.get('args'), 'model': state['model']}; "
+    'torch.save(state, sys.argv[2])" CHECKPOINT COPY'
 )
 """Way to write the settings of a checkpoint as plain values."""
 _STACKS = ("encoder", "decoder")

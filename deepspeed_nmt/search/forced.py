@@ -108,8 +108,9 @@ def blind_log_probs(
     Args:
         blind: that source: empty, or the tag of all sources.
     """
-    vocabulary = tokenizer.vocabulary
-    nothing_1S, _ = pad_sources([[*tokenizer.encode(blind), vocabulary.source.eos]], vocabulary.pad, device)
+    vocabulary, begin = tokenizer.vocabulary, tokenizer.vocabulary.source.bos
+    tokens = tokenizer.encode(blind) or [begin] * (tokenizer.encode("a")[:1] == [begin])  # as every source of a BERT
+    nothing_1S, _ = pad_sources([[*tokens, vocabulary.source.eos]], vocabulary.pad, device)
     return token_log_probs(model, vocabulary, nothing_1S, False, [translations])[0]
 
 

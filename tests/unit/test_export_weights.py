@@ -307,6 +307,22 @@ def test_an_imported_tokenizer_reads_as_the_original(there: Path, tmp_path: Path
         Translator.open(tmp_path / "run", device="cpu")
 
 
+def test_vocabularies_with_other_special_tokens_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (folder := tmp_path / "there").mkdir()
+    marian(folder, tokenizer, **UNTIED)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["dropout"] == config["attention_dropout"] == 0.0, "of the model that was written"
+    numbers = json.loads((folder / "vocab.json").read_text())
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"separate_vocabs": True}))
+    word = next(piece for piece in numbers if piece.startswith("▁"))
+    for one in ("<unk>", "</s>"):
+        swapped = {**numbers, one: numbers[word], word: numbers[one]}
+        (folder / "target_vocab.json").write_text(json.dumps(swapped))
+        with pytest.raises(ConfigError, match="have other numbers for <unk> or EOS"):
+            import_marian(str(folder), tmp_path / "run")
+
+
 def test_pieces_that_the_target_side_lacks_are_decoded_as_by_the_original(there: Path, tmp_path: Path) -> None:
     models = train_subwords(["zwei und vier fische schwimmen im see", "quirlig", "jobs"], 40).sentencepiece_models()
     assert models is not None

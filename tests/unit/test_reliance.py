@@ -1,6 +1,7 @@
 """Signs of doubt: equal to scores of given translations, by every search; flags; the filter of pairs."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods.depth_growing import DepthGrowingConfig, build_depth_growing
 from deepspeed_nmt.search.alignment import watched
+from deepspeed_nmt.search.forced import blind_log_probs, token_log_probs
 from deepspeed_nmt.search.models import Ensemble, members_of
 from deepspeed_nmt.search.reliance import COVERED, Reliance, ScoredTranslation, repetition
 from deepspeed_nmt.search.searches import SEARCHES
@@ -57,6 +59,21 @@ def test_every_search_reports_what_forced_decoding_measures(name: str) -> None:
         assert one.reliance.coverage is None
     moved = [abs(one.reliance.reliance or 0.0) for one in found if one.reliance is not None]
     assert max(moved) > 0.01, "a source that changes nothing tests nothing"
+
+
+class Begun(Letters):
+    """A tokenizer whose sources begin with BOS, unless they are empty, as those of BERTs do."""
+
+    def encode_batch(self, texts: Sequence[str], side: str) -> list[list[int]]:
+        tokens = super().encode_batch(texts, side)
+        return [[1, *each] if each and side == "source" else each for each in tokens]
+
+
+def test_the_source_without_words_begins_as_others_do() -> None:
+    model, vocabulary = sharp_transformer(1), Letters.vocabulary
+    for tokenizer, source in ((Letters(), [2]), (Begun(), [1, 2])):
+        blind = blind_log_probs(model, tokenizer, "", [[5, 6]], "cpu")
+        assert blind == token_log_probs(model, vocabulary, torch.tensor([source]), False, [[[5, 6]]])[0]
 
 
 def test_details_can_be_had_together() -> None:

@@ -200,6 +200,13 @@ def test_completep_has_the_rates_of_biases_for_vectors_of_distances() -> None:
     assert edges == bias == (1.0, 1.0, 1 / 8) and rates[layer.self_attention.k_proj.weight] == (1 / 4, 4.0, 1 / 8)
 
 
+def test_completep_trains_the_norms_of_added_exits_as_the_last_one() -> None:
+    model = {"name": "transformer", **SHAPE, "norm": "completep", "dim": 32, "base_dim": 8}
+    added: Any = build_model(validate({"model": model, "objective": {"added_exits": {"exits": [1]}}}), V)
+    rates, last, own = added.rates(), added.decoder.final_norm, added.decoder.exits["1"]
+    assert rates[own.weight] == rates[last.weight] != (1.0, 1.0, 1.0) and rates[own.bias] == rates[last.bias]
+
+
 def test_at_zero_every_layer_begins_as_the_identity() -> None:
     model = built(norm="layer_scale", layer_scale=0.0)
     source = torch.tensor([SOURCE])
