@@ -243,10 +243,14 @@ def batch(layout: Layout, fault: str, kills: int, data: list[Path], scratch: Pat
             try:
                 job.wait_beyond(before)
                 seconds.append(time.monotonic() - since)
-                deadline = time.monotonic() + 2.0
-                while number % 2 == 0 and not job.is_saving() and time.monotonic() < deadline:
+                aims, deadline = number % 2 == 0, time.monotonic() + 10.0
+                while aims and time.monotonic() < deadline:
+                    if job.is_saving():
+                        time.sleep(dice.uniform(0.0, 0.1))
+                        if job.is_saving():
+                            break
                     time.sleep(0.002)
-                time.sleep(dice.uniform(0.0, 0.1 if number % 2 == 0 else 0.4))
+                time.sleep(0.0 if aims else dice.uniform(0.0, 0.4))
                 caught += job.disturb(fault, dice)
             finally:
                 job.end(fault)

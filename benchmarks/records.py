@@ -27,7 +27,8 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "RESULTS.md")
+PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "RESULTS.md", ROOT / "docs" / "translation.md")
+"""Pages with figures of records."""
 PACKAGES = ("torch", "deepspeed", "triton", "transformers", "ctranslate2")
 GPU_STATE = (
     "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem", "power.limit", "power.max_limit",
@@ -272,7 +273,10 @@ class Record(_Strict):
             parts.append(f"load {self.load[0]} to {self.load[1]}")
         if self.seed is not None:
             parts.append(f"seed {self.seed}")
-        parts.append(f"commit {self.commit}" if self.commit else "transcribed")
+        rows = self.rounds if isinstance(self.rounds, list) else []
+        commits = dict.fromkeys([row["commit"] for row in rows if isinstance(row, dict) and row.get("commit")])
+        commits = commits or dict.fromkeys(filter(None, [self.commit]))
+        parts.append(f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}" if commits else "transcribed")
         line = f"{'; '.join(filter(None, parts))} (`results/{file or self.name}.json`)."
         command = textwrap.indent(self.command, "    ")
         return f"{command}\n\n" + textwrap.fill(line, 116, break_long_words=False, break_on_hyphens=False)

@@ -51,6 +51,16 @@ def parser_of(name: str, module: ModuleType) -> argparse.ArgumentParser:
     return parser
 
 
+def with_all_jobs(words: list[str], results: Results) -> list[str]:
+    """Return the words with the jobs of all rows behind ``--jobs``: those of a record that is continued, too."""
+    if "--jobs" not in words:
+        return words
+    jobs = [f"{row['arm']}:{row['seed']}" for row in results.rounds if isinstance(row, dict) and "arm" in row]
+    begin = words.index("--jobs") + 1
+    end = next((place for place in range(begin, len(words)) if words[place].startswith("--")), len(words))
+    return [*words[:begin], *(jobs or words[begin:end]), *words[end:]]
+
+
 def measure(name: str, words: list[str]) -> None:
     """Run a benchmark, and write its record, as often as it returns results."""
     module = importlib.import_module(name)
@@ -63,11 +73,12 @@ def measure(name: str, words: list[str]) -> None:
         parser.error(f"--rounds is {arguments.rounds}, which is below 1")
     threads = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} " if "OMP_NUM_THREADS" in os.environ else ""
     shown = [word for before, word in zip(["", *words], words, strict=False) if "--results" not in (before, word)]
-    command, before = threads + shlex.join(["python", "benchmarks/run.py", name, *shown]), os.getloadavg()[0]
+    start, before = [*shlex.split(threads), "python", "benchmarks/run.py", name], os.getloadavg()[0]
     options = {key: value for key, value in vars(arguments).items() if key not in ("record", "results", "replace")}
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
     found, record = module.run(arguments), None
     for results in [found] if isinstance(found, Results) else found:
+        command = shlex.join([*start, *with_all_jobs(shown, results)])
         record = Record.of(
             arguments.record, results, command=command, load=before, settings=settings, seed=options.get("seed")
         )

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from arms import PROGRAM, sh
-from records import Record, Results, Table
+from records import Record, Results, Table, commit
 
 from deepspeed_nmt.build import build_objective
 from deepspeed_nmt.core.objective import TrainModule
@@ -262,6 +262,6 @@ def results(
     ended = {f"{row['arm']}:{row['seed']}" for row in rounds}
     for job in arguments.jobs:
         if job not in ended:
-            rounds.append(row_of(*job.split(":")))
+            rounds.append({**row_of(*job.split(":")), "commit": commit()})
             rows = [{title: row.get(key) for title, key in columns.items()} for row in rounds]
             yield Results(tables={"arms": Table.of(rows)}, rounds=rounds)

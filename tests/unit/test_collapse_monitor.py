@@ -1,6 +1,7 @@
 """Measurements and warnings of the collapse monitor."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.loader import ValidationSet
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.nn.linear import Product
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.collapse import NLL, PREFIX_RELIANCE, RELIANCE, CollapseConfig, CollapseMonitor
 from deepspeed_nmt.train.progress import Progress
@@ -81,6 +84,48 @@ def test_prefixes_are_those_of_other_sentences(tmp_path: Path) -> None:
             ours = changed.target_input_BT[row].tolist()
             assert ours[: len(expected) + 1] == [1, *expected] and ours[1 : length + 1] != words
             assert not any(ours[length + 1 :])
+
+
+def test_reliance_and_shares_are_their_formulas(tmp_path: Path) -> None:
+    subject = monitor(tmp_path)
+    model, validation = subject._replica.model, subject._validation  # type: ignore[attr-defined]
+    layers = list(model.decoder.layers)
+    with torch.no_grad():
+        for number, layer in enumerate(layers, 1):
+            layer.cross_attention.out_proj.weight.normal_(0.0, 0.5 * number)
+    outputs: dict[str, list[Product]] = {}
+    sums, tokens, norms = Counter[str](), 0, Counter[str]()
+    hooks = [
+        getattr(layers[1], name).register_forward_hook(
+            lambda _, __, output, name=name: outputs.setdefault(name, []).append(output)
+        )
+        for name in ("self_attention", "cross_attention", "feed_forward")
+    ]
+
+    def nll(batch: Batch) -> float:
+        with torch.no_grad():
+            log_p = model.projection(model.decode(batch.target_input_BT, model.encode(batch.source_BS))[0])
+        picked = log_p.log_softmax(2).gather(2, batch.target_output_BT.unsqueeze(2)).squeeze(2)
+        return -float((picked * batch.target_mask).sum())
+
+    for batch, other in zip(
+        validation.batches(subject._sentences), validation.batches(subject._sentences, subject._other), strict=True
+    ):
+        outputs.clear()
+        sums["true"] += nll(batch)
+        for name, (output,) in outputs.items():
+            norms[name] += float((output.total().norm(dim=2) * batch.target_mask).sum())
+        sums["prefixes"] += nll(subject._with_other_prefixes(batch))
+        sums["sources"] += nll(other)
+        tokens += batch.target_tokens
+    for hook in hooks:
+        hook.remove()
+    values = subject(500)
+    for tag, kind in ((RELIANCE, "sources"), (PREFIX_RELIANCE, "prefixes")):
+        expected = (sums[kind] - sums["true"]) / tokens
+        assert abs(expected) > 1e-2 and values[tag] == pytest.approx(expected, abs=1e-5), kind
+    share = norms["cross_attention"] / sum(norms.values())
+    assert values["collapse/cross_share/layer_02"] == pytest.approx(share, rel=1e-5) and 0.2 < share < 0.9
 
 
 def test_a_decoder_that_ignores_its_prefix_has_no_prefix_reliance(tmp_path: Path) -> None:
