@@ -228,7 +228,8 @@ def differing(new: Content, old: Content) -> list[str]:
         {**options, **{f"{name} text": [file.sha256 for file in files] for name, files in inputs.items()}}
         for options, inputs in (new, old)
     )
-    return [name for name in sorted({*now, *before}) if now.get(name) != before.get(name)]
+    names = sorted({*now, *before}, key=lambda name: (name.endswith(" text"), name))  # options first
+    return [name for name in names if now.get(name) != before.get(name)]
 
 
 def _places(ranges: list[Places], task: int) -> Places:

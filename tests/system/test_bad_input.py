@@ -76,7 +76,9 @@ def test_data_and_settings_changed_since_the_run_began(
     corpus = next(copy.glob("train.source.uint*.bin"))
     corpus.write_bytes(corpus.read_bytes()[::-1])
     refused(train_words(copy, tmp_path / "new", *small), capsys, corpus.name, "other content")
-    (tmp_path / "data.json").write_text('{"path": "/nowhere/data", "fingerprint": "0"}')
+    (tmp_path / "data.json").write_text(
+        '{"path": "/nowhere/data", "fingerprint": "0", "text": {}, "common_text": {}}'
+    )
     with pytest.raises(DataError, match=r"/nowhere/data.* --data"):
         recorded_data(tmp_path)
 

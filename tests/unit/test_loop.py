@@ -161,7 +161,8 @@ def test_scores_by_another_measure_are_not_compared() -> None:
 def test_scores_of_other_translations_are_not_compared(setting: str, by: str, best_at: list[int]) -> None:
     before = validated((31.0, 2.0), by=by)[1]
     began = load_config(settings=["validation.metrics=[command:/x/a]"])
-    text, record = TextForm("raw", "en", "zh"), SimpleNamespace(config=began.model_dump(mode="json"), text=None)
+    text = TextForm("raw", "en", "zh")
+    record = SimpleNamespace(config=began.model_dump(mode="json"), text=text)
     checkpoint: Any = SimpleNamespace(progress=before, run=record)
     assert with_comparable_best(checkpoint, began, text) == before
     progress = with_comparable_best(checkpoint, load_config(settings=[setting]), text)
