@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, field_validator
 
@@ -35,7 +35,7 @@ class Section(Config):
         """Refuse true and false, as which YAML reads yes, no, on and off, for a number: they would be 1 and 0."""
         if info.field_name in cls.model_fields and any(isinstance(one, bool) for one in _leaves(value)):
             kinds = _kinds(cls.model_fields[info.field_name].annotation)
-            if bool not in kinds and kinds & {int, float}:
+            if kinds & {int, float} and not kinds & {bool, Literal["auto"]}:  # see number_or_auto
                 raise ValueError(f"is {shown(value)}; give {'a whole' if float not in kinds else 'a'} number")
         return value
 

@@ -35,6 +35,7 @@ PLAN = ["plan", "--recipe", "transformer_base"]
         ("validation.metrics=[blue]", f"validation.metrics has 'blue', which is none of {METRICS}"),
         ("model.dim=\udcff", "model.dim is '\\udcff'"),
         ("training.patience=yes", "training.patience is True; give a whole number"),
+        ("batch.micro_tokens=yes", "batch.micro_tokens is True; use auto, or a whole number from 1 to "),
         ("optimizer.lr=on", "optimizer.lr is True; give a number"),
         ("objective={label_smoothed: null, multi_softmax: {weights: {1-1: yes}}}",
          "objective.multi_softmax.weights is {'1-1': True}; give a number"),
