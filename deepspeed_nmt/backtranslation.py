@@ -44,7 +44,7 @@ from deepspeed_nmt.manifest import DamagedRecordError, FileRecord, read_record, 
 from deepspeed_nmt.parallel.hardware import uses_cuda
 from deepspeed_nmt.registry import Config, validated
 from deepspeed_nmt.run.translation import piece_lines, stream_keywords
-from deepspeed_nmt.search.decode_options import DecodeOptions, read_rule
+from deepspeed_nmt.search.decode_options import DecodeOptions, identity_of
 from deepspeed_nmt.search.lines import LINES_OF_A_FORM, SourceCounts, warn_of_form
 from deepspeed_nmt.text import TextForm, text_of
 
@@ -476,12 +476,10 @@ def _checked(
     if tag is not None and all(tag in run.tokenizer.symbols for run in runs):  # a text has it in front only
         translation = translation.model_copy(update={"suppress": [*(translation.suppress or ()), tag]})
     made = {TRANSLATIONS: {**_made("--run", runs, str(translation.checkpoint)), "--distill": options.distill}}
-    own = {"run", "checkpoint", "device", "native"}
+    own = {"run", "checkpoint", "device", "native", "choose_exits"}  # a rule is in the search
     made[TRANSLATIONS] |= {
         typed(name): value for name, value in translation.model_dump(mode="json", exclude=own).items()
     }
-    if translation.choose_exits is not None:
-        made[TRANSLATIONS][typed("choose_exits")] = read_rule(translation.choose_exits)[0]
     if runs:
         made[TRANSLATIONS] |= _search_of(runs, translation)
     if options.score_run is not None:
@@ -510,14 +508,13 @@ def _made(name: str, runs: list[Run], checkpoint: str) -> dict[str, Any]:
 
 
 def _search_of(runs: list[Run], translation: DecodeOptions) -> dict[str, Any]:
-    """Return how runs decode by themselves where the options leave it to them: the search, and the tags."""
+    """Return the search and the tags by which runs decode, also where the options leave them to the runs."""
     from deepspeed_nmt.run.opening import chosen_tags, search_settings
 
-    search = search_settings(runs, translation.settings, translation.exits).model_dump(mode="json")
+    search = search_settings(runs, translation.settings, translation.exits)
     tags = chosen_tags(runs[0], translation.tag, translation.tag_target)
-    return {f"search.{name}": value for name, value in search.items()} | {
-        f"tag of {side}s": tags.of(side) for side in SIDES
-    }
+    by = identity_of(search, "any", str(translation.precision))
+    return {**by, typed("tag"): tags.source, typed("tag_target"): tags.target}
 
 
 def _present(options: BacktranslateOptions, made: Mapping[str, Any]) -> tuple[str, ...]:

@@ -236,7 +236,7 @@ def test_another_rule_of_exits_or_search_of_the_run_is_another_translation(
         search = own.config.search.model_copy(update={"beam": beam})
         changed = replace(own, config=own.config.model_copy(update={"search": search}))
         monkeypatch.setattr(Run, "open", lambda *_, changed=changed: changed)
-        assert backtranslation._checked(options, data)[1]["translations"]["search.beam"] == beam
+        assert backtranslation._checked(options, data)[1]["translations"]["--beam"] == beam
 
 
 def test_each_gpu_has_a_worker(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
