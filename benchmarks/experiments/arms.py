@@ -121,7 +121,7 @@ class Experiment:
         if arm.grow_from:
             self.futures[arm.grow_from, seed].result()
             train += ["--grow-from", str(self.run_of(arm.grow_from, seed)), "--from-checkpoint", "average"]
-        with run.with_suffix(".log").open("a") as stream:
+        with run.with_name(f"{run.name}.log").open("a") as stream:
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             subprocess.run([*PROGRAM, *train, *settings], env=environment, check=True, stderr=stream)
         sh("average", "--run", str(run), "--last", "4")

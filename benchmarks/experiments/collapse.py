@@ -202,7 +202,7 @@ def losses(run: Path, data: Path) -> dict[str, float]:
 
 def _run(words: list[str], run: Path, limit_s: float) -> int | str:
     """Run a training on one thread, and return its status, or that its time was up; it can then be resumed."""
-    with run.with_suffix(".log").open("a") as stream:
+    with run.with_name(f"{run.name}.log").open("a") as stream:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with subprocess.Popen([*PROGRAM, *words], env=environment, stderr=stream) as process:
             try:

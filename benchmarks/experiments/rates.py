@@ -30,7 +30,7 @@ STYLES = {
 }
 SIZES = ((6, 64), (24, 64), (6, 256), (50, 64), (100, 64))
 """Layers of each side, and widths."""
-RATES = ("1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2")
+RATES = ("1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2", "3.2e-2")
 SHORT = [
     *("schedule.warmup_updates=100", "validation.metrics=[]", "collapse.every=0", "training.log_every=25"),
     "model.dropout=0.1",
