@@ -231,8 +231,7 @@ def validate(merged: Mapping[str, Any], problems: Sequence[str] = ()) -> RunConf
     if problems:
         raise ConfigError(problems)
     config = RunConfig(**sections)
-    contradictions = config.parts.contradictions()
-    contradictions += config.growth.contradictions(config.parts, config.training.max_updates)
+    contradictions = [*config.parts.contradictions(), *config.growth.contradictions(config.parts)]
     if config.model.custom_layers() is None and config.layer.name != LAYERS.default:
         contradictions.append(
             f"layer.name={config.layer.name} makes layers of a Transformer, but model.name={config.model.name} has "

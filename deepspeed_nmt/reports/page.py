@@ -47,6 +47,7 @@ from deepspeed_nmt.run.directory import ENVIRONMENT_FILE, LOGS, ORIGIN_FILE, VAL
 from deepspeed_nmt.run.plans import Plans
 from deepspeed_nmt.run.resolve import RESOLVED_FILE
 from deepspeed_nmt.train.events import EVENTS_FILE
+from deepspeed_nmt.train.growth import SIDES
 from deepspeed_nmt.train.log import METRICS_FILE
 
 _SILENT_S = 1800.0
@@ -237,7 +238,8 @@ class RunPage:
     def subtitle(self) -> str:
         """A line on the model and its data."""
         parts = [f"{'near the recipe' if self.is_guessed else 'recipe'} {self.recipe}"]
-        layers = [self.settings.get(f"model.{side}_layers") for side in ("encoder", "decoder")]
+        model = self.config.for_update(self.outcome.updates).model
+        layers = [getattr(model, name, None) for name in SIDES]
         if all(isinstance(count, int) for count in layers):
             parts.append(f"{layers[0]} + {layers[1]} layers")
         if (parameters := self.outcome.parameters(Plans())) is not None:

@@ -67,7 +67,8 @@ class Plans:
 
         They hold up to the update that is their key, the last of the run or one after which the model grows.
         """
-        ends = (*config.growth.at, config.training.max_updates)
+        last = config.training.max_updates
+        ends = (*(at for at in config.growth.at if at < last), last)
         return {end: self._flops_of(config.for_update(end), vocabulary) for end in ends}
 
     def _flops_of(self, config: RunConfig, vocabulary: Vocabulary) -> float:

@@ -99,6 +99,12 @@ def begin(path: Path, config: RunConfig, data: TrainingData, *, restart: bool = 
         path.mkdir(parents=True, exist_ok=True)
         _check_own(path)
         check_contents(path)
+        # A run that goes on may end, and decay, before it grows; one that begins so is a mistake.
+        if config.growth.at and config.growth.at[-1] >= config.training.max_updates:
+            raise ConfigError(
+                f"growth.at has {config.growth.at[-1]}, but training.max_updates is {config.training.max_updates}; "
+                "raise that, or leave the growth out"
+            )
         # A run that was killed before its first checkpoint starts again. Of one that has lost its history, the
         # metrics decide.
         events = list(read_lines(path / EVENTS_FILE))

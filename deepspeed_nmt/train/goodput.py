@@ -125,10 +125,12 @@ class Ledger:
         self._since, self._activity = now, activity
 
     def start(self, run: Path, update: int) -> None:
-        """Record that training continues after an update; again after a rollback, which is a start of its own."""
+        """Record that training continues after an update; again after a rollback, which is a start of its own.
+
+        What is done now, and since :meth:`begin`, belongs to the start.
+        """
         if self._file is not None:
-            self.begin(self._activity)
-            self._seconds, self._began = {}, time.time()
+            self._seconds, self._began = {}, time.time() - (time.monotonic() - self._since)
         self._file = run / GOODPUT_FILE
         first = Entry(time=self._began, update=update, begins=True)
         self._past = Account.of([*read_ledger(run), first])

@@ -83,7 +83,7 @@ class GrowthConfig(Section):
         depths = {name: getattr(self, name)[number] for name in SIDES if getattr(self, name)}
         return type(model).model_validate({**model.model_dump(), **depths})
 
-    def contradictions(self, parts: Parts, max_updates: int) -> Iterator[str]:
+    def contradictions(self, parts: Parts) -> Iterator[str]:
         """Yield a sentence for each reason why a run's model cannot grow so."""
         if not self.at:
             return
@@ -95,11 +95,6 @@ class GrowthConfig(Section):
                 cannot, remedy = "cannot grow", "remove growth.at, growth.encoder_layers and growth.decoder_layers"
             yield f"a model.name={model.name} of these settings {cannot}; {remedy}"
             return
-        if self.at[-1] >= max_updates:
-            yield (
-                f"growth.at has {self.at[-1]}, but training.max_updates is {max_updates}; raise that, or leave the "
-                "growth out"
-            )
         depths = {name: (*getattr(self, name), getattr(model, name)) for name in SIDES if getattr(self, name)}
         for name, (*_, before, last) in depths.items():
             if before > last:
@@ -114,6 +109,7 @@ class GrowthConfig(Section):
         if (
             made
             and self.decoder_layers
+            and self.decoder_layers[0] < made[1]
             and not all(parts.layer.attends_to_source(number) for number in range(1, made[1] + 1))
         ):
             yield "growth.at is set, but some decoder layers have no cross-attention; give them all some"

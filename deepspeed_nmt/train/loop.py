@@ -197,7 +197,8 @@ class TrainingLoop:
             check_replicas(self.engine.module, self.world)
         self._window.add(update, result, waited=started - waiting, elapsed=time.monotonic() - waiting)
         if progress.skipped < config.max_skipped:  # otherwise the run is rolled back
-            if update.number % config.log_every == 0:
+            # A line of the log has updates of one depth.
+            if update.number % config.log_every == 0 or update.number in self.growth.at:
                 note = f" (epoch {progress.epoch + 1}){self._time_left(progress)}"
                 self.metrics.log(progress, self._values(progress, lr), note)
             if result.squares is not None:
@@ -227,14 +228,17 @@ class TrainingLoop:
     def _time_left(self, progress: Progress) -> str:
         """Return the words for the time left by the mean pace since this start, validations and checkpoints included.
 
-        They also say when the job ends, if SLURM ends it earlier.
+        It is that up to the next growth, which changes the pace. The words also say when the job ends, if SLURM ends
+        it earlier.
         """
         began, first = self._start
         left = self.config.updates_left(progress, self.loader.order.updates_in(progress.epoch))
+        to_growth = min((at - progress.update for at in self.growth.at if at >= progress.update), default=left)
+        left, what = min((left, "left"), (to_growth, "until the model grows"))
         if not left:
             return ""
         seconds = min(left * (time.monotonic() - began) / (progress.update - first), _MAX_LEFT_S)
-        words = f", {timedelta(seconds=round(seconds))} left"
+        words = f", {timedelta(seconds=round(seconds))} {what}"
         end = os.environ.get("SLURM_JOB_END_TIME", "")
         if end.isdecimal() and len(end) < 12 and (of_job := int(end) - time.time()) < seconds:
             words += f", {timedelta(seconds=max(0, round(of_job)))} until the job's time limit"

@@ -11,6 +11,7 @@ import pytest
 from deepspeed_nmt.api import Translator
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.config import load_config
+from deepspeed_nmt.reports.page import RunPage
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.run.start import exits_settings
 from tests.commands import log_of, refused, train_words
@@ -72,6 +73,20 @@ def test_every_command_reads_the_depth_that_a_checkpoint_has(
     assert (planned["until_update"], planned["parameters"]) == ({"3": shallow}, deep)
     later = [*SETTINGS, "growth.at=[4]", "training.max_updates=8"]
     refused(train_words(data, grown, *later), capsys, "growth.at is [4]", "stays at [3]")
+
+
+def test_a_run_may_end_before_it_grows_but_not_begin_so(
+    data: Path, grown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shorter = [*SETTINGS, "training.max_updates=3"]
+    refused(train_words(data, tmp_path / "new", *shorter), capsys, "growth.at has 3", "training.max_updates is 3")
+    run = shutil.copytree(grown, tmp_path / "run")
+    for name in names(run)[1:]:
+        shutil.rmtree(run / "checkpoints" / name)
+    assert main(train_words(data, run, *shorter)) == 0
+    assert names(run)[-1] == "update-0000003" and Run.open(run).model("last").stages == (1, 2)
+    assert log_of(run, "metrics")[-1]["update"] == 3, "a line of the log ends where the model grows"
+    assert "1 + 2 layers" in RunPage(run).subtitle and "2 + 3 layers" in RunPage(grown).subtitle
 
 
 def test_exits_are_added_to_the_layers_that_a_checkpoint_has(grown: Path) -> None:

@@ -65,12 +65,13 @@ def test_a_ledger_counts_each_second_once_over_a_resume_and_a_rollback(
     ledger.write(5, must=True)
     spend("updates", 6.0)
     ledger.write(8)  # too soon
+    spend("restore", 4.0)
     ledger.start(tmp_path, 5)  # a rollback
     spend("updates", 7.0)
     account = ledger.account()
     assert account.starts == 2 and sum(account.seconds.values()) == now - 98.0
     assert account.seconds["updates"] == 17.0 and account.seconds["repeated"] == 0.0, "nobody wrote of update 8"
-    assert account.seconds["idle"] == 6.0
+    assert account.seconds["idle"] == 6.0 and account.seconds["restore"] == 4.0
     now += 20.0
     ledger = Ledger()
     ledger.start(tmp_path, 5)

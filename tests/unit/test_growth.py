@@ -147,7 +147,6 @@ def test_the_depth_follows_from_the_update() -> None:
         (["growth.encoder_layers=[9]"], "growth.encoder_layers ends with 9, above model.encoder_layers=5"),
         (["growth.encoder_layers=[5]", "growth.decoder_layers=[4]"], "growth that adds no layer"),
         (["growth.by=double"], "growth.by is 'double'"),
-        (["training.max_updates=10"], "growth.at has 10, but training.max_updates is 10"),
         (
             ["growth.by=zero", "model.norm=post"],
             "a model.name=transformer of these settings cannot grow by zero; use growth.by=stack",
@@ -186,3 +185,8 @@ def test_what_cannot_grow_is_refused_in_a_sentence(more: list[str], sentence: st
         settings("stack", *more)
     (problem,) = caught.value.problems
     assert sentence in problem and len(problem) < 400
+
+
+def test_a_decoder_that_does_not_grow_may_have_layers_without_cross_attention() -> None:
+    drop = ["layer.name=cross_attention_drop", "layer.drop_depth=1", "layer.drop_ratio=1"]
+    assert settings("stack", *drop, "growth.decoder_layers=[4]").growth.at == (10,)

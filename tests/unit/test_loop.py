@@ -204,18 +204,24 @@ def test_an_end_that_leaves_out_what_the_settings_say_is_warned_of(
 
 
 @pytest.mark.parametrize(
-    ("max_epochs", "end", "words"),
+    ("max_epochs", "growth", "end", "words"),
     [
-        (0, "", ", 0:03:00 left"),  # 90 updates, 2 s each
-        (3, "", ", 0:00:50 left"),  # 2 epochs of 10 updates and half of one
-        (0, "1060", ", 0:03:00 left, 0:01:00 until the job's time limit"),
-        (0, "1200", ", 0:03:00 left"),
-        (0, "soon", ", 0:03:00 left"),
+        (0, (), "", ", 0:03:00 left"),  # 90 updates, 2 s each
+        (3, (), "", ", 0:00:50 left"),  # 2 epochs of 10 updates and half of one
+        (0, (), "1060", ", 0:03:00 left, 0:01:00 until the job's time limit"),
+        (0, (), "1200", ", 0:03:00 left"),
+        (0, (), "soon", ", 0:03:00 left"),
+        (0, (5, 40, 60), "", ", 0:01:00 until the model grows"),
+        (3, (50,), "", ", 0:00:50 left"),
+        (0, (10, 40), "", ""),
     ],
 )
-def test_the_log_has_the_time_left(max_epochs: int, end: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_has_the_time_left(
+    max_epochs: int, growth: tuple[int, ...], end: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop = object.__new__(TrainingLoop)
     loop.config = TrainingConfig(max_updates=100, max_epochs=max_epochs)
+    loop.growth = GrowthConfig(at=growth, encoder_layers=growth)
     loop.loader = SimpleNamespace(order=SimpleNamespace(updates_in=lambda epoch: 10))
     loop._start = (500.0, 5)
     monkeypatch.setattr(time, "monotonic", lambda: 510.0)
