@@ -181,7 +181,9 @@ def train(
         }
     with suppress(CheckpointError):  # it diverged before it wrote one
         row |= losses(run, data["pairs" if memory else "data"])
-    return {"arm": name, "seed": int(seed), "hours": (time.monotonic() - begun) / 3600, "status": status, **row}
+    # A run that was resumed has trained for longer than its last process.
+    hours = max((time.monotonic() - begun) / 3600, row.get("perf/hours", 0.0))
+    return {"arm": name, "seed": int(seed), "hours": hours, "status": status, **row}
 
 
 def losses(run: Path, data: Path) -> dict[str, float]:
