@@ -48,14 +48,12 @@ class Arm:
 
     Attributes:
         settings: settings on top of the common ones.
-        times: length of training, in multiples of --updates.
         grow_from: arm that this one grows from.
         translations: options of `translate` by label; the test set is translated with each.
         recipe: recipe of the arm.
     """
 
     settings: list[str]
-    times: int = 1
     grow_from: str | None = None
     translations: dict[str, list[str]] = field(default_factory=lambda: {"": []})
     recipe: str = "multi30k_cpu"
@@ -111,7 +109,7 @@ class Experiment:
         """Return the settings of an arm, on top of its recipe."""
         arm = self.arms[name]
         settings = [*self.common, *arm.settings, *self.arguments.settings, f"training.seed={seed}"]
-        return [*settings, f"training.max_updates={self.arguments.updates * arm.times}"]
+        return [*settings, f"training.max_updates={self.arguments.updates}"]
 
     def one(self, name: str, seed: str) -> Rows:
         """Train, average and translate an arm, and return a result for each translation."""

@@ -4,15 +4,13 @@
 
 DATA is a directory made by `deepspeed-nmt prepare`, with a test set; the figures in benchmarks/RESULTS.md are of raw
 Multi30k, English to German, and a vocabulary of 2,000. Arms train in OUT/<arm>-seed<n>, on one thread each. A grown
-model starts from `layers3` and trains as long again; compare it with the arms of twice the updates (`..._long`).
+model starts from `layers3` and trains as long again.
 
 The N x M models have the settings of the vanilla ones. `multi4x4` draws 2x2 exits for each update and weights them by
 the inverse of their probability, `multi4x4_equal` weights them equally. An update of theirs costs about two vanilla
-ones, so on equal budgets compare them with `layers4_long`. `multi4x4_all`, which is no default job, trains all 16
-exits in each update. Finally `report depths` of each N x M model is drawn to OUT/depths-<arm>-seed<n>.png, and rules
-by which its exits choose, fitted on the validation text, translate the test set beside its fixed decoder depths, all
-in turn; seconds are medians of three, without loading. They are compared with the full depth by a paired bootstrap
-test.
+ones. Finally `report depths` of each N x M model is drawn to OUT/depths-<arm>-seed<n>.png, and rules by which its
+exits choose, fitted on the validation text, translate the test set beside its fixed decoder depths, all in turn;
+seconds are medians of three, without loading. They are compared with the full depth by a paired bootstrap test.
 """
 
 from __future__ import annotations
@@ -59,18 +57,15 @@ ARMS = {
         grow_from="layers3",
         translations={"": [], "shallow": ["--exit", "shallow"], "rerank": ["--rerank", "deep-shallow"]},
     ),
-    "layers3_long": Arm(layers(3, 3), times=2),
-    "layers4_long": Arm(layers(4, 4), times=2),
     "multi4x4": Arm([*layers(4, 4), *EXITS], translations=PAIRS),
     "multi4x4_equal": Arm(
         [*layers(4, 4), *EXITS, "objective.multi_softmax.inverse_probability=false"], translations=PAIRS
     ),
-    "multi4x4_all": Arm([*layers(4, 4), EXITS[0], "objective.multi_softmax.exits=all"], translations=PAIRS),
 }
 # Longest first; an arm that grows comes after the arm it grows from.
 JOBS = [
     *("layers4:1", "multi4x4:1", "multi4x4_equal:1", "layers8:1", "recurrent4x2:1", "layers3:1", "grown3+1:1"),
-    *("layers4-2:1", "layers2:1", "layers4_long:1", "layers3_long:1"),
+    *("layers4-2:1", "layers2:1"),
 ]
 
 

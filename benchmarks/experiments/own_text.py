@@ -49,14 +49,12 @@ class Rival:
         settings: settings of training.
         dropout: addend of the dropout.
         update_tokens: factor of the size of updates.
-        vocabulary: factor of the size of the vocabulary.
         prepare: options of `prepare`.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     dropout: float = 0.0
     update_tokens: float = 1.0
-    vocabulary: float = 1.0
     prepare: Sequence[str] = ()
 
 
@@ -66,11 +64,7 @@ RIVALS = {
     "4+4 layers": Rival({"model.encoder_layers": 4, "model.decoder_layers": 4}),
     "2+2 layers": Rival({"model.encoder_layers": 2, "model.decoder_layers": 2}),
     "1+1 layers": Rival({"model.encoder_layers": 1, "model.decoder_layers": 1}),
-    "D 256": Rival({"model.dim": 256, "model.ffn_dim": 1024}),
     "dropout 0.1 lower": Rival(dropout=-0.1),
-    "updates of half the size": Rival(update_tokens=0.5),
-    "vocabulary of half the size": Rival(vocabulary=0.5),
-    "vocabulary of twice the size": Rival(vocabulary=2.0),
     "dropout 0.1 higher": Rival(dropout=0.1),
     "NFKC": Rival(prepare=("--normalization", "nfkc")),
 }
@@ -109,7 +103,7 @@ class Experiment:
         """Prepare a cut, with a vocabulary as the rules and the rival choose it."""
         files = self.text(cut)
         chosen = own_text.main("vocabulary", *(str(files[f"train-{side}"]) for side in ("source", "target")))
-        size = int(rival.vocabulary * int(chosen[1]))
+        size = int(chosen[1])
         data = self.folder(cut, "-".join(["data", f"{size}", *(word.strip("-") for word in rival.prepare)]))
         words = [
             "prepare",

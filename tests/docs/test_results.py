@@ -80,7 +80,7 @@ def test_every_benchmark_starts(driver: ModuleType) -> None:
     files = {
         path.stem for path in [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "benchmarks/experiments").glob("*.py")]
     }
-    tools = {"arms", "compare_commits", "page_picture", "pictures", "records", "run", "timing"}
+    tools = {"arms", "compare_gradients", "page_picture", "pictures", "records", "run", "timing"}
     assert set(driver.NAMES) == files - tools
     for name in driver.NAMES:
         parser = driver.parser_of(name, importlib.import_module(name))

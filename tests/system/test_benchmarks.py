@@ -48,7 +48,6 @@ LONG = {
     "poisson": "runs a job of `kills` for minutes",
     "hosts": "needs root and SLURM",
     "peers": "trains by command for minutes, other programs too",
-    "restart": "needs an older commit",
 }
 """Benchmarks that only start, see tests/docs/test_results.py, like the experiments, which train for hours."""
 

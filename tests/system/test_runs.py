@@ -107,7 +107,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(data: Path, whole: Path, tmp_
     assert train(data, run, *small, "training.max_updates=6") == 0
     assert train(data, run, *small) == 0
     assert_same(run, whole)
-    compare = [sys.executable, str(ROOT / "benchmarks" / "compare_commits.py"), str(whole), str(run)]
+    compare = [sys.executable, str(ROOT / "benchmarks" / "compare_gradients.py"), str(whole), str(run)]
     assert "equal to the bit" in subprocess.run(compare, check=True, capture_output=True, text=True).stdout
     hashes = run / "gradients" / "rank-0.jsonl"
     lines = [json.loads(line) for line in hashes.read_text().splitlines()]
