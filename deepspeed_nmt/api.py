@@ -292,7 +292,6 @@ class Translator:
             inputs=LineInputs(*beside, first_line, tags=self.tags),
             alignment_layers=self._alignment_layers(chosen),
             lock=self._lock,
-            target_lang=self.text.target_lang,
         )
         return translations if self.detokenise is None else in_plain_text(translations, self.detokenise)
 

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "native": set(),
     "nn": {"kernels", "native"},
     "core": {"kernels", "native", "nn"},
-    "search": {"kernels", "native", "nn", "core", "evaluate"},
+    "search": {"kernels", "native", "nn", "core"},
     "methods": {"kernels", "native", "nn", "core", "search"},
     "data": {"core"},
     "parallel": {"kernels", "nn"},

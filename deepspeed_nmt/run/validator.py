@@ -280,7 +280,6 @@ class _MeasuredSet:
             device=self._world.device,
             counts=SourceCounts(),  # warnings would be repeated at each validation
             inputs=LineInputs(first=self._world.rank, step=self._world.ranks, tags=self._tags),
-            target_lang=self._form.target_lang,
         )
         pairs = [[index, best[0].text] for index, best in zip(mine, translations, strict=True)]
         self._translations = [text for _, text in sorted(gather_lists(pairs, self._world))]

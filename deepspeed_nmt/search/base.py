@@ -138,10 +138,8 @@ def check_finite(log_prob: float) -> None:
 class RanksTexts(Protocol):
     """A search that ranks its hypotheses by their texts."""
 
-    def rank(
-        self, hypotheses: Sequence[Hypothesis], texts: Sequence[str], language: str | None = None
-    ) -> list[Hypothesis]:
-        """Rank the hypotheses of a sentence by their texts, in a language; None if it is not known.
+    def rank(self, hypotheses: Sequence[Hypothesis], texts: Sequence[str]) -> list[Hypothesis]:
+        """Rank the hypotheses of a sentence by their texts.
 
         Return one for each different text, best first, at least one.
         """

@@ -201,7 +201,6 @@ class DecodeOptions(Config):
         "P", "sampling, mbr: from the fewest tokens whose probabilities sum to P (default: 1)"
     )
     seed: int | None = _setting("N", "sampling, mbr: of the random choices (default: 1)")
-    utility: str | None = _setting("U", "mbr: chrf or bleu (default: chrf)")
     draft_layers: int | None = _setting(
         "M", "decode greedily, drafted by the first M layers or loops of the decoder (search speculative)"
     )

@@ -4,7 +4,7 @@ Samples of the model's distribution are both the candidates and the evidence. Th
 its mean utility with each sample as the reference, itself included; the candidate of the highest one wins. The random
 choices are those of sampling with the same seed.
 
-Utilities are metrics of sacreBLEU. Legend: N texts, G n-grams.
+The utility is sentence chrF2 with sacreBLEU's defaults. Legend: N texts, G n-grams.
 """
 
 from __future__ import annotations
@@ -12,22 +12,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from deepspeed_nmt.core.parts import MAX_HYPOTHESES
-from deepspeed_nmt.evaluate.metrics import METRICS, TextMetric, in_language
 from deepspeed_nmt.search.base import Hypothesis
 from deepspeed_nmt.search.sampling import SampledSentence, Sampling, SamplingSettings
 
-if TYPE_CHECKING:
-    from sacrebleu.metrics.bleu import BLEU
-
-UtilityName = Literal["chrf", "bleu"]
 Matrix = NDArray[np.float64]
 
 
@@ -45,7 +39,8 @@ def _matches(counters: Sequence[Counter[Hashable]]) -> tuple[NDArray[np.int64], 
     return shared_NN, counts_NG.sum(axis=1)
 
 
-def _chrf(texts: Sequence[str]) -> Matrix:
+def pairwise(texts: Sequence[str]) -> Matrix:
+    """Return the utility (0 to 100) of each text (row) with each text (column) as its reference. Shape: -> (N,N)."""
     from sacrebleu.metrics.chrf import CHRF
     from sacrebleu.metrics.helpers import extract_all_char_ngrams
 
@@ -65,75 +60,21 @@ def _chrf(texts: Sequence[str]) -> Matrix:
     return score
 
 
-@cache
-def _metric_in(language: str | None) -> BLEU:
-    """Return BLEU with the tokenizer of a language, which may take a second to load."""
-    from sacrebleu.metrics.bleu import BLEU
-
-    metric = in_language(METRICS["bleu"], language)
-    assert isinstance(metric, TextMetric)
-    bleu = metric.make(False)
-    assert isinstance(bleu, BLEU)
-    return bleu
-
-
-def _bleu(texts: Sequence[str], language: str | None) -> Matrix:
-    from sacrebleu.metrics.helpers import extract_all_word_ngrams
-
-    metric = _metric_in(language)
-    ngrams = [extract_all_word_ngrams(metric.tokenizer(text.rstrip()), 1, metric.max_ngram_order) for text in texts]
-    by_order = [
-        _matches([Counter({ngram: n for ngram, n in counts.items() if len(ngram) == order}) for counts, _ in ngrams])
-        for order in range(1, metric.max_ngram_order + 1)
-    ]
-
-    def score(row: int, column: int) -> float:
-        return metric.compute_bleu(
-            correct=[int(shared_NN[row, column]) for shared_NN, _ in by_order],
-            total=[int(total_N[row]) for _, total_N in by_order],
-            sys_len=ngrams[row][1],
-            ref_len=ngrams[column][1],
-            smooth_method=metric.smooth_method,
-            effective_order=True,
-        ).score
-
-    return np.array([[score(row, column) for column in range(len(texts))] for row in range(len(texts))])
-
-
-def pairwise(name: UtilityName, texts: Sequence[str], language: str | None = None) -> Matrix:
-    """Return the utility (0 to 100) of each text (row) with each text (column) as its reference.
-
-    - chrf: sentence chrF2 with sacreBLEU's defaults
-    - bleu: sentence BLEU with effective order and exponential smoothing, and sacreBLEU's tokenizer of the language
-
-    Shape: -> (N,N)
-
-    Raises:
-        ConfigError: if the tokenizer of the language is not installed.
-    """
-    return _chrf(texts) if name == "chrf" else _bleu(texts, language)
-
-
 class MinimumBayesRiskConfig(SamplingSettings):
     """Settings of minimum Bayes risk decoding."""
 
     name: Literal["mbr"] = "mbr"
     samples: int = Field(default=32, ge=1, le=MAX_HYPOTHESES, description="translations drawn for each sentence")
-    utility: UtilityName = Field(default="chrf", description="similarity of two translations, by sacreBLEU")
 
 
 class MinimumBayesRisk(Sampling):
     """Minimum Bayes risk decoding with one model; see :class:`Sampling` for its arguments."""
 
-    config: MinimumBayesRiskConfig
-
     def finish(self, sentence: SampledSentence) -> list[Hypothesis]:
         """Return all samples of a sentence, in the order in which they were drawn, for :meth:`rank`."""
         return self.in_order(sentence)
 
-    def rank(
-        self, hypotheses: Sequence[Hypothesis], texts: Sequence[str], language: str | None = None
-    ) -> list[Hypothesis]:
+    def rank(self, hypotheses: Sequence[Hypothesis], texts: Sequence[str]) -> list[Hypothesis]:
         """Rank different texts by expected utility, their score; see :meth:`RanksTexts.rank`.
 
         Of samples with the same text, the most probable one is returned. The feature ``samples`` is their number.
@@ -145,7 +86,7 @@ class MinimumBayesRisk(Sampling):
             if text not in best or hypothesis.log_prob > best[text].log_prob:
                 best[text] = hypothesis
         weights = np.array(list(counts.values())) / len(texts)
-        expected = pairwise(self.config.utility, list(counts), language) @ weights
+        expected = pairwise(list(counts)) @ weights
         ranked = [
             replace(best[text], score=float(utility), features={"samples": float(count)})
             for (text, count), utility in zip(counts.items(), expected, strict=True)

@@ -150,7 +150,6 @@ def translate_lines(
     inputs: LineInputs | None = None,
     alignment_layers: Sequence[int] | None = None,
     lock: AbstractContextManager[object] | None = None,
-    target_lang: str | None = None,
 ) -> Iterator[list[Translation]]:
     """Translate lines one by one, as they are asked for.
 
@@ -166,7 +165,6 @@ def translate_lines(
         alignment_layers: for each model of an ensemble, the number of the decoder layer whose cross-attention aligns;
             None for no alignment.
         lock: held while the model is used, and at no other time; a lock of all users of the model in several threads.
-        target_lang: language of the translations, by which a search compares them; None if it is not known.
 
     Returns:
         For each line, in order, at least one and at most ``nbest`` translations, best first.
@@ -192,7 +190,7 @@ def translate_lines(
     def best_of(hypotheses: list[Hypothesis]) -> _Best:
         if isinstance(search, RanksTexts):
             texts = [tags.untagged(tokenizer.decode(one.tokens)) for one in hypotheses]  # all have the tag in common
-            hypotheses = search.rank(hypotheses, texts, target_lang)
+            hypotheses = search.rank(hypotheses, texts)
         return [
             Translation(
                 tokenizer.decode(one.tokens), one.score, one.tokens, one.log_prob, one.features, one.token_log_probs

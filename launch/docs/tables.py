@@ -38,7 +38,6 @@ PAGES = {
     "translation.md": "search",
     "translation.md#diverse-beam-search": "groups diversity",
     "translation.md#sampling": "samples",
-    "translation.md#minimum-bayes-risk": "utility",
     "translation.md#speculative-decoding": "draft-layers",
     "papers/parallel-decoder.md": "iterations length-beam",
     "translation.md#rules": "prefix",
