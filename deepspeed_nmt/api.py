@@ -130,7 +130,7 @@ class Translator:
         precision = resolve_precision(options.precision, device)
         runs = [Run.open(path, option("run")) for path in options.run or ()]
         check_ensemble(runs, options.weights)
-        form = runs[0].translation_form
+        form = runs[0].data.common_text
         detokenise = None if options.detokenise is None else plain_form(form, options.detokenise, runs[0].path)
         tags = chosen_tags(runs[0], options.tag, options.tag_target)
         search = search_settings(runs, changes, options.exits)

@@ -493,9 +493,9 @@ def _run(path: Path, form: TextForm, option: str, data: DataDirectory) -> Run:
     from deepspeed_nmt.run.directory import Run  # imports torch
 
     run = Run.open(path, option)
-    if run.translation_form.contradicts(form):
+    if run.data.common_text.contradicts(form):
         raise ConfigError(
-            f"{option} {path} was trained on {run.translation_form}, but --data {data.path} needs {form}; give "
+            f"{option} {path} was trained on {run.data.common_text}, but --data {data.path} needs {form}; give "
             "another run, or prepare the data from such text"
         )
     return run

@@ -20,12 +20,9 @@ from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.zero import partition_parameters, stage3
 from deepspeed.utils import (
     groups,
-    safe_get_local_fp32_param,
     safe_get_local_grad,
     safe_get_local_optimizer_state,
-    safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
     set_z3_leaf_module,
 )
@@ -267,19 +264,12 @@ class DeepSpeedEngine(Engine):
         """Write a parameter's fp32 weight, or its optimizer state ``which``, into the optimizer."""
         value = value.to(self.device)
         if self._stage < 3:
-            if which is None:
-                safe_set_full_fp32_param(parameter, value)
-            else:
-                safe_set_full_optimizer_state(parameter, value, which)
+            safe_set_full_optimizer_state(parameter, value, which)  # None: its weight
             return
         # DeepSpeed's accessor for whole parameters fails if the ranks do not divide their size.
         size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
         padded = F.pad(value.flatten(), (0, size * self._world.data_ranks - value.numel()))
-        part = padded.narrow(0, size * self._world.data_rank, size)
-        if which is None:
-            safe_set_local_fp32_param(parameter, part)
-        else:
-            safe_set_local_optimizer_state(parameter, part, which)
+        safe_set_local_optimizer_state(parameter, padded.narrow(0, size * self._world.data_rank, size), which)
 
     @override
     def close(self) -> None:
@@ -474,12 +464,11 @@ GRADIENT = "gradient"
 
 def _stage_3_part(parameter: nn.Parameter, which: str) -> Tensor:
     """Return this rank's part of a trained parameter, flat and with its padding."""
+    part: Tensor
     if which == GRADIENT:
-        part: Tensor = safe_get_local_grad(parameter)
-    elif which == WEIGHT:
-        part = safe_get_local_fp32_param(parameter)
+        part = safe_get_local_grad(parameter)
     else:
-        part = safe_get_local_optimizer_state(parameter, which)
+        part = safe_get_local_optimizer_state(parameter, None if which == WEIGHT else which)
     return part.flatten()
 
 

@@ -88,17 +88,12 @@ class HostBuffer:
         self._locked = False
         if device.type == "cuda" and elements:
             # torch's own pinned memory is rounded up to a power of two.
-            error = int(_cuda_runtime().cudaHostRegister(self._flat.data_ptr(), self.bytes, 0))
+            error = int(_cuda_runtime().cudaHostRegister(self._flat.data_ptr(), self._flat.nbytes, 0))
             self._locked = error == 0
             if not self._locked:
                 logger.warning(
                     "host memory for checkpoints could not be locked (CUDA error %d): copies are slower", error
                 )
-
-    @property
-    def bytes(self) -> int:
-        """Size of the buffer."""
-        return self._flat.nbytes
 
     def begin(self) -> None:
         """Begin a new copy, which overwrites the one before."""

@@ -59,13 +59,13 @@ class ParallelText:
 
     def form_of(self, run: Run) -> TextForm:
         """Return the form of the references and of a run's translations: that of the run, in the target language."""
-        form, language = run.text_form, self.data and self.data.text_form.target_lang
+        form, language = run.data.text, self.data and self.data.text_form.target_lang
         return replace(form, target_lang=language or form.target_lang)
 
     def tags_for(self, run: Run) -> dict[str, Any]:
         """Return the tags of the data, where a run has others, as options of :class:`Translator`."""
         tags = NO_TAGS if self.data is None else self.data.tags
-        changed = {"tag": (tags.source, run.tags.source), "tag_target": (tags.target, run.tags.target)}
+        changed = {"tag": (tags.source, run.data.tags.source), "tag_target": (tags.target, run.data.tags.target)}
         return {name: tag for name, (tag, own) in changed.items() if tag not in (None, own)}
 
     @cached_property
@@ -84,9 +84,9 @@ def common_scorer(runs: Sequence[Run], text: ParallelText) -> Scorer:
     """
     if (data := text.data) is not None:
         for run in runs:
-            if run.translation_form.contradicts(data.text_form):
+            if run.data.common_text.contradicts(data.text_form):
                 raise ConfigError(
-                    f"{run.path} was trained on text of the form {run.translation_form}, and that of --data "
+                    f"{run.path} was trained on text of the form {run.data.common_text}, and that of --data "
                     f"{data.path} is {data.text_form}; give the data of the run, or --input and --reference"
                 )
         names = data.vocabulary

@@ -10,6 +10,7 @@ import stat
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -40,7 +41,7 @@ from deepspeed_nmt.plugins import PluginName, check_plugins
 from deepspeed_nmt.recipes.reading import read_yaml
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.search.decode_options import MAX_SOURCE_TOKENS
-from deepspeed_nmt.text import Tags, TextForm
+from deepspeed_nmt.text import TextForm
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore, DataDescription, RunRecord
 from deepspeed_nmt.train.configuration import ValidationConfig
 
@@ -105,22 +106,12 @@ class Run:
     @property
     def longest_line(self) -> int:
         """Default bound of a source line, in tokens: 1024, or the longest training sentence if that is longer."""
-        return max(MAX_SOURCE_TOKENS, DataRecord.read(self.path).longest_source)
+        return max(MAX_SOURCE_TOKENS, self.data.longest_source)
 
-    @property
-    def text_form(self) -> TextForm:
-        """Form of the text of the data that the run was trained on, the first one of a mixture."""
-        return DataRecord.read(self.path).text
-
-    @property
-    def translation_form(self) -> TextForm:
-        """Form of the run's translations; of several languages, which a tag chooses, none is in it."""
-        return DataRecord.read(self.path).common_text
-
-    @property
-    def tags(self) -> Tags:
-        """Symbols in front of all sentences of the data that the run was trained on."""
-        return DataRecord.read(self.path).tags
+    @cached_property
+    def data(self) -> DataRecord:
+        """Record of the data that the run was trained on."""
+        return DataRecord.read(self.path)
 
     def bleus(self, text: TextForm) -> tuple[Metric, ...]:
         """Return BLEUs of the run's translations into text of a form: of its validation, then others it allows."""
@@ -268,10 +259,6 @@ class DataRecord(DataDescription):
             raise DataError(
                 f"{run / DATA_FILE} is not what `train` wrote when the run began; restore it from a copy"
             ) from error
-
-    def content(self) -> bytes:
-        """Return the content of the file."""
-        return self.model_dump_json().encode()
 
     def for_checkpoints(self, config: RunConfig, vocabulary: dict[str, FileRecord]) -> RunRecord:
         """Return the record of a run with this data, for its checkpoints."""

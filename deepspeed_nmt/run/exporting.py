@@ -128,11 +128,11 @@ def export_run(
         )
     settings, longest = info.search, info.longest
     text = export_text(run, request, longest, request.sentences or SENTENCES)
-    scorer = None if text.references is None else run.scorer(text.references, run.text_form)
+    scorer = None if text.references is None else run.scorer(text.references, run.data.text)
     cut = run.model(request.checkpoint).at_exit(exit).eval()
 
     dropouts = {name: value for name, value in then.config.model.model_dump().items() if name.endswith("dropout")}
-    subject = Subject(cut, run.tokenizer, longest, request.precision, run.tags, dropouts)
+    subject = Subject(cut, run.tokenizer, longest, request.precision, run.data.tags, dropouts)
     with replacing(out, is_export), staged(out, partial(Certificate.check_own, out)) as new:
         format.write(new, subject)
         run.tokenizer.save(new)
@@ -195,7 +195,7 @@ def export_text(run: Run, request: ExportRequest, longest: int, most: int) -> Ex
                 "sentences"
             )
         pairs = [(source, reference, "") for source, reference in zip(sources, references, strict=True)]
-    tagged = run.tags.tagged([source for source, _, _ in pairs])
+    tagged = run.data.tags.tagged([source for source, _, _ in pairs])
     encode = run.tokenizer.encode
     kept = [
         (line, reference, part)
@@ -234,7 +234,7 @@ def _own_pairs(run: Run, most: int) -> tuple[list[tuple[str, str, str]], str]:
         for index in range(min(len(corpus), most - len(pairs))):
             source = spell(corpus.source(index).tolist(), "source")
             target = tokenizer.decode(corpus.target(index).tolist())
-            pairs.append((run.tags.untagged(source, "source"), run.tags.untagged(target), "train"))
+            pairs.append((run.data.tags.untagged(source, "source"), run.data.tags.untagged(target), "train"))
     return pairs, str(data.path)
 
 
@@ -270,8 +270,8 @@ def _info(run: Run, request: ExportRequest, model: TranslationModel) -> ExportIn
         search_name=(search if request.exit is None else search.from_one_exit()).name,
         search=settings,
         rules=rules_of(run),
-        text=run.translation_form,
-        tags=run.tags,
+        text=run.data.common_text,
+        tags=run.data.tags,
         model={**run.config.model.model_dump(mode="json"), "exit": request.exit or TOP},
     )
 

@@ -62,7 +62,9 @@ def write_run(
     data = DataRecord(path=origin, fingerprint=tokenizer.digest, text=text, common_text=text)
     out.mkdir(parents=True, exist_ok=True)
     try:
-        replace_files(out, {CONFIG_FILE: config.to_yaml().encode(), DATA_FILE: data.content(), **vocabulary})
+        replace_files(
+            out, {CONFIG_FILE: config.to_yaml().encode(), DATA_FILE: data.model_dump_json().encode(), **vocabulary}
+        )
         atomic_write_text(out / ENVIRONMENT_FILE, json.dumps(environment(), indent=1))
         store = CheckpointStore(out / CHECKPOINTS, record=data.for_checkpoints(config, records))
         store.save(Progress(best_score=0.0, best_by="import"), EngineScalars(), states)

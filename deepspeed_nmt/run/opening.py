@@ -95,13 +95,13 @@ def warn_of_differences(runs: Sequence[Run], search: SearchConfig, given: Mappin
     fields = {*type(search).model_fields} - chosen
     first = runs[0]
     for run in runs[1:]:
-        tags = zip(("tag", "tag_target"), astuple(first.tags), astuple(run.tags), strict=True)
+        tags = zip(("tag", "tag_target"), astuple(first.data.tags), astuple(run.data.tags), strict=True)
         differences = [
             f"{option(name)} ({own or 'none'} and {other or 'none'})"
             for name, own, other in tags
             if own != other and name not in chosen
         ]
-        forms = first.translation_form, run.translation_form
+        forms = first.data.common_text, run.data.common_text
         if forms[0].contradicts(forms[1]):
             differences.append(f"the form of their text ({forms[0]} and {forms[1]})")
         one, two = first.config.search.model_dump(), run.config.search.model_dump()
@@ -138,7 +138,7 @@ def suppressed(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[int, ...]:
 
 def chosen_tags(run: Run, source: str | None, target: str | None) -> Tags:
     """Return the tags of a translation: those that the user gives, "" for none, None for those of the run's data."""
-    tags = run.tags.changed(source, target)
+    tags = run.data.tags.changed(source, target)
     for side in SIDES:
         if (tag := tags.of(side)) is not None:
             run.tokenizer.symbol(side, tag)

@@ -91,7 +91,7 @@ def begin(path: Path, config: RunConfig, data: TrainingData, *, restart: bool = 
     """
     if restart:
         _set_aside(path)
-    files = {CONFIG_FILE: config.to_yaml().encode(), DATA_FILE: DataRecord.of(data).content()}
+    files = {CONFIG_FILE: config.to_yaml().encode(), DATA_FILE: DataRecord.of(data).model_dump_json().encode()}
     if has_begun(path):
         verify_run(path)
         _check_same(path, config, data)

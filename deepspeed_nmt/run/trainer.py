@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from deepspeed_nmt.build import build_model, build_objective
-from deepspeed_nmt.config import RunConfig, validate
+from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.data.data_directory import DataDirectory
@@ -39,7 +39,6 @@ from deepspeed_nmt.run.late_scores import LateScores
 from deepspeed_nmt.run.resolve import checkpoint_size, resolve, workload_of
 from deepspeed_nmt.run.start import Origin, load_first_weights
 from deepspeed_nmt.run.validator import ModelValidator
-from deepspeed_nmt.text import TextForm
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
 from deepspeed_nmt.train.collapse import CollapseMonitor
 from deepspeed_nmt.train.events import NO_EVENTS, Detail, Events, check_progress
@@ -111,9 +110,7 @@ class Trainer:
         """
         self.ledger.begin("restore")
         checkpoint = self._newest_checkpoint()
-        progress = Progress()
-        if checkpoint is not None:
-            progress = with_comparable_best(checkpoint, self.config, self.data.main.text_form)
+        progress = Progress() if checkpoint is None else checkpoint.progress
         if not again and not self.config.training.ends_at(progress):
             with fail_together(self.world):
                 if self.world.is_main:
@@ -326,32 +323,6 @@ class Trainer:
             limit = self.config.training.max_updates
             logger.warning("training.max_updates is %d, so that nothing was trained", limit)
         return 0
-
-
-def with_comparable_best(checkpoint: Checkpoint, config: RunConfig, text: TextForm) -> Progress:
-    """Return a checkpoint's progress; its best score is that of another measure after a change of settings.
-
-    Scores of another search, of other sentences or another form of text, which chooses the tokenizer of BLEU, or by
-    another program of the same name cannot be compared: the next one is the best so far.
-    """
-    progress, record = checkpoint.progress, checkpoint.run
-    by, score = progress.best_by or "", progress.best_score
-    measure = by.partition(" ")[0].rpartition("/")[2]
-    if record is None or score is None or not math.isfinite(score) or measure == "loss":
-        return progress
-    before, now = (
-        (of.search, of.validation.max_sentences, of.validation.commands.get(measure))
-        for of in (validate(record.config), config)
-    )
-    if before == now and record.text == text:
-        return progress
-    logger.info(
-        "search.*, validation.max_sentences, the form or language of text or the program %s have changed: scores are "
-        "not compared with those up to update %d, and the choice of the best checkpoint begins anew",
-        measure,
-        progress.update,
-    )
-    return replace(progress, best_by=f"{by} with other settings")
 
 
 def warn_of_early_end(config: RunConfig, progress: Progress, epoch_updates: int) -> None:

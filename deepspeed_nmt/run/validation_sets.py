@@ -31,7 +31,7 @@ from deepspeed_nmt.evaluate.metrics import Metric
 from deepspeed_nmt.files import atomic_write_text, check_utf8_name, read_regular
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run.directory import VALIDATION
-from deepspeed_nmt.text import Kind, TextForm, detokenise, tokenise
+from deepspeed_nmt.text import Kind, TextForm, tokenise
 from deepspeed_nmt.train.configuration import MAIN, MAIN_DIRECTORY, ValidationConfig
 
 SPLIT = "valid"
@@ -224,13 +224,6 @@ def plain_kind(form: TextForm) -> Kind:
     if form.problem("plain") or (form.form == "moses" and importlib.util.find_spec("sacremoses") is None):
         return "tokenised"
     return "plain"
-
-
-def plain_sources(lines: Sequence[str], form: TextForm) -> list[str]:
-    """Return sources, without marks of segments, as plain text where that can be made."""
-    if form.form == "moses" and form.source_lang is not None and plain_kind(form) == "plain":
-        return detokenise(lines, form.source_lang)
-    return list(lines)
 
 
 def _one_line(text: str) -> str:

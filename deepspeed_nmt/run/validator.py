@@ -31,12 +31,12 @@ from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run.attention_images import AttentionImages, Images
 from deepspeed_nmt.run.late_scores import LateScores
-from deepspeed_nmt.run.validation_sets import SPLIT, ValidationTexts, digest, plain_kind, plain_sources, title
+from deepspeed_nmt.run.validation_sets import SPLIT, ValidationTexts, digest, plain_kind, title
 from deepspeed_nmt.search.decode_options import MAX_SOURCE_TOKENS, DecodeOptions
 from deepspeed_nmt.search.lines import LineInputs, SourceCounts
 from deepspeed_nmt.search.models import packed_weights
 from deepspeed_nmt.search.streams import translate_lines
-from deepspeed_nmt.text import join_segments
+from deepspeed_nmt.text import TextForm, join_segments
 from deepspeed_nmt.train.configuration import MAIN, MEAN
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.validation import Choice, Replica, Validation
@@ -78,7 +78,9 @@ class ModelValidator:
         chosen_by = data if chooses == MEAN else {chooses: data[chooses]}
         # Scores of other text are not compared. The main set is always the same one.
         of = "" if chooses == MAIN else f" of {digest(chosen_by)}"
-        self._choice = choice_by(self._best, chooses, data, of + by_settings(self._best, config))
+        self._choice = choice_by(
+            self._best, chooses, data, of + by_settings(self._best, config, data[first].text_form)
+        )
         self.measure = self._choice.by.partition(" ")[0]
         """Tag of the measure that chooses the best checkpoint."""
         self._late = LateScores(run, config.validation)
@@ -171,15 +173,17 @@ def choice_by(metric: Metric | None, chooses: str, sets: Iterable[str], suffix: 
     )
 
 
-def by_settings(metric: Metric | None, config: RunConfig) -> str:
-    """Return the end of the description of a late metric, whose scores by other settings `choose-best` would compare.
+def by_settings(metric: Metric | None, config: RunConfig, text: TextForm) -> str:
+    """Return the end of the description of a metric, None for the loss.
 
-    Of other metrics training compares none of these when it resumes.
+    Scores of another search, of other sentences or another form of text, which chooses the tokenizer of BLEU, or by
+    another program of the same name are not compared.
     """
-    if not (isinstance(metric, CommandMetric) and metric.late):
+    if metric is None:
         return ""
     search = config.search.name, config.search.model_dump_json(exclude_defaults=True)
-    settings = (*search, config.validation.max_sentences, str(metric))
+    program = str(metric) if isinstance(metric, CommandMetric) else ""
+    settings = (*search, config.validation.max_sentences, program, text)
     return f" by settings {hashlib.sha256(repr(settings).encode()).hexdigest()[:8]}"
 
 
@@ -233,8 +237,10 @@ class _MeasuredSet:
             sources = self._sources[: self._count]
             if self._tokenizer.segmented:
                 sources = [join_segments(line) for line in sources]
+            of_source = replace(self._form, target_lang=self._form.source_lang)
+            sources = of_source.convert(plain_kind(of_source), sources)
             references = self._form.convert(plain_kind(self._form), self._references)
-            self.texts.begin(plain_sources(sources, self._form), references, self.metrics, update)
+            self.texts.begin(sources, references, self.metrics, update)
         except OSError as error:
             logger.error("%s; translations of validation may not be kept, and training continues", error)
 

@@ -253,17 +253,6 @@ class ValidationConfig(Section):
         description="number of sentences whose cross-attention is drawn for TensorBoard at each validation",
     )
 
-    @field_validator("sets")
-    @classmethod
-    def _is_no_program(cls, sets: dict[str, str], info: ValidationInfo) -> dict[str, str]:
-        metrics = info.data.get("metrics", "auto")
-        if not isinstance(metrics, str) and (same := sorted(sets.keys() & set(_names(metrics)))):
-            raise ValueError(
-                f"has the name {shown(same[0])}, which is that of a measure; put another NAME= in front of the "
-                "program"
-            )
-        return sets
-
     @field_validator("best_by")
     @classmethod
     def _is_measured(cls, best_by: str, info: ValidationInfo) -> str:
@@ -285,7 +274,7 @@ class ValidationConfig(Section):
     @classmethod
     def _has_translations(cls, significant: float, info: ValidationInfo) -> float:
         metrics, best_by = info.data.get("metrics"), info.data.get("best_by", "auto")
-        if significant and (best_by.endswith("loss") or (best_by == "auto" and metrics == ())):
+        if significant and (best_by.rpartition("/")[2] == "loss" or (best_by == "auto" and metrics == ())):
             raise ValueError(
                 f"is {significant}, but a loss chooses the best checkpoint, and only translations are compared; use "
                 "0, or set validation.best_by to a metric"

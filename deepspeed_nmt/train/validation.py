@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
+from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.engine.contract import Engine
 from deepspeed_nmt.train.events import Detail, Events
@@ -115,6 +116,12 @@ def update_best(
     if not validation.improves_on(progress):
         return replace(progress, validations_since_best=since + (validation.score != -math.inf)), False
     by, before = validation.choice.by, progress.best_score
+    if progress.best_update and progress.best_by != by:
+        logger.info(
+            "scores by %s are not compared with those up to update %d, by %s: the choice of the best checkpoint "
+            "begins anew",
+            by, update - 1, progress.best_by,
+        )  # fmt: skip
     is_comparable = before is not None and math.isfinite(before) and progress.best_by == by
     resets_patience = (
         not is_comparable

@@ -71,7 +71,7 @@ def try_damage(sound: Path, place: Path, seed: int, expected: str, errors: pytes
     )
     replace_files(
         place / "run",
-        {"data.json": record.content()},
+        {"data.json": record.model_dump_json().encode()},
     )
     target = place / rng.choice(["run", "run", "data"])
     done = [damage(target, rng) for _ in range(rng.choice([1, 1, 2]))]

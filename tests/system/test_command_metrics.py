@@ -111,7 +111,8 @@ def test_a_program_chooses_and_only_significant_gains_reset_patience(scored: Pat
     assert main(["train", "--run", str(run), *settings, "validation.significant=0.0005"]) == 0
     progress = Checkpoint(run / "checkpoints" / "update-0000015").progress
     assert logged(run, "valid/less") == {13: 87.0, 14: 86.0, 15: 85.0}, "stopped early"
-    assert (progress.best_by, progress.best_update, progress.best_score) == ("valid/less", 15, -85.0)
+    assert progress.best_by is not None and progress.best_by.startswith("valid/less by settings ")
+    assert (progress.best_update, progress.best_score) == (15, -85.0)
     assert (progress.validations_since_best, progress.patience_update) == (2, 13)
     assert main(["train", "--run", str(run), "validation.significant=0.05", "training.patience=3"]) == 0
     progress = Checkpoint(run / "checkpoints" / "update-0000016").progress

@@ -370,7 +370,7 @@ def test_segmented_training_text_is_that_of_the_corpus(tmp_path: Path, monkeypat
     assert main(["prepare", *words, "--out", str(tmp_path / "data"), "--segmented", "--keep-duplicates"]) == 0
     data = DataDirectory.open(tmp_path / "data")
     monkeypatch.setattr(exporting, "recorded_data", lambda path: SimpleNamespace(main=data))
-    monkeypatch.setattr(Run, "tags", NO_TAGS)
+    monkeypatch.setattr(Run, "data", SimpleNamespace(tags=NO_TAGS))
     run = Run(tmp_path, None, data.tokenizer(), data.vocabulary)  # type: ignore[arg-type]
     text = exporting.export_text(run, exporting.ExportRequest(tmp_path, "ctranslate2", "fp32"), 60, 19)
     assert text.lines[1:3] == ["d@@ er Hu@@ nd", "die Kat@@ ze"] and len(text.lines) == 19

@@ -242,7 +242,8 @@ def test_a_run_of_moses_text_is_scored_by_every_metric_and_detokenised(
         *("valid/loss", "valid/nll", "valid/ppl", "valid/bleu", "valid/bleu_tokenised", "valid/chrf", "valid/ter")
     }
     progress, record = checkpoint(run, 13).progress, checkpoint(run, 13).run
-    assert (progress.best_by, progress.best_update, progress.best_score) == ("valid/ter", 13, -last["valid/ter"])
+    assert progress.best_by is not None and progress.best_by.startswith("valid/ter by settings ")
+    assert (progress.best_update, progress.best_score) == (13, -last["valid/ter"])
     assert record is not None and record.text == TextForm(form="moses", source_lang="en", target_lang="de")
 
     def translated(path: Path, *option: str) -> list[str]:

@@ -124,7 +124,7 @@ def test_validation_is_tagged_and_scored_without_tags(run: Path) -> None:
 def test_a_test_set_is_scored_with_its_own_tags_in_its_own_language(run: Path) -> None:
     sides = [(run.parent / "text" / f"test.{code}").read_text(encoding="utf-8").splitlines() for code in ("en", "de")]
     opened = Run.open(run)
-    assert opened.translation_form == opened.text_form == TextForm("raw")
+    assert opened.data.common_text == opened.data.text == TextForm("raw")
     data = SimpleNamespace(tags=Tags("<bt>"), text_form=TextForm("raw", target_lang="zh"), vocabulary={}, path=run)
     text = ParallelText("test", *sides, data=cast(Any, data))
     scorer = common_scorer([opened], text)

@@ -158,12 +158,11 @@ def test_late_scores_of_other_translations_are_not_compared(late_run: Any) -> No
 
     def described(*settings: str) -> str:
         config = load_config(settings=["validation.metrics=[late:/x/a]", "validation.best_by=a", *settings])
-        return by_settings(config.validation.commands["a"], config)
+        return by_settings(config.validation.commands["a"], config, RAW)
 
     one, *others = described(), described("search.beam=1"), described("validation.max_sentences=9")
     others += [described("search.name=sampling"), described("validation.metrics=[late:/x/a:lower]")]
     assert described("validation.max_tokens=99") == one and len({one, *others}) == 5
-    assert described("validation.metrics=[command:/x/a]") == "" == by_settings(METRICS["bleu"], load_config())
     record, state = late_run.late._directory / "update-0000003.json", [ParameterState("w", torch.zeros(2))]
     record.write_text(record.read_text().replace('"by": "valid/a', f'"by": "valid/a{one}'))
     progress = replace(late_run.checkpoints.progress("update-0000004"), update=5, best_by=f"valid/a{one}")
@@ -367,3 +366,9 @@ def test_hosts_whose_validation_sets_differ_are_refused(monkeypatch: pytest.Monk
     with pytest.raises(DataError, match=r"the validation set news in .*/z is not that of rank 0"):
         resolve.check_ranks_agree(load_config(), data, {**sets, "news": directory("z")}, one)
     assert digest(sets) != digest({"": directory("y"), "news": directory("x")}) != digest({"news": directory("y")})
+
+
+def test_a_program_whose_name_ends_in_loss_is_no_loss() -> None:
+    settings: dict[str, Any] = {"metrics": ("faithloss=command:/x/a",), "best_by": "faithloss", "significant": 0.05}
+    assert validate({"validation": settings}).validation.significant == 0.05
+    assert "a loss chooses" in problem_of(**{**settings, "best_by": "loss"})

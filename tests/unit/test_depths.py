@@ -81,8 +81,8 @@ class FormRun(Run):
     form: TextForm
 
     @property
-    def text_form(self) -> TextForm:
-        return self.form
+    def data(self) -> Any:  # type: ignore[override]
+        return SimpleNamespace(text=self.form)
 
 
 def scored(path: str, form: TextForm, *settings: str) -> Run:
@@ -124,7 +124,7 @@ def test_depths_without_an_exit_below_that_could_draft_are_translated_greedily(
     whole = Translator(plain(1), Letters(), SpeculativeConfig(draft_layers=1), torch.device("cpu"))
     opened: list[dict[str, Any]] = []
     monkeypatch.setattr(Translator, "open", lambda *_, **options: opened.append(options) or whole)
-    run: Any = SimpleNamespace(path=Path("one"), tags=NO_TAGS)
+    run: Any = SimpleNamespace(path=Path("one"), data=SimpleNamespace(tags=NO_TAGS))
     scorer = Scorer([METRICS["bleu"]], TextForm(), [one.text for one in whole.translate(LINES)])
     text, options = ParallelText("text", LINES, LINES), {"checkpoint": "last", "max_tokens": 99, "repeat": 1}
     pairs = [(2, 1), (2, 2)]

@@ -13,8 +13,10 @@ from deepspeed_nmt.config import load_config
 from deepspeed_nmt.data.loader import Update
 from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine.contract import UpdateResult
+from deepspeed_nmt.evaluate.metrics import METRICS
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.run.trainer import warn_of_early_end, with_comparable_best
+from deepspeed_nmt.run.trainer import warn_of_early_end
+from deepspeed_nmt.run.validator import by_settings
 from deepspeed_nmt.text import TextForm
 from deepspeed_nmt.train.configuration import TrainingConfig
 from deepspeed_nmt.train.growth import GrowthConfig
@@ -158,18 +160,23 @@ def test_scores_by_another_measure_are_not_compared() -> None:
         ("validation.metrics=[command:/x/a:lower]", "valid/a", [1]),
     ],
 )
-def test_scores_of_other_translations_are_not_compared(setting: str, by: str, best_at: list[int]) -> None:
-    before = validated((31.0, 2.0), by=by)[1]
-    began = load_config(settings=["validation.metrics=[command:/x/a]"])
+def test_scores_of_other_translations_are_not_compared(
+    setting: str, by: str, best_at: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     text = TextForm("raw", "en", "zh")
-    record = SimpleNamespace(config=began.model_dump(mode="json"), text=text)
-    checkpoint: Any = SimpleNamespace(progress=before, run=record)
-    assert with_comparable_best(checkpoint, began, text) == before
-    progress = with_comparable_best(checkpoint, load_config(settings=[setting]), text)
-    assert validated((30.0, 2.5), progress=progress, by=by)[0] == best_at
-    record.text = TextForm("raw", "en")
-    progress = with_comparable_best(checkpoint, began, text)
-    assert validated((30.0, 2.5), progress=progress, by=by)[0] == ([] if by == "valid/loss" else [1])
+
+    def described(settings: str, text: TextForm) -> str:
+        config = load_config(settings=[settings])
+        metrics = {**METRICS, **config.validation.commands}
+        return by + by_settings(metrics.get(by.removeprefix("valid/")), config, text)
+
+    before = validated((31.0, 2.0), by=described("validation.metrics=[command:/x/a]", text))[1]
+    for now in (described(setting, text), described("validation.metrics=[command:/x/a]", TextForm("raw", "en"))):
+        caplog.clear()
+        assert validated((30.0, 2.5), progress=before, by=now)[0] == best_at
+        assert ("begins anew" in caplog.text) == bool(best_at)
+        best_at = [] if by == "valid/loss" else [1]
 
 
 def test_nan_is_never_better() -> None:
