@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Protocol
 
 from pydantic import AfterValidator, Field
 
@@ -135,9 +135,13 @@ class ModelConfig(PartConfig):
                 f"{where}/config.yaml"
             )
 
+    def meant(self) -> dict[str, Any]:
+        """Return the settings, those that are left out with the values that this means."""
+        return self.model_dump()
+
     def differences(self, other: ModelConfig, keys: Iterable[str]) -> list[str]:
         """Return one phrase for each setting among ``keys`` that differs between this model and ``other``."""
-        here, there = self.model_dump(), other.model_dump()
+        here, there = self.meant(), other.meant()
         return [
             f"model.{key} is {there.get(key, 'unset')} there and {here.get(key, 'unset')} here"
             for key in sorted(keys)

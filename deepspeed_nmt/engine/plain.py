@@ -25,7 +25,7 @@ from deepspeed_nmt.engine.contract import (
 from deepspeed_nmt.engine.norms import Part, Squares, squared_changes, squares_of, whole_squares
 from deepspeed_nmt.engine.optimizer import OptimizerConfig, set_lr
 from deepspeed_nmt.kernels.precision import DTYPES, Precision
-from deepspeed_nmt.parallel.collectives import all_reduce_in_buckets, await_ranks
+from deepspeed_nmt.parallel.collectives import all_reduce_in_buckets, await_ranks, begin_alike
 from deepspeed_nmt.parallel.tensor import gather, scatter, total_norm
 from deepspeed_nmt.parallel.world import World
 
@@ -45,6 +45,7 @@ class PlainEngine(Engine):
 
     def __init__(self, module: TrainModule, optimizer: OptimizerConfig, precision: Precision, world: World) -> None:
         super().__init__(module.to(world.device), optimizer, world)
+        begin_alike([parameter.detach() for parameter in module.parameters()], world)
         self._precision = precision
         self._named = {name: p for name, p in module.model.named_parameters() if p.requires_grad}
         # Frozen weights are saved from these copies; the model's are rounded.

@@ -226,7 +226,8 @@ def profile(model: TranslationModel, source_vocabulary: int, target_vocabulary: 
     """Set the weights of Admin's residual branches in a pass through a fresh model, in the order of computation.
 
     The authors profile on batches of the training data, with dropout. Here they are sentences of tokens drawn from
-    torch's global generator, without dropout, so that the weights of a model depend on its settings and seed alone.
+    torch's global generator, without dropout, so that the weights of a model depend on its settings and seed, and on
+    the CPU only by its rounding.
     """
     variances: dict[str, Tensor] = {}
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from pydantic import Field, model_validator
@@ -168,6 +168,10 @@ class TransformerShape(ModelConfig):
             if self.norm != "completep" and getattr(self, name) is not None:
                 raise ValueError(f"{name} is a setting of norm=completep only, and norm is {self.norm}")
         return self
+
+    @override
+    def meant(self) -> dict[str, Any]:
+        return {**super().meant(), "decoder_norm": self.norms()[1], "base_layers": self.base_layers or BASE_LAYERS}
 
     def norms(self) -> tuple[Norm, Norm]:
         """Return the places of the LayerNorms of encoder and decoder."""

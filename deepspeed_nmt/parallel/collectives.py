@@ -107,6 +107,13 @@ def all_reduce_over_data_ranks(tensor: Tensor, world: World) -> None:
     dist.all_reduce(tensor, group=world.data_group)
 
 
+def begin_alike(tensors: Iterable[Tensor], world: World) -> None:
+    """Copy tensors of the first data-parallel rank to the others, in place: unlike CPUs round in their own ways."""
+    if world.data_ranks > 1:
+        for tensor in tensors:
+            dist.broadcast(tensor, group=world.data_group, group_src=0)
+
+
 def all_reduce_in_buckets(tensors: Iterable[Tensor], world: World) -> None:
     """Sum tensors of one dtype, the same shapes on all ranks, over data-parallel ranks, in place and many at once."""
     if world.data_ranks == 1:

@@ -203,7 +203,7 @@ class CollapseMonitor:
             return float(self._objective(model, batch.to(self._world.device)).nll)
 
 
-_FOR_SOURCES = ("model.init=depth_scaled or model.norm=pre",)
+_FOR_SOURCES = ("model.init=depth_scaled with model.norm=pre or post",)
 _FOR_PREFIXES = (*_FOR_SOURCES, "no cross-attention in most of the lower decoder layers (layer.drop_ratio=1)")
 _FOR_ANY = ("a lower optimizer.lr", "a longer schedule.warmup_updates")
 _PARTS = ("self_attention", "cross_attention", "feed_forward")

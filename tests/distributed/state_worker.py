@@ -34,6 +34,7 @@ from deepspeed_nmt.engine.settings import EngineConfig, load_ds_config, resolve_
 from deepspeed_nmt.engine.transfer import HostBuffer
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.parallel.collectives import gather_over_data_ranks
 from deepspeed_nmt.parallel.world import World, join_world, leave_world
 from deepspeed_nmt.planning.memory import Layout, state_bytes
 from deepspeed_nmt.train.optimizers.adam import AdamConfig
@@ -106,6 +107,9 @@ def count(directory: Path, name: str, world: World) -> dict[str, Any]:
     torch.manual_seed(1)
     module = TrainModule(build_transformer(CONFIG, V), Objective(LabelSmoothed(0.1, V.pad)))
     trained = sum(p.numel() for p in module.parameters())
+    if world.rank:  # has another CPU, whose initialisation is rounded otherwise
+        for parameter in module.parameters():
+            parameter.data += 1e-3
     corpus = Corpus(directory, "train")
     dummy = collate(corpus, torch.empty(0, dtype=torch.int64).numpy(), V)
     kind, _, precision = name.partition(":")
@@ -129,6 +133,7 @@ def count(directory: Path, name: str, world: World) -> dict[str, Any]:
     gc.collect()
     found = held() - before
     stage = None if kind == "plain" else int(kind[-1])
+    total = torch.stack([parameter.detach().double().sum() for parameter in engine.module.parameters()]).sum()
     zero = {} if stage is None else load_ds_config(kind)["zero_optimization"]
     layout = Layout(stage, world.ranks, bits=16 if precision else 32, zero=zero)
     gathered = gathering(engine, stage)
@@ -139,6 +144,7 @@ def count(directory: Path, name: str, world: World) -> dict[str, Any]:
         "trained": trained,
         "gathered": gathered,
         "whole": whole,
+        "totals": gather_over_data_ranks(total[None], world).flatten().tolist() if stage != 3 else [],
     }
 
 

@@ -35,6 +35,7 @@ def test_weights_and_optimizer_take_the_planned_bytes(report: dict[str, Any], na
         expected += planned["gradients"]
     assert held == pytest.approx(expected, rel=0.1)
     assert trained > 4_000_000
+    assert len({*report[name]["totals"]}) == (0 if name.startswith("zero3") else 1), "replicas begin alike"
 
 
 @pytest.mark.parametrize("name", ENGINES)

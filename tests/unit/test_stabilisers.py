@@ -252,3 +252,16 @@ def test_a_warm_start_names_constants_that_are_for_another_depth(kind: str) -> N
     phrase = f"constants of model.norm={kind} are for 2+3 layers there and 2+5 here"
     assert deeper.composition_differences(shallow) == [phrase] * (kind in ("deepnorm", "completep"))
     assert not deeper.composition_differences(deeper)
+
+
+def test_a_warm_start_takes_what_settings_mean() -> None:
+    for unset, given in (
+        ({"norm": "completep"}, {"norm": "completep", "base_layers": 6}),
+        ({"norm": "pre"}, {"norm": "pre", "decoder_norm": "pre"}),
+    ):
+        one, other = (validate({"model": {**SHAPE, **model}}).model for model in (unset, given))
+        one.check_shape_of(other, "RUN")
+    with pytest.raises(ConfigError, match="base_layers is 6 there and 3 here"):
+        validate({"model": {**SHAPE, "norm": "completep", "base_layers": 3}}).model.check_shape_of(
+            validate({"model": {**SHAPE, "norm": "completep"}}).model, "RUN"
+        )
