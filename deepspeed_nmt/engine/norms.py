@@ -1,14 +1,14 @@
 """Norms of an update by parameter: of its gradient, and of the change that it makes to the weights.
 
 They are measured in few updates, on the device, without a copy of weights or gradients. The change follows from the
-optimizer's state after the step, as :meth:`OptimizerConfig.squared_changes` says.
+optimizer's state after the step, as :meth:`OptimizerConfig.squared_change` says.
 
 Legend: P parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from deepspeed_nmt.parallel.tensor import sum_over_slices
 from deepspeed_nmt.parallel.world import World
 
 _AT_ONCE = 1 << 22
-"""Elements whose changes are computed at once, which bounds the memory that this needs: 16 MiB for each temporary."""
+"""Elements of a parameter whose change is computed at once: 16 MiB for each temporary."""
 
 
 @dataclass(frozen=True)
@@ -55,53 +55,35 @@ def squares_of(tensors: Sequence[Tensor | None]) -> Tensor:
     if not present:
         return torch.zeros(len(tensors), dtype=torch.float64)
     norms = torch.stack(torch._foreach_norm(list(present.values()), 2, dtype=torch.float32)).double()
-    return _spread(norms.square(), list(present), len(tensors))
+    total = norms.new_zeros(len(tensors))
+    total[list(present)] = norms.square()
+    return total
 
 
 @torch.no_grad()
 def squared_changes(optimizer: OptimizerConfig, parts: Sequence[Part | None], lr: float, step: int) -> Tensor | None:
-    """Return the sums of squares of the parts' changes, fp64 (P,), 0 where there is none; None if unknown."""
+    """Return the sums of squares of the parts' changes, fp64 (P,), 0 where there is none; None if unknown.
+
+    Long parts are taken piece by piece, which bounds the memory.
+    """
     if optimizer.needs_whole:  # its steps do not follow from pieces of states
         return None
-    total_P: Tensor | None = None
-    for numbers, pieces in _at_once(parts):
-        weights = [piece.weight for piece in pieces]
-        states = [list(column) for column in zip(*(piece.states for piece in pieces), strict=True)]
-        group = pieces[0].group
-        changes = optimizer.squared_changes(weights, states, group, lr * group.get("lr_scale", 1.0), step)
-        if changes is None:
-            return None
-        spread_P = _spread(changes, numbers, len(parts))
-        total_P = spread_P if total_P is None else total_P + spread_P
-    return torch.zeros(len(parts), dtype=torch.float64) if total_P is None else total_P
-
-
-def _at_once(parts: Sequence[Part | None]) -> Iterator[tuple[list[int], list[Part]]]:
-    """Yield pieces of parts of one group that are computed at once, with the numbers of their parts."""
-    groups = {id(part.group): part.group for part in parts if part is not None}
-    for group in groups.values():
-        numbers: list[int] = []
-        pieces: list[Part] = []
-        elements = 0
-        for number, part in enumerate(parts):
-            if part is None or part.group is not group:
-                continue
-            columns = [torch.split(tensor.detach().flatten(), _AT_ONCE) for tensor in (part.weight, *part.states)]
-            for weight, *states in zip(*columns, strict=True):
-                numbers.append(number)
-                pieces.append(Part(weight, tuple(states), group))
-                elements += weight.numel()
-                if elements >= _AT_ONCE:
-                    yield numbers, pieces
-                    numbers, pieces, elements = [], [], 0
-        if pieces:
-            yield numbers, pieces
-
-
-def _spread(values_N: Tensor, numbers: Sequence[int], count: int) -> Tensor:
-    """Add values to zeros at their numbers. Shape: (N,) -> (count,)."""
-    total = values_N.new_zeros(count)
-    return total.index_add_(0, torch.tensor(numbers, device=values_N.device), values_N)
+    sums: dict[int, Tensor] = {}
+    for number, part in enumerate(parts):
+        if part is None:
+            continue
+        columns = [torch.split(tensor.detach().flatten(), _AT_ONCE) for tensor in (part.weight, *part.states)]
+        for weight, *states in zip(*columns, strict=True):
+            rate = lr * part.group.get("lr_scale", 1.0)
+            square = optimizer.squared_change(weight, states, part.group, rate, step)
+            if square is None:
+                return None
+            sums[number] = sums[number] + square if number in sums else square
+    if not sums:
+        return torch.zeros(len(parts), dtype=torch.float64)
+    total = next(iter(sums.values())).new_zeros(len(parts))
+    total[list(sums)] = torch.stack(list(sums.values()))
+    return total
 
 
 def whole_squares(

@@ -103,17 +103,20 @@ class OptimizerConfig(Section):
                 )
         return self.build(groups)
 
-    def squared_changes(
-        self, weights: list[Tensor], states: list[list[Tensor]], group: Mapping[str, Any], lr: float, step: int
+    def squared_change(
+        self, weight: Tensor, states: list[Tensor], group: Mapping[str, Any], lr: float, step: int
     ) -> Tensor | None:
-        """Return the sum of squares of each weight's change in the newest step; None if it does not follow from them.
+        """Return the sum of squares of a weight's change in the newest step; None if it does not follow from these.
 
         It is not called if :attr:`needs_whole` is set.
 
         Args:
-            weights: after the step, fp32.
-            states: for each of the names of their states, those of the weights after the step.
+            weight: after the step, fp32, or a piece of it. Shape: (N,)
+            states: after the step, in the order of :attr:`states`. Shape: (N,) each
             step: number of the step, from 1; 0 if the optimizer does not count.
+
+        Returns:
+            fp64, without dimensions.
         """
         return None
 

@@ -161,7 +161,7 @@ def test_it_warns_after_grace_and_patience_and_again_if_the_collapse_persists(
     assert "prefixes" not in caplog.messages[2]
     assert check(900, {**lost, PREFIX_RELIANCE: 0.1}, 7, 2.0) == (8, "")
     assert "exchanged prefixes change nothing." in caplog.messages[3]
-    assert "Remedies: model.init=depth_scaled or" in caplog.messages[3]
+    assert "Remedies: model.init=depth_scaled with" in caplog.messages[3]
     adrift = {**good, PREFIX_RELIANCE: 0.1}
     assert check(1000, adrift, 0, 2.0) == (1, "") and check(1100, adrift, 1, 2.0) == (2, "")
     assert "update 1100: the decoder does not read what it has written. With the prefixes" in caplog.messages[4]

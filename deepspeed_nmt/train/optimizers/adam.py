@@ -53,15 +53,10 @@ class AdamConfig(OptimizerConfig):
         return eager(self.kernels)(groups, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps, fused=True)
 
     @override
-    def squared_changes(
-        self,
-        weights: list[Tensor],
-        states: list[list[Tensor]],
-        group: Mapping[str, Any],
-        lr: float,
-        step: int,
+    def squared_change(
+        self, weight: Tensor, states: list[Tensor], group: Mapping[str, Any], lr: float, step: int
     ) -> Tensor:
-        """Return the sum of squares of each weight's change.
+        """Return the sum of squares of a weight's change.
 
         With learning rate r, weight decay d, moments m and v, and t steps so far,
 
@@ -69,19 +64,14 @@ class AdamConfig(OptimizerConfig):
             w' = w - s                           (Adam, whose weight decay is part of the gradient)
             w' = (1 - r d) w - s                 (AdamW), thus w' - w = -(s + r d w') / (1 - r d).
         """
-        means, squares = states
+        mean, square = states
         corrections = [1.0 - beta**step for beta in group["betas"]]
-        denominators = torch._foreach_sqrt(squares)
-        torch._foreach_div_(denominators, math.sqrt(corrections[1]))
-        torch._foreach_add_(denominators, group["eps"])
-        changes = torch._foreach_div(means, denominators)
-        decay = group["weight_decay"] * self.decoupled
-        factor, shrunk = lr / corrections[0], lr * decay
+        change = mean / square.sqrt().div_(math.sqrt(corrections[1])).add_(group["eps"])
+        factor, shrunk = lr / corrections[0], lr * group["weight_decay"] * self.decoupled
         if shrunk:
-            torch._foreach_add_(changes, weights, alpha=shrunk / factor)
-        norms = torch.stack(list(torch._foreach_norm(changes, 2))).double()
-        squared: Tensor = (norms * (factor / (1.0 - shrunk))).square()
-        return squared
+            change.add_(weight, alpha=shrunk / factor)
+        norm: Tensor = torch.linalg.vector_norm(change).double() * (factor / (1.0 - shrunk))
+        return norm.square()
 
 
 class AdamWConfig(AdamConfig):
