@@ -34,7 +34,12 @@ AUTO: Mapping[str, tuple[str, ...]] = {
 """Metrics of `auto`, by the form of the text; the first one chooses the best checkpoint."""
 TOKENIZERS = ("13a", "intl", "char", "zh", "ja-mecab", "ko-mecab", "flores200")
 """Tokenizers of sacreBLEU, each with a metric of its own."""
-OF_LANGUAGE = {"zh": "zh", "ja": "ja-mecab", "ko": "ko-mecab", **dict.fromkeys(("th", "lo", "km", "my"), "char")}
+OF_LANGUAGE = {
+    **dict.fromkeys(("zh", "zho", "cmn"), "zh"),
+    **dict.fromkeys(("ja", "jpn"), "ja-mecab"),
+    **dict.fromkeys(("ko", "kor"), "ko-mecab"),
+    **dict.fromkeys(("th", "tha", "lo", "lao", "km", "khm", "my", "mya"), "char"),
+}
 """Tokenizer of `bleu` by target language, as sacreBLEU chooses it; other languages have 13a, which takes a sentence
 without spaces for a word. For Thai, Lao, Khmer and Burmese sacreBLEU has a model that it downloads, flores200."""
 

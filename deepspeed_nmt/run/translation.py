@@ -428,8 +428,10 @@ class Pieces:
             beginning = islice(texts.read(from_start=True)["input"], LINES_OF_A_FORM)
             deque(warn_of_form(beginning, self._translator.text), maxlen=0)
             self._warnings = SourceCounts()
-            if self._options.alignment:  # a model that cannot align is refused before anything is written
-                deque(self._translator.stream([], **self._keywords), maxlen=0)
+            # What the model or its search cannot do is refused before anything is written.
+            beside: dict[str, list[bytes]] = {name: [] for name in texts.streams if name != "input"}
+            deque(self._translator.stream([], **beside, **self._keywords), maxlen=0)
+            if self._options.alignment:
                 self._job["the layer of alignments"] = self._translator.aligning
             self._restart()
             before = self._prepare()

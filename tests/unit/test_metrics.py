@@ -75,7 +75,17 @@ def test_bleu_has_the_tokenizer_of_the_language(caplog: pytest.LogCaptureFixture
     chinese = ["这是一个很长的中文句子。", "他昨天去了北京。"]
     bleu = METRICS["bleu"]
     assert isinstance(bleu, TextMetric) and bleu.score(chinese, chinese) == 0.0
-    for code, tokenizer in (("zh", "zh"), ("zh-cn", "zh"), ("th", "char"), ("de", "13a"), (None, "13a")):
+    for code, tokenizer in (
+        *(
+            ("zh", "zh"),
+            ("zh-cn", "zh"),
+            ("zho", "zh"),
+            ("th", "char"),
+            ("tha", "char"),
+            ("de", "13a"),
+            (None, "13a"),
+        ),
+    ):
         metric = in_language(bleu, code)
         assert isinstance(metric, TextMetric) and f"tok:{tokenizer}|" in metric.signature() and metric.name == "bleu"
         assert metric.score(chinese, chinese) == (0.0 if tokenizer == "13a" else pytest.approx(100.0))

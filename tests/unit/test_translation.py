@@ -128,7 +128,9 @@ def test_a_stopped_translation_resumes(
     assert "1 of 7 pieces are finished" in caplog.text
     calls: list[int] = []
     stream = translator.stream
-    monkeypatch.setattr(translator, "stream", lambda *a, **k: (calls.append(k["first_line"]), stream(*a, **k))[1])
+    monkeypatch.setattr(
+        translator, "stream", lambda *a, **k: (calls.extend([k["first_line"]] if a[0] else []), stream(*a, **k))[1]
+    )
     assert translate(translator, source) == 0
     assert source.with_name("target").read_text() == expected
     assert 0 < len(calls) < 7 and calls == sorted(calls), "finished pieces are not translated again"
@@ -271,6 +273,13 @@ def test_another_translation_does_not_resume(
     source.write_text(source.read_text() + "more\n")
     with pytest.raises(DataError, match="the source text was another one"):
         translate(translator, source)
+
+
+def test_what_the_search_refuses_leaves_nothing_behind(translator: Translator, source: Path) -> None:
+    with pytest.raises(ConfigError, match="nbest.* is 3, more than"):
+        translate(translator, source, nbest=3)
+    assert translate(translator, source, nbest=1) == 0
+    assert {path.name for path in source.parent.iterdir()} == {"source", "target"}
 
 
 def test_files_of_others_are_not_touched(translator: Translator, source: Path) -> None:
