@@ -276,7 +276,7 @@ def test_another_translation_does_not_resume(
 
 
 def test_what_the_search_refuses_leaves_nothing_behind(translator: Translator, source: Path) -> None:
-    with pytest.raises(ConfigError, match="nbest.* is 3, more than"):
+    with pytest.raises(ConfigError, match=r"nbest.* is 3, more than"):
         translate(translator, source, nbest=3)
     assert translate(translator, source, nbest=1) == 0
     assert {path.name for path in source.parent.iterdir()} == {"source", "target"}
