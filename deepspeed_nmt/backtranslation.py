@@ -40,7 +40,7 @@ from deepspeed_nmt.data.tasks import resumed, run_stages
 from deepspeed_nmt.data.training import DataOption
 from deepspeed_nmt.errors import ConfigError, DataError, typed
 from deepspeed_nmt.files import remove
-from deepspeed_nmt.manifest import DamagedRecordError, FileRecord, read_record, write_record
+from deepspeed_nmt.manifest import HASH_SUFFIX, DamagedRecordError, FileRecord, read_record, write_record
 from deepspeed_nmt.parallel.hardware import uses_cuda
 from deepspeed_nmt.registry import Config, validated
 from deepspeed_nmt.run.translation import piece_lines, stream_keywords
@@ -105,6 +105,8 @@ class BacktranslateOptions(ExecutorOptions):
             raise ValueError("no smallest score for --score-run; give --min-score, for example -3")
         if self.min_score is not None and self.score_run is None:
             raise ValueError("no run that scores the pairs for --min-score; give --score-run")
+        if any(part.partition("=")[0].strip() == "score" for part in self.filters.split(",")):
+            raise ValueError("--filters has score, which needs scores; give --score-run and --min-score")
         if self.translation.detokenise is not None:
             raise ValueError("--detokenise gives translations another form than their text has; leave it out")
         if self.gpus_per_task and self.executor == "local":
@@ -150,7 +152,10 @@ class CorpusRecord(Config):
     @classmethod
     def read(cls, out: Path) -> CorpusRecord | None:
         """Read the record of a directory; None if there is nothing in it. Others are a DataError."""
-        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        if not out.exists() or (
+            # A process that is killed while it first writes the record has written the hash.
+            out.is_dir() and all(file.name[0] == "." or file.name == _RECORD + HASH_SUFFIX for file in out.iterdir())
+        ):
             return None
         try:
             return cls.model_validate_json(read_record(out / _RECORD))
@@ -433,6 +438,8 @@ def backtranslate(options: BacktranslateOptions) -> Meta | str:
                 f"{work.directory} holds tasks of another {', '.join(differing)}; remove it, or choose another --out"
             )
         is_other = (work.options, work.recorded) != (prepared, recorded)
+        # What was prepared of texts or scores that are made again does not count.
+        is_other |= not is_made
         stale = [*(work.preparation.stages if is_other else ()), *(["text"] if work.present != present else ())]
         stale += _TASKS if is_made else ()
         for stage in (*stale, "collect"):

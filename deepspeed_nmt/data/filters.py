@@ -26,6 +26,7 @@ import regex
 from pydantic import Field, ValidationError, model_validator
 from typing_extensions import override
 
+from deepspeed_nmt.data.tokenizer import SPACE
 from deepspeed_nmt.errors import ConfigError, did_you_mean, import_optional, shown
 from deepspeed_nmt.files import sha256_of
 from deepspeed_nmt.registry import Config, problem_of
@@ -658,4 +659,6 @@ class PairFilters:
         return hashes_of((key(self._words(source), self._words(target)) for source, target in pairs), len(pairs))
 
     def _words(self, side: str) -> str:
+        if self._segmented and SPACE in side:  # pieces of SentencePiece, of an imported corpus
+            return side.replace(" ", "").replace(SPACE, " ").strip()
         return join_segments(side) if self._segmented else side

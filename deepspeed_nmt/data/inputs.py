@@ -28,7 +28,15 @@ from deepspeed_nmt.console import progress
 from deepspeed_nmt.data.tokenizer import Count
 from deepspeed_nmt.data.word_alignments import check_links
 from deepspeed_nmt.errors import ConfigError, DataError, counted, did_you_mean, import_optional, shown
-from deepspeed_nmt.files import MAX_LINE_BYTES, ZSTD, check_plain, check_utf8_name, shown_name, skip_byte_order_mark
+from deepspeed_nmt.files import (
+    MAX_LINE_BYTES,
+    ZSTD,
+    check_plain,
+    check_utf8_name,
+    is_replaceable,
+    shown_name,
+    skip_byte_order_mark,
+)
 from deepspeed_nmt.registry import Config
 
 if TYPE_CHECKING:
@@ -277,8 +285,9 @@ class InputText(io.RawIOBase):
 
     @property
     def is_direct(self) -> bool:
-        """True if the bytes of the file are the text, and can be read again."""
-        return isinstance(self._path, Path) and self.state is not None and self._kind is None
+        """True if the bytes of the file are the text, and can be read again, by other processes, too."""
+        is_named = isinstance(self._path, Path) and is_replaceable(self._path)
+        return is_named and self.state is not None and self._kind is None
 
     @property
     def lines(self) -> int:

@@ -33,7 +33,7 @@ from deepspeed_nmt.data.tasks import run_stages
 from deepspeed_nmt.data.tokenizer import SampledSegmentations, Tokenizer
 from deepspeed_nmt.data.vocabulary_training import adopt_models
 from deepspeed_nmt.errors import DataError, shown_bytes
-from deepspeed_nmt.files import remove, resolved
+from deepspeed_nmt.files import is_replaceable, remove, resolved
 from deepspeed_nmt.manifest import check_own
 from deepspeed_nmt.text import DamagedLine, text_of
 
@@ -54,7 +54,9 @@ def prepare(options: PrepareOptions) -> Meta | str:
     """
     by_slurm = options.executor == "slurm"
     files = (path for paths in options.inputs.values() for path in paths if isinstance(path, Path))
-    if by_slurm and (pipes := [path for path in files if path == STANDARD_INPUT or path.is_fifo()]):
+    if by_slurm and (
+        pipes := [path for path in files if path == STANDARD_INPUT or (path.exists() and not is_replaceable(path))]
+    ):
         raise DataError(f"--executor slurm reads files on other hosts, and {pipes[0]} is a pipe; write it to a file")
     out, vocabulary, sampling = check_options(options)
     with replacing_data(out):

@@ -41,8 +41,11 @@ from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import read_regular
 from deepspeed_nmt.text import join_segments, normalise_whitespace, segmented_words
 
-_CACHED_WORDS = 1 << 18
-"""Words that are remembered, so that memory is bounded."""
+_CACHED_WORDS, _CACHED_CHARACTERS = 1 << 18, 32
+"""Words that are remembered, and their most characters, so that memory is bounded. Without spaces a line is a word,
+which does not come again."""
+_MOST_CHARACTERS = 200
+"""Characters of the longest word that is sampled: the time grows with their square."""
 _BEST = 64
 """Segmentations of a word that a unigram model chooses from."""
 
@@ -68,13 +71,17 @@ class SegmentationSampler(ABC):
         for token in tokens:
             if token not in texts or token in begins:
                 if word:
-                    drawn += self._draw(tuple(word), random)
+                    drawn += self._sampled(word, random)
                     word = []
                 if token not in texts:
                     drawn.append(token)
                     continue
             word.append(token)
-        return drawn + list(self._draw(tuple(word), random)) if word else drawn
+        return [*drawn, *self._sampled(word, random)] if word else drawn
+
+    def _sampled(self, word: list[int], random: Random) -> Sequence[int]:
+        is_long = sum(len(self._texts[token]) for token in word) > _MOST_CHARACTERS
+        return word if is_long else self._draw(tuple(word), random)
 
     @abstractmethod
     def _draw(self, word: Word, random: Random) -> Sequence[int]:
@@ -97,27 +104,30 @@ class BpeSampler(SegmentationSampler):
     def _find_merges(self, word: Word) -> tuple[tuple[float, ...], tuple[int, ...]]:
         """Return the places of all merges, and the probabilities that the first k are made, in ascending order."""
         parts, places = tuple(self._text(word)), []
-        while possible := self._possible(parts):
+        find = self._possible if len(parts) <= _CACHED_CHARACTERS else self._find_possible
+        while possible := find(parts):
             places.append(possible[0])
             parts = _merged(parts, possible[0])
         kept = tuple(accumulate([1.0 - self._dropout] * len(places), lambda product, factor: product * factor))
         return kept[::-1], tuple(places)
 
     def _draw(self, word: Word, random: Random) -> Sequence[int]:
-        kept, places = self._merges(word)
+        parts = tuple(self._text(word))
+        is_short = len(parts) <= _CACHED_CHARACTERS
+        find = self._possible if is_short else self._find_possible
+        kept, places = (self._merges if is_short else self._find_merges)(word)
         number = random.random()  # decides how many merges come before the first that is skipped
         if not kept or number < kept[0]:
             return word
-        parts = tuple(self._text(word))
         for place in places[: len(kept) - bisect_right(kept, number)]:
             parts = _merged(parts, place)
-        possible = self._possible(parts)[1:]
+        possible = find(parts)[1:]
         while True:
             chosen = next((place for place in possible if random.random() >= self._dropout), None)
             if chosen is None:
                 break
             parts = _merged(parts, chosen)
-            possible = self._possible(parts)
+            possible = find(parts)
         numbers = [self._numbers.get(part, -1) for part in parts]
         return word if -1 in numbers else numbers
 
@@ -159,7 +169,8 @@ class UnigramSampler(SegmentationSampler):
         return list(accumulate(weights)), lists
 
     def _draw(self, word: Word, random: Random) -> Sequence[int]:
-        sums, lists = self._best(word)
+        is_short = len(word) <= _CACHED_CHARACTERS
+        sums, lists = (self._best if is_short else self._find_best)(word)
         if len(lists) == 1:
             return word
         return lists[min(bisect_right(sums, random.random() * sums[-1]), len(lists) - 1)]

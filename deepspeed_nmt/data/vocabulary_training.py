@@ -22,7 +22,7 @@ import sentencepiece
 
 from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer, parsed
 from deepspeed_nmt.data.tokenizer import BOS, EOS, PAD, SPACE, UNK, UNKNOWN_TEXT
-from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.errors import DataError, counted
 from deepspeed_nmt.files import read_regular
 from deepspeed_nmt.text import segmented_words
 
@@ -160,6 +160,9 @@ def train_words(
     Of the most frequent tokens it has ``vocab_size``, special ones and ``symbols`` included; None keeps all. Tokens
     spelt like special ones (``<s>``, ``<unk>``) are not in it and become unknown.
     """
+    if vocab_size is not None and vocab_size <= UNK + 1 + len(symbols):
+        others = f"{UNK + 1} special tokens" + (f" and {counted(len(symbols), 'symbols')}" if symbols else "")
+        raise DataError(f"--vocab-size is {vocab_size}, no more than the {others}; raise it")
     counts: Counter[str] = Counter()
     for line in lines:
         counts.update(segmented_words(line))

@@ -197,7 +197,25 @@ def test_other_options_repeat_only_what_depends_on_them(
     with monkeypatch.context() as patched:
         patched.setattr(Translator, "stream", None)
         assert main(words(*given, f"--min-score={bound:.9g}", "--", *SAMPLING)) == 0
-    assert (whole / "scores").read_bytes() == old and not (whole.parent / ".out.tasks").exists()
+    tasks = whole.parent / ".out.tasks"
+    assert (whole / "scores").read_bytes() == old and not tasks.exists()
+
+    bounded = words(*given, f"--min-score={bound - 0.1:.9g}", "--", *SAMPLING)
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):  # as if killed at the end of the preparation
+        patched.setattr(backtranslation, "remove", lambda path: None)
+        patched.setattr(backtranslation.Preparation, "join", lambda self: sys.exit(9))
+        main(bounded)
+    assert (tasks / "clean").exists()
+    (whole / "scores").unlink()  # those of another run, for example, take their place
+    run_stages, prepared = backtranslation.run_stages, []
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            backtranslation,
+            "run_stages",
+            lambda *given: (prepared.append((tasks / "clean").exists()), run_stages(*given))[1],
+        )
+        assert main(bounded) == 0
+    assert prepared == [False, False], "what was prepared by the scores before is forgotten"
 
 
 def test_text_that_has_changed_behind_its_url_is_another() -> None:
@@ -280,6 +298,7 @@ def test_mistakes_are_named_before_anything_is_translated(
     for more, *names in (
         (["--score-run", trained], "--score-run", "--min-score"),
         (["--min-score", -3], "--min-score", "--score-run"),
+        (["--filters", "web,score=-3"], "--filters", "--score-run"),
         (["--", "--nbest", 2], "--nbest", "after --"),
         (["--", "--no-option"], "--no-option"),
         (["--", "--detokenise", "de"], "--detokenise gives translations another form than their text"),
@@ -294,3 +313,12 @@ def test_mistakes_are_named_before_anything_is_translated(
         refused(words(*first, *more), capsys, *names)
     assert (tmp_path / "mine/text").read_text() == "mine\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "mine"]
+
+
+def test_a_record_that_was_not_yet_written_is_none(tmp_path: Path) -> None:
+    (tmp_path / "corpus.json.sha256").write_text("0\n")
+    (tmp_path / ".corpus.json.1.tmp").touch()
+    assert backtranslation.CorpusRecord.read(tmp_path) is None
+    (tmp_path / "text").touch()
+    with pytest.raises(DataError, match="choose another --out"):
+        backtranslation.CorpusRecord.read(tmp_path)

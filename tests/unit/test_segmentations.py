@@ -13,6 +13,7 @@ from typing import cast
 import pytest
 import sentencepiece
 
+from deepspeed_nmt.data import sentencepiece as pieces
 from deepspeed_nmt.data.sentencepiece import BpeSampler, SentencePieceTokenizer, UnigramSampler, sampler_of
 from deepspeed_nmt.data.tokenizer import ALPHA, SampledSegmentations
 from deepspeed_nmt.data.vocabulary_training import VocabularyType, adopt_models, train_subwords
@@ -74,6 +75,20 @@ print(open_tokenizer(Path({str(tmp_path)!r})).sample_batch({LINES!r}, "source", 
     # SentencePiece's own sampling would differ here: each process salts its generator.
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert other.stdout.strip() == str(whole)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_word_is_sampled_up_to_a_length_and_remembered_up_to_a_shorter_one(
+    kind: str, tokenizers: dict[str, SentencePieceTokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line without spaces is a word: the time to sample one grows with its square."""
+    tokenizer, text, sampling = tokenizers[kind], "".join(LINES).replace(" ", ""), SampledSegmentations(2, 0.5, 7)
+    longer, shorter = [text, 9 * text], [text[:150]] * 9
+    assert tokenizer.sample_batch(longer, "source", sampling, 1, 0) == tokenizer.encode_batch(longer)
+    drawn = tokenizer.sample_batch(shorter, "source", sampling, 1, 0)
+    assert len(set(map(tuple, drawn))) > 1
+    monkeypatch.setattr(pieces, "_CACHED_CHARACTERS", 999)
+    assert tokenizer.sample_batch(shorter, "source", sampling, 1, 0) == drawn
 
 
 def test_dropout_has_its_probabilities(tokenizers: dict[str, SentencePieceTokenizer]) -> None:
