@@ -187,6 +187,12 @@ def test_pipes_are_read(texts: dict[str, Any], tmp_path: Path) -> None:
         _prepare(texts, train_target=texts["train_source"])
 
 
+def test_an_open_descriptor_is_copied_for_other_processes(texts: dict[str, Any]) -> None:
+    path = texts["train_source"][0]
+    with path.open("rb") as file:
+        assert InputText(path).is_direct and not InputText(Path(f"/dev/fd/{file.fileno()}")).is_direct
+
+
 def _noisy(tmp_path: Path) -> dict[str, Any]:
     """Return options with text that has duplicates far from each other, faulty pairs, and weights."""
     dice = random.Random(4)

@@ -202,6 +202,14 @@ def test_segmented_text_is_not_segmented_again() -> None:
     assert tokenizer.reference("unfinished wo@@") == "unfinished wo"
 
 
+def test_a_size_that_has_no_room_for_words_is_refused() -> None:
+    for symbols, others in (((), "4 special tokens"), (("A", "B"), "4 special tokens and 2 symbols")):
+        size = 4 + len(symbols)
+        with pytest.raises(DataError, match=f"--vocab-size is {size}, no more than the {others}; raise it"):
+            train_words(SEGMENTED, size, symbols)
+        assert train_words(SEGMENTED, size + 1, symbols).size == size + 1
+
+
 def test_special_tokens_in_the_text_are_never_special() -> None:
     for tokenizer in (
         train_subwords([*RAW, "a </s> <s> b <pad>"], 80),
