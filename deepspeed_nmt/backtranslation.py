@@ -39,7 +39,7 @@ from deepspeed_nmt.data.stages import PairsRecord, Preparation
 from deepspeed_nmt.data.tasks import resumed, run_stages
 from deepspeed_nmt.data.training import DataOption
 from deepspeed_nmt.errors import ConfigError, DataError, typed
-from deepspeed_nmt.files import remove
+from deepspeed_nmt.files import is_replaceable, remove
 from deepspeed_nmt.manifest import HASH_SUFFIX, DamagedRecordError, FileRecord, read_record, write_record
 from deepspeed_nmt.parallel.hardware import uses_cuda
 from deepspeed_nmt.registry import Config, validated
@@ -401,7 +401,7 @@ def backtranslate(options: BacktranslateOptions) -> Meta | str:
             files or tasks are in the way.
     """
     check_inputs({"--text": options.text})
-    if pipes := [path for path in options.text if isinstance(path, Path) and not path.is_file()]:
+    if pipes := [path for path in options.text if isinstance(path, Path) and not is_replaceable(path)]:
         raise DataError(f"--text {pipes[0]} is a pipe, which could not be read again to resume; write it to a file")
     data = DataDirectory.open(options.data)
     options, made = _checked(options, data)

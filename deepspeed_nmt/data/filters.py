@@ -659,6 +659,6 @@ class PairFilters:
         return hashes_of((key(self._words(source), self._words(target)) for source, target in pairs), len(pairs))
 
     def _words(self, side: str) -> str:
-        if self._segmented and SPACE in side:  # pieces of SentencePiece, of an imported corpus
+        if self._segmented and side.startswith(SPACE):  # pieces of SentencePiece, of an imported corpus
             return side.replace(" ", "").replace(SPACE, " ").strip()
         return join_segments(side) if self._segmented else side

@@ -55,7 +55,7 @@ def prepare(options: PrepareOptions) -> Meta | str:
     by_slurm = options.executor == "slurm"
     files = (path for paths in options.inputs.values() for path in paths if isinstance(path, Path))
     if by_slurm and (
-        pipes := [path for path in files if path == STANDARD_INPUT or (path.exists() and not is_replaceable(path))]
+        pipes := [path for path in files if path == STANDARD_INPUT or not (path.is_dir() or is_replaceable(path))]
     ):
         raise DataError(f"--executor slurm reads files on other hosts, and {pipes[0]} is a pipe; write it to a file")
     out, vocabulary, sampling = check_options(options)

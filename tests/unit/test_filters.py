@@ -304,8 +304,9 @@ def test_segmented_text_is_judged_by_its_words() -> None:
     filters = PairFilters(read_filters("long_words=6,script"), TextForm("tokenised", "en", "de"), True)
     assert filters.fault(source, target) == "long_words"
     assert filters.fault("a@@ b", "слово") == "script"
-    for long, fault in (("▁so ▁sch ön", ""), ("▁so ▁sch nell er", "long_words")):  # pieces of an imported corpus
-        assert filters.fault("▁a ▁cat", long) == fault
+    for pieces, fault in (("▁so ▁sch ön", ""), ("▁so ▁sch nell er", "long_words")):  # of an imported corpus
+        assert filters.fault("▁a ▁cat", pieces) == fault
+    assert filters.fault("a cat ▁ of a@@ ll", "ein Tier ▁ von a@@ llen") == "", "its spaces divide words"
 
 
 LINES = [

@@ -163,6 +163,10 @@ def test_what_cannot_be_submitted(texts: dict[str, Any], slurm: Path, monkeypatc
     os.mkfifo(pipe := texts["out"].with_name("pipe"))
     with pytest.raises(DataError, match=r"pipe is a pipe; write it to a file"):
         _submit(texts, train_source=(pipe,))
+    with texts["train_source"][0].open("rb") as file, pytest.raises(DataError, match=r"fd/\d+ is a pipe"):
+        _submit(texts, train_source=(Path(f"/dev/fd/{file.fileno()}"),))
+    with pytest.raises(DataError, match="directory"):
+        _submit(texts, train_source=(pipe.parent,))
     with pytest.raises(ConfigError, match=r"my data, which SLURM would split; give a path without spaces"):
         _submit(texts, out=texts["out"].with_name("my data"))
     with pytest.raises(DataError, match=r"no tasks of .*data; submit them"):
