@@ -33,6 +33,7 @@ sentence.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -94,11 +95,10 @@ class RecurrentLayer(nn.Module):
         """Run the LSTM, from the state that ``cache`` keeps for each hypothesis. Shape: -> (B,T,D)."""
         x_BTE = self.dropout(x_BTE)
         state = None if cache is None or not cache.state else tuple(x_RD.unsqueeze(0) for x_RD in cache.state)
-        output_BTD, newest = self.lstm(x_BTE, state)
+        output_BTD, newest = _run(self.lstm, x_BTE, state)
         if cache is not None:
             cache.advance(*(x_1RD.squeeze(0) for x_1RD in newest))
-        whole: Tensor = output_BTD
-        return whole
+        return output_BTD
 
 
 class BidirectionalLayer(nn.Module):
@@ -113,9 +113,24 @@ class BidirectionalLayer(nn.Module):
         """Read sources, padded on the right, which affects no token. Shape: (B,S,D) -> (B,S,2D)."""
         assert cache is None
         x_BSD = self.dropout(x_BSD)
-        right_BSD, _ = self.forwards(x_BSD)
-        left_BSD, _ = self.backwards(_reversed(x_BSD, context))
+        right_BSD, _ = _run(self.forwards, x_BSD)
+        left_BSD, _ = _run(self.backwards, _reversed(x_BSD, context))
         return torch.cat([right_BSD, _reversed(left_BSD, context)], dim=2)
+
+
+def _run(lstm: nn.LSTM, x_BTE: Tensor, state: Sequence[Tensor] | None = None) -> tuple[Tensor, Sequence[Tensor]]:
+    """Run an LSTM over whole sentences, from zeros if ``state`` is None: (B,T,E) -> (B,T,D) and two of (1,B,D).
+
+    On the meta device, which plans count, all positions are one step of as many sentences: the same products and
+    tensors, without the minutes that torch takes there for each position.
+    """
+    output_BTD: Tensor
+    if x_BTE.is_meta:
+        before_1ND = x_BTE.new_zeros(1, x_BTE.shape[0] * x_BTE.shape[1], lstm.hidden_size, requires_grad=True)
+        output_N1D, _ = lstm(x_BTE.flatten(0, 1).unsqueeze(1), (before_1ND, before_1ND))
+        return output_N1D.view(*x_BTE.shape[:2], -1), ()
+    output_BTD, newest = lstm(x_BTE, state)
+    return output_BTD, newest
 
 
 def _reversed(x_BSD: Tensor, context: Context) -> Tensor:

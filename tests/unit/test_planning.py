@@ -138,6 +138,18 @@ def test_work_of_a_transformer_is_six_operations_for_each_weight_and_token() -> 
     assert work.flops == pytest.approx(6 * 1024 * (layers + 32000 * 512) + attention, rel=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+def test_lstms_are_counted_as_if_step_by_step() -> None:
+    size = ["model.dim=128", "model.encoder_layers=3", "model.decoder_layers=3"]
+    config = load_config(settings=["model.name=gnmt", *size])
+    model = build_meta_model(config, V)
+    work = count_update(model, build_objective(config, V), V, 512, (0, 0))
+    products = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embedding" not in name)
+    assert work.flops == pytest.approx(6 * 512 * products + 6 * 512 * 32 * 128, rel=1e-9)  # with the weighted sum
+    with torch.backends.mkldnn.flags(enabled=False):  # its LSTM has memory of its own
+        assert work.activations + work.logits == pytest.approx(peak_allocation(config, 0, 512), rel=0.03)
+
+
 def test_work_of_a_regularizer_counts_as_often_as_it_is_due() -> None:
     def work(*settings: str) -> float:
         layers = ["model.encoder_layers=1", "model.decoder_layers=1"]
