@@ -126,7 +126,7 @@ def load_weights(name: str, option: str) -> dict[str, Tensor]:
     The head is absent if the model was saved without it.
     """
     load_shape(name, option)
-    weights, missing = _load_weights("BertForMaskedLM", name, option, "a BERT", ("cls.",), r"bert\.encoder\.")
+    weights, missing, _ = _load_weights("BertForMaskedLM", name, option, "a BERT", ("cls.",), r"bert\.encoder\.")
     return {key: weight for key, weight in weights.items() if not (missing and key.startswith("cls."))}
 
 
@@ -152,9 +152,13 @@ def load_vocabulary(name: str, option: str) -> TokenizerFile:
 
 
 class MarianFiles(NamedTuple):
-    """A MarianMT model: weights in fp32, number of each token of source and target, SentencePiece models of both."""
+    """A MarianMT model: weights in fp32, number of each token of source and target, SentencePiece models of both.
+
+    ``generation`` has the settings of `generate`, unchecked.
+    """
 
     config: MarianConfig
+    generation: dict[str, Any]
     weights: dict[str, Tensor]
     numbers: dict[str, int]
     target_numbers: dict[str, int]
@@ -172,7 +176,7 @@ def load_marian(name: str, option: str) -> MarianFiles:
     positions = ("model.encoder.embed_positions.", "model.decoder.embed_positions.")
     # Our exports have a shared matrix also where it is not used; a model with one has it by other names, too.
     used = r"(?!model\.shared\.weight$)"
-    weights, _ = _load_weights("MarianMTModel", name, option, "a MarianMT model", positions, used)
+    weights, _, generation = _load_weights("MarianMTModel", name, option, "a MarianMT model", positions, used)
     tokenizer = _load("MarianTokenizer", name, option, "tokenizer of a MarianMT model")
     source, target = (Path(file).read_bytes() for file in tokenizer.spm_files)
     try:
@@ -180,7 +184,7 @@ def load_marian(name: str, option: str) -> MarianFiles:
         own = _NUMBERS.validate_python(dict(tokenizer.target_encoder)) if tokenizer.separate_vocabs else numbers
     except (ValidationError, TypeError, ValueError) as error:
         raise ConfigError(f"{name} has a vocab.json that is no table of tokens and their numbers") from error
-    return MarianFiles(config, weights, numbers, own, (source, target))
+    return MarianFiles(config, generation, weights, numbers, own, (source, target))
 
 
 def load_translation_model(directory: Path) -> Any:
@@ -211,13 +215,13 @@ def _load_config(kind: type[AnyConfig], model_type: str, name: str, option: str,
 
 def _load_weights(
     kind: str, name: str, option: str, what: str, optional: tuple[str, ...], own: str
-) -> tuple[dict[str, Tensor], bool]:
+) -> tuple[dict[str, Tensor], bool, dict[str, Any]]:
     """Load the weights of a model, a class of `transformers`, which is `what`, for messages.
 
     Weights whose names begin with `optional` may be missing. Those whose names match `own` must have a place.
 
     Returns:
-        The weights in fp32, and True if optional ones are missing.
+        The weights in fp32, True if optional ones are missing, and the settings of `generate`.
     """
     import torch
 
@@ -238,7 +242,8 @@ def _load_weights(
         raise ConfigError(
             f"{option}: the weight {wrong} of {name} has numbers that are NaN or infinite; name another"
         )
-    return weights, bool(info["missing_keys"])
+    generation = getattr(model, "generation_config", None)
+    return weights, bool(info["missing_keys"]), {} if generation is None else generation.to_dict()
 
 
 def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:

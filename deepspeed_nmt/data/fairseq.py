@@ -169,6 +169,8 @@ class FairseqTokenizer(Tokenizer):
 
     @override
     def reference(self, text: str) -> str:
+        if self._is_sentencepiece and SPACE not in text:  # text whose pieces are joined already
+            return text
         return self._join(text.split()) if self.segmented else text
 
 

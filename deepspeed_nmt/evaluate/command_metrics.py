@@ -23,7 +23,7 @@ from typing import IO, Any
 from typing_extensions import override
 
 from deepspeed_nmt.errors import ConfigError, MetricError, finite_number, shown
-from deepspeed_nmt.evaluate.metrics import METRICS, Metric
+from deepspeed_nmt.evaluate.metrics import METRICS, PROGRAM_DECIMALS, Metric
 from deepspeed_nmt.files import sha256_of
 
 SENTENCES = "DEEPSPEED_NMT_SENTENCES"
@@ -58,7 +58,7 @@ class CommandMetric(Metric):
 
     path: Path
     late: bool = False
-    decimals: int = 4
+    decimals: int = PROGRAM_DECIMALS
 
     @classmethod
     def parse(cls, text: str) -> CommandMetric | None:

@@ -44,6 +44,10 @@ OF_LANGUAGE = {
 without spaces for a word. For Thai, Lao, Khmer and Burmese sacreBLEU has a model that it downloads, flores200."""
 
 
+PROGRAM_DECIMALS = 4
+"""Printed decimals of scores by programs, most of which are fractions."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Metric(ABC):
     """A measure of translations against references.
@@ -158,6 +162,12 @@ def warn_of_spaces(name: str, references: Sequence[str], metrics: Iterable[Metri
 def validation_tag(name: str, of: str = "") -> str:
     """Return the tag of a metric, loss, nll or ppl of the validation set ``of``; "" is that of the training data."""
     return f"valid/{of}/{name}" if of else f"valid/{name}"
+
+
+def decimals_of(tag: str) -> int:
+    """Return how many decimals of a measure are printed, by its name or a tag of it; other names are of programs."""
+    name = tag.rpartition("/")[2]
+    return METRICS[name].decimals if name in METRICS else {"loss": 3, "nll": 3, "ppl": 2}.get(name, PROGRAM_DECIMALS)
 
 
 class Scorer:

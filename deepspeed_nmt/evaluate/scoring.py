@@ -92,12 +92,14 @@ class Comparison:
         p_value: probability that equally good systems differ as much, by chance.
         interval: 95% confidence interval of the difference.
         signature: of the test, with its number of resamples and its seed.
+        metric: name of the metric that is compared.
     """
 
     difference: float
     p_value: float
     interval: tuple[float, float]
     signature: str = ""
+    metric: str = ""
 
 
 def bootstrap(systems: Sequence[ArrayLike], score: Callable[[NDArray[Any]], Any]) -> list[Comparison]:
@@ -218,7 +220,7 @@ def choose_metrics(values: Sequence[str], kind: Kind, lowercase: bool, for_progr
 def score_files(
     inputs: ScoreInputs, tokenised: bool, lowercase: bool, chosen: Sequence[Metric] | None = None
 ) -> list[ScoreReport]:
-    """Score every hypothesis, and compare the later ones with the first in BLEU.
+    """Score every hypothesis, and compare the later ones with the first by the first metric that is no program.
 
     The metrics are ``chosen`` by the user, or None for BLEU, and of plain text chrF.
     """
@@ -231,8 +233,10 @@ def score_files(
         warn_of_spaces(shown_name(name), sentences, metrics)
     systems = [sentences for _, sentences in inputs.hypotheses]
     comparisons: list[Comparison | None] = [None] * len(systems)
-    if len(systems) > 1 and bleu in metrics:
-        comparisons[1:] = paired_bootstrap(systems, list(inputs.references.values()), bleu.make(lowercase))
+    tested = next((metric for metric in metrics if isinstance(metric, TextMetric)), None)
+    if len(systems) > 1 and tested is not None:
+        compared = paired_bootstrap(systems, list(inputs.references.values()), tested.make(lowercase))
+        comparisons[1:] = [replace(comparison, metric=tested.name) for comparison in compared]
     return [
         ScoreReport(
             hypothesis=name,
@@ -316,7 +320,8 @@ def as_text(report: ScoreReport, inputs: ScoreInputs, by_name: bool) -> str:
     if (comparison := report.comparison) is not None:
         (first, _), (low, high) = inputs.hypotheses[0], comparison.interval
         difference = f"{comparison.difference:+.2f}, 95% interval [{low:+.2f}, {high:+.2f}]"
-        lines.append(f"BLEU against {shown_name(first)}: {difference} (p = {comparison.p_value:.4f})")
+        title = comparison.metric if by_name else "BLEU"
+        lines.append(f"{title} against {shown_name(first)}: {difference} (p = {comparison.p_value:.4f})")
         lines.append(f"  {comparison.signature}")
     if report.copies is not None:
         lines.append(f"copies of the source: {report.copies:,} of {report.lines:,} lines")

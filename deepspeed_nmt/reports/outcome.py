@@ -19,7 +19,7 @@ from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.console import cell, setting
 from deepspeed_nmt.data.data_directory import open_tokenizer
 from deepspeed_nmt.errors import CheckpointError, ConfigError, UserError
-from deepspeed_nmt.evaluate.metrics import validation_tag
+from deepspeed_nmt.evaluate.metrics import decimals_of, validation_tag
 from deepspeed_nmt.files import resolved
 from deepspeed_nmt.reports.run_log import (
     GOODPUT,
@@ -210,7 +210,7 @@ def comparison_table(rows: Mapping[str, Mapping[str, Any]], measures: Sequence[s
     lines.append(["status", *(row["status"] for row in runs)])
     lines += [[title, *(cell(row[key], digits) for row in runs)] for key, (title, digits, _) in _RESULTS.items()]
     for measure in measures:
-        digits = 3 if measure.endswith("/loss") else 2
+        digits = decimals_of(measure)
         for which in ("last", "best"):
             values = [row["validation"].get(measure, {}).get(which) for row in runs]
             lines.append([f"validation {measure}, {which}", *(cell(value, digits) for value in values)])
@@ -233,7 +233,7 @@ def comparison_table(rows: Mapping[str, Mapping[str, Any]], measures: Sequence[s
 
 def _values(scores: Sequence[Mapping[str, Any]], named: bool) -> str:
     """Return the values of some scores, ``named`` with the checkpoint of each."""
-    values = [cell(score["value"], 2) for score in scores]
+    values = [cell(score["value"], decimals_of(score["metric"])) for score in scores]
     if named:
         values = [f"{value} ({score['checkpoint']})" for value, score in zip(values, scores, strict=True)]
     return ", ".join(values) or cell(None)

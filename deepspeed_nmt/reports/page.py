@@ -34,7 +34,7 @@ from deepspeed_nmt.config import load_config
 from deepspeed_nmt.console import cell, setting
 from deepspeed_nmt.data.data_directory import META_FILE, Meta
 from deepspeed_nmt.errors import UserError, counted
-from deepspeed_nmt.evaluate.metrics import METRICS, validation_tag
+from deepspeed_nmt.evaluate.metrics import METRICS, decimals_of, validation_tag
 from deepspeed_nmt.files import resolved
 from deepspeed_nmt.manifest import DamagedRecordError, read_record
 from deepspeed_nmt.recipes import recipes
@@ -258,7 +258,7 @@ class RunPage:
         yield "updates", f"{self.outcome.updates:,}", f"of {self.config.training.max_updates:,}"
         if self.best is not None:
             at = f"at update {self.best.update:,}"
-            yield f"best {words_of(self.best.tag)}", cell(self.best.value, 2), at
+            yield f"best {words_of(self.best.tag)}", cell(self.best.value, decimals_of(self.best.tag)), at
         for tag, label, form, note in (
             ("valid/loss", "validation loss", "{:.3f}", "last"),
             ("train/ppl", "training perplexity", "{:,.2f}", "last"),
@@ -277,7 +277,8 @@ class RunPage:
             ("rollback", "rollbacks", "train/rollbacks"),
             ("start", "starts", ""),
         ):
-            if count := kinds[kind] or int(last.get(tag, 0)):
+            # The log has the updates of the run; events are also of those that a killed process lost.
+            if count := int(last[tag]) if tag in last else kinds[kind]:
                 yield label, f"{count:,}", ""
 
     @cached_property

@@ -228,7 +228,7 @@ def _heat_map(log: RunLog, name: str, title: str, prefix: str, caption: str) -> 
     updates = sorted({update for series in rows.values() for update in series})
     updates = updates[:: -(-len(updates) // _MAX_COLUMNS)]
     values = [[_rounded(series.get(update), 4) for update in updates] for series in rows.values()]
-    names = [f"{words} {number}" if number >= 0 else words for words, number in map(_layer, rows)]
+    names = [plain(f"{words} {number}" if number >= 0 else words) for words, number in map(_layer, rows)]
     height = max(240, min(900, 120 + 24 * len(names)))
     figure = _figure(hovermode="closest", showlegend=False, height=height, yaxis={"type": "category"})
     shown, scale, unit = values, {}, "log10"

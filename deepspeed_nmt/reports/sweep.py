@@ -16,7 +16,7 @@ from typing import Any
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.console import cell, logger, setting
 from deepspeed_nmt.errors import ConfigError, DataError, counted, shown
-from deepspeed_nmt.evaluate.metrics import METRICS
+from deepspeed_nmt.evaluate.metrics import METRICS, decimals_of
 from deepspeed_nmt.recipes import load_sweep
 from deepspeed_nmt.reports.outcome import Outcome, differing
 from deepspeed_nmt.reports.pictures import picture, plainly, use_log_scale
@@ -208,7 +208,7 @@ def sweep_table(sweep: Sweep, rows: Sequence[Mapping[str, Any]], titles: Mapping
     lines = [["point", *sweep.axes, "train ppl", *titles.values(), "source reliance", "hours", "run"]]
     for point, row in zip(sweep.points, rows, strict=True):
         values = [setting(point.value(axis)) for axis in sweep.axes]
-        scores = [cell(row.get("scores", {}).get(metric), 2) for metric in titles]
+        scores = [cell(row.get("scores", {}).get(metric), decimals_of(metric)) for metric in titles]
         others = [cell(row.get("source_reliance"), 3), cell(row.get("hours"), 2)]
         lines.append([str(point.number), *values, cell(row.get("train_ppl"), 3), *scores, *others, row["status"]])
     return lines

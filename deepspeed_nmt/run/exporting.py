@@ -207,7 +207,7 @@ def export_text(run: Run, request: ExportRequest, longest: int, most: int) -> Ex
     parts = "+".join(part for part in dict.fromkeys(part for _, _, part in kept) if part)
     return ExportText(
         [line for line, _, _ in kept],
-        [run.tokenizer.reference(reference) for _, reference, _ in kept] if has_references else None,
+        [reference for _, reference, _ in kept] if has_references else None,
         f"{len(kept):,} sentences: {f'{parts} of ' if parts else ''}{origin}",
     )
 

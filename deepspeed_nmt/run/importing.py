@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from deepspeed_nmt.build import build_meta_model
 from deepspeed_nmt.config import RunConfig, validate
+from deepspeed_nmt.core.parts import MAX_HYPOTHESES
 from deepspeed_nmt.data.marian_tokenizer import MarianTokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.engine.contract import EngineScalars, ParameterState
@@ -24,6 +26,7 @@ from deepspeed_nmt.huggingface import MarianFiles, load_marian
 from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.methods import MODELS
 from deepspeed_nmt.nn.embedding import POSITIONS
+from deepspeed_nmt.registry import problems_of
 from deepspeed_nmt.run.directory import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -33,6 +36,7 @@ from deepspeed_nmt.run.directory import (
     replace_files,
 )
 from deepspeed_nmt.run.start import environment
+from deepspeed_nmt.search.base import MAX_EXPONENT
 from deepspeed_nmt.text import TextForm
 from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.progress import Progress
@@ -78,8 +82,7 @@ def import_marian(name: str, out: Path) -> RunConfig:
     """Write a MarianMT model, a folder or a name on the Hugging Face hub, as a run, and return its settings."""
     check_new(out)
     files = load_marian(name, "--from")
-    search = {"name": "beam", "beam": 5, "length_penalty": "power:1"}  # as `generate`
-    config = validate({"model": _model_settings(files, name), "search": search})
+    config = validate({"model": _model_settings(files, name), "search": _search_settings(files, name)})
     tokenizer = _tokenizer(files, name)
     states = []
     for own, parameter in build_meta_model(config, tokenizer.vocabulary).named_parameters():
@@ -127,6 +130,25 @@ def _model_settings(files: MarianFiles, name: str) -> dict[str, Any]:
         "attention_dropout": config.attention_dropout,
         "activation_dropout": config.activation_dropout,
     }
+
+
+class _Generation(BaseModel):
+    """Settings of `generate` that a search has; the others are left out."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    num_beams: int | None = Field(default=None, ge=1, le=MAX_HYPOTHESES)
+    length_penalty: float | None = Field(default=None, ge=0.0, le=MAX_EXPONENT)
+
+
+def _search_settings(files: MarianFiles, name: str) -> dict[str, Any]:
+    """Return the settings of the search: those of `generate`, but a beam of 5 where the model names none."""
+    try:
+        known = _Generation.model_validate(files.generation)
+    except ValidationError as error:
+        where = f"--from: the generation_config.json of {name}"
+        raise ConfigError(f"{where}: {problem}" for problem in problems_of(error)) from error
+    exponent = 1.0 if known.length_penalty is None else round(known.length_penalty, 4)
+    return {"name": "beam", "beam": known.num_beams or 5, "length_penalty": f"power:{exponent:g}"}
 
 
 def _positions(files: MarianFiles) -> str | None:

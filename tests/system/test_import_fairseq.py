@@ -185,6 +185,7 @@ def test_a_tokenizer_reads_as_fairseq() -> None:
     assert other.vocabulary.source.size == 8 and other.size == 9 and other.digest != tokenizer.digest
     pieces = FairseqTokenizer(([*symbols[:4], "\u2581a", "\u2581b", "c"],) * 2)
     assert pieces.decode([4, 6, 5]) == "ac b" == pieces.reference("\u2581a c \u2581b")
+    assert pieces.reference("ac b") == "ac b", "of words, as decoded text and what is scored as of a run"
     characters = [*symbols[:4], "\u2581", *"abcdefghijklmnopqrst"]
     assert FairseqTokenizer((characters,) * 2).reference("\u2581 a b \u2581 c") == "ab c"
     words = [*symbols[:4], *(f"w{number}" for number in range(200)), "\u2581rare"]

@@ -297,7 +297,10 @@ def test_an_imported_model_has_the_same_logits(changes: Any, tokenizer: Tokenize
 def test_an_imported_tokenizer_reads_as_the_original(there: Path, tmp_path: Path) -> None:
     import_marian(str(there), tmp_path / "run")
     theirs = transformers.MarianTokenizer.from_pretrained(there)
-    ours = Translator.open(tmp_path / "run", device="cpu").tokenizer
+    translator = Translator.open(tmp_path / "run", device="cpu")
+    assert isinstance(translator.search, BeamConfig)
+    assert (translator.search.beam, translator.search.length_penalty) == (6, "power:0.7")
+    ours = translator.tokenizer
     for line in ["the red dog and the cat", "a dogma   xyz", "", "éé the"]:
         assert [*ours.encode(line), 2] == theirs(line)["input_ids"], line
     assert ours.decode(ours.encode("the red dog and")) == "the red dog and"
@@ -359,7 +362,9 @@ def test_a_model_that_does_not_fit_is_refused(
 def there(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A MarianMT model in a folder."""
     folder = tmp_path_factory.mktemp("marian")
-    marian(folder, tokenizer)
+    there = marian(folder, tokenizer)
+    there.generation_config.update(num_beams=6, length_penalty=0.7)
+    there.save_pretrained(folder)
     return folder
 
 
@@ -385,6 +390,8 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("config.json", {"model_type": ["marian"]}),
     ("vocab.json", {"<unk>": [3]}),
     ("vocab.json", {"another": 10**6}),
+    *(("generation_config.json", {"num_beams": value}) for value in (0, 10**9, "6")),
+    *(("generation_config.json", {"length_penalty": value}) for value in (-1.0, math.inf)),
 ]
 
 

@@ -178,6 +178,11 @@ def test_page_shows_all_that_a_run_has(tmp_path: Path) -> None:
     assert (best["meta"], best["customdata"]) == ("valid/bleu", [30.0]), "the star is on its curve"
     samples = [attributes for tag, attributes in page.tags if tag == "tr" and "data-line" in attributes]
     assert {str(attributes["data-update"]) for attributes in samples} == {"50", "100", "150", "200"}
+    tiles = {label: value for label, value, _ in RunPage(tmp_path / "run").tiles}
+    assert tiles["skipped updates"] == "2" and tiles["best valid BLEU"] == "30.00"
+    append_log(tmp_path / "run", [{"update": 200, "train/skipped": 1.0}])
+    tiles = {label: value for label, value, _ in RunPage(tmp_path / "run").tiles}
+    assert tiles["skipped updates"] == "1", "a killed process lost the update of the other"
     for words in ("3 lines of metrics.jsonl", "Worst sentences of main", "Samples of news", "nrefs:1|tok:13a"):
         assert words in page.text
 

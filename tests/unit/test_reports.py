@@ -170,7 +170,7 @@ def test_scores_of_texts_of_one_name_are_not_compared(tmp_path: Path, capsys: py
 
 def test_scores_of_several_checkpoints_are_told_apart() -> None:
     common = {"text": "test.en", "metric": "bleu", "signature": "s", "sha256": "a" * 64}
-    scores = {"one": {"update-400": 30.0, "update-100": 10.0}, "two": {"update-400": 25.0}}
+    scores = {"one": {"update-400": 30.0, "update-100": 10.0}, "two": {"update-400": 25.0004}}
     rows = {
         run: {
             **dict.fromkeys((*_RESULTS, "data", "fingerprint")), "settings": {}, "status": "", "validation": {},
@@ -183,6 +183,11 @@ def test_scores_of_several_checkpoints_are_told_apart() -> None:
         "30.00 (update-400), 10.00 (update-100)",
         "25.00 (update-400)",
     ]
+    for row in rows.values():
+        row["test"] = [{**score, "metric": "comet"} for score in row["test"]]
+    assert comparison_table(rows, ["valid/comet"])[-1][2] == "25.0004 (update-400)", (
+        "scores of programs differ by less"
+    )
 
 
 def test_runs_are_named_by_more_than_a_number() -> None:

@@ -181,6 +181,22 @@ def test_paired_bootstrap_distinguishes_a_difference_from_noise() -> None:
     assert "bs:1000|seed:" in worse.signature
 
 
+@pytest.mark.parametrize(("metrics", "tested"), [("bleu_intl,chrf", "bleu_intl"), ("ter", "ter")])
+def test_several_hypotheses_are_compared_by_the_first_metric(
+    metrics: str, tested: str, files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files["--reference"] = write(tmp_path / "ref", REFERENCE)
+    words = ["score", "--hypothesis", write(tmp_path / "b", SOURCE), files["--hypothesis"]]
+    words += ["--reference", files["--reference"], "--metrics", *metrics.split(",")]
+    assert main(words) == 0
+    assert f"{tested} against {tmp_path}/b: " in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    difference = second["metrics"][tested]["score"] - first["metrics"][tested]["score"]
+    assert second["comparison"]["metric"] == tested and "comparison" not in first
+    assert second["comparison"]["difference"] == pytest.approx(difference)
+
+
 def test_text_like_that_of_a_moses_directory_is_detokenised(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
