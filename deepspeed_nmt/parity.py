@@ -317,7 +317,7 @@ def _compare(
         row,
         loss=_difference(report["loss"], reference["loss"]),
         norm=_difference(report["norm"], reference["norm"]),
-        weights=max(float((own[name] - weight).abs().max()) for name, weight in weights.items()),
+        weights=_largest(float((own[name] - weight).abs().max()) for name, weight in weights.items()),
         resumed=_difference(rest["loss"], report["loss"][UPDATES // 2 :]),
         seconds=time.monotonic() - started,
     )
@@ -336,4 +336,9 @@ def _trained(
 
 
 def _difference(ours: list[float], theirs: list[float]) -> float:
-    return max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(ours, theirs, strict=True))
+    return _largest(abs(a - b) / max(1.0, abs(b)) for a, b in zip(ours, theirs, strict=True))
+
+
+def _largest(differences: Iterable[float]) -> float:
+    """Return the maximum, NaN if one is NaN, which `max` would leave out."""
+    return float(np.max(list(differences)))

@@ -175,7 +175,11 @@ class Planner:
             name = ["engine.name=deepspeed"] if self.engine.name == "plain" else []
             engine = [*name, f"engine.ds_config=zero{stage}"]
         sides = zip(("encoder", "decoder"), plan.recompute, strict=True)
-        recompute = [f"engine.recompute_{side}={every}" for side, every in sides if every]
+        recompute = [
+            f"engine.recompute_{side}={every}"
+            for side, every in sides
+            if every != getattr(self.engine, f"recompute_{side}")
+        ]
         return [*engine, *recompute, f"batch.micro_tokens={plan.micro_tokens}"]
 
 

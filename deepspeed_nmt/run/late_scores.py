@@ -144,7 +144,10 @@ def choose_best(run: Run) -> str:
 
     A training of the run may go on meanwhile.
     """
-    store, late = run.checkpoints, LateScores(run.path, run.config.validation)
+    store, validation = run.checkpoints, run.config.validation
+    late, chooser = LateScores(run.path, validation), validation.commands.get(validation.best_measure)
+    # By a score that does not come late, training chooses, and goes on to.
+    is_late = chooser is not None and chooser.late
     progress = store.open("last", verify=False).progress
     with store.choosing():
         before = late.records()
@@ -158,7 +161,7 @@ def choose_best(run: Run) -> str:
         scored = [
             record
             for record in records
-            if record.choice.by == progress.best_by and math.isfinite(record.validation.score)
+            if is_late and record.choice.by == progress.best_by and math.isfinite(record.validation.score)
         ]
         kept = {store.update_of(name) for name in store.names()}
         best = max((record for record in scored if record.update in kept), key=ValidationRecord.rank, default=None)
@@ -169,15 +172,15 @@ def choose_best(run: Run) -> str:
             or earlier.update not in kept
             or best.rank() > best.choice.rank(earlier.score, earlier.loss)
         ):
-            validation = best.validation
-            store.choose(Chosen(update=best.update, by=best.choice.by, score=validation.score, loss=validation.loss))
-            record_best(Events(run.path, active=True), best.update, validation)
+            found = best.validation
+            store.choose(Chosen(update=best.update, by=best.choice.by, score=found.score, loss=found.loss))
+            record_best(Events(run.path, active=True), best.update, found)
         pending = sum(record.awaits_score for record in records)
         to_come = f"; {counted(pending, 'scores')} to come" if pending else ""
         name, chosen = store.best(), store.chosen()
     if name is None:
         return f"{run.path} has no best checkpoint yet{to_come}"
-    how = "by its loss: no late score has come" if late.metrics else "as training has chosen it"
+    how = "by its loss: no late score has come" if is_late else "as training has chosen it"
     if chosen is not None and store.update_of(name) == chosen.update:
-        how = f"{chosen.by.partition(' ')[0]} {run.config.validation.value_of(chosen.by, chosen.score):.4f}"
+        how = f"{chosen.by.partition(' ')[0]} {validation.value_of(chosen.by, chosen.score):.4f}"
     return f"best checkpoint: {store.directory / name} ({how}){to_come}"

@@ -300,6 +300,7 @@ class TrainingLoop:
         own = self._window.state(self.world).model_copy(update=self._spikes.state())
         states = gather_lists([own.model_dump(mode="json")], self.world)
         self.saver.save(progress, tuple(map(LogState.model_validate, states)), must=must)
+        self.ledger.begin("waiting for data")  # the next line's, as what writing this one takes
         self.ledger.write(progress.update, must=True)
         self._save_due = False
 

@@ -133,11 +133,21 @@ def test_checkpoints_are_kept_while_their_scores_are_to_come_and_choose_best_cho
     lines = [json.loads(line) for line in (late_run.path / "metrics.jsonl").read_text().splitlines()]
     values = [(line["update"], line.get("valid/a"), line.get("valid/n/a")) for line in lines]
     assert values == [(3, 0.25, 0.5), (1, 0.5, None), (2, 0.75, None)], "each once, under its update"
+
     assert [line["train/target_tokens"] for line in lines] == [300.0, 100.0, 200.0]
     events = [json.loads(line) for line in (late_run.path / EVENTS_FILE).read_text().splitlines()]
     assert [(event["event"], event["best_update"], event["score"]) for event in events] == [
         *(("best", 3, 0.25), ("best", 2, 0.75))
     ]
+
+
+def test_late_scores_that_do_not_choose_leave_the_choice_to_training(late_run: Any) -> None:
+    metrics = (*late_run.config.validation.metrics, "bleu")
+    late_run.config.validation = ValidationConfig(metrics=metrics, sets={"n": "x"}, best_by="bleu", late_keep=2)
+    result(late_run, 3, "0.25\n")
+    assert "update-0000001 (as training has chosen it)" in choose_best(late_run)
+    assert '"valid/a": 0.25' in (late_run.path / "metrics.jsonl").read_text()
+    assert late_run.checkpoints.chosen() is None
 
 
 def test_a_validation_whose_late_program_was_not_started_is_not_chosen_by_its_loss(

@@ -411,7 +411,7 @@ def test_a_plan_with_data(
 def test_the_settings_that_a_plan_prints_fit_those_given(
     gpus: int, given: list[str], engine: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = [*NARROW, *SHALLOW, "layer.drop_depth=1", *given]
+    settings = [*NARROW, *SHALLOW, "layer.drop_depth=1", "engine.recompute_encoder=1", *given]
     words = ["plan", "--recipe", "deep_decoder_base_30", *settings, "--vocab-size", "500", "--json"]
     assert main([*words, "--gpu", "a100-80g", "--num-gpus", str(gpus)]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -419,6 +419,8 @@ def test_the_settings_that_a_plan_prints_fit_those_given(
     assert [word for word in found["advice"] if word.startswith(("engine.name=", "engine.ds_"))] == engine
     followed = load_config("deep_decoder_base_30", settings=[*settings, *found["advice"]])
     assert uses_deepspeed(followed.engine, gpus) == (gpus == 8)
+    recompute = [followed.engine.recompute_encoder, followed.engine.recompute_decoder]
+    assert recompute == found["advised"]["recompute"] == [0, 0]
 
 
 @pytest.mark.long

@@ -1,9 +1,11 @@
 """The table of `selftest`. tests/parity compares the engines themselves."""
 
 import json
+import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -51,6 +53,28 @@ def test_methods_take_turns_with_the_engines(monkeypatch: pytest.MonkeyPatch) ->
 def test_nan_does_not_pass() -> None:
     assert not Row("vanilla", "plain", 1, 1, 1e-5, float("nan"), 0.0, 0.0, 0.0).passed
     assert Row("vanilla", "plain", 1, 1, 1e-5, 1e-5, 0.0, 0.0, 0.0).passed
+
+
+def test_one_nan_does_not_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Wherever it is: a maximum leaves out what is not comparable."""
+    whole = ([2.0] * parity.UPDATES, [1.0] * parity.UPDATES, {"a": torch.ones(2), "b": torch.ones(2)})
+    half = parity.UPDATES // 2
+
+    def row(loss: list[float], norm: list[float], weights: dict[str, torch.Tensor], rest: list[float]) -> Row:
+        state = SimpleNamespace(weights={}), None, None
+        monkeypatch.setattr(parity, "loader_of", lambda *arguments: None)
+        monkeypatch.setattr(parity, "build", lambda *arguments, **options: MagicMock())
+        monkeypatch.setattr(parity, "_trained", lambda *arguments: ({"loss": loss, "norm": norm}, weights, state))
+        monkeypatch.setattr(parity, "train", lambda *arguments: {"loss": rest})
+        reference = {"loss": whole[0], "norm": whole[1]}
+        return parity._compare("vanilla", "plain", ALONE, tmp_path, reference, whole[2])
+
+    assert row(*whole, whole[0][half:]).passed
+    late = [*[2.0] * (parity.UPDATES - 1), math.nan]
+    assert not row(late, whole[1], whole[2], whole[0][half:]).passed
+    assert not row(whole[0], late, whole[2], whole[0][half:]).passed
+    assert not row(*whole, late[half:]).passed
+    assert not row(*whole[:2], {**whole[2], "b": torch.tensor([1.0, math.nan])}, whole[0][half:]).passed
 
 
 def test_packed_batches_in_16_bit_are_close_to_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
