@@ -135,7 +135,9 @@ def difference(one: Path, other: Path, update: int) -> float:
     first, second = weights(one, update), weights(other, update)
     if first.keys() != second.keys():
         raise RuntimeError("the runs have different weights")
-    return max(float((first[name].float() - second[name].float()).abs().max()) for name in first)
+    return float(
+        torch.tensor([float((first[name].float() - second[name].float()).abs().max()) for name in first]).max()
+    )
 
 
 def engine(name: str, shell: Shell) -> Values:
@@ -164,7 +166,7 @@ def devices(shell: Shell) -> Values:
     gpu = shell.train("on-gpu", settings, 150)
     cpu = shell.train("on-cpu", settings, UPDATES, cpu=True)
     ours, theirs = logged(gpu, "train/loss"), logged(cpu, "train/loss")
-    worst = max(abs(ours[update] / theirs[update] - 1.0) for update in theirs)
+    worst = float(torch.tensor([abs(ours[update] / theirs[update] - 1.0) for update in theirs]).max())
     source = shell.scratch / "text" / "test.en"
     lines = {}
     for name, precision, hidden in (("gpu", "fp32", False), ("half", "auto", False), ("cpu", "fp32", True)):
@@ -172,7 +174,7 @@ def devices(shell: Shell) -> Values:
         shell.call("translate", *words, cpu=hidden)
         lines[name] = (shell.scratch / f"{name}.hyp").read_text("utf-8").splitlines()
     same = {name: sum(map(str.__eq__, lines[name], lines["cpu"])) / len(lines["cpu"]) for name in ("gpu", "half")}
-    if worst > 1e-4 or same["gpu"] < 0.99:
+    if not worst <= 1e-4 or same["gpu"] < 0.99:
         raise RuntimeError(f"losses differ by {worst:.2g}; {same['gpu']:.1%} of the translations are the same")
     return {"difference": worst, "same_fp32": same["gpu"], "same_16_bit": same["half"]}
 
@@ -223,8 +225,8 @@ def others(shell: Shell) -> Values:
         shell.call("score-pairs", *words, cpu=cpu)
         text = (shell.scratch / f"{name}.scores").read_text("utf-8")
         found[name] = [float(line.split()[0]) for line in text.splitlines() if re.match(r"-?\d", line)]
-    worst = max(abs(a - b) for a, b in zip(found["gpu"], found["cpu"], strict=True))
-    if worst > 1e-3:
+    worst = float(torch.tensor([abs(a - b) for a, b in zip(found["gpu"], found["cpu"], strict=True)]).max())
+    if not worst <= 1e-3:
         raise RuntimeError(f"scores differ by {worst:.2g}")
     return {"difference": worst}
 

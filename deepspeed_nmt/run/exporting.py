@@ -142,7 +142,7 @@ def export_run(
         program = format(new, subject)
         comparisons, difference = _compare(subject, program, settings, text, scorer)
         problems = [problem for comparison in comparisons for problem in comparison.problems(request.precision)]
-        if request.precision == "fp32" and difference > _LARGEST_LOGIT_DIFFERENCE:
+        if request.precision == "fp32" and not difference <= _LARGEST_LOGIT_DIFFERENCE:
             problems.append(
                 f"log-probabilities of tokens differ by {difference:.1e}, more than {_LARGEST_LOGIT_DIFFERENCE:g}"
             )
@@ -165,7 +165,7 @@ def export_run(
             metric="" if scorer is None else scorer.metrics[0].name,
             signature="" if scorer is None else scorer.metrics[0].signature(),
             length_penalty=format.length_penalty or settings.length_penalty,
-            logit_difference=difference,
+            logit_difference=difference if math.isfinite(difference) else None,
             comparisons=comparisons,
             weights_bytes=4 * sum(sizes(cut)),
             export_bytes=sum(record.bytes for record in records.values()),
@@ -335,7 +335,8 @@ def _logit_difference(here: OwnProgram, program: Format, sources: Sentences, own
     some = range(0, len(sources), max(1, len(sources) // _SCORED))
     pairs = [sources[number] for number in some], [own[number].tokens for number in some]
     both = zip(here.token_log_probs(*pairs), program.token_log_probs(*pairs), strict=True)
-    return max(abs(one - other) for ours, theirs in both for one, other in zip(ours, theirs, strict=True))
+    differences = [abs(one - other) for ours, theirs in both for one, other in zip(ours, theirs, strict=True)]
+    return float(torch.tensor(differences).max())  # NaN if one is
 
 
 def is_current(certificate: Certificate, path: Path, checkpoint: str) -> bool:
