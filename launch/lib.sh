@@ -262,8 +262,19 @@ pip_install() {
 }
 
 install_lock() {
+    local other
     say "installing requirements/$1.txt"
     [ -z "$WHEELHOUSE" ] || check_wheelhouse "$1"
+    case "$1" in cpu | cuda | v100)
+        for other in cpu cuda v100; do
+            if [ "$other" != "$1" ] && [ -e "$VENV/.installed-$other" ]; then
+                # pip would keep torch: its build for other hardware has the same version.
+                rm "$VENV/.installed-$other"
+                "$VENV/bin/python" -m pip uninstall --quiet --yes torch
+            fi
+        done
+        ;;
+    esac
     # Once the other packages are installed, pip asks PyTorch's index for torch only. If that index cannot be reached,
     # this saves the retries for every other package.
     case "$1" in cpu | cuda | v100) pip_install --no-deps -r "$ROOT/requirements/common.txt" || return ;; esac

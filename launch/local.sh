@@ -44,9 +44,9 @@ if [ "$gpus" = 0 ]; then
     settings=(engine.device=cpu)
 fi
 ranks="${ranks:-$gpus}"
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_for "$ranks")}"
 where=(--num_gpus "$ranks")
 [ "$gpus" = 0 ] || take_gpus
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_for "$ranks")}"
 say "$ranks ranks on $([ "$gpus" = 0 ] && echo CPU || echo GPU)"
 # No hostfile: DeepSpeed would take /job/hostfile, and start on the hosts that it names. Settings of the user come last.
 run_ranks deepspeed "${where[@]}" --hostfile /dev/null --log_level error --master_port "$(free_port)" \

@@ -83,19 +83,26 @@ else
     words=()
     for word in "$@"; do words+=("$(remote "$word")"); done
     set -- "${words[@]}"
-    # The launcher passes NCCL's variables to the hosts by itself, and other variables only if this file has them.
+    # The launcher passes only variables to the hosts that this file has, and NCCL's if this host has GPUs.
     export DS_ENV_FILE="$SCRATCH/environment"
     for name in GLOO_SOCKET_IFNAME OMP_NUM_THREADS DEEPSPEED_NMT_KERNELS DEEPSPEED_NMT_PLUGINS \
-        DEEPSPEED_NMT_STOP DEEPSPEED_NMT_STATUS PATH; do
+        DEEPSPEED_NMT_STOP DEEPSPEED_NMT_STATUS PATH $(compgen -e NCCL_ || true); do
         [ -z "${!name:-}" ] || printf '%s=%s\n' "$name" "${!name}" >>"$DS_ENV_FILE"
     done
-    on_hosts() { PDSH_RCMD_TYPE=ssh pdsh -w "$hosts" "$1" </dev/null; }
+    pdsh="$(command -v pdsh)"
+    on_hosts() { PDSH_RCMD_TYPE=ssh "$pdsh" -w "$hosts" "$1" </dev/null; }
     request_stop() {
         on_hosts "mkdir -p '$SCRATCH' && touch '$SCRATCH/stop'"
         echo 75 >"$SCRATCH/status"
         trap 'on_hosts "rm -rf '"'$SCRATCH'"'"' EXIT
     }
-    echo 0 >"$SCRATCH/status" # of ranks on other hosts, which end with 0 or a status of their own, as does a lost ssh
+    # Ranks of other hosts end with 0 or a status of their own, as does a lost ssh; that pdsh itself is killed DeepSpeed
+    # reports as 0.
+    mkdir "$SCRATCH/bin"
+    printf '#!/bin/sh\n%q "$@" && { [ -s %q ] || echo 0 >%q; }\n' "$pdsh" "$SCRATCH/status" "$SCRATCH/status" \
+        >"$SCRATCH/bin/pdsh"
+    chmod +x "$SCRATCH/bin/pdsh"
+    export PATH="$SCRATCH/bin:$PATH"
 fi
 say "$count hosts, meeting at $master:$port"
 run_ranks deepspeed "${launcher[@]}" --module deepspeed_nmt train "$@"

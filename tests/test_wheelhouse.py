@@ -142,6 +142,13 @@ def test_it_installs_without_a_network(repository: Path, wheelhouse: Path, tmp_p
     found = {path.name.removesuffix("-1.0.dist-info") for path in (tmp_path / "venv").rglob("*.dist-info")}
     assert {"deepspeed", "deepspeed_nmt", "plain", "runtime-3.0.dist-info", "torch", "writer", "tester"} <= found
     assert shell(repository, "install cpu docs", WHEELHOUSE=str(wheelhouse), VENV=venv).stdout == "", "nothing twice"
+    # For other hardware torch has the same version, which pip would keep.
+    for stamp in ("cpu", "v100"):
+        (tmp_path / "venv" / f".installed-{stamp}").touch()
+    code = 'pip_install() { :; }; install_lock cuda; ls -A "$VENV"'
+    done = shell(repository, code, VENV=venv)
+    assert ".installed-docs" in done.stdout and ".installed-cpu" not in done.stdout, done.stderr
+    assert ".installed-v100" not in done.stdout and not list((tmp_path / "venv").rglob("torch*.dist-info"))
 
     alone = shell(repository, "pip_install --quiet --target elsewhere plain", VENV=venv)
     assert alone.returncode != 0 and "pip could not install what is needed" in alone.stderr

@@ -220,7 +220,7 @@ def torch_build(context: JobContext) -> Iterator[Finding]:
     gpu, visible = context.gpus[0], context.environment.get("CUDA_VISIBLE_DEVICES")
     if torch.version.cuda is None:
         text = f"torch {torch.__version__} is built for CPUs and cannot use the {gpu.name} here"
-        yield fault(f"{text}; `pip install -r {_lock(context)}`")
+        yield fault(f"{text}; `pip uninstall -y torch && pip install -r {_lock(context)}`")
     elif problem := driver_problem(gpu.driver, gpu.capability, torch.__version__, torch.version.cuda):
         yield fault(problem)
     elif visible is not None:

@@ -153,7 +153,7 @@ echo 0 >"$DEEPSPEED_NMT_STATUS"
 """
 
 
-def launched(script: str, *words: str, programs: Path, cwd: Path | None = None) -> str:
+def launched(script: str, *words: str, programs: Path, cwd: Path | None = None, **settings: str) -> str:
     """Return the options that a script gives DeepSpeed's launcher, and the arguments that ranks receive."""
     programs.mkdir(exist_ok=True)
     host = {"nvidia-smi": "#!/bin/sh\nprintf '0\\n1\\n'", "nproc": "#!/bin/sh\necho 24"}
@@ -164,7 +164,11 @@ def launched(script: str, *words: str, programs: Path, cwd: Path | None = None) 
     done = subprocess.run(
         [str(ROOT / "launch" / script), *words],
         env=shell_environment(
-            VENV=str(programs / "none"), PATH=path, LAUNCHED=str(programs / "launched"), OMP_NUM_THREADS=""
+            VENV=str(programs / "none"),
+            PATH=path,
+            LAUNCHED=str(programs / "launched"),
+            OMP_NUM_THREADS="",
+            **settings,
         ),
         capture_output=True,
         text=True,
@@ -188,6 +192,33 @@ def test_remote_shells_read_arguments_as_they_are(tmp_path: Path) -> None:
     assert f"the path of the working directory as it is: {place}" in refused
 
 
+# DeepSpeed's launcher: that a signal ended pdsh, whose status is negative then, is none of its errors.
+BY_PDSH = """#!/usr/bin/env python3
+import os, shutil, subprocess, sys
+shutil.copy(os.environ["DS_ENV_FILE"], os.environ["LAUNCHED"])
+sys.exit(max(0, subprocess.call(["pdsh"])))
+"""
+
+
+@pytest.mark.parametrize(("ending", "status"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 70)])
+def test_hosts_get_variables_of_nccl_and_a_lost_pdsh_is_an_error(ending: str, status: int, tmp_path: Path) -> None:
+    (hostfile := tmp_path / "hostfile").write_text("one slots=4\ntwo slots=8\n")
+    for name, content in {"deepspeed": BY_PDSH, "ssh": "", "pdsh": f"#!/bin/sh\n{ending}\n"}.items():
+        (tmp_path / name).write_text(content)
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    variables = {"LAUNCHED": str(tmp_path / "launched"), "NCCL_DEBUG": "INFO", "VENV": str(tmp_path / "none")}
+    words = ["--hostfile", str(hostfile), "--interface", "eth9", "--", "x"]
+    done = subprocess.run(
+        [str(ROOT / "launch/multinode.sh"), *words],
+        env=shell_environment(PATH=path, **variables),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == status, done.stderr
+    assert {"NCCL_DEBUG=INFO", "NCCL_SOCKET_IFNAME=eth9"} <= set((tmp_path / "launched").read_text().splitlines())
+
+
 def test_local_trains_on_this_machine_by_the_settings_of_the_user(tmp_path: Path) -> None:
     said = launched("local.sh", "--cpu", "--", "--run", "my run", "engine.device=auto", programs=tmp_path / "bin")
     assert "--hostfile /dev/null" in said, "DeepSpeed's default may name other hosts"
@@ -195,6 +226,8 @@ def test_local_trains_on_this_machine_by_the_settings_of_the_user(tmp_path: Path
     assert said.startswith("threads 12: "), "of 24 cores"
     said = launched("local.sh", "--", "--run", "my run", programs=tmp_path / "bin")
     assert said.startswith("threads 12: ") and "--num_gpus 2" in said
+    said = launched("local.sh", "--", "--run", "my run", programs=tmp_path / "bin", CUDA_VISIBLE_DEVICES="1")
+    assert said.startswith("threads 24: ") and "--include localhost:1" in said
 
 
 def test_tensorboard_reads_on_what_training_writes_after_choose_best(tmp_path: Path) -> None:
