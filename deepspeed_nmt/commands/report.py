@@ -33,7 +33,7 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("--input", _TRANSLATING, {"type": Path, "metavar": "F", "help": "source text to translate"}),
     ("--reference", _TRANSLATING, {"type": Path, "metavar": "F", "help": "reference translation of --input"}),
     ("--recipe", "run", {"metavar": "NAME",
-     "help": "recipe to compare the settings with (default: that of the last start, or the nearest)"}),
+     "help": "recipe to compare the settings with (default: that of the last start, or none: the defaults)"}),
     ("--metric", "sweep", {"metavar": "M",
      "help": "measure of validation that is the score: a metric or loss, of a named set as SET/METRIC, of the mean "
      "as mean/METRIC (default: the first metric that any run has logged)"}),

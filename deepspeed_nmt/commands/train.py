@@ -99,7 +99,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     from deepspeed_nmt.run.resolve import check_ranks_agree, check_room
     from deepspeed_nmt.run.start import begin, check_trusted, is_of_this_job, run_lock
     from deepspeed_nmt.run.trainer import Trainer
-    from deepspeed_nmt.run.validation_sets import SPLIT, check_commands, open_sets, warn_of_repeated
+    from deepspeed_nmt.run.validation_sets import SPLIT, check_commands, open_sets
     from deepspeed_nmt.train.events import Events, Notifier, check_notify
 
     ledger.begin("data")
@@ -151,7 +151,6 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
             log_to(arguments.run / LOGS / f"rank-{world.rank}.log")
         if environment is not None:
             logger.info("%s", environment)
-            warn_of_repeated(sets)
         notifier = Notifier(config.training.notify, config.training.notify_on)
         with Events(arguments.run, world.is_main, notifier) as events:
             # It names the rank at fault before the others leave a collective, which has the same time limit.

@@ -105,11 +105,7 @@ class RunPage:
         self.texts = read_texts(path, self.best.update if self.best else 0)
         self.environment = read_object(path, ENVIRONMENT_FILE)
         self.settings = self.config.flat()
-        self.recipe, self.is_guessed = recipe or self._recorded_recipe(), False
-        if self.recipe is None:
-            flat = {name: load_config(name).flat() for name in recipes()}
-            self.recipe = min(flat, key=lambda name: (len(differing([self.settings, flat[name]])), name))
-            self.is_guessed = True
+        self.recipe = recipe or self._recorded_recipe()
 
     def render(self) -> bytes:
         """Return the page."""
@@ -237,7 +233,7 @@ class RunPage:
     @property
     def subtitle(self) -> str:
         """A line on the model and its data."""
-        parts = [f"{'near the recipe' if self.is_guessed else 'recipe'} {self.recipe}"]
+        parts = ["no recipe" if self.recipe is None else f"recipe {self.recipe}"]
         model = self.config.for_update(self.outcome.updates).model
         layers = [getattr(model, name, None) for name in SIDES]
         if all(isinstance(count, int) for count in layers):
@@ -316,11 +312,10 @@ class RunPage:
         changed = differing([own, other])
         rows = [[key, *(setting(side[key]) if key in side else "-" for side in (own, other))] for key in changed]
         same = [[key, setting(own[key])] for key in own if key not in changed]
-        note = "No command is recorded that names a recipe; this is the one that differs least."
-        title = f"Differences from the recipe {self.recipe}"
+        what = "the defaults" if self.recipe is None else f"the recipe {self.recipe}"
         return [
-            Table(title, ["setting", "this run", "recipe"], rows, note=note if self.is_guessed else ""),
-            Table("Settings as in the recipe", ["setting", "value"], same, folded=True),
+            Table(f"Differences from {what}", ["setting", "this run", "there"], rows),
+            Table(f"Settings as in {what}", ["setting", "value"], same, folded=True),
         ]
 
     def _data(self) -> list[Table]:

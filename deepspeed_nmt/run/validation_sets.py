@@ -87,20 +87,6 @@ def digest(sets: Mapping[str, DataDirectory]) -> str:
     return total.hexdigest()[:8]
 
 
-def warn_of_repeated(sets: Mapping[str, DataDirectory]) -> None:
-    """Warn of validation sets that have the text of an earlier one: each is translated again for the same scores."""
-    first: dict[str, str] = {}
-    for name, data in sets.items():
-        other = first.setdefault(digest({"": data}), name)
-        if other != name:
-            logger.warning(
-                "%s has the text of %s, and its scores; leave it out (validation.sets.%s=null)",
-                title(name),
-                title(other) if other else f"that of the training data ({sets[MAIN].path})",
-                name,
-            )
-
-
 def check_commands(config: RunConfig, world: World) -> None:
     """Check that programs can be called, that other ranks wait for them, and that early stopping has a score."""
     commands, timeout_s = config.validation.commands, config.engine.timeout_s

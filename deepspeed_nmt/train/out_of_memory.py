@@ -43,8 +43,7 @@ def probe(wanted: Probe, engine: Engine, loader: TrainLoader, is_auto: bool = Fa
         return
     started = time.monotonic()
     batch = loader.largest()
-    hint = "; training.probe=never starts without this test"
-    with explained("the largest expected micro-batch", [batch], device, hint):
+    with explained("the largest expected micro-batch", [batch], device):
         engine.probe(batch)
     peak = peak_memory_gib(device)
     logger.info(
@@ -68,7 +67,7 @@ def has_room(config: BatchConfig, ranks: int, peak_gib: float, capacity_gib: flo
 
 
 @contextmanager
-def explained(what: str, micro_batches: Sequence[Batch], device: torch.device, hint: str = "") -> Iterator[None]:
+def explained(what: str, micro_batches: Sequence[Batch], device: torch.device) -> Iterator[None]:
     """Turn an out-of-memory error of ``what`` the block does into a message with sizes and settings to change."""
     try:
         yield
@@ -84,7 +83,7 @@ def explained(what: str, micro_batches: Sequence[Batch], device: torch.device, h
             f"{largest.padded_tokens} of batch.micro_tokens ({first_line(error)}). Lower batch.micro_tokens (the "
             "updates stay the same), recompute layers (engine.recompute_decoder=1 engine.recompute_encoder=1), or "
             "with several GPUs divide the model's state (engine.ds_config=zero2 or zero3) or its matrices "
-            f"(engine.tensor_parallel=2){hint}"
+            f"(engine.tensor_parallel=2)"
         ) from error
 
 

@@ -72,9 +72,6 @@ class Saver:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Wait on this rank until nothing is written any more, and release the copy."""
         self._thread.shutdown()
         if self._buffer is not None:

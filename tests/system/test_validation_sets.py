@@ -62,8 +62,6 @@ def test_each_set_is_measured_by_the_metrics_of_its_text(data: Path, validated: 
     assert progress.best_by is not None and progress.best_by.startswith("valid/news/bleu_tokenised of ")
     assert progress.best_loss == values["valid/news/loss"]
     said = (validated / "logs" / "rank-0.log").read_text()
-    assert said.count("the validation set again has the text of that of the training data") == 1
-    assert "the validation set news has the text" not in said
     assert re.search(r"done: 4 updates, .* target tokens, best valid news bleu_tokenised \d+\.\d\d \(update", said)
     assert "valid/news/bleu_tokenised: nrefs:1|" in said and "valid/again/bleu: nrefs:1|" in said
 
