@@ -113,6 +113,8 @@ class DeepSpeedEngine(Engine):
         scaler = self._scaler()
         if scaler is not None:
             scaler.raise_error_at_min_scale = False  # the training loop limits the number of skipped updates
+            # DeepSpeed 0.19.8 raises the scale before it divides the gradients by it; :meth:`update` does it after.
+            self._zero._update_scale = lambda overflow=False: scaler.update_scale(True) if overflow else None
 
     def _wait_once(self) -> None:
         """Have ZeRO-2's step, and ZeRO-1's in fp16 and fp32, wait for the device once: for the norm of the gradient.
@@ -204,6 +206,8 @@ class DeepSpeedEngine(Engine):
         if self._stage > 0:
             norm = await_ranks(self._norm)
             skipped = bool(self._zero.overflow)
+            if (scaler := self._scaler()) is not None and not skipped:
+                scaler.update_scale(False)
         if self._order is not None:
             self._order.check()
         self._stepped = self._stepped or not skipped

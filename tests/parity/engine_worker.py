@@ -122,12 +122,18 @@ def stays(engine: Engine, update: Update) -> bool:
 
 
 def loss_scales(engine_name: str, world: World, directory: Path, update: Update) -> list[Any]:
-    """Return an engine's scalars at the end of a window, and the next loss scales, without and with a resume.
+    """Return an engine's scalars at the end of a window, and the next two updates, without and with a resume.
 
-    The third item is the scale after a resume after an overflow at a scale of 1.
+    Of these are the loss scales, the norms, and by how much the first moment has grown since an update before. The
+    third item is the scale after a resume after an overflow at a scale of 1.
     """
+
+    def momentum() -> float:
+        return float(max(state.states["exp_avg"].norm() for state in engine.state()))
+
     engine = build("vanilla", engine_name, world, directory)
     engine.update(update.micro_batches, update.target_tokens, 0.0)
+    first = momentum()
     scaler = engine._scaler()  # type: ignore[attr-defined]
     scaler.cur_iter, scaler.last_overflow_iter, scaler.cur_hysteresis = scaler.scale_window, -1, 1
     saved, scalars = Saved(engine.state()), engine.scalars()
@@ -140,7 +146,8 @@ def loss_scales(engine_name: str, world: World, directory: Path, update: Update)
             engine.restore(saved, scalars)
         before = engine.scalars()
         results = [engine.update(update.micro_batches, update.target_tokens, 0.0) for _ in range(2)]
-        found.append([vars(before), [result.loss_scale for result in results]])
+        known = [[result.loss_scale for result in results], [result.grad_norm for result in results]]
+        found.append([vars(before), *known, momentum() / first])
         engine.close()
     return [*found, least]
 

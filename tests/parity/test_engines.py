@@ -236,6 +236,8 @@ def test_a_skipped_update_leaves_weights_and_states_alone(reports: Reports, name
 def test_the_loss_scale_of_deepspeed_goes_on_after_a_resume(reports: Reports) -> None:
     straight, resumed, least = reports("vanilla", 2)["zero2:fp16"]["scales"]
     assert straight == resumed and straight[1] == [256.0, 512.0], "it doubles after the window"
+    assert straight[2][0] == pytest.approx(straight[2][1], rel=1e-3), "the norm of one update has one scale"
+    assert straight[3] == pytest.approx(1.0 + 0.9 + 0.81, rel=1e-3), "of gradients without the scale"
     assert least == 1.0
 
 
