@@ -71,10 +71,14 @@ def run(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         files, _ = open_aligned(stack, names, {"output": target})
         translator = Translator.opened(options, {})
-        if (file := files["target"]).seekable():  # a pipe is checked as it is read
-            start, lines = file.tell(), text_lines(file, names["target"])
-            check_targets(translator.model, translator.tokenizer, translator.tags, lines)
-            file.seek(start)
+        for side, file in files.items():
+            if file.seekable():  # a pipe is checked as it is read
+                start, lines = file.tell(), text_lines(file, names[side])
+                if side == "target":
+                    check_targets(translator.model, translator.tokenizer, translator.tags, lines, options.strict)
+                elif options.strict:
+                    translator.check(lines, options.max_source_tokens)
+                file.seek(start)
         exits = translator.exits if arguments.all_exits else [arguments.exit or "top"]
         output = stack.enter_context(nullcontext(sys.stdout) if target is None else atomic_writer(target, "w"))
         advance = stack.enter_context(counting("score-pairs", "scores"))

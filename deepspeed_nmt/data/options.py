@@ -266,11 +266,6 @@ class PrepareOptions(ExecutorOptions):
         ):  # fmt: skip
             if (count := len(paths)) not in (0, files):
                 yield f"--train-{name} has {counted(count, 'files')} for {files} of the training text"
-        if self.train_alignments and self.tokenizer is not None:
-            yield (
-                "--train-alignments needs tokens that show where words begin, unlike those of --tokenizer; leave out "
-                "one of them"
-            )
         scored = [name for name, entry in self.filters.items() if entry.reads_scores]
         if scored and not self.train_scores:
             yield f"no scores of the training pairs for the filter {scored[0]}; give --train-scores"

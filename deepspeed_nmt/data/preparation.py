@@ -32,7 +32,7 @@ from deepspeed_nmt.data.stages import PairEncoder, Preparation, differing, join,
 from deepspeed_nmt.data.tasks import run_stages
 from deepspeed_nmt.data.tokenizer import SampledSegmentations, Tokenizer
 from deepspeed_nmt.data.vocabulary_training import adopt_models
-from deepspeed_nmt.errors import DataError, shown_bytes
+from deepspeed_nmt.errors import ConfigError, DataError, shown_bytes
 from deepspeed_nmt.files import is_replaceable, remove, resolved
 from deepspeed_nmt.manifest import check_own
 from deepspeed_nmt.text import DamagedLine, text_of
@@ -94,6 +94,11 @@ def check_options(
     if inside := [path for path in paths if path != STANDARD_INPUT and resolved(path).is_relative_to(out)]:
         raise DataError(f"--out {out} holds the text {inside[0]}, which would be replaced; choose another --out")
     vocabulary = _existing_vocabulary(options)
+    if isinstance(vocabulary, BertTokenizer) and options.train_alignments:
+        raise ConfigError(
+            "--train-alignments needs tokens that show where words begin, unlike those of a BERT; leave it out, or "
+            "take another vocabulary"
+        )
     models = None if vocabulary is None else vocabulary.sentencepiece_models()
     sampling = options.sampling(options.vocabulary_type or ("bpe" if models is None else type_of(models[1])))
     if vocabulary is not None:

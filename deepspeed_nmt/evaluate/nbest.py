@@ -179,8 +179,9 @@ class RerankLists:
         a line with a single candidate, which both exits propose, may have fewer.
         """
         count_LN = self._proposed_LKN.sum(axis=1)
-        several_L = np.array([len(candidates) > 1 for candidates in self.lists])
-        cut_L = (count_LN < count_LN.max()).any(axis=1) & several_L
+        single_L = np.array([len(candidates) == 1 for candidates in self.lists])
+        by_both_L = self._proposed_LKN[:, 0].all(axis=1)
+        cut_L = (count_LN < count_LN.max()).any(axis=1) & ~(single_L & by_both_L)
         return int(cut_L.argmax()) + 1 if cut_L.any() else None
 
     def choose(self, alpha: float, exponent: float) -> NDArray[np.intp]:

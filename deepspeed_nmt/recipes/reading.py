@@ -43,15 +43,24 @@ class _Loader(yaml.SafeLoader):
 
     @override
     def construct_yaml_int(self, node: yaml.ScalarNode) -> Any:
-        """Return a number, or the text of one that is larger than every setting; its check then shows the text."""
+        """Return a number, or the text of one that is larger than every setting; its check then shows the text.
+
+        In YAML 1.1 010 is 8, and 2:00 is 120. Here they are 10 and a text.
+        """
+        text = node.value.replace("_", "")
         try:
-            number = super().construct_yaml_int(node)
+            number = int(text) if text.lstrip("+-").isdecimal() else super().construct_yaml_int(node)
         except ValueError:  # more digits than Python converts
             return node.value
-        return number if abs(number) < _MAX_INTEGER else node.value
+        return number if abs(number) < _MAX_INTEGER and ":" not in text else node.value
+
+    @override
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> Any:
+        return node.value if ":" in node.value else super().construct_yaml_float(node)
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 # Without timestamps, 2024-01-01 is the name of a folder, and 2024-99-99 no error.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]

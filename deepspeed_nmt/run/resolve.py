@@ -287,10 +287,14 @@ def agree_on_kernels(kernels: Kernels, world: World, dtypes: Iterable[torch.dtyp
     Otherwise ranks that share a model would draw different dropout masks.
     """
     with fail_together(world):
-        chosen = [kernels.choices(world.device, dtype) for dtype in dtypes]
-        by_torch = {name: float(any(choices[name] == "torch" for choices in chosen)) for name in OPERATIONS}
+        chosen = {dtype: kernels.choices(world.device, dtype) for dtype in sorted(dtypes, key=str)}
+        by_torch = {
+            f"{operation} {dtype}": float(choices[operation] == "torch")
+            for dtype, choices in chosen.items()
+            for operation in OPERATIONS
+        }
     counts = sum_over_ranks(by_torch, world)
-    differing = [operation for operation, count in counts.items() if 0.0 < count < world.ranks]
+    differing = dict.fromkeys(key.partition(" ")[0] for key, count in counts.items() if 0.0 < count < world.ranks)
     if not differing:
         return kernels
     logger.warning("%s: all ranks fall back to torch, because some have no other kernel", ", ".join(differing))

@@ -17,9 +17,16 @@ from torch import Tensor
 from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import DataError, counted
-from deepspeed_nmt.search.base import MisalignedError
+from deepspeed_nmt.search.base import MisalignedError, check_finite
 from deepspeed_nmt.search.decode_options import DecodeOptions
-from deepspeed_nmt.search.lines import BUFFER_LINES, LineTokenizer, SourceCounts, SourceLines, length_buckets
+from deepspeed_nmt.search.lines import (
+    BUFFER_LINES,
+    LineTokenizer,
+    SourceCounts,
+    SourceLines,
+    length_buckets,
+    refuse_damaged,
+)
 from deepspeed_nmt.search.models import mean_of, members_of, weights_of
 from deepspeed_nmt.search.reliance import ScoredTranslation
 from deepspeed_nmt.text import Tags
@@ -114,17 +121,23 @@ def blind_log_probs(
     return token_log_probs(model, vocabulary, nothing_1S, False, [translations])[0]
 
 
-def check_targets(model: DecodableModel, tokenizer: LineTokenizer, tags: Tags, lines: Iterable[str]) -> None:
+def check_targets(
+    model: DecodableModel, tokenizer: LineTokenizer, tags: Tags, lines: Iterable[str], strict: bool = False
+) -> None:
     """Check that a model can read all translations of a text, with the target's tag, before any is scored.
 
     Raises:
-        DataError: if one is too long, with the number of its line.
+        DataError: if one is too long, or ``strict`` is True and one was not UTF-8, with the number of its line.
     """
-    if model.longest_target is None:
+    if model.longest_target is None and not strict:
         return
     before, texts, tag = 0, iter(lines), "" if tags.target is None else f"{tags.target} "
-    while buffer := [f"{tag}{line}" for line in islice(texts, BUFFER_LINES)]:
-        _check_lengths(tokenizer.encode_batch(buffer, "target"), model.longest_target, before)
+    while buffer := list(islice(texts, BUFFER_LINES)):
+        for number, line in enumerate(buffer if strict else (), before + 1):
+            refuse_damaged(number, "translations", line)
+        if model.longest_target is not None:
+            tagged = [f"{tag}{line}" for line in buffer]
+            _check_lengths(tokenizer.encode_batch(tagged, "target"), model.longest_target, before)
         before += len(buffer)
 
 
@@ -163,6 +176,7 @@ def score_lines(
         lock: held while the model is used, and at no other time.
 
     Raises:
+        CheckpointError: if the model predicts NaN.
         DataError: if a translation is longer than the model can read, or ``strict`` is True and a source is too
             long or a line was not UTF-8.
         MisalignedError: if there are more sources than translations or fewer, after all pairs.
@@ -206,6 +220,7 @@ def score_lines(
                     unseen = dict(zip(bucket, values, strict=True))
             for numbers, of_source in zip(numbers_of.values(), scores, strict=True):
                 for number, log_probs in zip(numbers, of_source, strict=True):
+                    check_finite(sum(log_probs) + sum(unseen.get(number, ())))
                     scored[number] = ScoredTranslation(targets[number], log_probs, unseen.get(number))
             advance(len(bucket))
         yield from (scored[number] for number in range(len(texts)))

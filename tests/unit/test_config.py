@@ -12,6 +12,7 @@ from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine_for, us
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.transformer import TransformerConfig
 from deepspeed_nmt.recipes import recipes
+from deepspeed_nmt.recipes.reading import parse_yaml
 from deepspeed_nmt.train.optimizers.adam import AdamConfig
 from tests.support import ROOT
 
@@ -190,6 +191,18 @@ def test_plan_counts_the_papers_parameters(
 
 def test_the_reference_is_up_to_date() -> None:
     assert (ROOT / "docs/configuration.md").read_text(encoding="utf-8").endswith(f"\n\n{settings_reference()}")
+
+
+@pytest.mark.parametrize(("text", "seed"), [("010", 10), ("-0_1", -1), ("0x10", 16), ("1_000", 1000)])
+def test_integers_are_decimal_whatever_zeros_they_begin_with(text: str, seed: int) -> None:
+    assert parse_yaml(f"a: [{text}]", "a") == {"a": [seed]}
+
+
+@pytest.mark.parametrize("text", ["2:00", "1:30.5"])
+def test_times_are_no_numbers(text: str) -> None:
+    assert parse_yaml(f"a: {text}", "a") == {"a": text}
+    with pytest.raises(ConfigError, match=f"training.max_updates.*{text}"):
+        load_config(settings=[f"training.max_updates={text}"])
 
 
 def test_off_is_the_word_although_yaml_reads_it_as_false(tmp_path: Path) -> None:

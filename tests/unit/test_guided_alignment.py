@@ -16,6 +16,8 @@ from deepspeed_nmt.cli import main
 from deepspeed_nmt.config import RunConfig, validate
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import TrainModule
+from deepspeed_nmt.data import preparation
+from deepspeed_nmt.data.bert_tokenizer import BertTokenizer
 from deepspeed_nmt.data.corpus import Corpora, Corpus, CorpusPart
 from deepspeed_nmt.data.data_directory import DataDirectory
 from deepspeed_nmt.data.loader import collate, collate_packed
@@ -149,6 +151,14 @@ def prepare(directory: Path, *options: str, links: str = LINKS) -> int:
     words = [str(directory / word) if word in ("en", "de") else word for word in sides]
     return main(["prepare", *words, "--train-alignments", str(directory / "links"), "--out", str(directory / "data"),
                  "--vocab-size", "45", *options])  # fmt: skip
+
+
+def test_tokens_of_a_bert_have_no_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preparation, "_existing_vocabulary", lambda options: object.__new__(BertTokenizer))
+    assert prepare(tmp_path) == 2
+    assert "--train-alignments needs tokens that show where words begin" in capsys.readouterr().err
 
 
 def test_words_that_the_normalization_changes_have_no_links(tmp_path: Path) -> None:

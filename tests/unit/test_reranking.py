@@ -122,6 +122,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     [
         ([[0, 1, 2], [0, 1, 2], [0], [0, 1]], 4),
         ([[0, 1], [1, 2], [0], [0, 1]], 1),
+        ([[0, 1], [0], [0], [0, 1]], 2),
+        ([[0], [1], [0], [0]], 1),
     ],
 )
 def test_lists_that_are_cut_off_are_refused(

@@ -100,7 +100,7 @@ def test_if_a_rank_lacks_a_kernel_all_ranks_fall_back_to_torch(
         """Fake a second rank with the same settings that fell back to torch for one operation."""
 
         def total(own: dict[str, float], world: World) -> dict[str, float]:
-            other = {name: float(name == operation or name not in asked) for name in own}
+            other = {key: float(key == operation or key.partition(" ")[0] not in asked) for key in own}
             return {name: own[name] + other[name] for name in own}
 
         monkeypatch.setattr(resolve, "sum_over_ranks", total)
@@ -108,8 +108,8 @@ def test_if_a_rank_lacks_a_kernel_all_ranks_fall_back_to_torch(
     other_lacks("none of them")
     assert resolve.agree_on_kernels(kernels, World(0, 2, 0, CPU), [torch.float32]) is kernels
     assert kernels.choices(CPU, torch.float32)["softmax"] == "triton"
-    other_lacks("softmax")
-    kernels = resolve.agree_on_kernels(kernels, World(0, 2, 0, CPU), [torch.float32])
+    other_lacks("softmax torch.bfloat16")  # in another dtype all have it
+    kernels = resolve.agree_on_kernels(kernels, World(0, 2, 0, CPU), [torch.float32, torch.bfloat16])
     chosen = kernels.choices(CPU, torch.float32)
     assert chosen["softmax"] == "torch" and chosen["layer_norm"] == "triton"
 

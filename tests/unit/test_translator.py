@@ -19,7 +19,7 @@ from deepspeed_nmt.config import RunConfig, load_config
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.native import library as native
 from deepspeed_nmt.run.opening import Opened, search_settings
@@ -187,6 +187,14 @@ def test_the_top_of_an_exit_aligns_as_the_exit() -> None:
     assert one == other
     with pytest.raises(ConfigError, match="`name` is 1; give the name of an exit"):
         whole.at_exit(1)  # type: ignore[arg-type]
+
+
+def test_scores_of_a_damaged_model_are_refused() -> None:
+    translator = opened()
+    torch.nn.init.constant_(next(translator.model.parameters()), torch.nan)
+    for options in ({}, {"reliance": True}):
+        with pytest.raises(CheckpointError, match="predicts NaN or infinity"):
+            list(translator.score(LINES, LINES, **options))
 
 
 def test_weights_of_an_ensemble() -> None:
@@ -396,3 +404,16 @@ def test_pairs_are_read_from_where_standard_input_stands(tmp_path: Path, monkeyp
             assert main([*words, "--output", str(tmp_path / "scores")]) == 0
         scores.append((tmp_path / "scores").read_text())
     assert scores[0] == scores[1] and len(scores[0].splitlines()) == 2
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_strict_pairs_are_checked_before_any_is_scored(
+    side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("source", "target"):
+        (tmp_path / name).write_bytes(b"ab\nc\xff\n" if name == side else b"ab\ncd\n")
+    monkeypatch.setattr(Translator, "opened", lambda *_: opened())
+    monkeypatch.setattr(Translator, "score", lambda *_, **__: pytest.fail("it was scored"))
+    words = ["score-pairs", "--run", "R", "--source", str(tmp_path / "source"), "--target", str(tmp_path / "target")]
+    assert main([*words, "--strict"]) == 2
+    assert f"line 2 of the {'translations' if side == 'target' else 'source'} is not UTF-8" in capsys.readouterr().err
