@@ -8,14 +8,14 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.core.model import TranslationModel
@@ -68,15 +68,18 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note((result,), made_inside=True)
         return result
 
-    def _note(self, values: tuple[Any, ...], made_inside: bool) -> None:
-        for tensor in filter(torch.is_tensor, tree_leaves(values)):
-            storage = tensor.untyped_storage()
-            if (key := storage._cdata) not in self._known:
-                self._known.add(key)
-                size = storage.nbytes() if made_inside else 0
-                self.bytes += size
-                self.peak_bytes = max(self.peak_bytes, self.bytes)
-                weakref.finalize(storage, self._freed, key, size)
+    def _note(self, values: Iterable[Any], made_inside: bool) -> None:
+        for value in values:
+            if isinstance(value, list | tuple):
+                self._note(value, made_inside)
+            elif isinstance(value, Tensor):
+                storage = value.untyped_storage()
+                if (key := storage._cdata) not in self._known:
+                    self._known.add(key)
+                    size = storage.nbytes() if made_inside else 0
+                    self.bytes += size
+                    self.peak_bytes = max(self.peak_bytes, self.bytes)
+                    weakref.finalize(storage, self._freed, key, size)
 
     def _freed(self, key: int, size: int) -> None:
         self.bytes -= size
