@@ -372,7 +372,9 @@ def _open_locked(path: Path) -> TextIO | None:
     """Open and lock a file, which need not exist; return None if another process holds it."""
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)  # a holder that wrote nothing may have removed it
-        file = path.open("a+", encoding="utf-8")
+        # No link is followed: a run from elsewhere would have its target emptied.
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        file = os.fdopen(number, "a+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

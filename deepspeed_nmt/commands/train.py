@@ -145,7 +145,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
                     directory.verify_hashes(SPLIT)
                 verified = data.verify_hashes()
             if world.is_main:
-                check_room(arguments.run, config, data)
+                check_room(arguments.run, config, data, restart)
                 environment = begin(arguments.run, config, data, restart=restart)
         with fail_together(world):
             log_to(arguments.run / LOGS / f"rank-{world.rank}.log")

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -112,7 +112,11 @@ class CommandMetric(Metric):
             MetricError: if it cannot be called, fails, takes longer than ``limit_s``, is interrupted, or prints no
                 finite number.
         """
-        with TemporaryFile() as out, TemporaryFile() as err:
+        with ExitStack() as stack:
+            try:
+                out, err = (stack.enter_context(TemporaryFile()) for _ in range(2))
+            except OSError as error:
+                raise MetricError(f"{self.path}, the metric {self.name}, has no temporary file: {error}") from error
             process, deadline = self._call(files, (), out, err), time.monotonic() + limit_s
             try:
                 while process.poll() is None:

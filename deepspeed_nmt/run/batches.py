@@ -78,12 +78,23 @@ def layout_on(config: RunConfig, precision: Precision, capability: Capability | 
 
 
 def batch_on(
-    config: RunConfig, micro_tokens: int, data: TrainingData, precision: Precision, world: World, first: int
+    config: RunConfig,
+    micro_tokens: int,
+    data: TrainingData,
+    precision: Precision,
+    world: World,
+    first: int,
+    so_far: str | None = None,
 ) -> BatchConfig:
-    """Return sizes of batches from the update ``first`` on, with their layout on these ranks."""
+    """Return sizes of batches from the update ``first`` on, with their layout on these ranks.
+
+    With `auto`, packed batches have the layout of the run ``so_far``: with another its dropout masks would change.
+    """
     layout = layout_on(config, precision, capability_of(world.device))
     batch = config.batch.model_copy(update={"layout": layout, "micro_tokens": micro_tokens})
     if config.batch.layout == "auto" and layout == "packed":
+        if so_far in LAYOUTS:
+            return batch.model_copy(update={"layout": so_far})
         order = update_order_of(data.corpora(config.mixture), config, data, first=first)
         return with_less_padding(batch, order, world)
     return batch

@@ -26,6 +26,7 @@ from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.data.training import TrainingData
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
 from deepspeed_nmt.evaluate.metrics import Metric, Scorer, TextMetric
+from deepspeed_nmt.export.certificate import EXPORTS
 from deepspeed_nmt.files import atomic_write_bytes, check_utf8_name, read_regular, resolved
 from deepspeed_nmt.manifest import (
     HASH_SUFFIX,
@@ -212,7 +213,7 @@ def check_contents(run: Path) -> None:
     Reading a pipe may never end, and a link may lead to any file of this user. Only the directories of checkpoints
     may be links, to another disk: they have hashes, and none of their text is shown.
     """
-    places = [run / name for name in (*_FILES_READ, LOGS, GRADIENTS, VALIDATION, CHECKPOINTS)]
+    places = [run / name for name in (*_FILES_READ, LOGS, GRADIENTS, VALIDATION, CHECKPOINTS, EXPORTS)]
     inside, store = resolved(run), run / CHECKPOINTS
     while places:
         path = places.pop()

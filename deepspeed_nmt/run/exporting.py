@@ -110,7 +110,10 @@ def export_run(
             f"{run.path} predicts masked tokens, and only runs that translate from left to right are exported"
         )
     exit = TOP if request.exit is None else request.exit
-    then = run.at(request.checkpoint)
+    checkpoint = run.checkpoint(request.checkpoint)
+    # A training of the run may save another best or last one meanwhile.
+    which = str(checkpoint.path)
+    then = run.at(which)
     empty = cut_at(run, build_meta_model(then.config, run.tokenizer.vocabulary), exit)
     try:
         format.check(empty)
@@ -119,7 +122,6 @@ def export_run(
     check_installed(format.package, f"--format {format.name}", format.install)
     info = _info(then, request, empty)
     check(info)
-    checkpoint = run.checkpoint(request.checkpoint)
     if lacking := [f"search.{name}={value}" for name, value in info.left_out.items()]:
         logger.warning(
             "the export of %s is compared by beam search without %s, which other programs lack",
@@ -129,7 +131,7 @@ def export_run(
     settings, longest = info.search, info.longest
     text = export_text(run, request, longest, request.sentences or SENTENCES)
     scorer = None if text.references is None else run.scorer(text.references, run.data.text)
-    cut = run.model(request.checkpoint).at_exit(exit).eval()
+    cut = run.model(which).at_exit(exit).eval()
 
     dropouts = {name: value for name, value in then.config.model.model_dump().items() if name.endswith("dropout")}
     subject = Subject(cut, run.tokenizer, longest, request.precision, run.data.tags, dropouts)

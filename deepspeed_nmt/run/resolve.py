@@ -131,15 +131,16 @@ def resolve(
             metrics, _ = config.validation.chosen(directory.text_form, name)
             Scorer(metrics, directory.text_form, [])  # imports what it needs
         kernels = build_kernels(config)
-    products = micro_tokens = None
+    products = micro_tokens = layout = None
     with suppress(OSError, ValueError, AttributeError, KeyError):
         recorded = parse_json(read_regular(resumed / RESOLVED_FILE)) if resumed else {}
         products = recorded.get("products")
+        layout = recorded["layout"] if recorded["precision"] == engine.precision else None
         micro_tokens = BatchConfig(micro_tokens=recorded["micro_tokens"]).bound
     kernels = keep_products(kernels, products, world)
     # Validation on a CPU runs in fp32, too.
     kernels = agree_on_kernels(kernels, world, {DTYPES[engine.precision], torch.float32})
-    micro_tokens = from_main(micro_tokens, world)
+    micro_tokens, layout = from_main([micro_tokens, layout], world)
     with fail_together(world):
         longest = max(data.corpora(config.mixture).longest)
         recompute, micro_tokens = resolve_memory(config, vocabulary, engine, world, kernels, micro_tokens, longest)
@@ -148,7 +149,7 @@ def resolve(
     with fail_together(world):
         trained = CheckpointStore(resumed / CHECKPOINTS).names() if resumed else []
         first = CheckpointStore.update_of(trained[-1]) + 1 if trained else 1
-        batch = batch_on(config, micro_tokens, data, engine.precision, world, first)
+        batch = batch_on(config, micro_tokens, data, engine.precision, world, first, layout)
     backends = kernels.describe(world.device, DTYPES[engine.precision])
     is_compiled = config.engine.compile == "layers"
     return Resolved(vocabulary, engine, batch, recompute, kernels, backends, is_compiled)
@@ -301,14 +302,14 @@ def agree_on_kernels(kernels: Kernels, world: World, dtypes: Iterable[torch.dtyp
     return kernels.fixing(dict.fromkeys(differing, "torch"))
 
 
-def check_room(run: Path, config: RunConfig, data: TrainingData) -> None:
+def check_room(run: Path, config: RunConfig, data: TrainingData, restart: bool = False) -> None:
     """Check that a run's checkpoints have room, before anything is written, unless the run has ended.
 
-    The run's lock is held.
+    The run's lock is held. With ``restart`` its checkpoints are of another run, and keep their room.
     """
     store = CheckpointStore(run / CHECKPOINTS)
     store.restore(clear=True)  # a checkpoint that a killed process was writing takes the room of the next one
-    names = store.names()
+    names = [] if restart else store.names()
     progress = store.progress(names[-1]) if names else None
     if progress is not None and config.training.ends_at(progress):
         return

@@ -303,7 +303,7 @@ class Trainer:
     def _finish(self, progress: Progress) -> int:
         """Log and record the end of training, and return the exit status."""
         update = progress.update
-        if self.stop.agreed:
+        if self.stop.agreed and not self.config.training.ends_at(progress):
             by = self.stop.signal_name
             logger.info("stopped by %s after update %d; start the same command again to resume", by, update)
             self.events.record("stop", update, f"stopped by {by} after update {update}", signal=by)

@@ -221,23 +221,22 @@ class Notifier:
 
     def _run(self, line: str, variables: dict[str, str]) -> None:
         """Run the command once. Files instead of pipes: a process that it leaves behind holds up nothing."""
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as complaints:
-            given.write(line.encode("utf-8", "replace"))
-            given.seek(0)
-            try:
+        try:
+            with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as complaints:
+                given.write(line.encode("utf-8", "replace"))
+                given.seek(0)
                 process = self._process = start(self._words, given, subprocess.DEVNULL, complaints, variables)
                 if self._ending:  # close() had no process to kill
                     kill(process)
                 status = process.wait(self._limit_s)
-            except (OSError, ValueError) as error:
-                self._warn(f"could not be run ({error})")
-            except subprocess.TimeoutExpired:
-                kill(process)
-                self._warn(f"took longer than {self._limit_s:g} s, and was killed")
-            else:
                 if status and not self._ending:
                     said = last_line(complaints)[-400:]
                     self._warn(f"{ending(status)}{f' ({said})' if said else ''}")
+        except (OSError, ValueError) as error:
+            self._warn(f"could not be run ({error})")
+        except subprocess.TimeoutExpired:
+            kill(process)
+            self._warn(f"took longer than {self._limit_s:g} s, and was killed")
 
     def _warn(self, what: str) -> None:
         """Warn of the first failure."""

@@ -195,7 +195,7 @@ class SpikeWatch:
             value, past = values[name], self._past[name]
             usual, count = median(past) if len(past) >= _SPIKE_HISTORY else math.inf, len(past)
             past.append(value)
-            if value > self._factors[name] * usual:
+            if value > self._factors[name] * usual and usual > 0.0:
                 times = value / usual
                 texts.append(
                     f"the loss of update {update.number}, {value:.3f} nats a token, is {times:.1f} times the median "

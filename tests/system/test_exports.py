@@ -80,6 +80,22 @@ def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def test_an_export_is_of_the_checkpoint_that_was_the_best_when_it_began(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training of the run may save a better one meanwhile."""
+    asked: list[str] = []
+
+    def model(self: Run, which: str) -> None:
+        asked.append(which)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "model", model)
+    with pytest.raises(KeyboardInterrupt):
+        exporting.export_run(exporting.ExportRequest(run, "ctranslate2", "fp32"), tmp_path / "out", False)
+    assert [Path(which).name for which in asked] == ["update-0000160"]
+
+
 def test_an_export_has_a_certificate(exported: Path, run: Path) -> None:
     certificate = Certificate.read(exported)
     assert certificate.passed and certificate.exporter == "ctranslate2" and certificate.update == 160

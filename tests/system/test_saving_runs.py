@@ -32,6 +32,8 @@ def test_a_run_without_room_is_refused_before_it_starts_and_a_finished_one_is_no
     assert "give another --run" in error
     assert not run.exists(), "nothing is left that was not there"
     assert main(train_words(data, trained, "--recipe", "transformer_base", *settings)) == 0, "nothing is to be done"
+    words = train_words(data, trained, "--recipe", "transformer_base", *settings, "--restart")
+    assert main(words) == 2 and "has 0 bytes free, and 2 more checkpoints of " in capsys.readouterr().err
     usage.free = 5 << 20
     monkeypatch.setattr(saving, "host_memory", lambda: HostMemory(0, 0, False))
     capsys.readouterr()

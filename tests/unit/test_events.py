@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -179,6 +180,16 @@ def test_a_slow_command_delays_nothing_and_is_killed_with_its_children(
         "training.notify: the command was still running 0.3 s after training had ended, and was killed; training is "
         "not affected"
     ]
+
+
+def test_without_a_temporary_file_a_warning_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    notifier = Notifier(python("pass"), EVENTS)
+    notifier.notify("best", "{}", tmp_path, 1, "best")
+    notifier.close()
+    assert "the command could not be run ([Errno 2] No such file or directory" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -254,6 +254,11 @@ def test_spikes_are_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
         assert silent(update(number), result(1e9 if number == 29 else 1.0), WORLD) is None
 
 
+def test_losses_of_memorised_text_have_no_spikes() -> None:
+    watch = SpikeWatch(2.0)
+    assert [watch(update(number), result(float(number == 29)), WORLD) for number in range(30)] == [None] * 30
+
+
 def test_a_norm_is_a_spike_by_its_own_factor_and_also_after_a_resume() -> None:
     watch = SpikeWatch(0.0, 10.0)
     norms = [*[2.0] * 12, 19.0, 21.0]

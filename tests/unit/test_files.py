@@ -34,6 +34,7 @@ from deepspeed_nmt.files import (
     text_lines,
 )
 from deepspeed_nmt.manifest import FileRecord
+from deepspeed_nmt.run.directory import check_contents
 from tests.support import ROOT
 
 
@@ -147,6 +148,22 @@ def test_a_lock_names_its_holder_and_leaves_no_file(tmp_path: Path) -> None:
         ):
             pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (victim := tmp_path / "victim").write_text("precious")
+    (lock := tmp_path / "lock").symlink_to(victim)
+    with exclusive(lock, "in use by {holder}") as locked:
+        assert not locked
+    assert victim.read_text() == "precious"
+
+
+def test_exports_of_a_run_are_its_own(tmp_path: Path) -> None:
+    (exports := tmp_path / "run" / "exports").mkdir(parents=True)
+    check_contents(tmp_path / "run")
+    (exports / "ctranslate2-fp32-0.stamp").symlink_to(tmp_path / "victim")
+    with pytest.raises(DataError, match=r"0\.stamp is a link to .*victim, out of the run"):
+        check_contents(tmp_path / "run")
 
 
 def test_a_full_disk_is_reported_with_the_name_of_the_file(tmp_path: Path) -> None:

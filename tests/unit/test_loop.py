@@ -3,6 +3,7 @@
 import math
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,10 @@ from deepspeed_nmt.config import load_config
 from deepspeed_nmt.data.loader import Update
 from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine.contract import UpdateResult
+from deepspeed_nmt.errors import EXIT_STOPPED
 from deepspeed_nmt.evaluate.metrics import METRICS
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.run.trainer import warn_of_early_end
+from deepspeed_nmt.run.trainer import Trainer, warn_of_early_end
 from deepspeed_nmt.run.validator import by_settings
 from deepspeed_nmt.text import TextForm
 from deepspeed_nmt.train.configuration import TrainingConfig
@@ -280,3 +282,17 @@ def test_a_validation_that_skipped_updates_put_off_is_made_after_a_stop_or_a_gro
     again.run(loop.saved)
     assert again.validated == [8, 10, 15, 20]
     assert TrainingLoop.run(other := _Stub(-1, (14,), ()), Progress(update=13)) and other.validated == [15, 20]
+
+
+def test_a_stop_after_the_last_update_is_the_end(tmp_path: Path) -> None:
+    """Otherwise the same command would find nothing to do, and the event would be lost."""
+    recorded: list[str] = []
+    trainer: Any = SimpleNamespace(
+        path=tmp_path,
+        world=World(0, 1, 0, torch.device("cpu")),
+        config=load_config(settings=["training.max_updates=4"]),
+        stop=SimpleNamespace(agreed=True, signal_name="SIGUSR1"),
+        events=SimpleNamespace(begun=True, record=lambda event, *_, **__: recorded.append(event)),
+    )
+    assert [Trainer._finish(trainer, Progress(update=update)) for update in (3, 4)] == [EXIT_STOPPED, 0]
+    assert recorded == ["stop", "end"]

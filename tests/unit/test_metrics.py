@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,14 @@ def test_each_failure_is_a_sentence(lines: list[str], message: str, tmp_path: Pa
     path = program(tmp_path / "m.sh", *lines)
     said = failure(parsed(f"command:{path}"), files)
     assert said.endswith(f"the metric m, {message}") and str(path) in said and "\n" not in said
+
+
+def test_without_a_temporary_file_a_metric_is_not_known(
+    tmp_path: Path, files: ScoredFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    said = failure(parsed(f"command:{program(tmp_path / 'm.sh', 'echo 1')}"), files)
+    assert "the metric m, has no temporary file: [Errno 2] No such file or directory" in said
 
 
 def test_a_program_that_takes_too_long_is_ended_with_its_children(tmp_path: Path, files: ScoredFiles) -> None:

@@ -1,6 +1,7 @@
 """Micro-batches, padded and packed: every sentence once, for any ranks, of bounded size and padding."""
 
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from deepspeed_nmt.data.batching import BatchConfig, divide_update
 from deepspeed_nmt.data.corpus import Corpora, Corpus, CorpusPart, CorpusWriter
 from deepspeed_nmt.data.loader import TrainLoader, check_lengths, collate, collate_packed, largest_micro_batch
 from deepspeed_nmt.data.packing import Ladder, PackedPart, divide, pack_update, row_sizes
+from deepspeed_nmt.data.training import TrainingData
 from deepspeed_nmt.data.update_order import Cursor, EpochOrder
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parallel.world import World
@@ -198,6 +200,14 @@ def test_auto_falls_back_to_padded_where_that_is_fuller(
         assert ("auto is padded: with these lengths 30.0% of packed" in caplog.text) == (expected == "padded")
     monkeypatch.undo()
     assert batches.with_less_padding(batch, order, world).layout == "packed", "of these lengths, really compared"
+
+
+@pytest.mark.parametrize("so_far", ["padded", "packed"])
+def test_a_resumed_run_keeps_its_layout(so_far: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout masks follow the layout, which another place in a mixture would choose anew."""
+    monkeypatch.setattr(batches, "layout_on", lambda *_: "packed")
+    data, world = cast(TrainingData, None), World(0, 1, 0, torch.device("cpu"))
+    assert batches.batch_on(validate({}), 512, data, "bf16", world, 51, so_far).layout == so_far
 
 
 @pytest.mark.parametrize(("update", "micro", "ranks"), [(2048, 2048, 1), (8192, 4096, 2), (32768, 8192, 1)])
