@@ -58,7 +58,8 @@ def draw_stabilisers() -> None:
     """Draw the validation perplexity of models of equally many layers on both sides, lowest at the greatest depth."""
     lines: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
     for row in rows_of("stabilisers"):
-        if (match := re.fullmatch(r"(\w+)_(\d+)-(\d+)", row["arm"])) and match[2] == match[3]:
+        match = re.fullmatch(r"(\w+)_(\d+)-(\d+)", row["arm"])
+        if match and match[2] == match[3] and row["seed"] == 1:
             lines[match[1]].append((int(match[2]), row["valid/ppl"]))
     figure, axis = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
     depths = sorted({depth for line in lines.values() for depth, _ in line})
