@@ -135,8 +135,8 @@ def resolve(
     with suppress(OSError, ValueError, AttributeError, KeyError):
         recorded = parse_json(read_regular(resumed / RESOLVED_FILE)) if resumed else {}
         products = recorded.get("products")
-        layout = recorded["layout"] if recorded["precision"] == engine.precision else None
         micro_tokens = BatchConfig(micro_tokens=recorded["micro_tokens"]).bound
+        layout = recorded["layout"] if recorded["precision"] == engine.precision else None
     kernels = keep_products(kernels, products, world)
     # Validation on a CPU runs in fp32, too.
     kernels = agree_on_kernels(kernels, world, {DTYPES[engine.precision], torch.float32})
