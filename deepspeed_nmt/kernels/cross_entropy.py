@@ -98,10 +98,11 @@ def _in_chunks(
     vocabulary: VocabularySlice | None,
     kernels: Kernels,
     taught: Taught | None,
-) -> tuple[_Sums, list[Tensor | None]]:
+) -> tuple[_Sums, list[Tensor | None], Tensor]:
     """Compute the three results and, if requested, the gradients of the first by the matrix, the bias and the states.
 
-    Those of matrix and bias are in fp32 or wider, and None if they are not needed.
+    Those of matrix and bias are in fp32 or wider, and None if they are not needed. All gradients lack a factor, which
+    comes last.
     """
     of_weight, of_bias = (with_gradient and x is not None and x.requires_grad for x in (weight_VD, bias_V))
     rows, held = states[0].shape[0], weight_VD.shape[0]
@@ -110,6 +111,12 @@ def _in_chunks(
     loss, divergence = (torch.zeros((), dtype=accumulate, device=weight_VD.device) for _ in range(2))
     nll_N = torch.zeros(rows, dtype=accumulate, device=weight_VD.device)
     d_states = [torch.empty_like(x) for x in (states if taught is None else states[:1])] if with_gradient else []
+    top = loss.new_ones(())
+    if row_weights_N is not None and rows and states[0].dtype == torch.float16:
+        # A gradient of a logit is rounded before the loss scale brings it into fp16's range: with a small weight of
+        # its row, much of it would be lost.
+        top = row_weights_N.abs().amax().clamp(min=torch.finfo(torch.float32).tiny).to(accumulate)
+        row_weights_N = row_weights_N / top
     padding = padded_width(held, weight_VD, kernels) - held
     matrix_VD = F.pad(weight_VD, (0, 0, 0, padding)) if padding else weight_VD
     shift_V = F.pad(bias_V, (0, padding)) if padding and bias_V is not None else bias_V
@@ -150,23 +157,24 @@ def _in_chunks(
         for gradient in d_states:
             vocabulary.sum(gradient)
     d_weight = None if d_matrix is None else d_matrix[:held]
-    return (loss + divergence_weight * divergence, nll_N, divergence), [d_weight, d_bias, *d_states]
+    loss, divergence = loss * top, divergence * top
+    return (loss + divergence_weight * divergence, nll_N, divergence), [d_weight, d_bias, *d_states], top
 
 
 class _ProjectedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight_VD: Tensor, bias_V: Tensor | None, options: Any, *states: Tensor) -> _Sums:
-        sums, gradients = _in_chunks(states, weight_VD, bias_V, True, *options)
-        ctx.save_for_backward(*gradients)
+        sums, gradients, factor = _in_chunks(states, weight_VD, bias_V, True, *options)
+        ctx.save_for_backward(factor, *gradients)
         ctx.dtype = weight_VD.dtype
         ctx.mark_non_differentiable(*sums[1:])
         return sums
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        d_weight, d_bias, *d_states = ctx.saved_tensors
+        factor, d_weight, d_bias, *d_states = ctx.saved_tensors
         # Scaled in fp32 and then rounded, because fp16's loss scale brings them into its range.
-        scale = gradients[0].reshape(1)  # a scalar would be rounded to the dtype of what it scales
+        scale = (gradients[0] * factor).reshape(1)  # a scalar would be rounded to the dtype of what it scales
         d_output = [None if x is None else (x * scale).to(ctx.dtype) for x in (d_weight, d_bias)]
         constant = [None] * (len(ctx.needs_input_grad) - 3 - len(d_states))
         return *d_output, None, *((x * scale).to(x.dtype) for x in d_states), *constant

@@ -142,6 +142,20 @@ def test_touch_gives_a_gradient_of_zero() -> None:
     assert weight.grad is not None and not weight.grad.any()
 
 
+def test_small_weights_of_rows_lose_no_gradient_in_fp16() -> None:
+    """Gradients of logits are rounded to fp16, whose smallest number is 6e-8; that of a token that is not the target
+    is 0.1 / V times the weight of the row."""
+    torch.manual_seed(0)
+    weight_VD, targets = torch.randn(8000, 32) / 6, torch.randint(0, 8000, (6,))
+    states_ND, found = weight_VD[targets] * 14, []
+    for share in (1.0, 1 / 64):
+        states, weight = (x.half().requires_grad_() for x in (states_ND, weight_VD))
+        loss, *_ = projected_cross_entropy([states], weight, targets, 0.1, -1, row_weights_N=torch.full((6,), share))
+        (loss * 1024 / share).backward()
+        found.append((loss / share, weight.grad, states.grad))
+    assert all(map(torch.equal, *found))
+
+
 def test_projected_cross_entropy_of_only_padding_is_zero_with_zero_gradients() -> None:
     states = torch.randn(3, 4, requires_grad=True)
     weight = torch.randn(7, 4, requires_grad=True)
