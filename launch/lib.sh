@@ -23,7 +23,7 @@ die() {
 value() { [ -n "${2:-}" ] || die "$1 has no value; see --help"; printf '%s\n' "$2"; }
 # number OPTION [VALUE]: print VALUE, which must be a positive whole number.
 number() {
-    case "${2:-}" in '' | *[!0-9]* | 0) die "$1 is '${2:-}', which is no positive whole number; see --help" ;; esac
+    case "${2:-}" in '' | *[!0-9]* | 0*) die "$1 is '${2:-}', which is no positive whole number; see --help" ;; esac
     printf '%s\n' "$2"
 }
 # lock_named OPTION [NAME]: print NAME, which must be that of a lock in requirements/.

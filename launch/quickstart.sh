@@ -66,7 +66,7 @@ case ${#texts[@]} in
 *) die "${#texts[@]} arguments are given; give the files SOURCE and TARGET, or none" ;;
 esac
 for setting in ${settings[@]+"${settings[@]}"}; do
-    [[ "$setting" =~ ^[A-Za-z_]+\.[A-Za-z_.]+= ]] || die "$setting is no setting; after -- write section.key=value"
+    [[ "$setting" =~ ^[A-Za-z_]+\.[A-Za-z0-9_.]+= ]] || die "$setting is no setting; after -- write section.key=value"
 done
 [ -z "$minutes" ] || [ -z "${RECIPE:-}" ] ||
     die "RECIPE has a length of its own, but --minutes is given; leave out one of them"
@@ -139,7 +139,7 @@ claim_out() {
 # Remove what this script makes in $OUT, by name. Other files there stay, as do directories that have some.
 remove_results() {
     local run
-    rm -f "$OUT"/.done-* "$OUT"/{log,plan,test.translation} "$TEXT/parts" "$TEXT"/{train,valid,test}.{en,de,source,target}
+    rm -f "$OUT"/.done-* "$OUT"/{log,plan,plan.new,test.translation} "$TEXT/parts" "$TEXT"/{train,valid,test,left-out}.{en,de,source,target}
     rm -f "$OUT/data"/meta.json{,.sha256} "$OUT/data"/vocabulary.{model,json,*.json} \
         "$OUT/data"/{train,valid,test}.{source,target}{,.*.bin}
     for run in "$RUN" "$OUT/speed"; do
@@ -408,6 +408,8 @@ compgen -G "$ROOT/deepspeed_nmt/recipes/*/$RECIPE.yaml" >/dev/null ||
     die "no recipe '$RECIPE'; docs/recipes.md lists the names for RECIPE"
 [ -z "$SOURCE$TARGET" ] || check_text
 claim_out
+[ -z "$planned" ] || [ ! -f "$RUN/metrics.jsonl" ] || [ -f "$OUT/plan" ] ||
+    die "$RUN was trained as its recipe says, without --minutes; start over with --fresh, or set OUT"
 
 stopped="" # the exit status once a signal has come
 in_log="" # "yes" while what is done prints to $LOG

@@ -450,6 +450,8 @@ def test_quickstart_refuses_what_it_cannot_use(stubs: dict[str, str], tmp_path: 
         (("--minutes", "soon"), {}, "'soon'"),
         (("--minutes", "nan"), {}, "no positive whole number"),
         (("--minutes", "0.1"), {}, "no positive whole number"),
+        (("--minutes", "00"), {}, "no positive whole number"),
+        ((), {"RANKS": "08"}, "RANKS is '08'"),
         (("--minutes", "5"), {"RECIPE": "sample_small"}, "RECIPE has a length"),
         (("--", "lr"), {}, "lr is no setting"),
     ]

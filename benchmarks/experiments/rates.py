@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
+from statistics import fmean
 from typing import Any
 
 from collapse import add_options, prepare, results, train
@@ -54,19 +55,25 @@ COLUMNS = {"arm": "arm", "seed": "seed", "at update": "update", "valid ppl": "va
 
 
 def best(rounds: list[dict[str, Any]]) -> Table:
-    """Return the validation perplexities by rate, and the best rate, of each model."""
+    """Return the perplexities by rate of each model, and the best rate if a lower and a higher one were tried."""
     rows = []
     for layers, dim in SIZES:
         for style in STYLES:
             found = {
-                rate: row.get("valid/ppl") or math.inf
-                for row in rounds
+                rate: fmean(seeds)
                 for rate in RATES
-                if row["arm"] == f"{style}_{layers}x{dim}_{rate}"
+                if (
+                    seeds := [
+                        row.get("valid/ppl") or math.inf
+                        for row in rounds
+                        if row["arm"] == f"{style}_{layers}x{dim}_{rate}"
+                    ]
+                )
             }
             if found:
                 shown = {rate: found.get(rate) for rate in RATES}
-                known = min(found, key=found.__getitem__) if len(found) > 2 else None
+                lowest, inner = min(found, key=found.__getitem__), list(found)[1:-1]
+                known = lowest if lowest in inner else None
                 rows.append({"arms": style, "layers": layers, "D": dim, **shown, "best": known})
     return Table.of(rows, dict.fromkeys(RATES, "{:.2f}"))
 

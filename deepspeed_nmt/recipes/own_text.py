@@ -57,6 +57,8 @@ _LENGTH = ("training.max_updates=", "training.validate_every=", "training.log_ev
 _SPEED = "perf/target_tokens_per_s"
 _UNKNOWN_SPEED = 500.0
 """Target tokens a second if the trial ended before its first update; cautious, a busy CPU."""
+_TRIAL_UPDATES = 20
+"""Updates of a whole trial (launch/quickstart.sh)."""
 _KANA = range(0x3040, 0x3100)
 _HAN = range(0x4E00, 0xA000)
 _GAIN = 0.01
@@ -170,8 +172,13 @@ def shaped_for(recipe: OwnRecipe, updates: float, epochs: float) -> OwnRecipe:
     return recipe
 
 
-def fitted(pairs: int, device: str, epoch_tokens: int, seconds: float, tokens_per_s: float) -> tuple[OwnRecipe, int]:
-    """Return the recipe for some seconds; if they are too few to learn, the smallest, and the minutes that suit."""
+def fitted(
+    pairs: int, device: str, epoch_tokens: int, seconds: float, tokens_per_s: float, lost: float = 0.0
+) -> tuple[OwnRecipe, int]:
+    """Return the recipe for some seconds; if they are too few to learn, the smallest, and the minutes that suit.
+
+    Of these minutes a start loses some seconds before the training.
+    """
     recipe, speed = recipe_for(pairs, device), _TRAINING_SHARE * tokens_per_s
     needed, tokens = min(_LEARNS, _MAX_EPOCHS * epoch_tokens), seconds * speed
     chosen = sized_for(recipe, seconds, tokens_per_s)
@@ -179,7 +186,7 @@ def fitted(pairs: int, device: str, epoch_tokens: int, seconds: float, tokens_pe
         chosen = replace(recipe_for(pairs, "cpu"), update_tokens=_SMALLEST_UPDATE)
     elif device != "cpu":
         return chosen, 0
-    minutes = 0 if tokens >= needed else max(recipe.minutes, 1 + math.ceil(needed / speed / 60.0))
+    minutes = 0 if tokens >= needed else max(recipe.minutes, 1 + math.ceil((needed / speed + lost) / 60.0))
     return shaped_for(chosen, tokens / chosen.update_tokens, tokens / max(1, epoch_tokens)), minutes
 
 
@@ -255,8 +262,11 @@ def _plan(out: Path, device: str, metric: str, spent: str, minutes: str = "") ->
     recipe = recipe_for(pairs, device)
     length = int(minutes) if minutes else minutes_for(recipe, tokens, speed)
     size = sized_for(recipe, 0.0, speed).update_tokens  # of the trial
-    seconds = 60.0 * length if trained else seconds_left(length, float(spent), sum(size / value for value in speeds))
-    recipe, enough = fitted(pairs, device, tokens, seconds, speed)
+    measured = sum(size / value for value in speeds)
+    seconds = 60.0 * length if trained else seconds_left(length, float(spent), measured)
+    # Another start makes a whole trial, and begins twice.
+    lost = _TRIAL_UPDATES * size / speed + 2.0 * max(0.0, float(spent) - measured)
+    recipe, enough = fitted(pairs, device, tokens, seconds, speed, lost)
     warning = enough and f"{length} min have room for too few updates to learn much; {enough} min would suit"
     words, why = recipe.arguments("" if enough else metric), recipe.reason
     if trained:

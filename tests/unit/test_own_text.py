@@ -15,6 +15,7 @@ import pytest
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.data.vocabulary_training import train_subwords
 from deepspeed_nmt.recipes.own_text import (
+    _plan,
     fitted,
     length_arguments,
     main,
@@ -100,6 +101,25 @@ def test_too_few_tokens_are_told_with_the_minutes_that_would_do() -> None:
     assert fitted(20_000, "gpu", 400_000, seconds=10.0, tokens_per_s=9000.0)[1] == recipe_for(20_000, "gpu").minutes
     assert fitted(20_000, "cpu", 400_000, seconds=70.0, tokens_per_s=9000.0)[1] == 0
     assert fitted(150, "cpu", 2000, seconds=30.0, tokens_per_s=9000.0)[1] == 0, "so little text does not give more"
+
+
+@pytest.mark.parametrize("speed", [60.0, 100.0, 300.0, 600.0])
+def test_the_minutes_that_are_advised_are_enough(speed: float, tmp_path: Path) -> None:
+    """A start with more minutes has a longer trial; each start takes 25 s."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "speed").mkdir()
+    sizes = {"pairs": 20_000, "target": {"tokens": 380_000}}
+    (tmp_path / "data" / "meta.json").write_text(json.dumps({"splits": {"train": sizes}}))
+    minutes, warnings = 5, []
+    for _ in range(2):
+        updates = max(1, int(min(20, 6.0 * minutes * speed / 512)))
+        lines = [json.dumps({"update": n, "perf/target_tokens_per_s": speed}) for n in range(1, updates + 1)]
+        (tmp_path / "speed" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        spent = f"{updates * 512 / speed + 25.0:.0f}"
+        planned = _plan(tmp_path, "cpu", "bleu", spent, str(minutes))
+        warnings.append(planned[1])
+        minutes = int(planned[4].split()[-1])
+    assert warnings[0] and not warnings[1], "the second plan is for the minutes that the first one advises"
 
 
 def test_few_epochs_need_less_dropout() -> None:
