@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -63,16 +64,19 @@ def run(arguments: argparse.Namespace) -> Results:
     written: list[float] = []
     quiet: list[float] = []
     meanwhile: list[float] = []
-    with tempfile.TemporaryDirectory(dir=arguments.out) as scratch:
+    with ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.out))
         savers = {
-            save: Saver(
-                CheckpointStore(Path(scratch) / save, keep_last=1, keep_best=False),
-                engine,
-                world,
-                Watchdog(world, 0.0, 1.0, 1.0),
-                TrainingConfig(save=save),
-                size,
-                0,
+            save: stack.enter_context(
+                Saver(
+                    CheckpointStore(Path(scratch) / save, keep_last=1, keep_best=False),
+                    engine,
+                    world,
+                    Watchdog(world, 0.0, 1.0, 1.0),
+                    TrainingConfig(save=save),
+                    size,
+                    0,
+                )
             )
             for save in waited
         }
@@ -87,8 +91,6 @@ def run(arguments: argparse.Namespace) -> Results:
                 saver.finish()
                 if save == "background":
                     written.append(time.perf_counter() - started)
-        for saver in savers.values():
-            saver.close()
     rounds = {**waited, "written": written, "update": quiet, "update meanwhile": meanwhile}
     middle = {name: statistics.median(seconds) if seconds else None for name, seconds in rounds.items()}
     waiting = [{"`training.save`": f"`{save}`", "training waits": middle[save]} for save in waited]

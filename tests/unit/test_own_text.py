@@ -168,7 +168,7 @@ def test_a_longer_plan_keeps_what_the_run_has(tmp_path: Path) -> None:
 
 def test_a_plan_too_short_to_learn_says_so_and_takes_the_smallest_recipe(tmp_path: Path) -> None:
     slow = planned(tmp_path, "50", "3", trial=150.0)
-    assert "67 min would suit" in slow[1] and slow[4] == "--fresh --minutes 67"
+    assert "69 min would suit" in slow[1] and slow[4] == "--fresh --minutes 69"
     assert {"model.decoder_layers=1", "validation.metrics=[]"} <= set(slow)
     assert "assumed speed of 500" in planned(tmp_path, "50", "3")[0], "no update of the trial ended"
     assert planned(tmp_path, "12", "3", trial=9000.0)[1] == ""
