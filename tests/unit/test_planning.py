@@ -138,6 +138,7 @@ def test_work_of_a_transformer_is_six_operations_for_each_weight_and_token() -> 
     assert work.flops == pytest.approx(6 * 1024 * (layers + 32000 * 512) + attention, rel=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 def test_lstms_are_counted_as_if_step_by_step() -> None:
     size = ["model.dim=128", "model.encoder_layers=3", "model.decoder_layers=3"]
