@@ -461,6 +461,16 @@ def test_quickstart_refuses_what_it_cannot_use(stubs: dict[str, str], tmp_path: 
     assert commands(stubs) == [] and not Path(stubs["OUT"]).exists()
 
 
+def test_quickstart_with_minutes_refuses_what_a_recipe_has_trained(stubs: dict[str, str]) -> None:
+    """Its plan would follow the one that the trained model has, after a trial of minutes."""
+    (run := Path(stubs["OUT"]) / "run").mkdir(parents=True)
+    (run.parent / ".quickstart").write_text("sample corpus\n")
+    (run / "metrics.jsonl").touch()
+    done = run_script("quickstart.sh", "--minutes", "10", "--", "optimizer.beta2=0.98", **stubs)
+    assert done.returncode == 2 and "was trained as its recipe says, without --minutes" in done.stderr, done.stderr
+    assert commands(stubs) == []
+
+
 def call_library(code: str, path: Path, **settings: str) -> subprocess.CompletedProcess[str]:
     """Run shell code that uses launch/lib.sh, with `path` first on PATH."""
     script = f'set -euo pipefail; . "{ROOT}/launch/lib.sh"; {code}'
